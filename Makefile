@@ -1,0 +1,52 @@
+# The project's commands. All of them make .venv first; `make setup` does only that.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PRESET ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint ui lock clean
+
+help:
+	@echo "make run [PRESET=smoke]  both rounds, prepare to replay    make ui    Prefect and MLflow in the browser"
+	@echo "make test                the tests                         make lint  ruff and mypy"
+	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
+	@echo "make clean               caches and tool files; no results, no .venv"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.lock
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 found: install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing the locked dependencies into .venv (once; some minutes) ..."
+	@$(PIP) install --quiet -r requirements.lock
+	@$(PIP) install --quiet --no-deps -e .
+	@touch $@
+
+run: setup
+	@$(BIN)/rondo run $(if $(PRESET),--preset $(PRESET)) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ui: setup
+	@exec $(BIN)/rondo serve
+
+# The whole closure by exact version, from a clean environment. Neither +cpu nor NVIDIA's packages: pip takes the torch that is offered.
+lock:
+	$(PYTHON) -m venv .rondo/lock
+	.rondo/lock/bin/python -m pip install --quiet '.[dev]'
+	.rondo/lock/bin/python -m pip freeze --exclude rondo | sed 's/+cpu$$//' | grep -viE '^(nvidia|triton|cuda-)' > requirements.lock
+	rm -rf .rondo/lock build rondo.egg-info
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	find flows stages tests -name __pycache__ -type d -prune -exec rm -rf {} +

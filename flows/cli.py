@@ -1,0 +1,98 @@
+"""`rondo run | serve | report`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from stages.errors import BadInput, GateFailed, RondoError
+
+HOME = Path(".rondo")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line; ends the process."""
+    options = parser().parse_args(arguments)
+    try:
+        if not Path("dvc.yaml").exists():
+            raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
+        code = {"run": run, "serve": serve, "report": report}[options.command](options)
+    except RondoError as error:
+        print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("rondo: stopped", file=sys.stderr)
+        code = RondoError.exit_code
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def parser() -> argparse.ArgumentParser:
+    about = "RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay."
+    top = argparse.ArgumentParser(prog="rondo", description=about, epilog=__doc__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    start = commands.add_parser("run", help="run what is not up to date, stage by stage")
+    start.add_argument("--preset", default="keep", metavar="NAME", help="a file of presets/, over the defaults; `default`: the defaults")
+    start.add_argument("--rounds", type=int, metavar="N", help="how many rounds")
+    start.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of params.yaml; may be repeated")
+    start.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
+    commands.add_parser("serve", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
+    commands.add_parser("report", help="print the table of what is there, write reports/summary.md")
+    return top
+
+
+def run(options: argparse.Namespace) -> int:
+    """The flow, in this process; its server is the one that runs, or one of its own for as long as it takes."""
+    from flows.config import resolve
+
+    resolve(options.preset, options.rounds, options.set)  # bad input is said before anything starts
+    from flows.server import PREFECT_URL, answers, prefect_environment
+
+    for name, value in prefect_environment(HOME.resolve()).items():
+        os.environ.setdefault(name, value)
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"  # it logs to its run; the terminal has lines of ours
+    if "PREFECT_API_URL" not in os.environ and answers(f"{PREFECT_URL}/api/health"):
+        os.environ["PREFECT_API_URL"] = f"{PREFECT_URL}/api"
+    console = logging.getLogger("rondo")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    console.addHandler(handler)
+    console.setLevel(logging.INFO)
+    console.propagate = False
+
+    from flows.pipeline import rlhf_pipeline
+
+    state = rlhf_pipeline(options.preset, options.rounds, options.set, isolated=options.isolated, return_state=True)
+    if state.is_completed():
+        return 0
+    if state.name == "GateFailed":
+        raise GateFailed(state.message)
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, RondoError):
+        raise error
+    if isinstance(error, Exception):
+        traceback.print_exception(error)
+    print(f"rondo: {state.name}: {state.message}", file=sys.stderr)
+    return RondoError.exit_code
+
+
+def serve(_: argparse.Namespace) -> int:
+    from flows.server import serve as serve_all
+
+    serve_all(HOME.resolve())
+    return 0
+
+
+def report(_: argparse.Namespace) -> int:
+    from flows import summary
+
+    rounds = summary.known_rounds()
+    summary.write(rounds)
+    print(summary.text(rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

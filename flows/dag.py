@@ -1,0 +1,150 @@
+"""The DAG driver: dvc.yaml says what depends on what; this runs one of its stages at a time.
+
+An address is DVC's name of a stage: `assets`, `sft@r0`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows import guard
+from stages.errors import BadInput, GateFailed, RondoError
+from stages.records import REPORTS
+
+SHOWN_LINES = 15
+
+
+class Outcome(str, Enum):
+    ran = "ran"
+    restored = "restored"
+    unchanged = "unchanged"
+
+
+def split(address: str) -> tuple[str, str]:
+    """`sft@r0` -> (`sft`, `r0`); `assets`, which all rounds share, has the round ``."""
+    stage, _, round_ = address.partition("@")
+    return stage, round_
+
+
+@contextmanager
+def open_repo() -> Iterator[Any]:
+    """DVC's view of the working directory; its errors become BadInput."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from dvc.scm import SCMError
+
+    try:
+        with Repo(".") as repo:
+            yield repo
+    except (DvcException, SCMError) as error:
+        raise BadInput(f"dvc: {error}") from None
+
+
+def stage_order(rounds: list[str]) -> list[str]:
+    """Addresses of all stages of `rounds`, each after what it depends on: round by round, then as dvc.yaml lists them."""
+    import networkx
+
+    listed = list(yaml.safe_load(Path("dvc.yaml").read_text())["stages"])
+    with open_repo() as repo:
+        graph = networkx.relabel_nodes(repo.index.graph, lambda stage: stage.addressing).reverse()
+
+    def place(address: str) -> tuple[int, int]:
+        stage, round_ = split(address)
+        return ["", *rounds].index(round_), listed.index(stage)
+
+    wanted = graph.subgraph(address for address in graph if split(address)[1] in ("", *rounds))
+    return list(networkx.lexicographical_topological_sort(wanted, place))
+
+
+def up_to_date(addresses: list[str]) -> list[str]:
+    """Those of `addresses` that `dvc status` has nothing to say about."""
+    with open_repo() as repo:
+        changed = repo.status(targets=addresses)
+    return [address for address in addresses if address not in changed]
+
+
+def command_environment() -> dict[str, str]:
+    """The environment of a stage: our interpreter is `python`, whether or not its venv is activated."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
+
+
+def run(address: str, on_line: Callable[[str], None]) -> Outcome:
+    """Bring one stage up to date with `dvc repro --single-item`, as a process group that dies with this call.
+
+    `on_line` gets each line that the stage or DVC prints, while it runs.
+
+    Raises:
+        GateFailed: the stage is a gate that said no; its checks are in the message.
+        BadInput, RondoError: any other failure, with the last lines of the output.
+    """
+    if up_to_date([address]):
+        return Outcome.unchanged
+    command = [sys.executable, "-m", "dvc", "repro", "--single-item", address]
+    process = guard.start(command, env=command_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+    lines: deque[str] = deque(maxlen=SHOWN_LINES)
+    text: list[str] = []
+    assert process.stdout is not None
+    try:
+        for line in map(str.rstrip, process.stdout):
+            if DVC_NOISE.match(line):
+                text.append(line)
+            elif line:
+                lines.append(line)
+                on_line(line)
+        code = process.wait()
+    finally:  # TerminationSignal and KeyboardInterrupt pass here too
+        if process.poll() is None:
+            guard.stop(process)
+        process.stdout.close()
+    if code:
+        raise _failure(address, code, [*text, *lines], "\n".join(lines))
+    return Outcome.restored if any("is cached" in line for line in text) else Outcome.ran
+
+
+# What DVC itself says; the flow says the same once, shorter.
+DVC_NOISE = re.compile(
+    r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python |(Updating|Generating) lock file|To track the changes with git"
+    r"|\s*git add |To enable auto staging|\s*dvc config core.autostage|Use `dvc push`|Data and pipelines are up"
+    r"|ERROR: failed to reproduce .* exited with "
+)
+
+
+def _failure(address: str, code: int, output: list[str], shown: str) -> RondoError:
+    """DVC ends with 255 whatever the stage ended with; that is in its text: `exited with 3`."""
+    ended = [int(found) for line in output for found in re.findall(r"exited with (-?\d+)", line)]
+    code = ended[-1] if ended else code
+    stage, round_ = split(address)
+    if code == GateFailed.exit_code:
+        return GateFailed(gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}")
+    if code == BadInput.exit_code:
+        return BadInput(f"{address}: {shown}")
+    return RondoError(f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone.")
+
+
+def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
+    """The verdict of a gate, None when it has not been reached."""
+    path = REPORTS / round_ / f"gate_{gate}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def gate_message(round_: str, gate: str) -> str:
+    """The failed checks of a gate, one a line: metric, value, band, next step; empty when there is no verdict."""
+    verdict = read_gate(round_, gate)
+    if verdict is None:
+        return ""
+    return "\n".join([f"gate {gate} of {round_} failed:", *failed_checks(verdict)])
+
+
+def failed_checks(verdict: dict[str, Any]) -> list[str]:
+    return [f"{c['metric']} is {c['value']}, wanted {c['band']}. {c['next_step']}" for c in verdict["checks"] if not c["passed"]]

@@ -1,0 +1,145 @@
+"""Time and memory of a run on this machine, before it starts.
+
+FLOPs of a transformer with N weights, per token: 2N forward (Kaplan et al. 2020, section 2.1), 4N backward, of which
+2N go to the weights' gradients; LoRA trains next to none, so its step is 2N + 2N = 4N, and full training's 6N.
+Generation reads all weights once a token and a batch, so it is slower than its FLOPs say: `GENERATION`.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from flows.dag import split
+from stages.params import Params, TrainParams
+
+# Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a measured run of the defaults.
+TRAINING, PPO_LEARNING, FORWARD, GENERATION = 0.35, 0.7, 0.4, 0.2
+STAGE_SECONDS = 8.0  # start of Python, imports, loading of a model; per stage
+BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
+WORKSPACE_GB = 1.5  # interpreter, activations of a micro batch, logits
+DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
+
+# Weights, and rows of data (demonstrations, pairs), of what the params can name; others are looked at as the embedded ones.
+WEIGHTS = {
+    "tiny": 1e5,
+    "embedded": 135e6,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 362e6,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494e6,
+    "EleutherAI/pythia-410m": 405e6,
+}
+ROWS = {"tiny": (64, 64), "embedded": (750, 1420), "Anthropic/hh-rlhf": (42_000, 42_000)}
+
+PROBE = """
+import json, time, torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+rates = {}
+for name in ("float32", "bfloat16"):
+    n = 4096 if device == "cuda" else 768
+    a = torch.ones(n, n, dtype=getattr(torch, name), device=device)
+    (a @ a).sum().item()
+    start, products = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.3:
+        (a @ a)[0, 0].item()
+        products += 1
+    rates[name] = 2 * n**3 * products / (time.perf_counter() - start)
+memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
+print(json.dumps({"device": device, "rates": rates, "memory": memory}))
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`rates` in FLOP/s by dtype; memory and disk in bytes; `memory` is the GPU's where there is one."""
+
+    device: str
+    rates: dict[str, float]
+    memory: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one round by stage, bytes of memory and disk at the most."""
+
+    seconds: dict[str, float]
+    memory: float
+    disk: float
+
+
+def measure() -> Machine:
+    """Multiply matrices for a second, in a process of its own so that its memory goes with it."""
+    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    found = json.loads(probe.stdout)
+    free = found["memory"] or psutil.virtual_memory().available
+    return Machine(found["device"], found["rates"], free, shutil.disk_usage(".").free)
+
+
+def dtype_of(params: Params, machine: Machine) -> str:
+    """What `model.dtype: auto` comes to here: bfloat16 where it is faster."""
+    asked = params.model.dtype.value
+    faster = "bfloat16" if machine.rates["bfloat16"] > 1.5 * machine.rates["float32"] else "float32"
+    return faster if asked == "auto" else asked
+
+
+def weights_of(model: str) -> float:
+    """Number of weights; of a local folder from the size of its safetensors (2 bytes each)."""
+    files = list(Path(model).glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) / 2 if files else WEIGHTS.get(model, WEIGHTS["embedded"])
+
+
+def estimate(params: Params, machine: Machine) -> Estimate:
+    """Seconds of one round, and memory, from the params' token counts and the machine's rate."""
+    weights, dtype = weights_of(params.assets.model), dtype_of(params, machine)
+    rate = machine.rates[dtype]
+    demonstrations, pairs = (min(rows, params.prepare.max_rows or rows) for rows in ROWS.get(params.assets.data, ROWS["embedded"]))
+    prompt = 1.5 * params.prepare.prompt_words if params.assets.data == "embedded" else params.prepare.max_prompt_tokens / 2
+    length = prompt + params.ppo.response_length
+    ppo = params.ppo
+    updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or sys.maxsize)
+    rollout = ppo.batch_size * length
+    evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates) * 2
+    # a rollout: policy, reference, reward model and critic read it once; policy and critic learn from it num_ppo_epochs times
+    work = {
+        "prepare": 0.0,
+        "sft": _training(params.sft, demonstrations, 1, weights, rate),
+        "reward": _training(params.reward, pairs, 2, weights, rate),
+        "ppo": updates * rollout * weights * (2 / GENERATION + 4 * 2 / FORWARD + ppo.num_ppo_epochs * 2 * 4 / PPO_LEARNING) / rate,
+        "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
+        "replay": params.replay.max_badcases * params.replay.best_of * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
+    }
+    bytes_per_weight = BYTES_PER_WEIGHT[dtype]
+    return Estimate(
+        seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
+        memory=3 * weights * bytes_per_weight + WORKSPACE_GB * 1e9,  # ppo: policy (= reference), reward model, critic
+        disk=len(params.rounds) * DISK_COPIES * weights * bytes_per_weight + weights * 4,
+    )
+
+
+def _training(section: TrainParams, rows: int, texts: int, weights: float, rate: float) -> float:
+    """Seconds: 4N a token with LoRA, 6N without."""
+    steps = min(rows * section.num_train_epochs / section.per_device_train_batch_size, section.max_steps or float("inf"))
+    tokens = steps * section.per_device_train_batch_size * texts * section.max_length / 2  # rows fill about half of max_length
+    return tokens * weights * (4 if section.lora.r else 6) / (TRAINING * rate)
+
+
+def report(params: Params, addresses: list[str], done: list[str]) -> list[str]:
+    """Lines to print: what this machine does, how long what is not `done` will take, what it needs."""
+    machine = measure()
+    guess = estimate(params, machine)
+    seconds = [guess.seconds.get(split(address)[0], STAGE_SECONDS) for address in addresses if address not in done]
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in machine.rates.items())
+    lines = [
+        f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; trains in {dtype_of(params, machine)}",
+        f"to do: {len(seconds)} of {len(addresses)} stages of {len(params.rounds)} round(s); the others are up to date",
+        f"estimate: {sum(seconds) / 60:.0f} min; {guess.memory / 1e9:.1f} GB of memory, {guess.disk / 1e9:.1f} GB of disk",
+        "minutes a round: " + ", ".join(f"{stage} {time / 60:.1f}" for stage, time in guess.seconds.items()),
+    ]
+    for name, needed, free in (("memory", guess.memory, machine.memory), ("disk", guess.disk, machine.disk)):
+        if needed > free:
+            lines.append(f"warning: {needed / 1e9:.1f} GB of {name} wanted, {free / 1e9:.1f} GB free")
+    return lines

@@ -1,0 +1,188 @@
+"""Send records to MLflow: one parent run a pipeline run, a child run a stage and round, a LoggedModel a checkpoint.
+
+Runs are found again by their tags, and equal metrics are stored once, so sending a record twice changes nothing.
+MLflow that is down stops no stage: what could not be sent stays in `.rondo/unsent.jsonl` and goes with the next.
+"""
+
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import mlflow
+import pandas
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
+from requests.exceptions import RequestException
+from sqlalchemy.exc import SQLAlchemyError
+
+from flows.server import MLFLOW_URL, answers
+from flows.tracking import Checkpoint, NoTracker, Record, Step, milliseconds, read_record, read_steps
+from stages.records import write_text
+
+EXPERIMENT = "rondo"
+EVERY_SECONDS = 10.0
+MAX_METRICS, MAX_PARAMS = 1000, 100  # of one request, set by MLflow
+SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+MAX_VALUE = 5000  # characters of a param or tag
+FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
+
+
+class Store:
+    """An MLflow server or database; every call may raise one of FAILURES."""
+
+    def __init__(self, uri: str, artifacts: Path | None) -> None:
+        """`artifacts`: the folder for a new experiment's artifacts, None to leave that to the server."""
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        mlflow.set_tracking_uri(uri)
+        self.client = MlflowClient(uri)
+        found = self.client.get_experiment_by_name(EXPERIMENT)
+        location = artifacts.as_uri() if artifacts else None
+        self.experiment = found.experiment_id if found else self.client.create_experiment(EXPERIMENT, location)
+        self.runs: dict[tuple[str, str], str] = {}
+
+    def run_id(self, run: str, address: str, started: int) -> str:
+        """The MLflow run of a stage (or, address ``, of the pipeline run), made when there is none."""
+        key = (run, address)
+        if key not in self.runs:
+            tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
+            found = self.client.search_runs([self.experiment], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items()))
+            if address and not found:
+                tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
+            made = found[0] if found else self.client.create_run(self.experiment, started, tags, address or run)
+            self.runs[key] = made.info.run_id
+        return self.runs[key]
+
+    def send_steps(self, run_id: str, steps: Sequence[Step]) -> None:
+        for first in range(0, len(steps), MAX_METRICS):
+            batch = [Metric(s.key, s.value, s.time, s.step) for s in steps[first : first + MAX_METRICS]]
+            self.client.log_batch(run_id, metrics=batch)
+
+    def send(self, record: Record) -> None:
+        run_id = self.run_id(record.run, record.address, record.started)
+        params = [Param(key, value[:MAX_VALUE]) for key, value in record.params.items()]
+        for first in range(0, len(params), MAX_PARAMS):
+            self.client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
+        self.client.log_batch(run_id, tags=[RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()])
+        last = max((step.step for step in record.steps), default=0)
+        final = [Step(key=f"final/{key}", value=value, time=record.ended, step=last) for key, value in record.final.items()]
+        self.send_steps(run_id, [*record.steps, *final])
+        if record.inputs:
+            used = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
+            found = [Dataset(d.path, d.digest, "local", json.dumps({"uri": d.path})) for d in record.inputs]
+            self.client.log_inputs(run_id, [DatasetInput(dataset, used) for dataset in found])
+        for name, text in record.texts.items():
+            self.client.log_text(run_id, text, name)
+        if record.samples and "samples.json" not in [file.path for file in self.client.list_artifacts(run_id)]:
+            table = pandas.DataFrame([{k: _cell(v) for k, v in row.items()} for row in record.samples])
+            self.client.log_table(run_id, table, "samples.json")
+        outputs = self.client.get_run(run_id).outputs if record.checkpoints else None
+        if not (outputs and outputs.model_outputs):
+            for checkpoint in record.checkpoints:
+                self._send_checkpoint(run_id, record, checkpoint)
+        if record.status != "RUNNING":
+            self.client.set_terminated(run_id, record.status, record.ended)
+
+    def _send_checkpoint(self, run_id: str, record: Record, checkpoint: Checkpoint) -> None:
+        model = mlflow.create_external_model(
+            checkpoint.name,
+            source_run_id=run_id,
+            params={"path": checkpoint.path, "step": str(checkpoint.step)},
+            tags={"md5": checkpoint.digest, "rondo.run": record.run, "round": record.tags["round"]},
+            model_type="checkpoint",
+            experiment_id=self.experiment,
+        )
+        values = checkpoint.metrics.items()
+        self.client.log_batch(run_id, [Metric(k, v, record.ended, checkpoint.step, model_id=model.model_id) for k, v in values])
+        self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
+
+
+def _cell(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool | None) else json.dumps(value, ensure_ascii=False)
+
+
+class MlflowTracker(NoTracker):
+    """Mirrors a pipeline run while it goes on. Says once when MLflow is away, and then keeps what it has to say."""
+
+    def __init__(self, run: str, uri: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None], local: bool = True) -> None:
+        """`home` is the .rondo folder; `local`: the store is this machine's, with its artifacts in `home`."""
+        self.run, self.uri, self.tags, self.say = run, uri, dict(tags), say
+        self.unsent, self.artifacts = home / "unsent.jsonl", home / "mlartifacts" if local else None
+        self.store: Store | None = None
+        self.warned = False
+        self.address, self.sent_lines, self.next_time = "", 0, 0.0
+        now = milliseconds()
+        self._deliver(Record(run=run, started=now, ended=now, tags=self.tags))
+
+    def start(self, address: str) -> None:
+        self.address, self.sent_lines, self.next_time = address, 0, time.monotonic() + EVERY_SECONDS
+
+    def progress(self) -> None:
+        if time.monotonic() < self.next_time:
+            return
+        steps = read_steps(self.address, self.sent_lines)
+        if steps and self._try(lambda store: store.send_steps(store.run_id(self.run, self.address, steps[0].time), steps)):
+            self.sent_lines += len({step.step for step in steps})
+        self.next_time = time.monotonic() + EVERY_SECONDS
+
+    def finish(self, outcome: str) -> None:
+        self._deliver(read_record(self.run, self.address, outcome, self.tags))
+
+    def close(self, passed: bool, summary: str) -> None:
+        now = milliseconds()
+        status = "FINISHED" if passed else "FAILED"
+        self._deliver(Record(run=self.run, status=status, started=now, ended=now, texts={"summary.md": summary}))
+        if self.unsent.exists():
+            self.say(f"MLflow has not got everything of this run: {self.unsent} is sent with the next run")
+
+    def _deliver(self, record: Record) -> None:
+        """Write the record down, then send everything that waits; what fails waits on."""
+        self.unsent.parent.mkdir(parents=True, exist_ok=True)
+        with self.unsent.open("a", encoding="utf-8") as file:
+            file.write(record.model_dump_json() + "\n")
+        waiting = deque(self.unsent.read_text(encoding="utf-8").splitlines())
+        while waiting:
+            first = Record.model_validate_json(waiting[0])
+            if not self._try(lambda store, record=first: store.send(record)):  # type: ignore[misc]
+                waiting.rotate(-1)  # one that MLflow rejects must not bar the way of the others
+                break
+            waiting.popleft()
+        write_text(self.unsent, "".join(line + "\n" for line in waiting))
+        if not waiting:
+            self.unsent.unlink()
+
+    def _try(self, action: Callable[[Store], None]) -> bool:
+        try:
+            self.store = self.store or Store(self.uri, self.artifacts)
+            action(self.store)
+            return True
+        except FAILURES as error:
+            if not self.warned:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                self.say(f"MLflow at {self.uri} fails ({reason:.120}); the run goes on, and {self.unsent} is sent later")
+            self.warned = True
+            return False
+
+
+def open_tracker(run: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None]) -> NoTracker:
+    """The tracker for MLFLOW_TRACKING_URI, else for our server when it answers, else for the database that it serves.
+
+    `MLFLOW_TRACKING_URI=off` switches tracking off.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if uri == "off":
+        return NoTracker()
+    local = MLFLOW_URL if answers(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
+    return MlflowTracker(run, uri or local, home, tags, say, local=not uri)

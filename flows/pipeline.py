@@ -1,0 +1,130 @@
+"""The Prefect flow: one task a stage and round, through the DAG; MLflow mirrors it; a failed gate is its last state.
+
+Started by `rondo run`, or from the Prefect UI through the deployment in prefect.yaml. Both take the same parameters.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas import State
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed
+from pydantic import Field
+
+from flows import dag, estimate, summary
+from flows.config import KEEP, Sections, preset_names, resolve, write_params
+from flows.mlflow_store import open_tracker
+from flows.tracking import NoTracker, flatten, revision
+from flows.workspace import workspace
+from stages.errors import GateFailed
+from stages.records import stage_dir
+
+Say = Callable[[str], None]
+PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
+Rounds = Annotated[int | None, Field(ge=1)]
+
+
+def speaker() -> Say:
+    """Lines go to the Prefect run's log, and clean to the terminal when there is one of our own."""
+    logger, console = get_run_logger(), logging.getLogger("rondo")
+
+    def say(line: str) -> None:
+        logger.info(line)
+        console.info(line)
+
+    return say
+
+
+@task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
+def run_stage(address: str, tracker: NoTracker) -> dag.Outcome:
+    """Bring one stage up to date, streaming its log; its metrics or verdict become an artifact of the run."""
+    say = speaker()
+
+    def on_line(line: str) -> None:
+        say(line)
+        tracker.progress()
+
+    tracker.start(address)
+    outcome = "failed"
+    try:
+        done = dag.run(address, on_line)
+        outcome = done.value
+        say(f"[{address}] {outcome}")
+        return done
+    finally:
+        tracker.finish(outcome)
+        publish(address)
+
+
+def publish(address: str) -> None:
+    """The stage's metrics as a table, a gate's verdict as markdown."""
+    stage, round_ = dag.split(address)
+    key = re.sub(r"[^a-z0-9]+", "-", address)
+    if stage.startswith("gate_"):
+        verdict = dag.read_gate(round_, stage.removeprefix("gate_"))
+        if verdict:
+            create_markdown_artifact(gate_markdown(verdict), key=key, description=f"Verdict of {address}")
+    else:
+        rows = [{"metric": name, "value": value} for name, value in flatten(summary.read_metrics(stage_dir(round_, stage)))]
+        if rows:
+            create_table_artifact(rows, key=key, description=f"Metrics of {address}")
+
+
+def gate_markdown(verdict: dict[str, Any]) -> str:
+    """A gate's checks as a markdown table."""
+    columns = ("metric", "value", "band", "passed", "next_step")
+    rows = [columns, ["---"] * len(columns), *([check[column] for column in columns] for check in verdict["checks"])]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+@flow(name="rlhf-pipeline", flow_run_name="{preset}", persist_result=False)
+def rlhf_pipeline(
+    preset: PresetName = KEEP,
+    rounds: Rounds = None,
+    settings: list[str] = [],  # noqa: B006
+    sections: Sections | None = None,
+    isolated: bool = False,
+) -> State[Any]:
+    """Data preparation, SFT, reward model, PPO, evaluation and badcase replay, round after round, with gates between.
+
+    Args:
+        preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
+        rounds: How many rounds. Empty: as params.yaml or the preset says.
+        settings: Single values, section.key=value, e.g. ppo.total_episodes=64.
+        sections: Whole sections of params.yaml; what is left out stays.
+        isolated: In a git worktree of its own, which ends as the branch runs/<run id>.
+    """
+    say, home = speaker(), Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
+    run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:4]}"
+    with workspace(run, home) if isolated else nullcontext(Path.cwd()) as folder:
+        params = resolve(preset, rounds, settings, sections)
+        changes = write_params(params)
+        say(f"run {run} in {folder}")
+        say("\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)]) if changes else "params.yaml as it was")
+        names = list(params.rounds)
+        addresses = dag.stage_order(names)
+        for line in estimate.report(params, addresses, dag.up_to_date(addresses)):
+            say(line)
+        tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
+        passed = False
+        try:
+            for address in addresses:
+                run_stage(address, tracker)
+            passed = True
+            return Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
+        except GateFailed as error:
+            return Failed(name="GateFailed", message=str(error))
+        finally:
+            tracker.close(passed, summary.markdown(names))
+            create_markdown_artifact(summary.markdown(names), key="summary", description=f"Run {run}")
+            summary.write(names)
+            say(summary.text(names))

@@ -1,0 +1,122 @@
+"""The table at the end of a run, from whatever `rounds/*/` holds; what is missing shows as `-`."""
+
+import json
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.box import MARKDOWN, SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flows.dag import failed_checks, read_gate
+from stages.records import REPORTS, ROUNDS, stage_dir, write_text
+
+SUMMARY = REPORTS / "summary.md"
+NEXT = "Where to look next: `make ui` (runs, curves, checkpoints), `dvc metrics show`, `dvc plots show`, reports/<round>/."
+GATES = {"sft": "SFT", "reward": "the reward model", "promote": "PPO"}
+
+# Row title -> the cell's text, with the metrics of one round by `stage.key` or `stage.group.key`.
+ROWS = {
+    "SFT loss, nats a token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
+    "RM held-out accuracy [95%]": "{reward.accuracy:.3f} [{reward.accuracy_low:.3f}, {reward.accuracy_high:.3f}]",
+    "RM margin": "{reward.margin:.2f}",
+    "PPO reward, first -> last": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
+    "PPO KL from SFT, nats": "{ppo.kl:.2f}",
+    "PPO response length, tokens": "{ppo.response_length:.1f}",
+    "win rate against SFT [95%]": "{evaluate.win_rate:.3f} [{evaluate.win_rate_low:.3f}, {evaluate.win_rate_high:.3f}]",
+    "judged sentiment, SFT -> PPO": "{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}",
+    "distinct-2, SFT -> PPO": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",
+    "badcases found": "{replay.badcases}",
+    "badcases repaired": "{replay.repaired} of {replay.tried_again}",
+    "RM fooled, before -> after": "{replay.fooled_before:.2f} -> {replay.fooled_after:.2f}",
+}
+"""Cells are `str.format` templates over a `Metrics`."""
+
+
+class Missing:
+    """Stands for a number that is not there, at any depth, in any format."""
+
+    def __getattr__(self, _: str) -> "Missing":
+        return self
+
+    def __format__(self, _: str) -> str:
+        return "-"
+
+
+class Metrics:
+    """metrics.json by attribute, for str.format."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __getattr__(self, key: str) -> Any:
+        value = self.values.get(key)
+        return Missing() if value is None else Metrics(value) if isinstance(value, Mapping) else value
+
+
+def known_rounds() -> list[str]:
+    """Rounds of which there is anything, r2 before r10."""
+    found = {path.parent.parent.name for path in ROUNDS.glob("*/*/metrics.json")}
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+def table(rounds: list[str], markdown: bool = False) -> Table:
+    """One column a round."""
+    shown = Table(box=MARKDOWN if markdown else SIMPLE_HEAD)
+    for column in ("", *rounds):
+        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+    cells = {name: _cells(name) for name in rounds}
+    for title in ROWS:
+        shown.add_row(title, *(cells[name][title] for name in rounds))
+    return shown
+
+
+def _cells(round_: str) -> dict[str, str]:
+    metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in ("sft", "reward", "ppo", "evaluate", "replay")}
+    texts = {title: cell.format_map(metrics) for title, cell in ROWS.items()}
+    return {title: text if any(sign.isdigit() for sign in text) else "-" for title, text in texts.items()}
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """metrics.json of a stage's folder, empty when there is none."""
+    path = folder / "metrics.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def verdict(rounds: list[str]) -> list[str]:
+    """A line a round: which of SFT, reward model and PPO is at fault, by the first gate that failed."""
+    lines = []
+    for name in rounds:
+        verdicts = {gate: read_gate(name, gate) for gate in GATES}
+        failed = [(gate, found) for gate, found in verdicts.items() if found and not found["passed"]]
+        if failed:
+            gate, found = failed[0]
+            lines.append(f"{name}: {GATES[gate]} is at fault: {'; '.join(failed_checks(found))}")
+        elif all(verdicts.values()):
+            lines.append(f"{name}: all gates passed")
+        else:
+            waiting = next(gate for gate, found in verdicts.items() if not found)
+            lines.append(f"{name}: has not reached the {waiting} gate")
+    return lines
+
+
+def markdown(rounds: list[str]) -> str:
+    """The table and the verdicts, for reports/summary.md and the README."""
+    return "\n".join([*_lines(table(rounds, markdown=True)), "", *(f"- {line}" for line in verdict(rounds)), ""])
+
+
+def text(rounds: list[str]) -> str:
+    """The same for a terminal, and where to look next."""
+    return "\n".join([*_lines(table(rounds)), "", *verdict(rounds), NEXT])
+
+
+def write(rounds: list[str]) -> None:
+    write_text(SUMMARY, markdown(rounds))
+
+
+def _lines(shown: Table) -> list[str]:
+    buffer = StringIO()
+    Console(file=buffer, width=200, color_system=None).print(shown)
+    return [line.rstrip() for line in buffer.getvalue().splitlines() if line.strip()]

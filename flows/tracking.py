@@ -1,0 +1,195 @@
+"""What MLflow is told about a stage, read from the stage's files: files first, tracker second.
+
+A `Record` is complete in itself, so that one which could not be sent waits in `.rondo/unsent.jsonl` and is sent
+later, even when the files have changed by then. `flows/mlflow_store.py` sends it; here nothing imports MLflow.
+"""
+
+import hashlib
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel
+
+from flows.dag import split
+from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
+
+MAX_ARTIFACT_BYTES = 1_000_000
+ARTIFACTS = ("metrics.json", "manifest.json", "curves.csv", "calibration.csv")
+
+
+class Step(BaseModel):
+    """One value of one metric; `time` in milliseconds since the epoch."""
+
+    key: str
+    value: float
+    time: int
+    step: int
+
+
+class Data(BaseModel):
+    """An input data set: its path, and as digest the md5 that DVC has of it."""
+
+    path: str
+    digest: str
+
+
+class Checkpoint(BaseModel):
+    """A model that was evaluated: `step` in PPO updates, `path` where its weights are."""
+
+    name: str
+    path: str
+    digest: str
+    step: int
+    metrics: dict[str, float]
+
+
+class Record(BaseModel):
+    """One stage of one pipeline run, or (address ``) the pipeline run itself."""
+
+    run: str
+    address: str = ""
+    status: Literal["RUNNING", "FINISHED", "FAILED"] = "RUNNING"
+    started: int
+    ended: int
+    params: dict[str, str] = {}
+    tags: dict[str, str] = {}
+    steps: list[Step] = []
+    final: dict[str, float] = {}
+    inputs: list[Data] = []
+    samples: list[dict[str, Any]] = []
+    texts: dict[str, str] = {}
+    checkpoints: list[Checkpoint] = []
+
+
+def milliseconds() -> int:
+    return int(time.time() * 1000)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "", separator: str = "/") -> Iterator[tuple[str, Any]]:
+    """`{"ppo": {"kl": 1}}` -> `("ppo/kl", 1)`."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}{separator}", separator)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(value) for key, value in flatten(values) if isinstance(value, int | float)}
+
+
+def read_lock(address: str) -> dict[str, Any]:
+    """The stage's entry in dvc.lock: params, deps and outs with their md5."""
+    path = Path("dvc.lock")
+    entry: dict[str, Any] = yaml.safe_load(path.read_text())["stages"].get(address, {}) if path.exists() else {}
+    return entry
+
+
+def read_steps(address: str, start: int = 0) -> list[Step]:
+    """metrics.jsonl from line `start` on, with the wall clock that the stage kept beside it; without one, with the time now."""
+    stage, round_ = split(address)
+    path, clock_path = stage_dir(round_, stage) / "metrics.jsonl", work_dir(round_, stage) / "clock.jsonl"
+    if not path.exists():
+        return []
+    rows = read_jsonl(path, f"dvc repro {address}")
+    clock = read_jsonl(clock_path, "")[1:] if clock_path.exists() else []
+    if [row["step"] for row in clock] == [row["step"] for row in rows]:
+        times = [int(row["time"] * 1000) for row in clock]
+    else:  # the stage ran on another machine, or in another workspace
+        times = [milliseconds()] * len(rows)
+    return [
+        Step(key=key, value=value, time=moment, step=row["step"])
+        for row, moment in list(zip(rows, times, strict=True))[start:]
+        for key, value in numbers(row).items()
+        if key != "step"
+    ]
+
+
+def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
+    """Everything that the files say about a stage that ran, was restored, was unchanged, or failed."""
+    stage, round_ = split(address)
+    folder, failed = stage_dir(round_, stage), outcome == "failed"
+    lock = {} if failed else read_lock(address)
+    metrics = {} if failed or not (folder / "metrics.json").exists() else read_json(folder / "metrics.json", "")
+    steps, now = read_steps(address), milliseconds()
+    params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
+    times = [step.time for step in steps]
+    return Record(
+        run=run,
+        address=address,
+        status="FAILED" if failed else "FINISHED",
+        started=min(times, default=now),
+        ended=max(times, default=now),
+        params={key: str(value) for key, value in params.items()},
+        tags={
+            **tags,
+            "stage": stage,
+            "round": round_,
+            "dvc": outcome,
+            "params_hash": hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12],
+            **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
+            **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
+        },
+        steps=steps,
+        final=numbers(metrics),
+        inputs=[Data(path=dep["path"], digest=dep["md5"]) for dep in lock.get("deps", []) if dep["path"].endswith("/data")],
+        samples=[] if failed or not (folder / "samples.jsonl").exists() else read_jsonl(folder / "samples.jsonl", ""),
+        texts=dict(_texts(folder, stage, round_)),
+        checkpoints=list(_checkpoints(round_, metrics)) if stage == "evaluate" else [],
+    )
+
+
+def _texts(folder: Path, stage: str, round_: str) -> Iterator[tuple[str, str]]:
+    report = REPORTS / round_ / ("data.json" if stage == "prepare" else f"{stage}.json")
+    for path in (*(folder / name for name in ARTIFACTS), report):
+        if path.exists() and path.stat().st_size <= MAX_ARTIFACT_BYTES:
+            yield path.name, path.read_text(encoding="utf-8")
+
+
+def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
+    digests = {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
+    ppo = stage_dir(round_, "ppo")
+    paths = {"base": Path("assets/model"), "sft": stage_dir(round_, "sft") / "model", "ppo": ppo / "policy"}
+    found = {name: metrics[name] for name in paths if name in metrics}
+    for name, values in metrics.get("checkpoints", {}).items():
+        paths[name], found[name] = ppo / "checkpoints" / name, values
+    last = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}").get("updates", 0) if (ppo / "metrics.json").exists() else 0
+    against_sft = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+    for name, values in found.items():
+        path = paths[name]
+        yield Checkpoint(
+            name=f"{round_}-{name}",
+            path=str(path),
+            digest=digests.get(str(path)) or digests.get(str(path.parent), ""),
+            step=int(name.removeprefix("step_")) if name.startswith("step_") else last if name == "ppo" else 0,
+            metrics=numbers({**values, **against_sft} if name == "ppo" else values),
+        )
+
+
+def revision() -> str:
+    """The commit that is checked out, `-dirty` when files differ from it; `none` outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "none"
+
+
+class NoTracker:
+    """Tracking switched off."""
+
+    def start(self, address: str) -> None:
+        """A stage begins."""
+
+    def progress(self) -> None:
+        """The stage printed a line."""
+
+    def finish(self, outcome: str) -> None:
+        """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
+
+    def close(self, passed: bool, summary: str) -> None:
+        """The pipeline run ended."""

@@ -1,0 +1,19 @@
+"""Typed errors. Each message names the file, line or key, what was expected, and the next step."""
+
+
+class RondoError(Exception):
+    """A stage cannot go on; `exit_code` is what its process ends with."""
+
+    exit_code = 1
+
+
+class BadInput(RondoError):
+    """The user's params, data or model are not what they have to be."""
+
+    exit_code = 2
+
+
+class GateFailed(RondoError):
+    """A quality gate said no: the numbers and the next step are in the message."""
+
+    exit_code = 3

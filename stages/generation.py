@@ -1,0 +1,183 @@
+"""Sampling from a causal LM, and the log-probabilities and scores of what was sampled.
+
+Dimensions: B sequences, P prompt tokens, T response tokens, L = P + T padded on the right, V vocabulary, H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Prompts with their responses, padded on the right (so that position ids need no shift).
+
+    input_ids, attention_mask: (B, L). predicts: (B, L) bool, true at the position whose output predicts a
+    response token, i.e. one before it. response_mask: (B, T) bool. last: (B,) index of the last real token.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    predicts: Tensor
+    response_mask: Tensor
+    last: Tensor
+
+    @property
+    def targets(self) -> Tensor:
+        """(N,) the response tokens of all rows, one after the other."""
+        return self.input_ids[:, 1:][self.predicts[:, :-1]]
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """Lay (N,) values of response tokens out as (B, T), zero behind each row's end."""
+        return flat.new_zeros(self.response_mask.shape).masked_scatter(self.response_mask, flat)
+
+
+def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], pad_token_id: int, device: torch.device) -> Packed:
+    lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
+    ids = torch.full((len(lengths), max(lengths)), pad_token_id)
+    for row, (prompt, response) in enumerate(zip(prompt_ids, response_ids, strict=True)):
+        ids[row, : lengths[row]] = torch.tensor(prompt + response)
+    ends, starts = torch.tensor(lengths), torch.tensor([len(p) for p in prompt_ids])
+    place = torch.arange(max(lengths))
+    sizes = ends - starts
+    return Packed(
+        input_ids=ids.to(device),
+        attention_mask=(place < ends[:, None]).long().to(device),
+        predicts=((place >= starts[:, None] - 1) & (place < ends[:, None] - 1)).to(device),
+        response_mask=(torch.arange(int(sizes.max())) < sizes[:, None]).to(device),
+        last=(ends - 1).to(device),
+    )
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside a PeftModel (its adapter layers stay in place)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def precision(model: Any) -> torch.autocast:
+    """Float32 adapters on a bfloat16 model are multiplied in bfloat16."""
+    inner = unwrap(model)
+    return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
+
+
+def hidden_states(model: Any, packed: Packed) -> Tensor:
+    """(B, L, H) last hidden states, without the vocabulary's or the score's head."""
+    with precision(model):
+        trunk = unwrap(model).base_model
+        return trunk(input_ids=packed.input_ids, attention_mask=packed.attention_mask, use_cache=False).last_hidden_state
+
+
+def scalar_head(model: Any, hidden: Tensor) -> Tensor:
+    """(...) scores of (..., H) states, in float32: in bfloat16 a score near 3 moves in steps of 0.016."""
+    return torch.nn.functional.linear(hidden.float(), unwrap(model).score.weight.float()).squeeze(-1)
+
+
+def response_logits(model: Any, packed: Packed, temperature: float) -> Tensor:
+    """(N, V) float32 logits at the positions that predict response tokens, divided by the temperature."""
+    hidden = hidden_states(model, packed)[packed.predicts]
+    with precision(model):
+        logits = unwrap(model).get_output_embeddings()(hidden).float()
+    return logits if temperature == 1 else logits / temperature
+
+
+def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """(N,) log-probabilities in nats of `targets` under (N, V) logits."""
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Row numbers in batches of like length, so that little padding is computed."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+
+
+@torch.no_grad()
+def token_logprobs(
+    model: Any,
+    prompt_ids: Sequence[Tokens],
+    response_ids: Sequence[Tokens],
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 64,
+    pad_token_id: int,
+) -> list[Tensor]:
+    """For each row (T,) log-probabilities in nats, float32 on the CPU, of its response tokens given prompt and predecessors."""
+    result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
+    for batch in _by_length([len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size):
+        packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], pad_token_id, unwrap(model).device)
+        flat = logprobs_of(response_logits(model, packed, temperature), packed.targets).cpu()
+        for i, row in zip(batch, flat.split([len(response_ids[i]) for i in batch]), strict=True):
+            result[i] = row
+    return result
+
+
+@torch.no_grad()
+def reward_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64, pad_token_id: int) -> Tensor:
+    """(B,) raw scores, float32 on the CPU, read at each sequence's last token (EOS, where it was trained with EOS)."""
+    scores = torch.empty(len(sequences))
+    for batch in _by_length([len(s) for s in sequences], batch_size):
+        packed = pack([sequences[i] for i in batch], [[] for _ in batch], pad_token_id, unwrap(model).device)
+        rows = torch.arange(len(batch), device=packed.last.device)
+        hidden = hidden_states(model, packed)[rows, packed.last]
+        scores[torch.tensor(batch)] = scalar_head(model, hidden).cpu()
+    return scores
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    prompt_ids: Sequence[Tokens],
+    *,
+    response_length: int,
+    temperature: float,
+    generator: torch.Generator,
+    batch_size: int,
+    eos_token_id: int,
+    pad_token_id: int,
+) -> list[Tokens]:
+    """Sample one response a prompt; EOS is kept where it was sampled.
+
+    One uniform number a row and token is drawn first and turned into a token by inverse CDF: this is far faster
+    than torch.multinomial on a CPU, and two models given the same generator state see the same random numbers.
+    """
+    uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
+    responses: list[Tokens] = []
+    for start in range(0, len(prompt_ids), batch_size):
+        rows = slice(start, start + batch_size)
+        with precision(model):
+            responses += _generate_batch(unwrap(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id, pad_token_id)
+    return responses
+
+
+def _generate_batch(model: Any, prompt_ids: Sequence[Tokens], uniforms: Tensor, temperature: float, eos: int, pad: int) -> list[Tokens]:
+    device, head, width = model.device, model.get_output_embeddings(), max(map(len, prompt_ids))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompt_ids], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    finished = torch.zeros(len(prompt_ids), dtype=torch.bool, device=device)
+    sampled, cache = [], None
+    for step in range(uniforms.shape[1]):
+        output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        # (B, H), not logits_to_keep's (B, 1, H) view: that one is multiplied row by row, each time with a copy of the vocabulary
+        logits = head(output.last_hidden_state[:, -1])
+        cumulative = (logits.float() / temperature).softmax(-1).cumsum(-1)
+        # scaled by the last sum, which rounding leaves a little off 1
+        token = torch.searchsorted(cumulative, uniforms[:, step, None].to(device) * cumulative[:, -1:], right=True).squeeze(-1)
+        token = token.clamp(max=cumulative.shape[-1] - 1).masked_fill(finished, pad)
+        sampled.append(token)
+        finished = finished | (token == eos)
+        if bool(finished.all()):
+            break
+        ids, positions = token[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(prompt_ids), 1)], dim=1)
+    return [_until_eos(row, eos) for row in torch.stack(sampled, dim=1).tolist()]
+
+
+def _until_eos(tokens: Tokens, eos: int) -> Tokens:
+    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens

@@ -1,0 +1,112 @@
+"""Loading, adapting and saving models: safetensors only, no remote code, dropout off."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from stages.errors import BadInput
+from stages.params import Dtype, LoraParams, ModelParams, Params
+
+
+def prepare_torch(params: Params) -> torch.device:
+    """Threads and seeds of this process; returns the device to use."""
+    if params.model.threads:
+        torch.set_num_threads(params.model.threads)
+    torch.manual_seed(params.seed)
+    return default_device()
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: Dtype) -> torch.dtype:
+    """`auto` is bfloat16 where its matrix products are fast: a GPU with bf16, or a CPU with AVX512-BF16 or AMX."""
+    if dtype is not Dtype.auto:
+        return torch.bfloat16 if dtype is Dtype.bfloat16 else torch.float32
+    if torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder: padding on the left, pad different from eos (else EOS would be masked)."""
+    if not (path / "tokenizer_config.json").exists():
+        raise BadInput(f"{path}: no tokenizer there; run `dvc repro assets`")
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, padding_side="left", local_files_only=True)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise BadInput(f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; set it in tokenizer_config.json")
+    return tokenizer
+
+
+def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
+    if not (path / "config.json").exists():
+        raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
+    model: PreTrainedModel = kind.from_pretrained(
+        path,
+        dtype=resolve_dtype(params.dtype),
+        attn_implementation=params.attn_implementation,
+        use_safetensors=True,
+        local_files_only=True,
+        **more,
+    )
+    return model.to(default_device()).eval()
+
+
+def load_causal_lm(path: Path, params: ModelParams, adapter: Path | None = None) -> Any:
+    """A causal LM in eval mode; with `adapter`, a PeftModel whose `disable_adapter()` gives the plain one."""
+    model = _load(AutoModelForCausalLM, path, params)
+    if adapter is None:
+        return model
+    from peft import PeftModel  # 3 s to import, and evaluating a plain model does not need it
+
+    return PeftModel.from_pretrained(model, str(adapter)).eval()
+
+
+def load_reward_model(path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
+    """A scalar-head model. `config.mean` and `config.std` calibrate its scores to SFT demonstrations (see stages/reward.py)."""
+    return _load(AutoModelForSequenceClassification, path, params, num_labels=1, **more)
+
+
+def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> Any:
+    """peft's LoraConfig. Dropout is 0, else ratios would not be 1 at PPO's first update.
+
+    `top_layers` puts adapters on the upper layers only; peft then wants the modules by name.
+    """
+    from peft import LoraConfig
+
+    targets, layers = params.target_modules, None
+    if params.top_layers is not None:
+        count = model.config.get_text_config().num_hidden_layers
+        layers = list(range(max(count - params.top_layers, 0), count))
+        if targets == "all-linear":
+            targets = sorted(
+                {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear)}
+            )
+    return LoraConfig(
+        r=params.r,
+        lora_alpha=params.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        task_type=task_type,
+        layers_to_transform=layers,
+    )
+
+
+def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
+    """The plain model with its adapter added in: summed in float32, kept in `dtype`."""
+    if hasattr(model, "merge_and_unload"):
+        model = model.to(torch.float32).merge_and_unload()
+    for parameter in model.parameters():  # not model.to(dtype): rotary frequencies, a buffer, must stay float32
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Weights (safetensors), config and tokenizer in one folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

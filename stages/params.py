@@ -1,0 +1,260 @@
+"""The one schema of params.yaml, of the command line's `--set`, and of the form in the Prefect UI.
+
+Keys keep TRL's and transformers' names where these exist. Units: nats for KL and
+log-probabilities, tokens for lengths, episodes (one prompt with its response) for horizons.
+"""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stages.errors import BadInput
+
+PARAMS_FILE = Path("params.yaml")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class InitFrom(str, Enum):
+    base = "base"
+    previous = "previous"
+
+
+class PromptFormat(str, Enum):
+    plain = "plain"
+    chat = "chat"
+
+
+class RoundParams(Section):
+    previous: str = Field(description="Where the round before left its outputs; `assets/start` for the first round.")
+
+
+class AssetsParams(Section):
+    model: str = Field("embedded", description="`embedded` (SmolLM2-135M-Instruct), `tiny` (random, for tests), a hub id or a local path.")
+    data: str = Field(
+        "embedded", description="`embedded` (human-rated tweets), `files` (see prepare.sources), or a hub id of preference pairs."
+    )
+    data_config: str | None = Field(None, description="Configuration (`data_dir`) of the hub data set, e.g. `harmless-base`.")
+
+
+class SourceParams(Section):
+    path: str = Field(description="JSONL or Parquet file, or the hub id of a data set.")
+    split: str = Field("train", description="Split of a hub data set.")
+    use: str = Field("train", pattern="^(train|eval)$", description="`eval` rows are held out and never trained on.")
+
+
+class PrepareParams(Section):
+    sources: list[SourceParams] = Field(default_factory=list, description="The user's own data; used when assets.data is `files`.")
+    prompt_format: PromptFormat = Field(
+        PromptFormat.plain, description="`plain`: text continues the prompt; `chat`: the model's chat template."
+    )
+    prompt_words: int = Field(4, ge=1, le=64, description="Embedded data: opening words of a text that make its prompt.")
+    min_rating_gap: float = Field(0.8, gt=0, description="Embedded data: least distance of mean human ratings (-4..4) within a pair.")
+    demonstration_rating: float = Field(1.0, description="Embedded data: least mean human rating of an SFT demonstration.")
+    eval_share: float = Field(0.2, gt=0, lt=1, description="Share of prompt groups held out.")
+    max_bad_share: float = Field(0.02, ge=0, le=1, description="More bad rows than this share stops the stage.")
+    near_duplicate: float = Field(0.9, gt=0, le=1, description="Jaccard similarity of word 3-grams above which a row is a duplicate.")
+    max_prompt_tokens: int = Field(64, ge=1, description="Longer prompts are dropped and counted.")
+    max_rows: int | None = Field(None, ge=8, description="Use only so many rows of the sources (for smoke runs).")
+    max_eval_prompts: int = Field(88, ge=2, description="Size of the frozen evaluation set.")
+
+
+class LoraParams(Section):
+    r: int = Field(16, ge=0, description="LoRA rank; 0 trains all weights.")
+    lora_alpha: int = Field(32, ge=1)
+    target_modules: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
+    top_layers: int | None = Field(
+        None, ge=1, description="Adapters on the upper so many layers only; lower ones then need no backward pass."
+    )
+
+
+class ModelParams(Section):
+    dtype: Dtype = Field(Dtype.auto, description="`auto`: bfloat16 where the processor multiplies it fast, else float32.")
+    attn_implementation: str = Field(
+        "eager", description="`eager` is the fastest backward pass on a CPU; `sdpa` or `flash_attention_2` on a GPU."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: all cores, or OMP_NUM_THREADS.")
+
+
+class TrainParams(Section):
+    learning_rate: float = Field(gt=0)
+    per_device_train_batch_size: int = Field(ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Batches an optimiser step: less memory for the same step.")
+    num_train_epochs: float = Field(1.0, gt=0)
+    max_steps: int | None = Field(None, ge=1, description="Optimiser steps at most; null: as the epochs say.")
+    warmup_ratio: float = Field(0.1, ge=0, le=1)
+    max_length: int = Field(64, ge=8, description="Tokens of prompt and response; longer rows are cut.")
+    lora: LoraParams = Field(default_factory=LoraParams)
+    init_from: InitFrom = Field(
+        InitFrom.previous, description="From the second round on: continue from the round before, or start at the base."
+    )
+    continue_epochs: float | None = Field(None, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
+
+
+class SftParams(TrainParams):
+    learning_rate: float = Field(5e-4, gt=0)
+    per_device_train_batch_size: int = Field(16, ge=1)
+    num_train_epochs: float = Field(0.7, gt=0)
+    continue_epochs: float | None = Field(0.25, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
+
+
+class RewardParams(TrainParams):
+    learning_rate: float = Field(5e-4, gt=0)
+    per_device_train_batch_size: int = Field(16, ge=2)
+    gradient_accumulation_steps: int = Field(2, ge=1, description="Batches an optimiser step: less memory for the same step.")
+    num_train_epochs: float = Field(1.5, gt=0)
+    continue_epochs: float | None = Field(0.7, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
+    lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
+    center_rewards_coefficient: float | None = Field(0.01, ge=0, description="Weight of the squared mean reward of a pair (TRL).")
+
+
+class PpoParams(Section):
+    batch_size: int = Field(32, ge=2, description="Episodes a rollout (prompts sampled for one update).")
+    mini_batch_size: int = Field(32, ge=1, description="Episodes an optimiser step; divides batch_size.")
+    micro_batch_size: int = Field(32, ge=1, description="Episodes a forward pass; divides mini_batch_size. Changes memory, not results.")
+    total_episodes: int = Field(768, ge=2, description="Episodes of the whole run.")
+    max_steps: int | None = Field(None, ge=1, description="Updates at most (for smoke runs).")
+    num_ppo_epochs: int = Field(3, ge=1)
+    response_length: int = Field(24, ge=1, description="New tokens at most.")
+    temperature: float = Field(1.0, gt=0)
+    learning_rate: float = Field(4e-4, gt=0)
+    critic_learning_rate: float = Field(4e-4, gt=0)
+    warmup_updates: int = Field(2, ge=0, description="Updates over which the learning rates rise.")
+    max_grad_norm: float = Field(1.0, gt=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    cliprange: float = Field(0.2, gt=0)
+    cliprange_value: float = Field(0.2, gt=0)
+    vf_coef: float = Field(0.1, ge=0)
+    entropy_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.15, ge=0, description="First KL coefficient (beta).")
+    adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
+    target_kl: float = Field(6.0, gt=0, description="Nats a sequence.")
+    kl_horizon: int = Field(2000, ge=1, description="Episodes over which beta can double, roughly.")
+    max_kl: float = Field(8.0, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
+    min_kl: float = Field(
+        0.01, ge=0, description="Below it for `kl_patience` updates after warm-up the policy does not move: the run stops."
+    )
+    kl_patience: int = Field(5, ge=1)
+    whiten_rewards: bool = Field(False, description="Divide token rewards by their standard deviation (no mean shift).")
+    normalize_score: bool = Field(True, description="Reward-model scores in units of their spread on SFT demonstrations.")
+    score_clip: float = Field(5.0, gt=0, description="Scores are clipped to +- this after normalisation.")
+    missing_eos_penalty: float = Field(1.0, ge=0, description="Subtracted from the score of a response without EOS.")
+    save_updates: int = Field(8, ge=1, description="A checkpoint every so many updates.")
+    lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
+    critic_lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=10))
+
+    @model_validator(mode="after")
+    def batches_divide(self) -> "PpoParams":
+        if self.batch_size % self.mini_batch_size or self.mini_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of mini_batch_size {self.mini_batch_size}, "
+                f"and that of micro_batch_size {self.micro_batch_size}"
+            )
+        if self.lora.r < 1 or self.critic_lora.r < 1:
+            raise ValueError(
+                "ppo trains adapters: lora.r and critic_lora.r must be at least 1 (the reference is the policy with its adapter off)"
+            )
+        return self
+
+
+class EvaluateParams(Section):
+    samples_per_prompt: int = Field(3, ge=1)
+    checkpoint_samples_per_prompt: int = Field(1, ge=1, description="For the intermediate PPO checkpoints.")
+    batch_size: int = Field(88, ge=1, description="Sequences generated at once.")
+    tie_margin: float = Field(0.05, ge=0, description="Judge differences up to this are ties.")
+    bootstrap_resamples: int = Field(10_000, ge=100)
+
+
+class ReplayParams(Section):
+    max_badcases: int = Field(96, ge=1, description="Most badcases kept a round, worst first within each cause.")
+    judge_low: float = Field(0.0, description="Judged sentiment (-1..1) below which a sample counts as bad.")
+    score_high: float = Field(1.0, description="Calibrated reward-model score above which it counts as liked by the reward model.")
+    kl_outlier: float = Field(3.0, gt=0, description="Robust z-score of sequence KL above which a sample is an outlier.")
+    repetition: float = Field(0.25, gt=0, le=1, description="Share of repeated 3-grams in one text that makes it a badcase.")
+    exploit_share: float = Field(
+        0.05, gt=0, le=1, description="Share of policy samples in which a suffix must occur to be an exploit candidate."
+    )
+    exploit_lift: float = Field(3.0, gt=1, description="How much more often than in the SFT model's samples.")
+    best_of: int = Field(4, ge=1, description="SFT samples drawn a badcase; the judges' best one is the better answer.")
+    pairs_per_exploit: int = Field(48, ge=0, description="Human training pairs turned against each exploit.")
+    max_share: float = Field(0.25, ge=0, le=1, description="Replayed rows are at most this share of the next round's data.")
+
+
+class SftGate(Section):
+    loss_drop: float = Field(0.2, description="Least fall of held-out loss from the base model, nats a token.")
+
+
+class RewardGate(Section):
+    accuracy: float = Field(0.8, ge=0, le=1, description="Least lower bound of the 95% interval of held-out accuracy.")
+    margin: float = Field(0.5, description="Least mean margin chosen - rejected on held-out pairs.")
+    baseline_lead: float = Field(0.0, description="Accuracy must exceed longest-wins and TF-IDF by more than this.")
+
+
+class PromoteGate(Section):
+    win_rate: float = Field(0.5, ge=0, le=1, description="Least lower bound of the 95% interval of the win rate against SFT.")
+    max_kl: float = Field(8.0, gt=0, description="Most KL from SFT, nats a sequence.")
+    distinct_2: float = Field(0.65, ge=0, le=1, description="Least share of distinct 2-grams across prompts.")
+    repetition_rise: float = Field(0.05, ge=0, description="Most rise of the share of repeated 3-grams over SFT's.")
+
+
+class GatesParams(Section):
+    sft: SftGate = Field(default_factory=SftGate)
+    reward: RewardGate = Field(default_factory=RewardGate)
+    promote: PromoteGate = Field(default_factory=PromoteGate)
+
+
+class Params(Section):
+    """All of params.yaml."""
+
+    seed: int = Field(0, ge=0)
+    rounds: dict[str, RoundParams] = Field(default_factory=lambda: rounds(2))
+    assets: AssetsParams = Field(default_factory=AssetsParams)
+    prepare: PrepareParams = Field(default_factory=PrepareParams)
+    model: ModelParams = Field(default_factory=ModelParams)
+    sft: SftParams = Field(default_factory=SftParams)
+    reward: RewardParams = Field(default_factory=RewardParams)
+    ppo: PpoParams = Field(default_factory=PpoParams)
+    evaluate: EvaluateParams = Field(default_factory=EvaluateParams)
+    replay: ReplayParams = Field(default_factory=ReplayParams)
+    gates: GatesParams = Field(default_factory=GatesParams)
+
+
+def rounds(number: int) -> dict[str, RoundParams]:
+    """`number` rounds r0, r1, ..., each after the one before."""
+    return {f"r{i}": RoundParams(previous=f"rounds/r{i - 1}" if i else "assets/start") for i in range(number)}
+
+
+def load_params(path: Path = PARAMS_FILE) -> Params:
+    """Read and check params.yaml.
+
+    Raises:
+        BadInput: no such file, no YAML, an unknown key or a value out of range; names each key.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise BadInput(f"{path}: no such file here; run from the project's folder") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path}: not YAML: {error}") from None
+    return check_params(values or {}, str(path))
+
+
+def check_params(values: dict[str, Any], source: str) -> Params:
+    """Validate a mapping of sections; `source` names it in the error."""
+    try:
+        return Params.model_validate(values)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'params'}: {e['msg']} (got {e['input']!r:.60})" for e in error.errors())
+        raise BadInput(f"{source}: {faults}") from None

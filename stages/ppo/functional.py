@@ -1,0 +1,103 @@
+"""The mathematics of PPO-RLHF on plain tensors.
+
+Dimensions: B episodes, T response tokens (padded on the right, mask (B, T) true on real tokens), V vocabulary.
+All probabilities are natural logarithms, so every KL is in nats.
+"""
+
+import torch
+from torch import Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the true entries of `mask`."""
+    return (values * mask).sum() / mask.sum()
+
+
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(B, T) log p - log q on samples of p: unbiased for KL(p, q), of either sign (Schulman 2020, k1)."""
+    return logprobs - ref_logprobs
+
+
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(B, T) (q/p - 1) - log(q/p) on samples of p: unbiased, never negative (Schulman 2020, k3). For logging only."""
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def token_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """(B, T) rewards: -kl_coef * k1 at every token, and the episode's score at its last one.
+
+    scores: (B,). Source: Ziegler et al. 2019, eq. 2; InstructGPT, section 3.5.
+    """
+    rewards = -kl_coef * kl_k1(logprobs, ref_logprobs) * mask
+    last = mask.sum(1) - 1
+    return rewards + torch.nn.functional.one_hot(last, mask.shape[1]) * scores[:, None]
+
+
+def shape_scores(raw: Tensor, ended: Tensor, *, mean: float, std: float, clip: float, missing_eos_penalty: float) -> Tensor:
+    """(B,) scores for PPO: calibrated, clipped to +-clip, less a penalty where `ended` (B,) bool is false."""
+    return ((raw - mean) / std).clamp(-clip, clip) - missing_eos_penalty * (~ended)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (B, T) advantages and returns.
+
+    The value after the last token is 0, since the episode ends there. Returns are advantages + values,
+    before any whitening.
+    """
+    values = values * mask
+    advantages = torch.zeros_like(rewards)
+    carried = rewards.new_zeros(rewards.shape[0])
+    for t in reversed(range(rewards.shape[1])):
+        following = values[:, t + 1] if t + 1 < rewards.shape[1] else torch.zeros_like(carried)
+        delta = rewards[:, t] + gamma * following - values[:, t]
+        carried = (delta + gamma * lam * carried) * mask[:, t]
+        advantages[:, t] = carried
+    return advantages, (advantages + values) * mask
+
+
+def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(B, T) values with masked variance 1 and, if `shift_mean`, mean 0; zero outside the mask."""
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    scaled = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return (scaled if shift_mean else scaled + mean) * mask
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate for each token, to be minimised, and whether the clip decided it (Schulman et al. 2017, eq. 7)."""
+    ratio = (logprobs - old_logprobs).exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Half the squared error for each token, pessimistic under clipping, and whether the clip decided it (InstructGPT; N+ details)."""
+    near = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """(N,) entropy in nats of (N, V) logits."""
+    logprobs = logits.log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is no better than a constant. NaN if returns are constant."""
+    kept = mask.bool()
+    spread = returns[kept].var(unbiased=False)
+    return float(1 - (returns - values)[kept].var(unbiased=False) / spread) if spread > 0 else float("nan")
+
+
+class AdaptiveKL:
+    """Ziegler et al. 2019, eq. 4: beta follows a KL target. KL in nats a sequence, horizon in episodes."""
+
+    def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
+        self.kl_coef, self.target, self.horizon = kl_coef, target, horizon
+
+    def update(self, kl: float, episodes: int) -> None:
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.kl_coef *= 1 + error * episodes / self.horizon

@@ -1,0 +1,270 @@
+"""One PPO update: sample prompts, generate, score, reference KL, advantages, update."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor
+
+from stages.errors import RondoError
+from stages.generation import Packed, Tokens, generate, pack
+from stages.params import PpoParams
+from stages.ppo import functional as F
+from stages.ppo.roles import Roles
+from stages.records import Row
+from stages.text import distinct_n, repetition_n
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout of B episodes; all (B, T) arrays are zero behind a response's end.
+
+    prompts, responses: tokens of each episode. ended: (B,) bool, EOS was sampled. raw_scores: (B,) of the reward
+    model. scores: (B,) calibrated, clipped, penalised. logprobs, entropies, ref_logprobs (nats), values, advantages (whitened),
+    returns: (B, T). mask: (B, T) bool.
+    """
+
+    rows: list[Row]
+    prompts: list[Tokens]
+    responses: list[Tokens]
+    ended: Tensor
+    raw_scores: Tensor
+    scores: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    mask: Tensor
+
+    @property
+    def sequence_kl(self) -> Tensor:
+        """(B,) nats a sequence."""
+        return (F.kl_k1(self.logprobs, self.ref_logprobs) * self.mask).sum(1)
+
+
+class PpoTrainer:
+    """State of a run: roles, optimisers, KL coefficient, random streams, place in the prompts."""
+
+    def __init__(self, roles: Roles, prompts: list[tuple[Row, Tokens]], params: PpoParams, seed: int) -> None:
+        self.roles, self.params, self.prompts = roles, params, prompts
+        self.generator = torch.Generator().manual_seed(seed)
+        self.order: list[int] = []
+        self.updates = 0
+        self.within_budget: dict[str, Tensor] = {}
+        self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon)
+        self.planned_updates = planned_updates(params)
+        self.optimizers = [
+            torch.optim.AdamW(trainable(model), lr=rate, eps=1e-5, weight_decay=0.0)
+            for model, rate in ((roles.policy, params.learning_rate), (roles.critic, params.critic_learning_rate))
+        ]
+        self.schedulers = [torch.optim.lr_scheduler.LambdaLR(o, self._rate) for o in self.optimizers]
+
+    def _rate(self, update: int) -> float:
+        """Linear warm-up, then linear decay to a tenth: the last updates still learn."""
+        warm = min(1.0, (update + 1) / (self.params.warmup_updates + 1))
+        return warm * (1 - 0.9 * update / max(self.planned_updates, 1))
+
+    def step(self) -> tuple[Rollout, dict[str, float]]:
+        """One update; returns its rollout and its metrics."""
+        rollout = self.rollout(self.sample_prompts())
+        if self.updates == 0:
+            self.check_contract(rollout)
+        if float(rollout.sequence_kl.mean()) <= self.params.max_kl:
+            self.within_budget = {name: value.clone() for name, value in get_peft_model_state_dict(self.roles.policy).items()}
+        metrics = describe(rollout, self.roles) | {"kl_coef": self.kl.kl_coef} | self.optimise(rollout)
+        if self.params.adaptive_kl:
+            self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
+        self.updates += 1
+        return rollout, metrics
+
+    def restore_within_budget(self) -> None:
+        """Back to the last policy whose rollout was within max_kl."""
+        set_peft_model_state_dict(self.roles.policy, self.within_budget)
+
+    def sample_prompts(self) -> list[tuple[Row, Tokens]]:
+        """The next `batch_size` prompts of an endless reshuffled pass."""
+        while len(self.order) < self.params.batch_size:
+            self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
+        taken, self.order = self.order[: self.params.batch_size], self.order[self.params.batch_size :]
+        return [self.prompts[i] for i in taken]
+
+    @torch.no_grad()
+    def rollout(self, batch: list[tuple[Row, Tokens]]) -> Rollout:
+        p, tokenizer = self.params, self.roles.tokenizer
+        # 1. + 2. prompts in, responses out
+        prompts = [tokens for _, tokens in batch]
+        responses = generate(
+            self.roles.policy,
+            prompts,
+            response_length=p.response_length,
+            temperature=p.temperature,
+            generator=self.generator,
+            batch_size=p.batch_size,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
+        # 3. + 4. what reward model, reference, policy and critic say of them
+        whole = range(len(batch))
+        parts = [self.judge(self.packed(prompts, responses, rows)) for rows in self.micro_batches(whole)]
+        raw_scores, logprobs, entropies, ref_logprobs, values, mask = (join([part[i] for part in parts]) for i in range(6))
+        scores = F.shape_scores(
+            raw_scores,
+            ended.to(raw_scores.device),
+            mean=self.roles.score_mean,
+            std=self.roles.score_std,
+            clip=p.score_clip,
+            missing_eos_penalty=p.missing_eos_penalty,
+        )
+        # 5. rewards and advantages
+        rewards = F.token_rewards(scores, logprobs, ref_logprobs, mask, self.kl.kl_coef)
+        if p.whiten_rewards:
+            rewards = F.whiten(rewards, mask, shift_mean=False)
+        advantages, returns = F.gae(rewards, values, mask, p.gamma, p.lam)
+        return Rollout(
+            rows=[row for row, _ in batch],
+            prompts=prompts,
+            responses=responses,
+            ended=ended,
+            raw_scores=raw_scores,
+            scores=scores,
+            logprobs=logprobs,
+            entropies=entropies,
+            ref_logprobs=ref_logprobs,
+            values=values,
+            advantages=F.whiten(advantages, mask),
+            returns=returns,
+            mask=mask,
+        )
+
+    def judge(self, packed: Packed) -> tuple[Tensor, ...]:
+        roles, temperature = self.roles, self.params.temperature
+        logprobs, logits = roles.logprobs(packed, temperature)
+        return (
+            roles.raw_scores(packed),
+            logprobs,
+            packed.rows(F.entropy(logits)),
+            roles.ref_logprobs(packed, temperature),
+            roles.values(packed),
+            packed.response_mask,
+        )
+
+    def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
+        device = next(self.roles.policy.parameters()).device
+        return pack([prompts[i] for i in rows], [responses[i] for i in rows], self.roles.tokenizer.pad_token_id, device)
+
+    def micro_batches(self, rows: range | list[int]) -> Iterator[range | list[int]]:
+        size = self.params.micro_batch_size
+        return (rows[i : i + size] for i in range(0, len(rows), size))
+
+    def check_contract(self, rollout: Rollout) -> None:
+        """Before anything is learnt, policy and reference are one, and a second pass gives the same log-probabilities.
+
+        A violation means dropout, a wrong mask, temperature or padding: PPO would learn from noise.
+        """
+        tolerance = 0.05 if next(self.roles.policy.get_base_model().parameters()).dtype is torch.bfloat16 else 1e-3
+        kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+        with torch.no_grad():
+            again = self.packed(rollout.prompts, rollout.responses, range(len(rollout.rows)))
+            logprobs, _ = self.roles.logprobs(again, self.params.temperature)
+        ratio = float(((logprobs - rollout.logprobs).exp() - 1).abs().max())
+        if not (kl <= tolerance and ratio <= tolerance):
+            raise RondoError(
+                f"ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by {ratio:.3g} and {kl:.3g} nats (at most "
+                f"{tolerance}); look for dropout, a changed prompt template or padding"
+            )
+
+    def optimise(self, rollout: Rollout) -> dict[str, float]:
+        """6. num_ppo_epochs passes over the rollout in reshuffled mini-batches; metrics are means over all of them."""
+        p, steps = self.params, 0
+        totals: dict[str, float] = {}
+        for _ in range(p.num_ppo_epochs):
+            order = torch.randperm(len(rollout.rows), generator=self.generator).tolist()
+            for start in range(0, len(order), p.mini_batch_size):
+                metrics = self.optimiser_step(rollout, order[start : start + p.mini_batch_size])
+                totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
+                steps += 1
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return {name: value / steps for name, value in totals.items()} | {"learning_rate": float(self.schedulers[0].get_last_lr()[0])}
+
+    def optimiser_step(self, rollout: Rollout, rows: list[int]) -> dict[str, float]:
+        """One step on a mini-batch, micro-batch by micro-batch; the loss is the mean over all of its tokens."""
+        p, tokens = self.params, rollout.mask[rows].sum()
+        sums: dict[str, Tensor] = {}
+        for micro in self.micro_batches(rows):
+            packed = self.packed(rollout.prompts, rollout.responses, micro)
+            mask, width = packed.response_mask, packed.response_mask.shape[1]
+            old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
+            logprobs, logits = self.roles.logprobs(packed, p.temperature)
+            per_token, clipped = F.policy_loss(logprobs, old["logprobs"], old["advantages"], p.cliprange)
+            policy_loss = (per_token * mask).sum() / tokens
+            bonus = p.entropy_coef * F.entropy(logits).sum() / tokens if p.entropy_coef else 0.0
+            (policy_loss - bonus).backward()
+            values = self.roles.values(packed)
+            per_value, value_clipped = F.value_loss(values, old["values"], old["returns"], p.cliprange_value)
+            value_loss = (per_value * mask).sum() / tokens
+            (p.vf_coef * value_loss).backward()
+            log_ratio = (logprobs - old["logprobs"]).detach()
+            shares = {
+                "policy_loss": policy_loss,
+                "value_loss": value_loss,
+                "clip_fraction": (clipped * mask).sum() / tokens,
+                "value_clip_fraction": (value_clipped * mask).sum() / tokens,
+                "approx_kl": ((log_ratio.exp() - 1 - log_ratio) * mask).sum() / tokens,
+                "ratio_mean": (log_ratio.exp() * mask).sum() / tokens,
+            }
+            sums = {name: share.detach() + sums.get(name, 0.0) for name, share in shares.items()}
+        norms = [torch.nn.utils.clip_grad_norm_(trainable(m), p.max_grad_norm) for m in (self.roles.policy, self.roles.critic)]
+        sums |= {"policy_grad_norm": norms[0], "critic_grad_norm": norms[1]}
+        bad = [name for name, value in sums.items() if not bool(torch.isfinite(value))]
+        if bad:
+            raise RondoError(
+                f"ppo: {', '.join(bad)} not finite at update {self.updates + 1}; the step was not applied. Lower ppo.learning_rate"
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return {name: float(value) for name, value in sums.items()}
+
+
+def planned_updates(params: PpoParams) -> int:
+    updates = max(params.total_episodes // params.batch_size, 1)
+    return min(updates, params.max_steps) if params.max_steps else updates
+
+
+def trainable(model: Any) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Stack (b, ...) parts along rows, padding (b, t) ones to the longest t."""
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def describe(rollout: Rollout, roles: Roles) -> dict[str, float]:
+    """What the rollout looks like: score, KL (nats a sequence), length (tokens), diversity within and across texts."""
+    texts = roles.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
+    calibrated = (rollout.raw_scores - roles.score_mean) / roles.score_std
+    return {
+        "score_mean": float(calibrated.mean()),
+        "score_std": float(calibrated.std()),
+        "reward_mean": float(rollout.scores.mean()),
+        "kl": float(rollout.sequence_kl.mean()),
+        "kl_k3": float((F.kl_k3(rollout.logprobs, rollout.ref_logprobs) * rollout.mask).sum(1).mean()),
+        "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
+        "response_length": float(rollout.mask.sum(1).float().mean()),
+        "eos_rate": float(rollout.ended.float().mean()),
+        "distinct_2": distinct_n(texts, 2),
+        "repetition_3": sum(repetition_n(text, 3) for text in texts) / len(texts),
+        "explained_variance": F.explained_variance(rollout.values, rollout.returns, rollout.mask),
+        "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
+        "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
+    }

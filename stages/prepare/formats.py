@@ -1,0 +1,126 @@
+"""The users' formats, normalised to prompt + completion, or prompt + chosen + rejected.
+
+Read: TRL's standard (strings) and conversational ({role, content} messages) forms, with an explicit prompt or one
+that chosen and rejected share; and Anthropic's transcripts "\\n\\nHuman: ...\\n\\nAssistant: ...".
+https://huggingface.co/docs/trl/dataset_formats
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any
+
+from stages.params import PromptFormat
+from stages.prompts import ROLES, Prompt, transcript
+from stages.records import Row
+
+Messages = list[dict[str, str]]
+TURN = re.compile(r"\n\n(Human|Assistant):")
+SPEAKERS = {name: role for role, name in ROLES.items()}
+
+
+class Defect(Exception):
+    """Why a row cannot be used."""
+
+
+def normalise(raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[str] = frozenset()) -> Row:
+    """A source row as {prompt, completion} or {prompt, chosen, rejected}, shaped for `prompt_format`.
+
+    Raises:
+        Defect: with the reason.
+    """
+    if not isinstance(raw, dict):
+        raise Defect("not a JSON object")
+    if "chosen" in raw and "rejected" in raw:
+        names: tuple[str, ...] = ("chosen", "rejected")
+    elif "prompt" in raw and "completion" in raw:
+        names = ("completion",)
+    else:
+        raise Defect("expected the keys prompt and completion, or chosen and rejected (with or without prompt)")
+    answers = [parse(raw[name], name) for name in names]
+    prompt, responses = split_prompt(parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None, answers, names)
+    if not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise Defect("the prompt is empty")
+    for name, response in zip(names, responses, strict=True):
+        if not response.strip():
+            raise Defect(f"`{name}` is empty")
+    if len({" ".join(response.split()) for response in responses}) < len(responses):
+        raise Defect("chosen and rejected are the same")
+    for token in special_tokens:
+        if token in " ".join([prompt if isinstance(prompt, str) else transcript(prompt), *responses]):
+            raise Defect(f"contains the tokenizer's special token {token}")
+    prompt, *responses = shape(prompt, *responses, prompt_format=prompt_format)
+    return {"prompt": prompt, **dict(zip(names, responses, strict=True))}
+
+
+def shape(prompt: Prompt, *responses: str, prompt_format: PromptFormat) -> list[Any]:
+    """[prompt, *responses] as the format wants them: text that goes on, or messages and the assistant's answers."""
+    if prompt_format is PromptFormat.chat:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return [messages, *(response.strip() for response in responses)]
+    if isinstance(prompt, str):
+        return [prompt, *responses]
+    return [transcript(prompt), *(" " + response.strip() for response in responses)]
+
+
+def parse(value: Any, name: str) -> str | Messages:
+    """A text, or messages; a transcript becomes messages."""
+    if isinstance(value, str):
+        return parse_transcript(value, name) if value.startswith("\n\nHuman:") else value
+    if not isinstance(value, list):
+        raise Defect(f"`{name}` is {type(value).__name__}; expected text or a list of messages")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or message.get("role") not in ROLES:
+            raise Defect(f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content that is text")
+        if not message["content"].strip() and number < len(value):
+            raise Defect(f"message {number} of `{name}` is empty")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def parse_transcript(text: str, name: str) -> Messages:
+    """Anthropic's form as messages; an open last "Assistant:" (as in a prompt) is left out."""
+    parts = TURN.split(text)
+    turns = [{"role": SPEAKERS[speaker], "content": content.strip()} for speaker, content in zip(parts[1::2], parts[2::2], strict=True)]
+    if name == "prompt" and turns[-1] == {"role": "assistant", "content": ""}:
+        turns.pop()
+    for number, turn in enumerate(turns[:-1], 1):
+        if not turn["content"]:
+            raise Defect(f"turn {number} of `{name}` is empty")
+    return turns
+
+
+def split_prompt(prompt: str | Messages | None, answers: list[str | Messages], names: tuple[str, ...]) -> tuple[Prompt, list[str]]:
+    """The prompt and the responses alone, whether the answers repeat the prompt or not."""
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if len(texts) == len(answers):
+        return (prompt, texts) if prompt is not None else common_text(*texts)
+    conversations = [answer for answer in answers if not isinstance(answer, str)]
+    if len(conversations) < len(answers):
+        raise Defect("chosen is text and rejected is messages, or the reverse")
+    for name, conversation in zip(names, conversations, strict=True):
+        if not conversation or conversation[-1]["role"] != "assistant":
+            raise Defect(f"`{name}` does not end with an assistant turn")
+    if all(len(conversation) > 1 for conversation in conversations):  # as in UltraFeedback: the answers repeat the prompt
+        prompt = conversations[0][:-1]
+        if any(conversation[:-1] != prompt for conversation in conversations):
+            raise Defect("chosen and rejected differ before the last assistant turn")
+    elif any(len(conversation) > 1 for conversation in conversations):
+        raise Defect("of chosen and rejected one has several turns and the other only one")
+    if prompt is None:
+        raise Defect("no prompt, and the answers do not begin with one")
+    return prompt, [conversation[-1]["content"] for conversation in conversations]
+
+
+def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
+    """The words that both texts begin with, and the rests, each with the white space before it."""
+    if chosen == rejected:
+        raise Defect("chosen and rejected are the same")
+    words = [re.findall(r"\s*\S+", text) for text in (chosen, rejected)]
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*words, strict=False))))
+    return "".join(words[0][:same]), ["".join(rest[same:]) for rest in words]
+
+
+def source_texts(row: Row) -> Iterator[str]:
+    """The texts of a normalised row: prompt, then responses."""
+    yield row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
+    yield from (row[name] for name in ("completion", "chosen", "rejected") if name in row)

@@ -1,0 +1,112 @@
+"""What is held out, and the checks that it stays so."""
+
+import hashlib
+import random
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from stages.errors import BadInput
+from stages.prompts import Prompt, transcript
+from stages.records import Row, read_jsonl
+
+FROZEN = ("eval_prompts.jsonl", "sft_eval.jsonl", "pairs_eval.jsonl")
+SHOWN = 5
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """The prompt as one line of text, case and white space aside."""
+    text = prompt if isinstance(prompt, str) else transcript(prompt)
+    return " ".join(text.casefold().split())
+
+
+def hold_out(groups: Iterable[str], share: float, seed: int) -> set[str]:
+    """A random `share` of the distinct groups, at least one."""
+    distinct = sorted(set(groups))
+    random.Random(seed).shuffle(distinct)
+    return set(distinct[: max(round(share * len(distinct)), 1)])
+
+
+class Prompts:
+    """A set of prompts that can be asked whether one begins like a given prompt."""
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.keys = sorted({prompt_key(prompt) for prompt in prompts})
+
+    def has_start(self, prompt: Prompt) -> bool:
+        """Whether `prompt` equals one of these, or is the beginning of one of these up to a word's end."""
+        key = prompt_key(prompt)
+        for start in (key, key + " "):
+            at = bisect_left(self.keys, start)
+            if at < len(self.keys) and (self.keys[at] == key or self.keys[at].startswith(key + " ")):
+                return True
+        return False
+
+
+def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list[tuple[Row, Row]]:
+    """Pairs (held-out row, training row) where the first's prompt equals the second's or begins it."""
+    train = Prompts(row["prompt"] for row in train_rows)
+    leaked = {prompt_key(row["prompt"]): row for row in eval_rows if train.has_start(row["prompt"])}
+    if not leaked:
+        return []
+    keyed = [(prompt_key(row["prompt"]), row) for row in train_rows]
+    return [(row, other) for start, row in leaked.items() for key, other in keyed if key == start or key.startswith(start + " ")]
+
+
+def refuse_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> None:
+    """
+    Raises:
+        BadInput: a held-out prompt equals a training prompt or begins it; names the rows.
+    """
+    if pairs := overlapping(eval_rows, train_rows):
+        first = "\n".join(f"  held-out {held_out['where']} and training {train['where']}" for held_out, train in pairs[:SHOWN])
+        raise BadInput(
+            f"{len(pairs)} training rows have a held-out row's prompt or go on from it; the first:\n{first}\n"
+            f"remove them from one of the sources"
+        )
+
+
+def merge_replay(train: dict[str, list[Row]], eval_prompts: list[Row], previous: Path, max_share: float) -> dict[str, int]:
+    """Append the previous round's replay to the training files, to at most `max_share` of each; returns how many rows each got.
+
+    Raises:
+        BadInput: a replayed row's prompt is in the evaluation set.
+    """
+    folder = previous / "replay/data"
+    if (folder / "EMPTY").exists():
+        return dict.fromkeys(train, 0)
+    frozen = {prompt_key(row["prompt"]): row["id"] for row in eval_prompts}
+    counts = {}
+    for name, rows in train.items():
+        path = folder / f"{name}.jsonl"
+        replayed = read_jsonl(path, f"dvc repro replay@{previous.name}")
+        for line, row in enumerate(replayed, 1):
+            if key := frozen.get(prompt_key(row["prompt"])):
+                raise BadInput(f"{path}:{line}: its prompt is evaluation prompt {key}, which no round may train on; remove the row")
+        most = int(max_share * len(rows) / (1 - max_share)) if max_share < 1 else len(replayed)
+        rows.extend(replayed[:most])
+        counts[name] = len(replayed[:most])
+    return counts
+
+
+def check_frozen(folder: Path, previous: Path) -> None:
+    """
+    Raises:
+        BadInput: a held-out file differs from the previous round's.
+    """
+    before = previous / "prepare/data"
+    if (before / "EMPTY").exists():
+        return
+    for name in FROZEN:
+        if not (before / name).exists():
+            raise BadInput(f"{before / name} is missing: run `dvc repro prepare@{previous.name}`")
+        if (before / name).read_bytes() != (folder / name).read_bytes():
+            raise BadInput(
+                f"{folder / name} differs from {before / name}: the evaluation set is frozen after the first round. "
+                f"Undo the change of seed, assets or prepare.*, or start again with `dvc repro prepare@r0`"
+            )
+
+
+def evaluation_hash(folder: Path) -> str:
+    """sha256 of the held-out files, one after the other."""
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in FROZEN)).hexdigest()

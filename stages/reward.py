@@ -1,0 +1,165 @@
+"""Reward model: learn human preferences from the SFT model, and say how far it can be trusted."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+
+from stages.baselines import longest_wins_accuracy, tfidf_accuracy
+from stages.errors import RondoError
+from stages.generation import Tokens, reward_scores
+from stages.models import load_reward_model, load_tokenizer, lora_config, merge_adapter, prepare_torch, resolve_dtype, save_model
+from stages.params import Params
+from stages.program import run_stage
+from stages.prompts import check_template, encode, template_hash
+from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_jsonl, write_manifest
+from stages.statistics import calibration, wilson_interval
+from stages.training import RecordSteps, starting_model, trainer_arguments, weights_params
+
+CALIBRATION_ROWS = 512
+RELOAD_ROWS, RELOAD_TOLERANCE = 32, 1e-3
+
+
+def main(params: Params, round_: str) -> None:
+    # 1. data: pairs as tokens; every text ends with EOS, where the score is read
+    prepare_torch(params)
+    folder, data = stage_dir(round_, "reward"), stage_dir(round_, "prepare") / "data"
+    recorder = Recorder("reward", round_)
+    made_by = f"dvc repro prepare@{round_}"
+    tokenizer = load_tokenizer(ASSETS / "model")
+    check_template(stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format)
+    train, held_out = (read_jsonl(data / f"pairs_{part}.jsonl", made_by) for part in ("train", "eval"))
+    demonstrations = read_jsonl(data / "sft_train.jsonl", made_by)[:CALIBRATION_ROWS]
+
+    def ids(rows: list[Row], side: str) -> list[Tokens]:
+        pairs = (encode(tokenizer, r["prompt"], r[side], params.prepare.prompt_format, params.reward.max_length) for r in rows)
+        return [prompt + response for prompt, response in pairs]
+
+    def scores(model: Any, sequences: list[Tokens]) -> Tensor:
+        return reward_scores(model, sequences, pad_token_id=tokenizer.pad_token_id)
+
+    chosen, rejected = ids(held_out, "chosen"), ids(held_out, "rejected")
+
+    # 2. where training starts: the SFT model, or the reward model of the round before
+    previous = Path(params.rounds[round_].previous) / "reward" / "model"
+    start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
+    model = load_reward_model(start, weights_params(params.model, params.reward))
+    before = {"accuracy_before": accuracy(scores(model, chosen), scores(model, rejected))} if continues else {}
+
+    # 3. train
+    sides = zip(ids(train, "chosen"), ids(train, "rejected"), strict=True)
+    pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in sides]
+    trained = fit(model, tokenizer, pairs, params, recorder, continues)
+
+    # 4. centre on the SFT demonstrations, save merged
+    merged = merge_adapter(trained, resolve_dtype(params.model.dtype))
+    calibrated = scores(merged, ids(demonstrations, "completion"))
+    merged.config.mean, merged.config.std = float(calibrated.mean()), float(calibrated.std())
+    save_model(merged, tokenizer, folder / "model")
+
+    # 5. a fresh process must give the saved model the same scores
+    score_chosen, score_rejected = scores(merged, chosen), scores(merged, rejected)
+    difference = reload_difference(folder / "model", chosen[:RELOAD_ROWS], score_chosen[:RELOAD_ROWS], work_dir(round_, "reward"))
+    if not difference <= RELOAD_TOLERANCE:
+        raise RondoError(
+            f"{folder}/model: reloaded in a fresh process, scores differ by {difference:.4g} (at most {RELOAD_TOLERANCE}); do not use it"
+        )
+
+    # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
+    margins = score_chosen - score_rejected
+    correct, total = int((margins > 0).sum()), len(margins)
+    low, high = wilson_interval(correct, total)
+    ece, bins = calibration(margins.tolist())
+    with (folder / "calibration.csv").open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["predicted", "observed", "count"])
+        table.writerows(bins)
+    mean, std = merged.config.mean, merged.config.std
+    write_jsonl(
+        folder / "scores.jsonl",
+        (
+            {"id": row["id"], "chosen": round((c - mean) / std, 4), "rejected": round((r - mean) / std, 4)}
+            for row, c, r in zip(held_out, score_chosen.tolist(), score_rejected.tolist(), strict=True)
+        ),
+    )
+    write_manifest(
+        folder,
+        stage="reward",
+        round_=round_,
+        seed=params.seed,
+        inputs=[data / "pairs_train.jsonl", data / "pairs_eval.jsonl"],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        started_from=str(start),
+        calibration={"mean": mean, "std": std},
+    )
+    recorder.finish(
+        {
+            "accuracy": correct / total,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            **before,
+            "margin": float(margins.mean()),
+            "ece": ece,
+            "pairs": total,
+            "train_pairs": len(train),
+            "baseline_longest": longest_wins_accuracy(held_out),
+            "baseline_tfidf": tfidf_accuracy(train, held_out, params.seed),
+            "score_mean": mean,
+            "score_std": std,
+            "reload_max_difference": difference,
+            "loss": recorder.steps[-1]["loss"],
+        }
+    )
+    print(f"[reward@{round_}] held-out accuracy {correct / total:.3f} [{low:.3f}, {high:.3f}] over {total} pairs", flush=True)
+
+
+def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params: Params, recorder: Recorder, continues: bool) -> Any:
+    """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
+    model.score.float()  # a bfloat16 head would not move by steps of 1e-4
+    if params.reward.lora.r:
+        model = get_peft_model(model, lora_config(params.reward.lora, "SEQ_CLS", model))
+    arguments = trainer_arguments(params.reward, params.model, params.seed, work_dir(recorder.round, "reward"), continues)
+    names = {name: name for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")}
+    trainer = RewardTrainer(
+        model=model,
+        args=RewardConfig(
+            **arguments,
+            center_rewards_coefficient=params.reward.center_rewards_coefficient,
+            remove_unused_columns=False,  # pairs of like length make a batch, by their column `length`
+        ),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer,
+        callbacks=[RecordSteps(recorder, names, ["loss", "accuracy"])],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.model.eval()
+
+
+def accuracy(chosen: Tensor, rejected: Tensor) -> float:
+    return float((chosen > rejected).float().mean())
+
+
+def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
+    """Largest difference between `expected` scores and those of the saved model in a process of its own."""
+    write_json(work / "reload.json", sequences)
+    command = [sys.executable, "-m", "stages.rescore", str(model), str(work / "reload.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RondoError(f"{model} cannot be reloaded: {done.stderr.strip()[-500:]}")
+    return float((torch.tensor(json.loads(done.stdout.splitlines()[-1])) - expected).abs().max())
+
+
+if __name__ == "__main__":
+    run_stage("reward", main)

@@ -1,0 +1,125 @@
+"""SFT: teach the base model the demonstrations, and measure what that changed on held-out ones."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from stages.generation import Tokens, generate, token_logprobs
+from stages.models import load_causal_lm, load_tokenizer, lora_config, merge_adapter, prepare_torch, resolve_dtype, save_model
+from stages.params import Params
+from stages.program import run_stage
+from stages.prompts import encode, template_hash
+from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_jsonl, write_manifest
+from stages.training import RecordSteps, starting_model, trainer_arguments, weights_params
+
+Pairs = tuple[list[Tokens], list[Tokens]]
+SHOWN_PROMPTS, SHOWN_TOKENS = 12, 24
+
+
+def main(params: Params, round_: str) -> None:
+    # 1. data: demonstrations as tokens, prompt and response apart
+    prepare_torch(params)
+    folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
+    recorder = Recorder("sft", round_)
+    made_by = f"dvc repro prepare@{round_}"
+    tokenizer = load_tokenizer(ASSETS / "model")
+    train = tokens(tokenizer, read_jsonl(data / "sft_train.jsonl", made_by), params)
+    held_out = tokens(tokenizer, read_jsonl(data / "sft_eval.jsonl", made_by), params)
+    shown = read_jsonl(data / "eval_prompts.jsonl", made_by)[:SHOWN_PROMPTS]
+
+    # 2. the base model, before: always the base, so that rounds compare
+    base = load_causal_lm(ASSETS / "model", params.model)
+    loss_before = mean_nll(base, tokenizer, held_out)
+    before = continuations(base, tokenizer, shown, params)
+
+    # 3. train, from the base or from the round before
+    previous = Path(params.rounds[round_].previous) / "sft" / "model"
+    start, continues = starting_model(params.sft, previous, ASSETS / "model")
+    model = load_causal_lm(start, weights_params(params.model, params.sft))
+    trained = fit(model, tokenizer, train, params, recorder, continues)
+
+    # 4. save merged, and measure what was saved
+    save_model(merge_adapter(trained, resolve_dtype(params.model.dtype)), tokenizer, folder / "model")
+    saved = load_causal_lm(folder / "model", params.model)
+    loss_after = mean_nll(saved, tokenizer, held_out)
+    after = continuations(saved, tokenizer, shown, params)
+    write_jsonl(
+        folder / "samples.jsonl",
+        ({"prompt": row["prompt"], "base": b, "sft": a} for row, b, a in zip(shown, before, after, strict=True)),
+    )
+    write_manifest(
+        folder,
+        stage="sft",
+        round_=round_,
+        seed=params.seed,
+        inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        started_from=str(start),
+    )
+    recorder.finish(
+        {
+            "loss_before": loss_before,
+            "loss_after": loss_after,
+            "perplexity_after": float(torch.tensor(loss_after).exp()),
+            "train_rows": len(train[0]),
+            "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
+            "steps": len(recorder.steps),
+        }
+    )
+    print(f"[sft@{round_}] held-out loss {loss_before:.3f} -> {loss_after:.3f} nats a token", flush=True)
+
+
+def tokens(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Pairs:
+    encoded = [encode(tokenizer, r["prompt"], r["completion"], params.prepare.prompt_format, params.sft.max_length) for r in rows]
+    return [p for p, _ in encoded], [c for _, c in encoded]
+
+
+def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Params, recorder: Recorder, continues: bool) -> Any:
+    """Train on the responses' tokens; returns the model (a PeftModel unless lora.r is 0)."""
+    rows = [{"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)} for p, c in zip(*train, strict=True)]
+    if params.sft.lora.r:
+        model = get_peft_model(model, lora_config(params.sft.lora, "CAUSAL_LM", model))
+    arguments = trainer_arguments(params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[RecordSteps(recorder, {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}, ["loss"])],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer.model.eval()
+
+
+def mean_nll(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> float:
+    """Mean negative log-likelihood of the responses, nats a token."""
+    logprobs = token_logprobs(model, *pairs, pad_token_id=tokenizer.pad_token_id)
+    return -float(torch.cat(logprobs).mean())
+
+
+def continuations(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> list[str]:
+    """The model's continuation of each prompt, with the same random numbers for every model."""
+    prompts = [encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0] for r in rows]
+    responses = generate(
+        model,
+        prompts,
+        response_length=SHOWN_TOKENS,
+        temperature=1.0,
+        generator=torch.Generator().manual_seed(params.seed),
+        batch_size=SHOWN_PROMPTS,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    run_stage("sft", main)

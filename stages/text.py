@@ -1,0 +1,47 @@
+"""Statistics of texts: repetition, diversity, and what they end in. Words and punctuation are tokens, case aside."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+# an emoji with its modifiers (and what it is joined with) is one token, and so is a run of one punctuation mark
+PICTURE = "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
+MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
+EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
+TOKEN = re.compile(rf"{EMOJI.pattern}|\w+(?:['\u2019]\w+)*|([^\w\s])\1*")
+
+
+def tokens(text: str) -> list[str]:
+    return [match.group().casefold() for match in TOKEN.finditer(text)]
+
+
+def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    return list(zip(*(words[i:] for i in range(n)), strict=False))
+
+
+def distinct_n(texts: Iterable[str], n: int) -> float:
+    """Distinct n-grams as a share of all of the texts' n-grams (Li et al. 2016); low when texts share a template, 0 without n-grams."""
+    grams = [gram for text in texts for gram in ngrams(tokens(text), n)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition_n(text: str, n: int) -> float:
+    """Share of a text's n-grams that occurred in it before; 0 for a text shorter than n."""
+    grams = ngrams(tokens(text), n)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def plain(text: str) -> str:
+    """The text without emoji and exclamation marks, which lexicons (and reward models) overpay."""
+    return " ".join(EMOJI.sub(" ", text).replace("!", " ").split())
+
+
+def suffixes(text: str, longest: int = 3) -> list[str]:
+    """The ends of a text, of 1 to `longest` tokens, as written: "Well. Enjoy! :D" gives " D", ":D", ... with their leading space."""
+    starts = [match.start() for match in TOKEN.finditer(text)][-longest:]
+    return [text[start - (start > 0 and text[start - 1] == " ") :].rstrip() for start in reversed(starts)]
+
+
+def suffix_counts(texts: Iterable[str], longest: int = 3) -> Counter[str]:
+    """In how many of the texts each suffix ends one."""
+    return Counter(suffix for text in texts for suffix in set(suffixes(text, longest)))

@@ -1,0 +1,113 @@
+"""A small real DVC project: the stages and addresses of the real dvc.yaml, with a few lines of Python for each."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stages.params import Params, rounds
+
+STAGE = """
+import json, pathlib, sys, time, yaml
+name, key = sys.argv[1], sys.argv[2]
+params = yaml.safe_load(open("params.yaml"))
+folder = pathlib.Path("rounds", key, name)
+folder.mkdir(parents=True, exist_ok=True)
+if name.startswith("gate_"):
+    gate = name.removeprefix("gate_")
+    wanted = params["gates"]["sft"]["loss_drop"]
+    passed = gate != "sft" or wanted <= 0.5
+    report = pathlib.Path("reports", key)
+    report.mkdir(parents=True, exist_ok=True)
+    check = {"metric": "loss_drop", "value": 0.5, "band": f">= {wanted}", "passed": passed, "next_step": "Train longer."}
+    verdict = {"gate": gate, "round": key, "passed": passed, "checks": [check]}
+    (report / f"gate_{gate}.json").write_text(json.dumps(verdict))
+    if not passed:
+        sys.exit(3)
+    pathlib.Path("gates", key).mkdir(parents=True, exist_ok=True)
+    pathlib.Path("gates", key, f"{gate}.ok").write_text("passed")
+    sys.exit(0)
+work = pathlib.Path(".rondo/work", key, name)
+work.mkdir(parents=True, exist_ok=True)
+clock = open(work / "clock.jsonl", "w")
+clock.write(json.dumps({"step": -1, "time": 1000.0}) + "\\n")
+with open(folder / "metrics.jsonl", "w") as steps:
+    for step in (1, 2, 3):
+        steps.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
+        clock.write(json.dumps({"step": step, "time": 1000.0 + step}) + "\\n")
+        print(f"[{name}@{key}] step {step}/3  eta 0:0{3 - step}", flush=True)
+if name == "sft" and params["sft"]["max_steps"] == 1:
+    print("sft@r0: BadInput: rows missing", file=sys.stderr)
+    sys.exit(2)
+if name == "sft" and params["sft"]["max_steps"] == 2:
+    time.sleep(60)
+if name == "sft" and params["sft"]["max_steps"] == 3:
+    raise ValueError("no such thing")
+metrics = {"loss_before": 5.17, "loss_after": 4.5, "stopped": "completed"}
+if name == "evaluate":
+    metrics = {"win_rate": 0.8, **{model: {"sentiment": value} for model, value in (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))}}
+    metrics["checkpoints"] = {"step_00009": {"sentiment": 0.5}}
+(folder / "metrics.json").write_text(json.dumps(metrics))
+data = folder / "data"
+data.mkdir(exist_ok=True)
+(data / "rows.jsonl").write_text(json.dumps({"id": key, "seed": params["seed"]}) + "\\n")
+sample = {"id": "1", "prompt": [{"role": "user", "content": "Hi"}], "base": "a", "sft": "b"}
+(folder / "samples.jsonl").write_text(json.dumps(sample) + "\\n")
+"""
+
+
+def dvc_yaml() -> dict[str, object]:
+    """assets -> prepare -> sft -> gate_sft -> evaluate a round."""
+
+    def stage(name: str, deps: list[str], params: list[str]) -> dict[str, object]:
+        outs = ["data", "samples.jsonl", "metrics.jsonl"]
+        do = {
+            "cmd": f"python stage.py {name} ${{key}}",
+            "deps": ["stage.py", *deps],
+            "params": params,
+            "outs": [f"rounds/${{key}}/{name}/{out}" for out in outs],
+            "metrics": [{f"rounds/${{key}}/{name}/metrics.json": {"cache": False}}],
+        }
+        return {"foreach": "${rounds}", "do": do}
+
+    gate = {
+        "cmd": "python stage.py gate_sft ${key}",
+        "deps": ["stage.py", "rounds/${key}/sft/metrics.json"],
+        "params": ["gates.sft"],
+        "outs": ["gates/${key}/sft.ok"],
+    }
+    start = "import pathlib; pathlib.Path('assets').mkdir(exist_ok=True); pathlib.Path('assets/start').write_text('EMPTY')"
+    return {
+        "stages": {
+            "assets": {"cmd": f'python -c "{start}"', "deps": ["stage.py"], "outs": ["assets/start"]},
+            "prepare": stage("prepare", ["assets/start"], ["seed"]),
+            "sft": stage("sft", ["rounds/${key}/prepare/data"], ["sft", "seed"]),
+            "gate_sft": {"foreach": "${rounds}", "do": gate},
+            "evaluate": stage("evaluate", ["gates/${key}/sft.ok", "rounds/${key}/sft/data"], ["evaluate"]),
+        }
+    }
+
+
+def make_project(folder: Path, number: int = 1) -> Path:
+    params = Params(rounds=rounds(number)).model_dump(mode="json")
+    (folder / "stage.py").write_text(STAGE)
+    (folder / "dvc.yaml").write_text(yaml.safe_dump(dvc_yaml(), sort_keys=False))
+    (folder / "params.yaml").write_text("# what a run is made of\n" + yaml.safe_dump(params, sort_keys=False))
+    (folder / ".gitignore").write_text(".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n!/rounds/**/metrics.json\n")
+    (folder / ".dvcignore").write_text(".rondo\n")
+    for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"], ["git", "add", "."]):
+        subprocess.run(command, cwd=folder, check=True)
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run(["git", *identity, "commit", "-q", "-m", "start"], cwd=folder, check=True)
+    for key, value in (("user.name", "t"), ("user.email", "t@t")):
+        subprocess.run(["git", "config", key, value], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project as working directory."""
+    monkeypatch.chdir(make_project(tmp_path))
+    return tmp_path

@@ -1,0 +1,125 @@
+"""`rondo` as a user runs it: real processes, real Prefect and MLflow servers, a small DVC project."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
+    for arguments, said in (
+        (["run", "--preset", "nope"], "no such preset"),
+        (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
+        (["run", "--rounds", "0"], "at least 1"),
+    ):
+        done = rondo(project, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+    done = rondo(project.parent, "run")
+    assert done.returncode == 2
+    assert "no dvc.yaml" in done.stderr
+    assert not (project / ".rondo").exists()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def request(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    for _ in range(10):
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:  # Prefect on sqlite asks to come again when it is busy
+                raise
+            time.sleep(1)
+    raise AssertionError(f"{url} stays busy")
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"ended without {text!r}:\n{said}")
+
+
+def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path) -> None:
+    """One server for the three ways to use it, since its start is what takes the time."""
+    (project / "prefect.yaml").write_text((ROOT / "prefect.yaml").read_text())
+    (project / "flows").symlink_to(ROOT / "flows")
+    elsewhere = {"PWD": str(project.parent)}  # as when `rondo serve` is started by a program and not a shell
+    environment = elsewhere | {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli", "serve"]
+    server = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    try:
+        read_until(server, "Ctrl-C")
+        api = f"http://127.0.0.1:{environment['PREFECT_SERVER_API_PORT']}/api"
+        in_use = rondo(project, "serve", **environment)
+        assert in_use.returncode == 2
+        assert "is in use" in in_use.stderr
+
+        deployment = request(f"{api}/deployments/name/rlhf-pipeline/rlhf-pipeline")
+        assert deployment["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(project)
+        made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": {"sections": {"seed": 3}}})
+        assert finished(api, made["id"]) == "Completed"
+        names = {run["name"] for run in request(f"{api}/task_runs/filter", {})}
+        assert names == {"assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+        assert "seed: 3" in (project / "params.yaml").read_text()
+
+        failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
+        assert failed.returncode == 3
+        assert "[sft@r0] unchanged" in failed.stdout
+        assert "gate sft of r0 failed:\nloss_drop is 0.5, wanted >= 0.9. Train longer." in failed.stderr
+        assert "GateFailed" in {run["state_name"] for run in request(f"{api}/flow_runs/filter", {})}
+
+        settings = {"parameters": {"settings": ["gates.sft.loss_drop=0.4", "sft.max_steps=2"]}}  # sleeps
+        request(f"{api}/deployments/{deployment['id']}/create_flow_run", settings)
+        until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
+        start = time.monotonic()
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+        assert time.monotonic() - start < 10
+        until(lambda: not of_project(project), 2)
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def finished(api: str, flow_run: str) -> str:
+    until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 90)
+    return str(request(f"{api}/flow_runs/{flow_run}")["state_name"])
+
+
+def of_project(folder: Path) -> list[psutil.Process]:
+    found = psutil.process_iter(["cmdline", "cwd"])
+    return [process for process in found if process.pid != os.getpid() and process.info["cwd"] == str(folder) and process.info["cmdline"]]
+
+
+def until(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.2)

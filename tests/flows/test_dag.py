@@ -1,0 +1,105 @@
+"""Against a real DVC project with small stages (see conftest)."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import config, dag
+from stages.errors import BadInput, GateFailed, RondoError
+
+
+def set_params(*settings: str) -> None:
+    config.write_params(config.resolve(settings=settings))
+
+
+def run_to(last: str, lines: list[str] | None = None) -> dag.Outcome:
+    outcome = dag.Outcome.unchanged
+    for address in dag.stage_order(["r0"]):
+        outcome = dag.run(address, (lines if lines is not None else []).append)
+        if address == last:
+            break
+    return outcome
+
+
+def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
+    lines: list[str] = []
+    assert run_to("prepare@r0", lines) == dag.Outcome.ran
+    assert lines == ["[prepare@r0] step 1/3  eta 0:02", "[prepare@r0] step 2/3  eta 0:01", "[prepare@r0] step 3/3  eta 0:00"]
+    assert dag.run("prepare@r0", lines.append) == dag.Outcome.unchanged
+    set_params("seed=1")
+    assert dag.up_to_date(dag.stage_order(["r0"])) == ["assets"]
+    assert dag.run("prepare@r0", lines.append) == dag.Outcome.ran
+    set_params("seed=0")
+    assert dag.run("prepare@r0", lines.append) == dag.Outcome.restored
+    assert (project / "rounds/r0/prepare/data/rows.jsonl").read_text() == '{"id": "r0", "seed": 0}\n'
+
+
+def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
+    set_params("gates.sft.loss_drop=0.9")
+    with pytest.raises(GateFailed, match=r"gate sft of r0 failed:\nloss_drop is 0.5, wanted >= 0.9. Train longer."):
+        run_to("gate_sft@r0")
+    with pytest.raises(RondoError, match=r"gates/r0/sft\.ok"):
+        dag.run("evaluate@r0", print)
+    set_params("gates.sft.loss_drop=0.4")
+    assert dag.up_to_date(["sft@r0", "gate_sft@r0"]) == ["sft@r0"]
+    assert run_to("evaluate@r0") == dag.Outcome.ran
+
+
+def test_bad_input_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
+    set_params("sft.max_steps=1")
+    with pytest.raises(BadInput, match="rows missing"):
+        run_to("sft@r0")
+    set_params("sft.max_steps=3")
+    with pytest.raises(RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing") as raised:
+        run_to("sft@r0")
+    assert raised.value.exit_code == 1
+    with pytest.raises(BadInput, match="nope"):
+        dag.run("nope@r0", print)
+
+
+def stage_processes(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if "stage.py" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder):
+            found.append(process)
+    return found
+
+
+def wait_for(condition: object, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
+    set_params("sft.max_steps=2")  # sleeps for a minute
+    run_to("prepare@r0")
+
+    def interrupt() -> None:
+        wait_for(lambda: stage_processes(project))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        dag.run("sft@r0", print)
+    assert time.monotonic() - start < 15
+    assert stage_processes(project) == []
+
+
+def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
+    set_params("sft.max_steps=2")
+    run_to("prepare@r0")
+    parent = subprocess.Popen([sys.executable, "-c", "from flows import dag; dag.run('sft@r0', print)"])
+    wait_for(lambda: stage_processes(project))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not stage_processes(project), 10)

@@ -1,0 +1,33 @@
+import pytest
+
+from flows import estimate
+from stages.params import Params
+
+MACHINE = estimate.Machine(device="cpu", rates={"float32": 1e11, "bfloat16": 1e12}, memory=8e9, disk=1e9)
+
+
+def params(**sections: dict[str, object]) -> Params:
+    return Params.model_validate(sections)
+
+
+def test_sft_time_is_four_flops_a_weight_and_token() -> None:
+    """10 steps of 16 rows of 32 tokens (half of max_length), 135e6 weights, 4 FLOP each, at 0.35 of 1e12 a second."""
+    guess = estimate.estimate(params(sft={"max_steps": 10}), MACHINE)
+    expected = 10 * 16 * 32 * 135e6 * 4 / 0.35e12
+    assert guess.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(expected, rel=1e-6)
+    full = estimate.estimate(params(sft={"max_steps": 10, "lora": {"r": 0}}), MACHINE)
+    assert full.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(1.5 * expected, rel=1e-6)
+
+
+def test_auto_takes_bfloat16_only_where_it_is_fast() -> None:
+    slow = estimate.Machine(device="cpu", rates={"float32": 1e11, "bfloat16": 1.1e11}, memory=8e9, disk=1e9)
+    assert [estimate.dtype_of(Params(), machine) for machine in (MACHINE, slow)] == ["bfloat16", "float32"]
+
+
+def test_the_report_counts_what_is_left_and_warns_of_what_does_not_fit() -> None:
+    addresses = ["assets", "sft@r0", "ppo@r0"]
+    everything, rest = (estimate.report(Params(), addresses, done) for done in ([], ["assets", "ppo@r0"]))
+    assert "to do: 3 of 3 stages" in everything[1]
+    assert "to do: 1 of 3 stages" in rest[1]
+    big = params(assets={"model": "Qwen/Qwen2.5-0.5B-Instruct"}, model={"dtype": "float32"})
+    assert estimate.estimate(big, MACHINE).memory == pytest.approx(3 * 494e6 * 4 + 1.5e9)

@@ -1,0 +1,70 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import summary
+
+METRICS: dict[str, dict[str, Any]] = {
+    "sft": {"loss_before": 5.17, "loss_after": 4.5},
+    "reward": {"accuracy": 0.893, "accuracy_low": 0.855, "accuracy_high": 0.922, "margin": 3.1},
+    "ppo": {"score_mean": 2.58, "score_mean_first": -0.61, "kl": 6.3, "response_length": 12.4},
+    "evaluate": {
+        "win_rate": 0.81,
+        "win_rate_low": 0.75,
+        "win_rate_high": 0.86,
+        "sft": {"sentiment": 0.258, "distinct_2": 0.859},
+        "ppo": {"sentiment": 0.737, "distinct_2": 0.724},
+    },
+    "replay": {"badcases": 41, "repaired": 0, "tried_again": 0, "fooled_before": None, "fooled_after": None},
+}
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for stage, metrics in METRICS.items():
+        write(tmp_path / f"rounds/r0/{stage}/metrics.json", metrics)
+    write(tmp_path / "rounds/r1/sft/metrics.json", METRICS["sft"])
+    return tmp_path
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> None:
+    assert summary.known_rounds() == ["r0", "r1"]
+    table = rows(summary.markdown(["r0", "r1"]))
+    assert table[""] == ["r0", "r1"]
+    assert table["SFT loss, nats a token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
+    assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
+    assert table["PPO reward, first -> last"] == ["-0.61 -> 2.58", "-"]
+    assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
+    assert table["judged sentiment, SFT -> PPO"] == ["0.26 -> 0.74", "-"]
+    assert table["badcases found"] == ["41", "-"]
+    assert table["RM fooled, before -> after"] == ["-", "-"]
+
+
+def gate(passed: bool) -> dict[str, Any]:
+    check = {"metric": "accuracy_low", "value": 0.7, "band": ">= 0.8", "passed": passed, "next_step": "Look at the data."}
+    return {"passed": passed, "checks": [check]}
+
+
+def test_the_first_gate_that_failed_names_who_is_at_fault(files: Path) -> None:
+    for name in ("sft", "reward", "promote"):
+        write(files / f"reports/r0/gate_{name}.json", gate(passed=True))
+    write(files / "reports/r1/gate_sft.json", gate(passed=True))
+    write(files / "reports/r1/gate_reward.json", gate(passed=False))
+    assert summary.verdict(["r0", "r1", "r2"]) == [
+        "r0: all gates passed",
+        "r1: the reward model is at fault: accuracy_low is 0.7, wanted >= 0.8. Look at the data.",
+        "r2: has not reached the sft gate",
+    ]

@@ -1,0 +1,122 @@
+"""Against a real MLflow database, and a port where nothing listens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from flows import dag, tracking
+from flows.mlflow_store import MlflowTracker, open_tracker
+from flows.tracking import NoTracker
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests here: making one takes seconds. Runs differ by their name."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+def run_all(tracker: NoTracker) -> None:
+    for address in dag.stage_order(["r0"]):
+        tracker.start(address)
+        outcome = dag.run(address, lambda _: tracker.progress())
+        tracker.finish(outcome.value)
+    tracker.close(True, "the table")
+
+
+def runs(database: str, run: str) -> dict[str, Run]:
+    client = MlflowClient(database)
+    experiment = client.get_experiment_by_name("rondo")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], f"tags.`rondo.run` = '{run}'")
+    return {found.data.tags["rondo.address"]: found for found in found}
+
+
+def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: Path, database: str) -> None:
+    said: list[str] = []
+    run_all(MlflowTracker("full", database, project / ".rondo", {"seed": "0"}, said.append))
+    assert said == []
+    found, client = runs(database, "full"), MlflowClient(database)
+    assert set(found) == {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+    parent, sft, evaluate = found["pipeline"], found["sft@r0"], found["evaluate@r0"]
+    assert parent.info.status == sft.info.status == "FINISHED"
+    assert sft.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert (sft.data.tags["stage"], sft.data.tags["round"], sft.data.tags["dvc"], sft.data.tags["seed"]) == ("sft", "r0", "ran", "0")
+    assert sft.data.params["sft.lora.r"] == "16"
+    history = [(point.step, point.value, point.timestamp) for point in client.get_metric_history(sft.info.run_id, "loss")]
+    assert history == [(1, 1.0, 1001000), (2, 0.5, 1002000), (3, 1 / 3, 1003000)]
+    assert sft.data.metrics["final/loss_after"] == 4.5
+    (data,) = [used.dataset for used in sft.inputs.dataset_inputs]
+    locked = tracking.read_lock("prepare@r0")["outs"]
+    assert (data.name, data.digest) == ("rounds/r0/prepare/data", next(out["md5"] for out in locked if out["path"] == data.name))
+    table = json.loads(client_text(client, sft, "samples.json"))
+    assert table["columns"] == ["id", "prompt", "base", "sft"]
+    models = {model.name: model for model in client.search_logged_models([parent.info.experiment_id])}
+    assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009"}
+    best = client.search_logged_models([parent.info.experiment_id], order_by=[{"field_name": "metrics.sentiment", "ascending": False}])
+    assert [model.name for model in best] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
+    assert evaluate.outputs is not None
+    assert {output.model_id for output in evaluate.outputs.model_outputs} == {model.model_id for model in models.values()}
+
+    run_all(MlflowTracker("again", database, project / ".rondo", {}, said.append))
+    assert {run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"} == {"unchanged"}
+    assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.5
+
+
+def client_text(client: MlflowClient, run: Run, name: str) -> str:
+    return Path(client.download_artifacts(run.info.run_id, name)).read_text()
+
+
+def test_what_a_dead_server_missed_is_sent_later_as_it_was(project: Path, database: str) -> None:
+    said: list[str] = []
+    run_all(MlflowTracker("offline", NOWHERE, project / ".rondo", {}, said.append, local=False))
+    assert len(said) == 2
+    assert NOWHERE in said[0]
+    assert "sent with the next run" in said[1]
+    steps = project / "rounds/r0/sft/metrics.jsonl"
+    steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
+
+    MlflowTracker("next", database, project / ".rondo", {}, said.append)
+    assert not (project / ".rondo/unsent.jsonl").exists()
+    sent = runs(database, "offline")
+    assert set(sent) == {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+    assert sent["pipeline"].info.status == "FINISHED"
+    history = MlflowClient(database).get_metric_history(sent["sft@r0"].info.run_id, "loss")
+    assert [point.value for point in history] == [1.0, 0.5, 1 / 3]
+
+
+def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
+    tracker = MlflowTracker("twice", database, project / ".rondo", {}, print)
+    run_all(tracker)
+    before = runs(database, "twice")
+    assert tracker.store is not None
+    tracker.store.send(tracking.read_record("twice", "evaluate@r0", "ran", {}))
+    after, client = runs(database, "twice"), MlflowClient(database)
+    assert set(before) == set(after)
+    run_id = after["evaluate@r0"].info.run_id
+    assert len(client.get_metric_history(run_id, "loss")) == 3
+    assert before["evaluate@r0"].outputs is not None and after["evaluate@r0"].outputs is not None
+    assert len(after["evaluate@r0"].outputs.model_outputs) == len(before["evaluate@r0"].outputs.model_outputs) == 4
+
+
+def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> None:
+    folder = project / "rounds/r0/sft"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "note": "x"}\n{"step": 2, "loss": 1.5}\n')
+    before = tracking.milliseconds()
+    steps = tracking.read_steps("sft@r0")
+    assert [(step.key, step.value, step.step) for step in steps] == [("loss", 2.0, 1), ("loss", 1.5, 2)]
+    assert all(before <= step.time <= tracking.milliseconds() for step in steps)
+    assert [step.step for step in tracking.read_steps("sft@r0", 1)] == [2]
+
+
+def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
+    tracker = open_tracker("off", project / ".rondo", {}, print)
+    assert type(tracker) is NoTracker
+    tracker.close(True, "")
+    assert not (project / ".rondo").exists()

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows import config, dag
+from flows.workspace import git, workspace
+from stages.errors import BadInput
+
+
+def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
+    dag.run("assets", print)
+    with workspace("one", project / ".rondo") as folder:
+        assert Path.cwd() == folder == project / ".rondo/workspaces/one"
+        config.write_params(config.resolve(settings=["seed=4"]))
+        assert dag.run("assets", print) == dag.Outcome.restored  # from the shared cache
+        assert dag.run("prepare@r0", print) == dag.Outcome.ran
+    assert Path.cwd() == project
+    assert git("status", "--porcelain", "--untracked-files=no") == ""
+    assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
+        "Run",
+        "one",
+        "dvc.lock",
+        "params.yaml",
+        "rounds/r0/prepare/metrics.json",
+    ]
+
+    clone = project / ".rondo/clone"
+    git("clone", "--quiet", "--branch", "runs/one", str(project), str(clone))
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "prepare@r0"], cwd=clone, env=dag.command_environment(), check=True)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
+    assert changed.stdout == ""
+
+
+def test_code_that_is_not_committed_is_refused(project: Path) -> None:
+    (project / "dvc.yaml").write_text((project / "dvc.yaml").read_text() + "# mine\n")
+    with pytest.raises(BadInput, match=r"commit them first\n.*dvc\.yaml"), workspace("two", project / ".rondo"):
+        pass
+    assert not (project / ".rondo/workspaces").exists()
+
+
+def test_outside_git_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="needs a git repository"), workspace("three", tmp_path / ".rondo"):
+        pass

@@ -1,0 +1,109 @@
+"""A round on disk as evaluate and replay find it: the tiny random model with random adapters, and a few made-up rows."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from stages.params import Params, check_params
+
+SMALL = {
+    "assets": {"model": "tiny"},
+    "model": {"dtype": "float32", "threads": 1},
+    "ppo": {"response_length": 8},
+    "evaluate": {"samples_per_prompt": 2, "bootstrap_resamples": 200},
+    "replay": {"max_badcases": 12, "best_of": 2, "pairs_per_exploit": 6, "max_share": 0.5},
+}
+GOOD, BAD = ("wonderful", "great", "lovely"), ("awful", "sad", "dull")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """assets/model of the `tiny` preset."""
+    from stages.assets.model import write_model
+
+    folder = tmp_path_factory.mktemp("tiny")
+    write_model(check_params(SMALL, "test"), folder)
+    return folder
+
+
+def write_data(folder: Path) -> None:
+    from stages.records import write_jsonl
+
+    def pairs(openings):
+        texts = product(openings, GOOD, BAD)
+        return [{"id": f"{p}-{n}", "prompt": p, "chosen": f" was {g}.", "rejected": f" was {b}."} for n, (p, g, b) in enumerate(texts)]
+
+    train, held_out = [f"The {noun}" for noun in ("dinner", "match", "party", "movie", "walk", "trip")], ["Our meeting", "Our concert"]
+    rows = {
+        "pairs_train": pairs(train),
+        "pairs_eval": pairs(held_out),
+        "sft_train": [{"id": f"s-{p}", "prompt": p, "completion": f" was {g}."} for p in train for g in GOOD],
+        "sft_eval": [{"id": f"e-{p}", "prompt": p, "completion": " was great."} for p in held_out],
+        "prompts_train": [{"id": f"p-{p}", "prompt": p} for p in train],
+        "eval_prompts": [{"id": f"q-{p}", "prompt": p} for p in held_out],
+    }
+    for name, made in rows.items():
+        write_jsonl(folder / f"{name}.jsonl", made)
+
+
+def write_adapter(model, folder: Path, seed: int) -> None:
+    """A random LoRA: B is 0 by default, which would be no policy of its own."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    policy = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    policy.save_pretrained(folder)
+    policy.unload()
+
+
+@pytest.fixture
+def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Params]:
+    """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that -1 dislikes what 1 likes."""
+    from stages.models import save_model
+    from stages.prepare.split import evaluation_hash
+    from stages.prompts import template_hash
+    from stages.records import write_json, write_jsonl
+
+    monkeypatch.chdir(tmp_path)
+    params = check_params(SMALL, "test")
+    Path("assets").mkdir()
+    Path("assets/model").symlink_to(tiny_folder)
+    for folder in ("prepare/data", "replay/data", "sft/model", "reward/model", "ppo/policy"):
+        Path("assets/start", folder).mkdir(parents=True)
+        Path("assets/start", folder, "EMPTY").touch()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+
+    def make(round_: str, taste: float) -> Params:
+        folder = Path("rounds") / round_
+        write_data(folder / "prepare/data")
+        sft = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+        torch.manual_seed(7)
+        reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1, dtype=torch.float32)
+        reward.score.weight.data = torch.randn_like(reward.score.weight) * taste
+        reward.config.mean, reward.config.std = 0.5, 2.0
+        save_model(sft, tokenizer, folder / "sft/model")
+        save_model(reward, tokenizer, folder / "reward/model")
+        for name, seed in {"policy": 1, "checkpoints/step_00002": 2, "checkpoints/step_00004": 1}.items():
+            write_adapter(sft, folder / "ppo" / name, seed)
+        template = {"template_hash": template_hash(tokenizer, params.prepare.prompt_format)}
+        for stage in ("sft", "reward", "ppo"):
+            write_json(folder / stage / "manifest.json", template)
+        write_json(folder / "prepare/manifest.json", template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")})
+        write_json(folder / "ppo/metrics.json", {"updates": 4})
+        ending = {"score": 2.0, "kl": 3.0, "eos": True, "length": 6}
+        said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]
+        prompts = [f"The {noun}" for noun in ("dinner", "match", "party", "movie")]
+        rows = [
+            {"update": u, "id": f"p-{p}", "prompt": p, "response": r, **ending} for u in (1, 4) for p, r in zip(prompts, said, strict=True)
+        ]
+        write_jsonl(folder / "ppo/rollouts.jsonl", rows)
+        return params
+
+    return make

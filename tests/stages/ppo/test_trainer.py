@@ -1,0 +1,138 @@
+"""The trainer on a tiny Llama: its contract, that it learns a reward with a known optimum, and that the KL term holds it back."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import Tensor
+
+from stages.errors import RondoError
+from stages.generation import Packed
+from stages.models import lora_config
+from stages.params import LoraParams, PpoParams
+from stages.ppo.__main__ import ABOVE, BELOW, kl_verdict
+from stages.ppo.roles import Roles
+from stages.ppo.trainer import PpoTrainer
+
+LIKED = 7
+SETTINGS = {
+    "batch_size": 32,
+    "mini_batch_size": 32,
+    "micro_batch_size": 16,
+    "total_episodes": 32 * 25,
+    "response_length": 8,
+    "learning_rate": 1e-2,
+    "critic_learning_rate": 1e-2,
+    "adaptive_kl": False,
+    "missing_eos_penalty": 0.0,
+}
+
+
+class ByteTokenizer:
+    """The little that the trainer asks of a tokenizer, for a model without text."""
+
+    eos_token_id, pad_token_id = 2, 0
+
+    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, row)) for row in rows]
+
+
+@dataclass
+class LikesOneToken(Roles):
+    """A reward with a known optimum: the share of one token in the response, times 4."""
+
+    def raw_scores(self, packed: Packed) -> Tensor:
+        liked = packed.rows((packed.targets == LIKED).float())
+        return 4 * liked.sum(1) / packed.response_mask.sum(1)
+
+
+@pytest.fixture
+def roles(tiny_lm, tiny_reward_model):
+    lora = LoraParams(r=8)
+    policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
+    torch.manual_seed(0)
+    return LikesOneToken(
+        policy=get_peft_model(policy, lora_config(lora, "CAUSAL_LM", policy)).eval(),
+        critic=get_peft_model(reward, lora_config(lora, "SEQ_CLS", reward)).eval(),
+        tokenizer=ByteTokenizer(),
+        score_mean=0.0,
+        score_std=1.0,
+    )
+
+
+def run(roles: Roles, **changes: float) -> list[dict[str, float]]:
+    params = PpoParams(**(SETTINGS | changes))
+    prompts = [({"id": str(i), "prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)]
+    trainer = PpoTrainer(roles, prompts, params, seed=0)
+    return [trainer.step()[1] for _ in range(trainer.planned_updates)]
+
+
+def test_learns_a_known_optimum(roles):
+    """The optimum is 4 (every token the liked one); chance is 0.1. Three quarters of it must be reached in 40 updates."""
+    metrics = run(roles, kl_coef=0.0, total_episodes=32 * 40)
+    assert metrics[0]["score_mean"] < 0.3
+    assert metrics[-1]["score_mean"] > 3.0
+
+
+def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(roles):
+    metrics = run(roles, kl_coef=10.0, learning_rate=1e-3)
+    assert abs(metrics[-1]["kl"]) < 0.1
+
+
+def test_first_update_starts_at_ratio_one_and_kl_zero(roles):
+    first = run(roles, total_episodes=32, num_ppo_epochs=1)[0]
+    assert first["kl"] == 0.0
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert first["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_policy_that_is_not_the_reference_breaks_the_contract(roles):
+    for name, parameter in roles.policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    with pytest.raises(RondoError, match="ratio must be 1 and the KL 0"):
+        run(roles, total_episodes=32)
+
+
+def test_micro_batches_change_memory_not_results(roles, tiny_lm):
+    """Gradients add up over micro-batches; float32 sums in another order differ a little."""
+    initial = {name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad}
+    critic = {name: p.detach().clone() for name, p in roles.critic.named_parameters() if p.requires_grad}
+    results = []
+    for size in (32, 8):
+        with torch.no_grad():
+            for model, state in ((roles.policy, initial), (roles.critic, critic)):
+                for name, parameter in model.named_parameters():
+                    if name in state:
+                        parameter.copy_(state[name])
+        results.append(run(roles, total_episodes=64, micro_batch_size=size)[0])
+    for name in ("policy_loss", "value_loss", "policy_grad_norm", "critic_grad_norm"):
+        assert results[1][name] == pytest.approx(results[0][name], rel=1e-3, abs=1e-5)
+
+
+def test_critic_off_is_the_reward_model(roles, tiny_reward_model):
+    """The value head trains on a copy: the reward model under it must not move."""
+    run(roles, total_episodes=64)
+    packed = PpoTrainer(roles, [({}, [5])] * 32, PpoParams(**SETTINGS), 0).packed([[5, 6]], [[7, 8, 2]], range(1))
+    score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
+    assert Roles.raw_scores(roles, packed).item() == pytest.approx(score, abs=1e-5)
+    with torch.no_grad():
+        assert roles.values(packed)[0, -1].item() != pytest.approx(score, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kls", "verdict"),
+    [([1, 9, 9, 9], ABOVE), ([9, 9, 7], ""), ([0.001] * 5, BELOW), ([0.001] * 4, ""), ([0.001] * 4 + [0.5], ""), ([], "")],
+)
+def test_kl_budget_is_two_sided(kls, verdict):
+    params = PpoParams(max_kl=8.0, min_kl=0.01, kl_patience=3, warmup_updates=2)
+    assert kl_verdict(kls, params) == verdict
+
+
+def test_scheduler_warms_up_and_decays(roles):
+    rates = [m["learning_rate"] for m in run(roles, total_episodes=32 * 10, num_ppo_epochs=1, warmup_updates=2)]
+    # logged after the step: update 1 -> 2/3 * 0.91, update 2 -> 1 * 0.82, the last 0.1 of 1e-2
+    assert rates[0] == pytest.approx(1e-2 * 2 / 3 * 0.91)
+    assert rates[1] == pytest.approx(1e-2 * 0.82)
+    assert rates[-1] == pytest.approx(1e-3)

@@ -1,0 +1,174 @@
+"""The whole stage: tiny data over two rounds, the users' files, and what stops it."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from stages.errors import BadInput
+from stages.params import Params
+from stages.prepare.build import build
+from stages.records import Row, file_hash, read_jsonl, write_jsonl
+
+MakeParams = Callable[..., Params]
+TRAIN, EVAL = ("sft_train", "pairs_train", "prompts_train"), ("sft_eval", "pairs_eval", "eval_prompts")
+
+
+def rows_of(round_: str, *names: str) -> list[Row]:
+    return [row for name in names for row in read_jsonl(Path(f"rounds/{round_}/prepare/data/{name}.jsonl"), "the test")]
+
+
+def read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def opening(row: Row) -> tuple[str, ...]:
+    """The first four words of a row's text."""
+    text = row["prompt"] + row.get("completion", row.get("chosen", ""))
+    return tuple(text.casefold().split()[:4])
+
+
+def pair(number: int, **changed: Any) -> Row:
+    words = ["sun", "rain", "wind", "snow", "fog", "hail", "storm", "cloud", "frost", "heat"]
+    subject = f"{words[number % 10]} {words[number // 10]}"
+    return {"prompt": f"Tell me of {subject} {number}", "chosen": f" It is {subject}.", "rejected": f" No {subject}.", **changed}
+
+
+PAIRS = [pair(i) for i in range(20)]
+
+
+def test_tiny_data_keep_texts_on_one_side(tiny_params: MakeParams) -> None:
+    build(tiny_params(), "r0")
+    train, held_out = rows_of("r0", *TRAIN), rows_of("r0", *EVAL)
+    assert not {opening(row) for row in train} & {opening(row) for row in held_out}
+    ids = [{part for row in rows for part in row["id"].split("-")[1:]} for rows in (train, held_out)]
+    assert not ids[0] & ids[1]
+    assert all(row["completion"].startswith(" ") and len(row["prompt"].split()) == 4 for row in rows_of("r0", "sft_train", "sft_eval"))
+    counts = read("rounds/r0/prepare/metrics.json")
+    assert counts["rows_read"] == 400 and counts["rows_bad"] == counts["replayed"] == 0
+    assert {name: counts[name] for name in (*TRAIN, *EVAL)} == {name: len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)}
+
+
+def test_two_rounds_share_the_evaluation_set(tiny_params: MakeParams) -> None:
+    build(tiny_params(), "r0")
+    bad = {"id": "b1", "prompt": "My trip in space", "badcase": "r0-1", "source": "replay"}
+    for name, row in (("sft", {**bad, "completion": " was fine"}), ("pairs", {**bad, "chosen": " a", "rejected": " b"}), ("prompts", bad)):
+        write_jsonl(Path(f"rounds/r0/replay/data/{name}.jsonl"), [row])
+    build(tiny_params(), "r1")
+    hashes = [read(f"rounds/{round_}/prepare/manifest.json")["evaluation_hash"] for round_ in ("r0", "r1")]
+    files = [Path(f"rounds/r1/prepare/data/{name}.jsonl").read_bytes() for name in ("eval_prompts", "sft_eval", "pairs_eval")]
+    assert hashes == [hashlib.sha256(b"".join(files)).hexdigest()] * 2
+    assert read("rounds/r1/prepare/metrics.json")["replayed"] == 3
+    for name in TRAIN:
+        assert rows_of("r1", name)[:-1] == rows_of("r0", name)
+        assert rows_of("r1", name)[-1]["badcase"] == "r0-1"
+    with pytest.raises(BadInput, match="frozen"):
+        build(tiny_params(seed=1), "r1")
+
+
+def test_outputs_are_the_same_bytes_twice(tiny_params: MakeParams) -> None:
+    hashes = []
+    for _ in range(2):
+        build(tiny_params(prompt_format="chat"), "r0")
+        hashes.append(file_hash(Path("rounds/r0/prepare")))
+    assert hashes[0] == hashes[1]
+    assert rows_of("r0", "eval_prompts")[0]["prompt"][0]["role"] == "user"
+    report = read("reports/r0/data.json")
+    assert report["examples"]["sft_train"] == rows_of("r0", "sft_train")[:3]
+
+
+def test_pairs_alone_make_all_sets(tiny_params: MakeParams) -> None:
+    build(tiny_params({"mine.jsonl": PAIRS}, eval_share=0.2), "r0")
+    assert [len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)] == [16, 16, 16, 4, 4, 4]
+    first = rows_of("r0", "pairs_train")[0]
+    number = int(first["id"].removeprefix("mine.jsonl:"))
+    assert first == {"id": f"mine.jsonl:{number}", **PAIRS[number - 1], "source": "mine.jsonl"}
+    assert rows_of("r0", "sft_train")[0]["completion"] == first["chosen"]
+
+
+def test_demonstrations_and_held_out_files_are_used_as_given(tiny_params: MakeParams) -> None:
+    demonstrations = [{"prompt": f"{row['prompt']} please", "completion": row["chosen"]} for row in PAIRS[10:]]
+    sources = {"pairs.jsonl": PAIRS[:8], "pairs_eval.jsonl": PAIRS[8:10], "shown.jsonl": demonstrations}
+    build(tiny_params(sources, eval_share=0.3, max_eval_prompts=3), "r0")
+    assert [len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)] == [7, 8, 15, 3, 2, 3]
+    assert {row["source"] for row in rows_of("r0", "pairs_eval")} == {"pairs_eval.jsonl"}
+    assert {row["source"] for row in rows_of("r0", "sft_train", "sft_eval")} == {"shown.jsonl"}
+
+
+def test_parquet_is_read_as_jsonl_is(tiny_params: MakeParams) -> None:
+    build(tiny_params({"mine.jsonl": PAIRS}), "r0")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), "mine.parquet")
+    params = tiny_params({"mine.jsonl": []})
+    params.prepare.sources[0].path = "mine.parquet"
+    before = [{**row, "id": "", "source": ""} for row in rows_of("r0", "pairs_train")]
+    build(params, "r0")
+    assert [{**row, "id": "", "source": ""} for row in rows_of("r0", "pairs_train")] == before
+
+
+def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> None:
+    sources = {"mine.jsonl": [*PAIRS[:10], "{not json", "", pair(10, chosen=""), *PAIRS[11:], pair(3), pair(90, prompt="Z" * 70)]}
+    build(tiny_params(sources, max_bad_share=0.1), "r0")
+    audit = read("rounds/r0/prepare/data/audit.json")
+    assert [row["where"] for row in audit["bad_rows"]] == ["mine.jsonl:11", "mine.jsonl:13"]
+    assert "not JSON" in audit["bad_rows"][0]["reason"] and audit["bad_rows"][1]["reason"] == "`chosen` is empty"
+    assert audit["exact_duplicates"] == [{"where": "mine.jsonl:23", "of": "mine.jsonl:4"}]
+    assert audit["dropped"] == {"prompt longer than prepare.max_prompt_tokens": 1}
+    counts = read("rounds/r0/prepare/metrics.json")
+    assert (counts["rows_read"], counts["rows_bad"], counts["exact_duplicates"]) == (23, 2, 1)
+
+
+def test_too_many_bad_rows_stop_the_stage(tiny_params: MakeParams) -> None:
+    sources = {"mine.jsonl": [*PAIRS[:18], pair(18, rejected=7), pair(19, rejected=PAIRS[19]["chosen"])]}
+    with pytest.raises(
+        BadInput, match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: chosen and rejected are the"
+    ):
+        build(tiny_params(sources, max_bad_share=0.09), "r0")
+    assert not Path("rounds").exists()
+
+
+def test_a_held_out_copy_of_a_row_wins_and_a_shared_prompt_is_refused(tiny_params: MakeParams) -> None:
+    build(tiny_params({"pairs.jsonl": PAIRS, "pairs_eval.jsonl": PAIRS[:2]}), "r0")
+    assert len(rows_of("r0", "pairs_eval")) == 2 and len(rows_of("r0", "pairs_train")) == 18
+    sources = {"pairs.jsonl": PAIRS, "pairs_eval.jsonl": [pair(5, chosen=" Quite another answer to it.")]}
+    with pytest.raises(BadInput, match=r"held-out pairs_eval\.jsonl:1 and training pairs\.jsonl:6"):
+        build(tiny_params(sources), "r0")
+
+
+def test_a_hub_data_set_loses_the_shared_prompts_instead(tiny_params: MakeParams) -> None:
+    params = tiny_params({})
+    params.assets.data = "org/pairs"
+    write_jsonl(Path("assets/data/train.jsonl"), PAIRS)
+    write_jsonl(Path("assets/data/eval.jsonl"), [pair(5, chosen=" Quite another answer to it.")])
+    build(params, "r0")
+    assert len(rows_of("r0", "pairs_train")) == 19
+    assert read("rounds/r0/prepare/data/audit.json")["dropped"]["prompt is held out"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ({"empty.jsonl": []}, r"no rows in"),
+        (
+            {"shown.jsonl": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]},
+            "no rows left for pairs_train, pairs_eval",
+        ),
+    ],
+)
+def test_sources_that_cannot_do(tiny_params: MakeParams, sources: dict[str, list[Row]], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        build(tiny_params(sources), "r0")
+
+
+def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None:
+    params = tiny_params({"mine.jsonl": PAIRS})
+    Path("assets/data/sources.json").write_text(json.dumps([{"path": "mine.jsonl", "sha256": "0" * 64}]))
+    with pytest.raises(BadInput, match=r"mine\.jsonl changed.*--force assets"):
+        build(params, "r0")
+    Path("mine.jsonl").unlink()
+    with pytest.raises(BadInput, match=r"mine\.jsonl: expected a file"):
+        build(params, "r0")

@@ -1,0 +1,65 @@
+"""Causes, one by one, and the selection of the worst."""
+
+from dataclasses import replace
+
+import pytest
+
+from stages.judges import Judged
+from stages.params import ReplayParams
+from stages.replay.mine import CAUSES, Limits, Sample, badcase_id, kl_limit, mine
+
+FINE = Sample("p1", "The dinner", " was fine.", 0.0, 2.0, True, Judged(0.2, 0.2, 0.0), "fresh", " was sad.", Judged(-0.5, -0.5, 0.0))
+LIMITS = Limits(ReplayParams(), [" Enjoy!"], kl=10.0, tie_margin=0.05)
+
+
+def fired(sample: Sample) -> dict[str, float]:
+    severities = {cause: severity(sample, LIMITS) for cause, severity in CAUSES.items()}
+    return {cause: value for cause, value in severities.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, {}),
+        ({"sft_judged": Judged(0.9, 0.9, 0.0)}, {"judge_loses": pytest.approx(0.7)}),
+        ({"sft_judged": None}, {}),  # of a rollout, nothing to compare with
+        ({"score": 1.5, "judged": Judged(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
+        ({"score": 0.9, "judged": Judged(0.4, -0.1, 0.0)}, {}),  # the reward model does not like it either
+        ({"score": 1.5, "response": " it is. Enjoy!"}, {"blind_spot": 1.5}),
+        ({"judged": Judged(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
+        ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
+        ({"kl": 10.5}, {"kl_outlier": 10.5}),
+    ],
+)
+def test_causes(change, expected):
+    assert fired(replace(FINE, **change)) == expected
+
+
+def test_kl_limit_by_hand():
+    # median 3, deviations 2 1 0 1 97, their median 1: 3 + 3 * 1.4826
+    assert kl_limit([1.0, 2.0, 3.0, 4.0, 100.0], 3.0) == pytest.approx(7.4478)
+
+
+def test_ids_are_stable_and_differ_by_cause():
+    # sha256 of '["The dinner", " was fine.", "no_eos"]', first 12 digits, by sha256sum
+    assert badcase_id("The dinner", " was fine.", "no_eos") == "04789d43f4da"
+    assert badcase_id("The dinner", " was fine.", "repetition") != badcase_id("The dinner", " was fine.", "no_eos")
+
+
+def test_causes_take_turns_and_give_their_worst_first():
+    endless = [replace(FINE, response=f" {n}", ended=False, score=float(n)) for n in range(5)]
+    far = [replace(FINE, response=f" far {n}", kl=20.0 + n) for n in range(2)]
+    limits = replace(LIMITS, replay=ReplayParams(max_badcases=4))
+    rows = mine([*endless, *far, endless[4]], limits, {"round": "r0", "policy": "abc"})
+    assert [(row["cause"], row["response"]) for row in rows] == [
+        ("no_eos", " 4"),
+        ("kl_outlier", " far 1"),
+        ("no_eos", " 3"),
+        ("kl_outlier", " far 0"),
+    ]
+    assert {(row["round"], row["policy"], row["state"], row["origin"]) for row in rows} == {("r0", "abc", "open", "fresh")}
+
+
+def test_a_blind_spot_names_its_exploit():
+    [row] = mine([replace(FINE, score=2.0, response=" it is. Enjoy!")], LIMITS, {})
+    assert row["exploits"] == [" Enjoy!"]

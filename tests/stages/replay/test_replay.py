@@ -1,0 +1,72 @@
+"""Two rounds of replay from disk: r0's policy ends with " Enjoy!" and its reward model likes that; r1's has the opposite taste."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.errors import BadInput
+from stages.records import read_jsonl, write_jsonl
+from stages.replay.__main__ import late, main, once
+
+DATA = Path("rounds/r0/replay/data")
+
+
+def metrics(round_: str) -> dict:
+    return json.loads(Path(f"rounds/{round_}/replay/metrics.json").read_text())
+
+
+def test_two_rounds(make_round):
+    params = make_round("r0", 1.0)
+    main(params, "r0")
+    zero = metrics("r0")
+    files = {path.name: path.read_bytes() for path in DATA.iterdir()}
+    main(params, "r0")
+    assert files == {path.name: path.read_bytes() for path in DATA.iterdir()}
+
+    # found in 3 of the 4 late rollouts, and liked by this reward model
+    assert zero["exploits"] == [" Enjoy!"]
+    assert zero["fooled_now"] > 0 and zero["fooled_before"] is None and zero["tried_again"] == 0
+    badcases = {row["id"]: row for row in read_jsonl(DATA / "badcases.jsonl", "")}
+    assert len(badcases) == zero["badcases"] == sum(zero["causes"].values()) <= params.replay.max_badcases
+    assert zero["causes"]["blind_spot"] >= 3
+    enjoying = [row for row in badcases.values() if row["exploits"]]
+    assert {row["origin"] for row in enjoying} == {4} and {row["round"] for row in enjoying} == {"r0"}
+
+    # rows in prepare's formats, each traced to a badcase or an exploit, none from the evaluation set
+    exploits = {row["id"] for row in read_jsonl(DATA / "exploits.jsonl", "")}
+    for name, keys in {"pairs": {"chosen", "rejected"}, "sft": {"completion"}, "prompts": set()}.items():
+        for row in read_jsonl(DATA / f"{name}.jsonl", ""):
+            assert row.keys() == {"id", "prompt", "source", "badcase"} | keys
+            assert row["source"] == "replay" and row["badcase"] in exploits | badcases.keys()
+            assert row["prompt"].startswith("The ")
+    against = [row for row in read_jsonl(DATA / "pairs.jsonl", "") if row["badcase"] in exploits]
+    assert len(against) == params.replay.pairs_per_exploit
+
+    make_round("r1", -1.0)
+    main(params, "r1")
+    one = metrics("r1")
+    assert one["tried_again"] == zero["badcases"]
+    assert one["repaired"] == sum(one["repaired_by_cause"].values())
+    # what raised a rejected text's score lowers it now: fewer of them beat their chosen text
+    assert one["fooled_before"] == zero["fooled_now"] > one["fooled_after"]
+    carried = [row for row in read_jsonl(Path("rounds/r1/replay/data/badcases.jsonl"), "") if row["round"] == "r0"]
+    assert {row["id"] for row in carried} == badcases.keys()
+    assert sum(row["state"] == "repaired" for row in carried) == one["repaired"]
+
+
+def test_an_evaluation_prompt_is_refused(make_round):
+    params = make_round("r0", 1.0)
+    path = Path("rounds/r0/prepare/data/prompts_train.jsonl")
+    write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
+    with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
+        main(params, "r0")
+
+
+def test_late_rollouts_and_prompts_once():
+    assert [row["update"] for row in late([{"update": n} for n in range(1, 10)])] == [7, 8, 9]
+    assert late([]) == []
+    assert once([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}, {"prompt": "a", "id": 3}]) == [
+        {"prompt": "a", "id": 1},
+        {"prompt": "b", "id": 2},
+    ]

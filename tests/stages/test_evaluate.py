@@ -1,0 +1,112 @@
+"""Evaluation of a tiny round from disk, and its parts by hand."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages.errors import BadInput, RondoError
+from stages.evaluate import Sample, check_reproduced, compare, describe, main
+from stages.judges import Judged
+from stages.params import Params
+
+KEYS = {"sentiment", "sentiment_plain", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3", "nll", "ppl_human"}
+
+
+def sample(text: str, sentiment: float, score: float = 0.0, kl: float = 0.0, length: int = 4, ended: bool = True) -> Sample:
+    return Sample(text, Judged(sentiment, sentiment, 0.0), score, kl, -2.0 * length, length, ended)
+
+
+def test_describe_by_hand():
+    passes = [[sample("a b c", 0.5, 1.0, 2.0), sample("a b d", -0.5, 3.0, 4.0, ended=False)], [sample("x y", 0.2), sample("y x", 0.2)]]
+    told = describe(passes)
+    assert told["sentiment"] == pytest.approx(0.1)
+    assert told["score"] == 1.0
+    assert told["kl"] == 1.5
+    assert told["eos_rate"] == 0.75
+    assert told["distinct_2"] == pytest.approx((3 / 4 + 1) / 2)  # ab bc bd of 4; xy yx of 2
+    assert told["nll"] == pytest.approx(2.0)
+
+
+def test_compare_pairs_prompts_and_counts_ties_half():
+    a = [[sample("", 0.9), sample("", 0.0)], [sample("", 0.9), sample("", 0.5)]]
+    b = [[sample("", 0.1), sample("", 0.0)], [sample("", 0.1), sample("", 0.9)], [sample("", 1.0), sample("", 1.0)]]
+    told = compare(a, b, Params())
+    # prompt 1: win, win; prompt 2: tie, loss. The third pass has no partner.
+    assert told["win_rate"] == pytest.approx((2.5 / 4, 0.25, 1.0))
+    assert told["sentiment_gain"][0] == pytest.approx((0.8 + 0.8 + 0.0 - 0.4) / 4)
+
+
+def test_a_second_evaluation_that_differs_is_an_error():
+    first = [sample("a", 0.0), sample("b", 0.0)]
+    check_reproduced(first, list(first))
+    with pytest.raises(RondoError, match="1 of 2 prompts, first on 1"):
+        check_reproduced(first, [first[0], replace(first[1], score=0.1)])
+
+
+def test_a_round_and_its_champion(make_round):
+    make_round("r0", 1.0)
+    params = make_round("r1", -1.0)
+    main(params, "r0")
+    first = {path.name: path.read_bytes() for path in Path("rounds/r0/evaluate").iterdir()}
+    main(params, "r0")
+    assert first == {path.name: path.read_bytes() for path in Path("rounds/r0/evaluate").iterdir()}
+    main(params, "r1")
+    metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
+    zero = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+
+    # every model, with every metric; in the first round there is no champion
+    assert all(metrics[name].keys() >= KEYS for name in ("base", "sft", "ppo", "champion"))
+    assert "champion" not in zero and "win_rate_champion" not in zero
+    assert set(metrics["checkpoints"]) == {"step_00002", "step_00004"}
+    assert metrics["reproduced"] is True and metrics["prompts"] == 2
+    # base and SFT are the same weights here, policy and champion too, and the last checkpoint is the policy
+    assert metrics["sft"]["kl"] == 0.0 and metrics["base"]["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert metrics["ppo"]["kl"] != 0.0 and metrics["champion"] == metrics["ppo"]
+    assert metrics["checkpoints"]["step_00004"]["kl"] == metrics["ppo"]["kl"]
+    assert metrics["win_rate_champion"] == 0.5
+    # r1's reward model has the opposite taste: raw scores change sign around 0, calibrated (x - .5) / 2
+    assert zero["sft"]["score"] + metrics["sft"]["score"] == pytest.approx(-0.5, abs=1e-4)
+
+    rows = [json.loads(line) for line in Path("rounds/r1/evaluate/samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 2
+    assert all(row["base"] == row["sft"] and row["champion"] == row["ppo"] for row in rows)
+    curve = list(csv.DictReader(Path("rounds/r1/evaluate/curves.csv").read_text().splitlines()))
+    assert [row["step"] for row in curve] == ["0", "2", "4"]
+    assert float(curve[0]["win_rate"]) == 0.5 and float(curve[2]["kl"]) == metrics["ppo"]["kl"]
+
+
+def test_perplexity_of_human_text_agrees_with_transformers(make_round):
+    main(make_round("r0", 1.0), "r0")
+    metrics = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained("assets/model")
+    model = AutoModelForCausalLM.from_pretrained("rounds/r0/sft/model", dtype=torch.float32)
+    nll, tokens = 0.0, 0
+    for line in Path("rounds/r0/prepare/data/sft_eval.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt = tokenizer(row["prompt"], return_tensors="pt").input_ids
+        answer = tokenizer(row["completion"] + tokenizer.eos_token, return_tensors="pt").input_ids
+        labels = torch.cat([torch.full_like(prompt, -100), answer], 1)
+        nll += model(torch.cat([prompt, answer], 1), labels=labels).loss.item() * answer.shape[1]
+        tokens += answer.shape[1]
+    assert metrics["sft"]["ppl_human"] == pytest.approx(math.exp(nll / tokens), rel=1e-3)
+
+
+def test_a_changed_evaluation_set_is_refused(make_round):
+    params = make_round("r0", 1.0)
+    with Path("rounds/r0/prepare/data/eval_prompts.jsonl").open("a") as stream:
+        stream.write('{"id": "q-new", "prompt": "New"}\n')
+    with pytest.raises(BadInput, match="dvc repro prepare@r0"):
+        main(params, "r0")
+
+
+def test_another_prompt_template_is_refused(make_round):
+    params = make_round("r0", 1.0)
+    Path("rounds/r0/reward/manifest.json").write_text('{"template_hash": "other"}')
+    with pytest.raises(BadInput, match="template_hash"):
+        main(params, "r0")

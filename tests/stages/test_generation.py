@@ -1,0 +1,67 @@
+"""Sampling and scoring: independent of padding, batch and order; sampled as often as the model says."""
+
+import math
+
+import pytest
+import torch
+
+from stages.generation import generate, logprobs_of, pack, reward_scores, token_logprobs
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
+SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def by_hand(model, prompt, response):
+    """One row at a time, no padding, transformers' own forward."""
+    logits = model(torch.tensor([prompt + response])).logits[0].double().log_softmax(-1)
+    return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(response)]
+
+
+def test_pack_by_hand():
+    packed = pack([[5, 6], [7]], [[8], [9, 10, 2]], 0, torch.device("cpu"))
+    assert packed.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
+    assert packed.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert packed.predicts.tolist() == [[False, True, False, False], [True, True, True, False]]
+    assert packed.targets.tolist() == [8, 9, 10, 2]
+    assert packed.response_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert packed.last.tolist() == [2, 3]
+    assert packed.rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_logprobs_do_not_depend_on_batch_or_padding(tiny_lm, batch_size):
+    model = tiny_lm()
+    ours = token_logprobs(model, PROMPTS, RESPONSES, batch_size=batch_size, pad_token_id=0)
+    for row, prompt, response in zip(ours, PROMPTS, RESPONSES, strict=True):
+        assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=1e-5)  # float32
+
+
+def test_temperature_divides_the_logits():
+    logits = torch.tensor([[0.0, math.log(4.0)]])
+    # at temperature 2 the odds 1:4 become 1:2
+    assert logprobs_of(logits / 2, torch.tensor([1])).exp().item() == pytest.approx(2 / 3)
+
+
+def test_scores_are_read_at_the_last_token(tiny_reward_model):
+    model = tiny_reward_model()
+    sequences = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    expected = [model(torch.tensor([s])).logits.item() for s in sequences]
+    assert reward_scores(model, sequences, batch_size=3, pad_token_id=0).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):
+    model = tiny_lm()
+    runs = [generate(model, PROMPTS, **SETTINGS, batch_size=size, generator=torch.Generator().manual_seed(3)) for size in (1, 2, 4, 4)]
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    assert all(2 not in response[:-1] for response in runs[0])
+
+
+def test_first_token_is_sampled_as_often_as_the_model_says(tiny_lm):
+    model, draws = tiny_lm(), 4000
+    settings = SETTINGS | {"response_length": 1}
+    first = generate(model, [PROMPTS[0]] * draws, **settings, batch_size=1000, generator=torch.Generator().manual_seed(0))
+    seen = torch.bincount(torch.tensor([r[0] for r in first]), minlength=40) / draws
+    expected = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
+    # the largest of 40 binomial shares strays at most 4 standard errors: sqrt(.25 / 4000) * 4
+    assert (seen - expected).abs().max() < 0.032

@@ -1,0 +1,52 @@
+"""Every shipped configuration is read by what reads it in a run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows import config, dag
+from stages.params import Params, load_params, rounds
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_params_yaml_holds_the_defaults() -> None:
+    assert load_params(ROOT / "params.yaml") == Params()
+
+
+@pytest.mark.parametrize("name", ["smoke", "tiny", "smollm2-360m-hh", "qwen2.5-0.5b-hh", "pythia-410m-hh"])
+def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
+    params = config.resolve(name)
+    assert params != Params()
+    assert params.rounds == Params().rounds
+
+
+def test_presets_are_those_of_the_folder() -> None:
+    assert config.preset_names() == ["keep", "default", "pythia-410m-hh", "qwen2.5-0.5b-hh", "smoke", "smollm2-360m-hh", "tiny"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_dvc_reads_the_dag_for_any_number_of_rounds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
+    Path("params.yaml").write_text(yaml.safe_dump(Params(rounds=rounds(number)).model_dump(mode="json")))
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
+    names = ("prepare", "sft", "gate_sft", "reward", "gate_reward", "ppo", "evaluate", "replay", "gate_promote")
+    expected = ["assets", *(f"{name}@r{i}" for i in range(number) for name in names)]
+    assert dag.stage_order([f"r{i}" for i in range(number)]) == expected
+    listed = subprocess.run([sys.executable, "-m", "dvc", "stage", "list", "--name-only"], capture_output=True, text=True, check=True)
+    assert sorted(listed.stdout.split()) == sorted(expected)
+
+
+def test_the_deployment_names_a_flow_that_exists() -> None:
+    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    path, name = deployments[0]["entrypoint"].split(":")
+    from flows import pipeline
+
+    assert (ROOT / path).samefile(pipeline.__file__)
+    assert getattr(pipeline, name).name == "rlhf-pipeline"
+    assert deployments[0]["enforce_parameter_schema"] is True
+    assert deployments[0]["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
