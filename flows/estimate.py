@@ -1,7 +1,8 @@
 """Time and memory of a run on this machine, before it starts.
 
 FLOPs of a transformer with N weights, per token: 2N forward (Kaplan et al. 2020, section 2.1), 4N backward, of which
-2N go to the weights' gradients; LoRA trains next to none, so its step is 2N + 2N = 4N, and full training's 6N.
+2N go to the weights' gradients; LoRA trains next to none, so its step is 2N + 2N = 4N (less where only upper layers
+have adapters, since the backward pass ends below them), and full training's 6N.
 Generation reads all weights once a token and a batch, so it is slower than its FLOPs say: `GENERATION`.
 """
 
@@ -15,11 +16,13 @@ from pathlib import Path
 import psutil
 
 from flows.dag import split
-from stages.params import Params, TrainParams
+from stages.params import InitFrom, LoraParams, Params, TrainParams
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a measured run of the defaults.
 TRAINING, PPO_LEARNING, FORWARD, GENERATION = 0.35, 0.7, 0.4, 0.2
 STAGE_SECONDS = 8.0  # start of Python, imports, loading of a model; per stage
+START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
+LAYERS = 30  # of the embedded model; the presets' have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 WORKSPACE_GB = 1.5  # interpreter, activations of a micro batch, logits
 DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
@@ -92,8 +95,8 @@ def weights_of(model: str) -> float:
     return sum(file.stat().st_size for file in files) / 2 if files else WEIGHTS.get(model, WEIGHTS["embedded"])
 
 
-def estimate(params: Params, machine: Machine) -> Estimate:
-    """Seconds of one round, and memory, from the params' token counts and the machine's rate."""
+def estimate(params: Params, machine: Machine, continues: bool = False) -> Estimate:
+    """Seconds of one round, and memory, from the params' token counts and the machine's rate; `continues`: a round after the first."""
     weights, dtype = weights_of(params.assets.model), dtype_of(params, machine)
     rate = machine.rates[dtype]
     demonstrations, pairs = (min(rows, params.prepare.max_rows or rows) for rows in ROWS.get(params.assets.data, ROWS["embedded"]))
@@ -103,12 +106,13 @@ def estimate(params: Params, machine: Machine) -> Estimate:
     updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or sys.maxsize)
     rollout = ppo.batch_size * length
     evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates) * 2
+    learning = _lora_flops(ppo.lora) + _lora_flops(ppo.critic_lora)
     # a rollout: policy, reference, reward model and critic read it once; policy and critic learn from it num_ppo_epochs times
     work = {
         "prepare": 0.0,
-        "sft": _training(params.sft, demonstrations, 1, weights, rate),
-        "reward": _training(params.reward, pairs, 2, weights, rate),
-        "ppo": updates * rollout * weights * (2 / GENERATION + 4 * 2 / FORWARD + ppo.num_ppo_epochs * 2 * 4 / PPO_LEARNING) / rate,
+        "sft": _training(params.sft, demonstrations, 1, weights, rate, continues),
+        "reward": _training(params.reward, pairs, 2, weights, rate, continues),
+        "ppo": updates * rollout * weights * (2 / GENERATION + 4 * 2 / FORWARD + ppo.num_ppo_epochs * learning / PPO_LEARNING) / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
         "replay": params.replay.max_badcases * params.replay.best_of * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
     }
@@ -120,18 +124,28 @@ def estimate(params: Params, machine: Machine) -> Estimate:
     )
 
 
-def _training(section: TrainParams, rows: int, texts: int, weights: float, rate: float) -> float:
-    """Seconds: 4N a token with LoRA, 6N without."""
-    steps = min(rows * section.num_train_epochs / section.per_device_train_batch_size, section.max_steps or float("inf"))
-    tokens = steps * section.per_device_train_batch_size * texts * section.max_length / 2  # rows fill about half of max_length
-    return tokens * weights * (4 if section.lora.r else 6) / (TRAINING * rate)
+def _training(section: TrainParams, rows: int, texts: int, weights: float, rate: float, continues: bool) -> float:
+    """Seconds of one training stage."""
+    epochs = section.num_train_epochs
+    if continues and section.init_from is InitFrom.previous:
+        epochs = section.continue_epochs or epochs
+    batch = section.per_device_train_batch_size * section.gradient_accumulation_steps
+    tokens = min(rows * epochs, batch * (section.max_steps or sys.maxsize)) * texts * section.max_length / 2  # rows fill about half of it
+    return tokens * weights * (_lora_flops(section.lora) if section.lora.r else 6) / (TRAINING * rate)
+
+
+def _lora_flops(lora: LoraParams) -> float:
+    """Of a step, for each weight and token: 2 forward, 2 backward through the layers that have adapters or lie above one."""
+    return 2 + 2 * min((lora.top_layers or LAYERS) / LAYERS, 1.0)
 
 
 def report(params: Params, addresses: list[str], done: list[str]) -> list[str]:
     """Lines to print: what this machine does, how long what is not `done` will take, what it needs."""
     machine = measure()
-    guess = estimate(params, machine)
-    seconds = [guess.seconds.get(split(address)[0], STAGE_SECONDS) for address in addresses if address not in done]
+    guess, first = estimate(params, machine), next(iter(params.rounds))
+    later = estimate(params, machine, continues=True)
+    todo = [split(address) for address in addresses if address not in done]
+    seconds = [(guess if round_ == first else later).seconds.get(stage, START_SECONDS.get(stage, STAGE_SECONDS)) for stage, round_ in todo]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in machine.rates.items())
     lines = [
         f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; trains in {dtype_of(params, machine)}",

@@ -4,6 +4,7 @@ Nothing here knows of Prefect, DVC or MLflow.
 """
 
 import os
+import warnings
 
 # A stage's output is a log that is read line by line: no progress bars, no notices. Read by these libraries when imported.
 for _name, _value in {
@@ -14,3 +15,5 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(_name, _value)
+# transformers renames an option that TRL still sets under its old name.
+warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -69,11 +69,8 @@ def main(params: Params, round_: str) -> None:
             "stopped": stopped or "completed",
         }
     )
-    print(
     scores = f"score {recorder.steps[0]['score_mean']:.2f} -> {last['score_mean']:.2f}"
     print(f"[ppo@{round_}] {stopped or 'completed'}: {scores}, KL {last['kl']:.2f} nats", flush=True)
-        flush=True,
-    )
 
 
 def kl_verdict(kls: list[float], params: PpoParams) -> str:

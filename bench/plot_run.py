@@ -1,0 +1,51 @@
+"""The picture in the README, from the files of a run: `python bench/plot_run.py docs/run.png`."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
+
+
+def columns(path: Path) -> dict[str, list[float]]:
+    with path.open() as stream:
+        rows = list(csv.DictReader(stream))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def main(target: str) -> None:
+    figure, (score, kl, judged) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    for name in ROUNDS:
+        steps, curve = columns(Path("rounds", name, "ppo/curves.csv")), columns(Path("rounds", name, "evaluate/curves.csv"))
+        score.plot(steps["step"], steps["score_mean"], label=name)
+        kl.plot(steps["step"], steps["kl"], label=name)
+        line = judged.plot(curve["kl"], curve["sentiment"], "o-", label=f"{name}: judge (VADER sentiment)")[0]
+        judged.plot(
+            curve["kl"],
+            [value / 4 for value in curve["score"]],
+            "x--",
+            color=line.get_color(),
+            alpha=0.5,
+            label=f"{name}: reward model / 4",
+        )
+    budget = json.loads(Path("reports", ROUNDS[0], "gate_promote.json").read_text())["checks"][1]["band"].split()[-1]
+    kl.axhline(float(budget), color="grey", linestyle=":", label="budget")
+    for axis, title, x, y in (
+        (score, "PPO: reward-model score", "update", "calibrated score"),
+        (kl, "PPO: KL from SFT", "update", "nats a sequence"),
+        (judged, "evaluation: judge against reward model", "KL, nats a sequence", ""),
+    ):
+        axis.set(title=title, xlabel=x, ylabel=y)
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.savefig(target, dpi=110)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "docs/run.png")

@@ -1,0 +1,34 @@
+"""params.yaml: what is wrong is named by file and key."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.errors import BadInput
+from stages.params import load_params, rounds
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("sft: {learning_rte: 1.0}", r"params.yaml: sft.learning_rte: Extra inputs"),
+        ("ppo: {lam: 2}", r"params.yaml: ppo.lam: .*less than or equal to 1.*got 2"),
+        ("ppo: {batch_size: 32, mini_batch_size: 24}", r"batch_size 32 must be a multiple of mini_batch_size 24"),
+        ("ppo: {lora: {r: 0}}", r"lora.r and critic_lora.r must be at least 1"),
+        ("sft: [", r"params.yaml: not YAML"),
+    ],
+)
+def test_bad_values_are_named(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=named):
+        load_params(path)
+
+
+def test_no_file_says_where_to_run(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="run from the project's folder"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_each_round_names_its_predecessor() -> None:
+    assert {name: each.previous for name, each in rounds(3).items()} == {"r0": "assets/start", "r1": "rounds/r0", "r2": "rounds/r1"}

@@ -1,0 +1,79 @@
+"""The shipped pipeline itself, every stage of both rounds, on a random 2-layer Llama: `rondo run --preset tiny` in a fresh clone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.dag import command_environment
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str, cwd: Path, code: int = 0) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=command_environment())
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked and new files of the working tree as a repository of their own."""
+    folder = tmp_path_factory.mktemp("clone")
+    files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).split()
+    run("sh", "-c", f"tar cf - {' '.join(f for f in files if (ROOT / f).exists())} | tar xf - -C {folder}", cwd=ROOT)
+    (folder / "dvc.lock").unlink(missing_ok=True)
+    run("git", "init", "-q", cwd=folder)
+    run("git", "add", "-A", cwd=folder)
+    run("git", "-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "-qm", "clone", cwd=folder)
+    return folder
+
+
+def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
+    said = run(sys.executable, "-m", "flows.cli", "run", "--preset", "tiny", cwd=clone)
+    assert "win rate against SFT" in said
+
+    # every stage of every round left its three files, and every gate its mark
+    for name in ("r0", "r1"):
+        for stage in ("sft", "reward", "ppo", "evaluate"):
+            for file in ("metrics.json", "metrics.jsonl", "manifest.json"):
+                assert (clone / "rounds" / name / stage / file).stat().st_size > 0
+        for gate in ("sft", "reward", "promote"):
+            assert (clone / "gates" / name / f"{gate}.ok").read_text() == "passed\n"
+            assert read(clone / "reports" / name / f"gate_{gate}.json")["passed"]
+
+    first, second = clone / "rounds/r0", clone / "rounds/r1"
+    # one template and one evaluation set in all stages and rounds
+    stages = ("prepare", "sft", "reward", "ppo", "evaluate", "replay")
+    assert len({read(folder / stage / "manifest.json")["template_hash"] for folder in (first, second) for stage in stages}) == 1
+    assert read(first / "prepare/manifest.json")["evaluation_hash"] == read(second / "prepare/manifest.json")["evaluation_hash"]
+    # the second round goes on from the first, meets its champion, and tries its badcases again
+    assert read(second / "sft/manifest.json")["started_from"] == "rounds/r0/sft/model"
+    assert "champion" not in read(first / "evaluate/metrics.json") and "champion" in read(second / "evaluate/metrics.json")
+    assert read(first / "replay/metrics.json")["badcases"] > 0
+    assert read(second / "replay/metrics.json")["tried_again"] == read(first / "replay/metrics.json")["badcases"]
+    # replay reached the next round's data, under its badcase's id, and no evaluation prompt did
+    replayed = [json.loads(line) for line in (second / "prepare/data/prompts_train.jsonl").read_text().splitlines()]
+    assert any("badcase" in row for row in replayed)
+    frozen = {json.loads(line)["prompt"] for line in (second / "prepare/data/eval_prompts.jsonl").read_text().splitlines()}
+    assert not frozen & {row["prompt"] for row in replayed}
+
+    # by hand: nothing to do; a changed threshold reruns its two gates alone; one that no model passes stops with the gate's name
+    assert "Data and pipelines are up to date" in run(sys.executable, "-m", "dvc", "repro", cwd=clone)
+    params = (clone / "params.yaml").read_text()
+    (clone / "params.yaml").write_text(params.replace("loss_drop: -10.0", "loss_drop: -9.0"))
+    output = run(sys.executable, "-m", "dvc", "repro", cwd=clone)
+    assert [line for line in output.splitlines() if line.startswith("Running stage")] == [
+        "Running stage 'gate_sft@r0':",
+        "Running stage 'gate_sft@r1':",
+    ]
+    (clone / "params.yaml").write_text(params.replace("loss_drop: -10.0", "loss_drop: 10.0"))
+    run(sys.executable, "-m", "dvc", "repro", cwd=clone, code=255)
+    assert not (clone / "gates/r0/sft.ok").exists()
