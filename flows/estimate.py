@@ -19,7 +19,8 @@ from flows.dag import split
 from stages.params import InitFrom, LoraParams, Params, TrainParams
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a measured run of the defaults.
-TRAINING, PPO_LEARNING, FORWARD, GENERATION = 0.35, 0.7, 0.4, 0.2
+TRAINING = {"sft": 0.11, "reward": 0.34}  # TRL's chunked vocabulary head is most of SFT on a small model
+PPO_LEARNING, FORWARD, GENERATION = 0.5, 0.7, 0.2
 STAGE_SECONDS = 8.0  # start of Python, imports, loading of a model; per stage
 START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
 LAYERS = 30  # of the embedded model; the presets' have 24 to 32
@@ -35,7 +36,7 @@ WEIGHTS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494e6,
     "EleutherAI/pythia-410m": 405e6,
 }
-ROWS = {"tiny": (64, 64), "embedded": (750, 1420), "Anthropic/hh-rlhf": (42_000, 42_000)}
+ROWS = {"tiny": (64, 64), "embedded": (936, 1195), "Anthropic/hh-rlhf": (42_000, 42_000)}
 
 PROBE = """
 import json, time, torch
@@ -105,16 +106,16 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     ppo = params.ppo
     updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or sys.maxsize)
     rollout = ppo.batch_size * length
-    evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates) * 2
+    evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates + 1)
     learning = _lora_flops(ppo.lora) + _lora_flops(ppo.critic_lora)
     # a rollout: policy, reference, reward model and critic read it once; policy and critic learn from it num_ppo_epochs times
     work = {
         "prepare": 0.0,
-        "sft": _training(params.sft, demonstrations, 1, weights, rate, continues),
-        "reward": _training(params.reward, pairs, 2, weights, rate, continues),
+        "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
+        "reward": _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
         "ppo": updates * rollout * weights * (2 / GENERATION + 4 * 2 / FORWARD + ppo.num_ppo_epochs * learning / PPO_LEARNING) / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
-        "replay": params.replay.max_badcases * params.replay.best_of * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
+        "replay": params.replay.max_badcases * (params.replay.best_of + 4) * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
     }
     bytes_per_weight = BYTES_PER_WEIGHT[dtype]
     return Estimate(
@@ -124,14 +125,14 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     )
 
 
-def _training(section: TrainParams, rows: int, texts: int, weights: float, rate: float, continues: bool) -> float:
-    """Seconds of one training stage."""
+def _training(section: TrainParams, rows: int, texts_a_row: int, weights: float, rate: float, continues: bool) -> float:
+    """Seconds of one training stage; rows fill about a third of max_length."""
     epochs = section.num_train_epochs
     if continues and section.init_from is InitFrom.previous:
         epochs = section.continue_epochs or epochs
-    batch = section.per_device_train_batch_size * section.gradient_accumulation_steps
-    tokens = min(rows * epochs, batch * (section.max_steps or sys.maxsize)) * texts * section.max_length / 2  # rows fill about half of it
-    return tokens * weights * (_lora_flops(section.lora) if section.lora.r else 6) / (TRAINING * rate)
+    batch = section.per_device_train_batch_size * section.gradient_accumulation_steps * texts_a_row
+    texts = min(rows * texts_a_row * epochs, batch * (section.max_steps or sys.maxsize))
+    return texts * section.max_length / 3 * weights * (_lora_flops(section.lora) if section.lora.r else 6) / rate
 
 
 def _lora_flops(lora: LoraParams) -> float:
