@@ -1,7 +1,6 @@
 """The picture in the README, from the files of a run: `python bench/plot_run.py docs/run.png`."""
 
 import csv
-import json
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import yaml
 
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
 
@@ -34,8 +34,8 @@ def main(target: str) -> None:
             alpha=0.5,
             label=f"{name}: reward model / 4",
         )
-    budget = json.loads(Path("reports", ROUNDS[0], "gate_promote.json").read_text())["checks"][1]["band"].split()[-1]
-    kl.axhline(float(budget), color="grey", linestyle=":", label="budget")
+    budget = yaml.safe_load(Path("params.yaml").read_text())["ppo"]["max_kl"]
+    kl.axhline(budget, color="grey", linestyle=":", label="budget")
     for axis, title, x, y in (
         (score, "PPO: reward-model score", "update", "calibrated score"),
         (kl, "PPO: KL from SFT", "update", "nats a sequence"),

@@ -148,7 +148,6 @@ class PpoParams(Section):
     )
     kl_patience: int = Field(5, ge=1)
     whiten_rewards: bool = Field(False, description="Divide token rewards by their standard deviation (no mean shift).")
-    normalize_score: bool = Field(True, description="Reward-model scores in units of their spread on SFT demonstrations.")
     score_clip: float = Field(5.0, gt=0, description="Scores are clipped to +- this after normalisation.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="Subtracted from the score of a response without EOS.")
     save_updates: int = Field(10, ge=1, description="A checkpoint every so many updates.")

@@ -103,3 +103,4 @@ def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
     parent.kill()
     parent.wait()
     wait_for(lambda: not stage_processes(project), 10)
+    assert stage_processes(project) == []
