@@ -19,6 +19,7 @@ import yaml
 
 from flows import guard
 from stages.errors import BadInput, GateFailed, RondoError
+from stages.gate import said
 from stages.records import REPORTS
 
 SHOWN_LINES = 15
@@ -147,4 +148,4 @@ def gate_message(round_: str, gate: str) -> str:
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:
-    return [f"{c['metric']} is {c['value']}, wanted {c['band']}. {c['next_step']}" for c in verdict["checks"] if not c["passed"]]
+    return [f"{said(check)}. {check['next_step']}" for check in verdict["checks"] if not check["passed"]]

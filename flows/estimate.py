@@ -40,6 +40,8 @@ ROWS = {"tiny": (64, 64), "embedded": (936, 1195), "Anthropic/hh-rlhf": (42_000,
 
 PROBE = """
 import json, time, torch
+from stages.models import resolve_dtype
+from stages.params import Dtype
 device = "cuda" if torch.cuda.is_available() else "cpu"
 rates = {}
 for name in ("float32", "bfloat16"):
@@ -52,16 +54,18 @@ for name in ("float32", "bfloat16"):
         products += 1
     rates[name] = 2 * n**3 * products / (time.perf_counter() - start)
 memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
-print(json.dumps({"device": device, "rates": rates, "memory": memory}))
+auto = str(resolve_dtype(Dtype.auto)).removeprefix("torch.")
+print(json.dumps({"device": device, "rates": rates, "auto": auto, "memory": memory}))
 """
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`rates` in FLOP/s by dtype; memory and disk in bytes; `memory` is the GPU's where there is one."""
+    """rates: FLOP/s by dtype. auto: the dtype that the stages choose here. memory (of the GPU where there is one), disk: bytes."""
 
     device: str
     rates: dict[str, float]
+    auto: str
     memory: float
     disk: float
 
@@ -80,14 +84,12 @@ def measure() -> Machine:
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     found = json.loads(probe.stdout)
     free = found["memory"] or psutil.virtual_memory().available
-    return Machine(found["device"], found["rates"], free, shutil.disk_usage(".").free)
+    return Machine(found["device"], found["rates"], found["auto"], free, shutil.disk_usage(".").free)
 
 
 def dtype_of(params: Params, machine: Machine) -> str:
-    """What `model.dtype: auto` comes to here: bfloat16 where it is faster."""
     asked = params.model.dtype.value
-    faster = "bfloat16" if machine.rates["bfloat16"] > 1.5 * machine.rates["float32"] else "float32"
-    return faster if asked == "auto" else asked
+    return machine.auto if asked == "auto" else asked
 
 
 def weights_of(model: str) -> float:

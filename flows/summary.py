@@ -29,8 +29,9 @@ ROWS = {
     "judged sentiment, SFT -> PPO": "{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}",
     "distinct-2, SFT -> PPO": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",
     "badcases found": "{replay.badcases}",
-    "badcases repaired": "{replay.repaired} of {replay.tried_again}",
+    "badcases repaired": "{replay.repaired} of {replay.tried_again}, {replay.repaired_by_chance} by chance",
     "RM fooled, before -> after": "{replay.fooled_before:.2f} -> {replay.fooled_after:.2f}",
+    "RM fooled, fall [95%]": "{replay.fooled_fall:.2f} [{replay.fooled_fall_low:.2f}, {replay.fooled_fall_high:.2f}]",
 }
 """Cells are `str.format` templates over a `Metrics`."""
 

@@ -1,7 +1,7 @@
 """Evaluation on the frozen prompts: base, SFT, PPO's checkpoints, its policy and the champion, by judges that are not the reward model.
 
 Every model answers the same prompts with the same random numbers, `samples_per_prompt` times (`checkpoint_samples_per_prompt`
-for checkpoints), so that comparisons are paired. The champion is the policy of the round before, on its own SFT model.
+for base and checkpoints), so that comparisons are paired. The champion is the policy of the round before, on its own SFT model.
 `reproduced`: policy and reward model, loaded from disk a second time, gave the first sample of every prompt again, bit for bit.
 """
 
@@ -22,7 +22,7 @@ from stages.params import Params
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
-from stages.records import ASSETS, Recorder, Row, file_hash, read_json, read_jsonl, stage_dir, write_jsonl, write_manifest
+from stages.records import ASSETS, Recorder, Row, file_hash, is_real, read_json, read_jsonl, stage_dir, write_jsonl, write_manifest
 from stages.statistics import paired_bootstrap, pearson
 from stages.text import distinct_n
 
@@ -168,11 +168,13 @@ def main(params: Params, round_: str) -> None:
 
     def evaluate(name: str, model: Any, samples: int) -> None:
         found[name] = evaluator.answers(model, samples)
-        metrics[name] = describe(found[name]) | {"ppl_human": evaluator.perplexity(model)}
+        metrics[name] = describe(found[name])
+        if name in ("base", "sft", "ppo"):
+            metrics[name]["ppl_human"] = evaluator.perplexity(model)
         print(f"[evaluate@{round_}] {name}: " + "  ".join(f"{key} {value:.3f}" for key, value in metrics[name].items()), flush=True)
 
     # 2. base and SFT
-    evaluate("base", load_causal_lm(ASSETS / "model", params.model), config.samples_per_prompt)
+    evaluate("base", load_causal_lm(ASSETS / "model", params.model), config.checkpoint_samples_per_prompt)
     evaluate("sft", evaluator.sft, config.samples_per_prompt)
     recorder.log(0, point(metrics["sft"], 0.5), CURVE)
 
@@ -197,7 +199,7 @@ def main(params: Params, round_: str) -> None:
 
     # 5. the champion, if there is one
     previous = Path(params.rounds[round_].previous)
-    if not (previous / "ppo/policy/EMPTY").exists():
+    if is_real(previous / "ppo/policy"):
         evaluate("champion", load_causal_lm(previous / "sft/model", params.model, previous / "ppo/policy"), config.samples_per_prompt)
         results |= with_interval("win_rate_champion", compare(found["ppo"], found["champion"], params)["win_rate"])
 
@@ -228,15 +230,18 @@ def weights(adapter: Path) -> str:
 
 
 def side_by_side(rows: Sequence[Row], found: dict[str, list[Pass]]) -> list[Row]:
-    """One row a prompt and sample: each model's text, sentiment and reward-model score."""
-    return [
-        {"id": row["id"], "sample": number, "prompt": row["prompt"]}
-        | {name: passes[number][place].text for name, passes in found.items()}
-        | {f"{name}_sentiment": round(passes[number][place].judged.sentiment, 4) for name, passes in found.items()}
-        | {f"{name}_score": round(passes[number][place].score, 4) for name, passes in found.items()}
-        for place, row in enumerate(rows)
-        for number in range(len(found["sft"]))
-    ]
+    """One row a prompt and sample: each model's text, sentiment and reward-model score, as far as it has that many samples."""
+    told: list[Row] = []
+    for place, row in enumerate(rows):
+        for number in range(len(found["sft"])):
+            samples = {name: passes[number][place] for name, passes in found.items() if number < len(passes)}
+            told.append(
+                {"id": row["id"], "sample": number, "prompt": row["prompt"]}
+                | {name: sample.text for name, sample in samples.items()}
+                | {f"{name}_sentiment": round(sample.judged.sentiment, 4) for name, sample in samples.items()}
+                | {f"{name}_score": round(sample.score, 4) for name, sample in samples.items()}
+            )
+    return told
 
 
 if __name__ == "__main__":

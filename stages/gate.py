@@ -96,8 +96,8 @@ def promote_checks(metrics: Any, gates: GatesParams, round_: str) -> list[Check]
             number(metrics, "win_rate_low"),
             ">",
             bands.win_rate,
-            f"the policy does not beat SFT: if ppo score_mean rose, the reward model was hacked (read {samples}, run the next round on its "
-            "replay); if it did not, lower ppo.kl_coef or raise ppo.total_episodes",
+            "the policy does not beat SFT clearly enough: if ppo score_mean rose, the reward model was hacked "
+            f"(read {samples}, run the next round on its replay); if it did not, lower ppo.kl_coef or raise ppo.total_episodes",
         ),
         check(
             "ppo.kl",

@@ -77,17 +77,16 @@ def scalar_head(model: Any, hidden: Tensor) -> Tensor:
     return torch.nn.functional.linear(hidden.float(), unwrap(model).score.weight.float()).squeeze(-1)
 
 
-def response_logits(model: Any, packed: Packed, temperature: float) -> Tensor:
-    """(N, V) float32 logits at the positions that predict response tokens, divided by the temperature."""
-    hidden = hidden_states(model, packed)[packed.predicts]
+def response_logits(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
+    """(N, V) float32 logits of (B, L, H) states at the positions that predict response tokens, divided by the temperature."""
     with precision(model):
-        logits = unwrap(model).get_output_embeddings()(hidden).float()
+        logits = unwrap(model).get_output_embeddings()(hidden[packed.predicts]).float()
     return logits if temperature == 1 else logits / temperature
 
 
 def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
     """(N,) log-probabilities in nats of `targets` under (N, V) logits."""
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # a quarter of the time of gather - logsumexp
 
 
 def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
@@ -110,7 +109,7 @@ def token_logprobs(
     result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
     for batch in _by_length([len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size):
         packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], pad_token_id, unwrap(model).device)
-        flat = logprobs_of(response_logits(model, packed, temperature), packed.targets).cpu()
+        flat = logprobs_of(response_logits(model, packed, hidden_states(model, packed), temperature), packed.targets).cpu()
         for i, row in zip(batch, flat.split([len(response_ids[i]) for i in batch]), strict=True):
             result[i] = row
     return result

@@ -177,13 +177,13 @@ class EvaluateParams(Section):
 
 
 class ReplayParams(Section):
-    max_badcases: int = Field(96, ge=1, description="Most badcases kept a round, worst first within each cause.")
+    max_badcases: int = Field(64, ge=1, description="Most badcases kept a round, worst first within each cause.")
     judge_low: float = Field(0.0, description="Judged sentiment (-1..1) below which a sample counts as bad.")
     score_high: float = Field(1.0, description="Calibrated reward-model score above which it counts as liked by the reward model.")
     kl_outlier: float = Field(3.0, gt=0, description="Robust z-score of sequence KL above which a sample is an outlier.")
     repetition: float = Field(0.25, gt=0, le=1, description="Share of repeated 3-grams in one text that makes it a badcase.")
     exploit_share: float = Field(
-        0.05, gt=0, le=1, description="Share of policy samples in which a suffix must occur to be an exploit candidate."
+        0.02, gt=0, le=1, description="Share of policy samples in which a suffix must occur to be an exploit candidate."
     )
     exploit_lift: float = Field(3.0, gt=1, description="How much more often than in the SFT model's samples.")
     best_of: int = Field(4, ge=1, description="SFT samples drawn a badcase; the judges' best one is the better answer.")

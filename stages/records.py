@@ -60,6 +60,11 @@ def read_jsonl(path: Path, made_by: str) -> list[Row]:
         raise BadInput(f"{path} is missing: run `{made_by}`") from None
 
 
+def is_real(folder: Path) -> bool:
+    """Whether this folder is of a round: those of the first round's predecessor hold a file EMPTY."""
+    return not (folder / "EMPTY").exists()
+
+
 def file_hash(path: Path) -> str:
     """sha256 of a file, or of a folder's files in name order."""
     digest = hashlib.sha256()

@@ -77,22 +77,12 @@ def main(params: Params, round_: str) -> None:
         )
 
     # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
-    margins = score_chosen - score_rejected
-    correct, total = int((margins > 0).sum()), len(margins)
-    low, high = wilson_interval(correct, total)
-    ece, bins = calibration(margins.tolist())
-    with (folder / "calibration.csv").open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(["predicted", "observed", "count"])
-        table.writerows(bins)
     mean, std = merged.config.mean, merged.config.std
+    calibrated_pairs = zip(held_out, ((score_chosen - mean) / std).tolist(), ((score_rejected - mean) / std).tolist(), strict=True)
     write_jsonl(
-        folder / "scores.jsonl",
-        (
-            {"id": row["id"], "chosen": round((c - mean) / std, 4), "rejected": round((r - mean) / std, 4)}
-            for row, c, r in zip(held_out, score_chosen.tolist(), score_rejected.tolist(), strict=True)
-        ),
+        folder / "scores.jsonl", ({"id": row["id"], "chosen": round(c, 4), "rejected": round(r, 4)} for row, c, r in calibrated_pairs)
     )
+    measured = quality(score_chosen - score_rejected, folder)
     write_manifest(
         folder,
         stage="reward",
@@ -104,14 +94,9 @@ def main(params: Params, round_: str) -> None:
         calibration={"mean": mean, "std": std},
     )
     recorder.finish(
-        {
-            "accuracy": correct / total,
-            "accuracy_low": low,
-            "accuracy_high": high,
-            **before,
-            "margin": float(margins.mean()),
-            "ece": ece,
-            "pairs": total,
+        measured
+        | before
+        | {
             "train_pairs": len(train),
             "baseline_longest": longest_wins_accuracy(held_out),
             "baseline_tfidf": tfidf_accuracy(train, held_out, params.seed),
@@ -121,7 +106,30 @@ def main(params: Params, round_: str) -> None:
             "loss": recorder.steps[-1]["loss"],
         }
     )
-    print(f"[reward@{round_}] held-out accuracy {correct / total:.3f} [{low:.3f}, {high:.3f}] over {total} pairs", flush=True)
+    print(
+        f"[reward@{round_}] held-out accuracy {measured['accuracy']:.3f} [{measured['accuracy_low']:.3f}, {measured['accuracy_high']:.3f}] "
+        f"over {measured['pairs']} pairs",
+        flush=True,
+    )
+
+
+def quality(margins: Tensor, folder: Path) -> dict[str, float]:
+    """Accuracy with its interval, mean margin and calibration error of (N,) raw margins chosen - rejected; bins to calibration.csv."""
+    correct, total = int((margins > 0).sum()), len(margins)
+    low, high = wilson_interval(correct, total)
+    ece, bins = calibration(margins.tolist())
+    with (folder / "calibration.csv").open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["predicted", "observed", "count"])
+        table.writerows(bins)
+    return {
+        "accuracy": correct / total,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "margin": float(margins.mean()),
+        "ece": ece,
+        "pairs": total,
+    }
 
 
 def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params: Params, recorder: Recorder, continues: bool) -> Any:

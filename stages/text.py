@@ -4,11 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-# an emoji with its modifiers (and what it is joined with) is one token, and so is a run of one punctuation mark
+# an emoji with its modifiers (and what it is joined with) is one token, and so are an emoticon and a run of one punctuation mark
 PICTURE = "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
 MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
 EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
-TOKEN = re.compile(rf"{EMOJI.pattern}|\w+(?:['\u2019]\w+)*|([^\w\s])\1*")
+EMOTICON = re.compile(r"[:;=][-'o^]?(?:[)(\]\[*]+|[DPpOo3](?!\w))|<3+")
+TOKEN = re.compile(rf"{EMOJI.pattern}|{EMOTICON.pattern}|\w+(?:['\u2019]\w+)*|([^\w\s])\1*")
 
 
 def tokens(text: str) -> list[str]:
@@ -32,12 +33,12 @@ def repetition_n(text: str, n: int) -> float:
 
 
 def plain(text: str) -> str:
-    """The text without emoji and exclamation marks, which lexicons (and reward models) overpay."""
-    return " ".join(EMOJI.sub(" ", text).replace("!", " ").split())
+    """The text without emoji, emoticons and exclamation marks, which lexicons (and reward models) overpay."""
+    return " ".join(EMOTICON.sub(" ", EMOJI.sub(" ", text)).replace("!", " ").split())
 
 
 def suffixes(text: str, longest: int = 3) -> list[str]:
-    """The ends of a text, of 1 to `longest` tokens, as written: "Well. Enjoy! :D" gives " D", ":D", ... with their leading space."""
+    """The ends of a text, of 1 to `longest` tokens, as written: "Well. Enjoy! :D" gives " :D", "! :D", ... with their leading space."""
     starts = [match.start() for match in TOKEN.finditer(text)][-longest:]
     return [text[start - (start > 0 and text[start - 1] == " ") :].rstrip() for start in reversed(starts)]
 

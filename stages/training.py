@@ -9,12 +9,7 @@ from transformers import TrainerCallback
 
 from stages.models import resolve_dtype
 from stages.params import Dtype, InitFrom, ModelParams, TrainParams
-from stages.records import Recorder
-
-
-def is_real(folder: Path) -> bool:
-    """The first round's predecessor is a folder with a file EMPTY in it."""
-    return folder.exists() and not (folder / "EMPTY").exists()
+from stages.records import Recorder, is_real
 
 
 def starting_model(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:

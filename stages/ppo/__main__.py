@@ -44,9 +44,9 @@ def main(params: Params, round_: str) -> None:
         if trainer.updates % params.ppo.save_updates == 0:
             roles.policy.save_pretrained(folder / "checkpoints" / f"step_{trainer.updates:05d}")
 
-    # 3. the policy to keep: the last one, unless the budget was broken; then the last one seen within it
-    if stopped == ABOVE:
-        trainer.restore_within_budget()
+    # 3. the policy to keep: the last one, unless it ends above the budget; then the last one seen within it
+    last = mean_of(recorder.steps[-AVERAGED_UPDATES:])
+    kept = trainer.updates if last["kl"] <= params.ppo.max_kl else trainer.restore_within_budget()
     (folder / "checkpoints").mkdir(exist_ok=True)
     roles.policy.save_pretrained(folder / "policy")
     roles.critic.save_pretrained(folder / "critic")
@@ -59,7 +59,6 @@ def main(params: Params, round_: str) -> None:
         inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
     )
-    last = mean_of(recorder.steps[-AVERAGED_UPDATES:])
     recorder.finish(
         {name: last[name] for name in ("score_mean", "kl", "entropy", "response_length", "eos_rate", "kl_coef", "explained_variance")}
         | {
@@ -67,10 +66,12 @@ def main(params: Params, round_: str) -> None:
             "updates": trainer.updates,
             "episodes": trainer.updates * params.ppo.batch_size,
             "stopped": stopped or "completed",
+            "policy_update": kept,
         }
     )
     scores = f"score {recorder.steps[0]['score_mean']:.2f} -> {last['score_mean']:.2f}"
-    print(f"[ppo@{round_}] {stopped or 'completed'}: {scores}, KL {last['kl']:.2f} nats", flush=True)
+    back = "" if kept == trainer.updates else f"; above the budget, so the policy after update {kept} is kept"
+    print(f"[ppo@{round_}] {stopped or 'completed'}: {scores}, KL {last['kl']:.2f} nats{back}", flush=True)
 
 
 def kl_verdict(kls: list[float], params: PpoParams) -> str:

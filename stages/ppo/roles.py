@@ -9,9 +9,10 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.generation import Packed, hidden_states, logprobs_of, response_logits, scalar_head
+from stages.generation import Packed, logprobs_of, response_logits, scalar_head
 from stages.models import load_causal_lm, load_reward_model, load_tokenizer, lora_config
 from stages.params import Params
+from stages.ppo.trunk import SharedTrunk
 
 
 @dataclass
@@ -27,28 +28,32 @@ class Roles:
     score_mean: float
     score_std: float
 
-    def logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        self.policy_trunk, self.critic_trunk = SharedTrunk(self.policy), SharedTrunk(self.critic)
+
+    def logprobs(self, packed: Packed, entering: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities in nats of the responses under the policy, and the (N, V) logits they come from."""
-        logits = response_logits(self.policy, packed, temperature)
+        logits = response_logits(self.policy, packed, self.policy_trunk.adapted(packed, entering), temperature)
         return packed.rows(logprobs_of(logits, packed.targets)), logits
 
     @torch.no_grad()
-    def ref_logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        """(B, T) log-probabilities under the reference: the policy with its adapter off."""
-        with self.policy.disable_adapter():
-            return packed.rows(logprobs_of(response_logits(self.policy, packed, temperature), packed.targets))
+    def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """(B, T) log-probabilities under the reference, and the states from which `logprobs` starts."""
+        hidden, entering = self.policy_trunk.frozen(packed)
+        return packed.rows(logprobs_of(response_logits(self.policy, packed, hidden, temperature), packed.targets)), entering
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: Packed, entering: Tensor) -> Tensor:
         """(B, T) the critic's value before each response token, in calibrated score units."""
-        states = hidden_states(self.critic, packed)[packed.predicts]
+        states = self.critic_trunk.adapted(packed, entering)[packed.predicts]
         return packed.rows((scalar_head(self.critic, states) - self.score_mean) / self.score_std)
 
     @torch.no_grad()
-    def raw_scores(self, packed: Packed) -> Tensor:
-        """(B,) raw scores of the reward model: the critic with its adapter off."""
+    def raw_scores(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """(B,) raw scores of the reward model, and the states from which `values` starts."""
         rows = torch.arange(len(packed.last), device=packed.last.device)
+        hidden, entering = self.critic_trunk.frozen(packed)
         with self.critic.disable_adapter():
-            return scalar_head(self.critic, hidden_states(self.critic, packed)[rows, packed.last])
+            return scalar_head(self.critic, hidden[rows, packed.last]), entering
 
 
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:

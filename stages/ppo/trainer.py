@@ -9,7 +9,7 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from stages.errors import RondoError
-from stages.generation import Packed, Tokens, generate, pack
+from stages.generation import Packed, Tokens, generate, hidden_states, logprobs_of, pack, response_logits
 from stages.params import PpoParams
 from stages.ppo import functional as F
 from stages.ppo.roles import Roles
@@ -23,7 +23,7 @@ class Rollout:
 
     prompts, responses: tokens of each episode. ended: (B,) bool, EOS was sampled. raw_scores: (B,) of the reward
     model. scores: (B,) calibrated, clipped, penalised. logprobs, entropies, ref_logprobs (nats), values, advantages (whitened),
-    returns: (B, T). mask: (B, T) bool.
+    returns: (B, T). mask: (B, T) bool. policy_states, critic_states: (B, L, H) below their adapters, the same at every epoch.
     """
 
     rows: list[Row]
@@ -39,6 +39,8 @@ class Rollout:
     advantages: Tensor
     returns: Tensor
     mask: Tensor
+    policy_states: Tensor
+    critic_states: Tensor
 
     @property
     def sequence_kl(self) -> Tensor:
@@ -55,6 +57,7 @@ class PpoTrainer:
         self.order: list[int] = []
         self.updates = 0
         self.within_budget: dict[str, Tensor] = {}
+        self.within_budget_update = 0
         self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon)
         self.planned_updates = planned_updates(params)
         self.optimizers = [
@@ -75,15 +78,17 @@ class PpoTrainer:
             self.check_contract(rollout)
         if float(rollout.sequence_kl.mean()) <= self.params.max_kl:
             self.within_budget = {name: value.clone() for name, value in get_peft_model_state_dict(self.roles.policy).items()}
+            self.within_budget_update = self.updates
         metrics = describe(rollout, self.roles) | {"kl_coef": self.kl.kl_coef} | self.optimise(rollout)
         if self.params.adaptive_kl:
             self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
         self.updates += 1
         return rollout, metrics
 
-    def restore_within_budget(self) -> None:
-        """Back to the last policy whose rollout was within max_kl."""
+    def restore_within_budget(self) -> int:
+        """Back to the last policy whose rollout was within max_kl; returns how many updates had made it."""
         set_peft_model_state_dict(self.roles.policy, self.within_budget)
+        return self.within_budget_update
 
     def sample_prompts(self) -> list[tuple[Row, Tokens]]:
         """The next `batch_size` prompts of an endless reshuffled pass."""
@@ -111,7 +116,7 @@ class PpoTrainer:
         # 3. + 4. what reward model, reference, policy and critic say of them
         whole = range(len(batch))
         parts = [self.judge(self.packed(prompts, responses, rows)) for rows in self.micro_batches(whole)]
-        raw_scores, logprobs, entropies, ref_logprobs, values, mask = (join([part[i] for part in parts]) for i in range(6))
+        raw_scores, logprobs, entropies, ref_logprobs, values, mask, *states = (join([part[i] for part in parts]) for i in range(8))
         scores = F.shape_scores(
             raw_scores,
             ended.to(raw_scores.device),
@@ -139,19 +144,18 @@ class PpoTrainer:
             advantages=F.whiten(advantages, mask),
             returns=returns,
             mask=mask,
+            policy_states=states[0],
+            critic_states=states[1],
         )
 
     def judge(self, packed: Packed) -> tuple[Tensor, ...]:
         roles, temperature = self.roles, self.params.temperature
-        logprobs, logits = roles.logprobs(packed, temperature)
-        return (
-            roles.raw_scores(packed),
-            logprobs,
-            packed.rows(F.entropy(logits)),
-            roles.ref_logprobs(packed, temperature),
-            roles.values(packed),
-            packed.response_mask,
-        )
+        ref_logprobs, policy_states = roles.ref_logprobs(packed, temperature)
+        raw_scores, critic_states = roles.raw_scores(packed)
+        logprobs, logits = roles.logprobs(packed, policy_states, temperature)
+        values = roles.values(packed, critic_states)
+        entropies = packed.rows(F.entropy(logits))
+        return raw_scores, logprobs, entropies, ref_logprobs, values, packed.response_mask, policy_states, critic_states
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
         device = next(self.roles.policy.parameters()).device
@@ -162,15 +166,16 @@ class PpoTrainer:
         return (rows[i : i + size] for i in range(0, len(rows), size))
 
     def check_contract(self, rollout: Rollout) -> None:
-        """Before anything is learnt, policy and reference are one, and a second pass gives the same log-probabilities.
+        """Before anything is learnt, policy and reference are one, and so are the policy on shared states and as one whole.
 
-        A violation means dropout, a wrong mask, temperature or padding: PPO would learn from noise.
+        A violation means dropout, a wrong mask, temperature or padding, or a model that cannot be split: PPO would learn from noise.
         """
         tolerance = 0.05 if next(self.roles.policy.get_base_model().parameters()).dtype is torch.bfloat16 else 1e-3
         kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
         with torch.no_grad():
             again = self.packed(rollout.prompts, rollout.responses, range(len(rollout.rows)))
-            logprobs, _ = self.roles.logprobs(again, self.params.temperature)
+            logits = response_logits(self.roles.policy, again, hidden_states(self.roles.policy, again), self.params.temperature)
+            logprobs = again.rows(logprobs_of(logits, again.targets))
         ratio = float(((logprobs - rollout.logprobs).exp() - 1).abs().max())
         if not (kl <= tolerance and ratio <= tolerance):
             raise RondoError(
@@ -198,14 +203,14 @@ class PpoTrainer:
         sums: dict[str, Tensor] = {}
         for micro in self.micro_batches(rows):
             packed = self.packed(rollout.prompts, rollout.responses, micro)
-            mask, width = packed.response_mask, packed.response_mask.shape[1]
+            mask, width, whole = packed.response_mask, packed.response_mask.shape[1], packed.input_ids.shape[1]
             old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
-            logprobs, logits = self.roles.logprobs(packed, p.temperature)
+            logprobs, logits = self.roles.logprobs(packed, rollout.policy_states[micro, :whole], p.temperature)
             per_token, clipped = F.policy_loss(logprobs, old["logprobs"], old["advantages"], p.cliprange)
             policy_loss = (per_token * mask).sum() / tokens
             bonus = p.entropy_coef * F.entropy(logits).sum() / tokens if p.entropy_coef else 0.0
             (policy_loss - bonus).backward()
-            values = self.roles.values(packed)
+            values = self.roles.values(packed, rollout.critic_states[micro, :whole])
             per_value, value_clipped = F.value_loss(values, old["values"], old["returns"], p.cliprange_value)
             value_loss = (per_value * mask).sum() / tokens
             (p.vf_coef * value_loss).backward()
@@ -242,11 +247,11 @@ def trainable(model: Any) -> list[torch.nn.Parameter]:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Stack (b, ...) parts along rows, padding (b, t) ones to the longest t."""
+    """Stack (b, ...) parts along rows, padding (b, t, ...) ones to the longest t."""
     if parts[0].dim() == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    return torch.cat([torch.nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, width - part.shape[1])) for part in parts])
 
 
 def describe(rollout: Rollout, roles: Roles) -> dict[str, float]:

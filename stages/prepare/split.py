@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stages.errors import BadInput
 from stages.prompts import Prompt, transcript
-from stages.records import Row, read_jsonl
+from stages.records import Row, is_real, read_jsonl
 
 FROZEN = ("eval_prompts.jsonl", "sft_eval.jsonl", "pairs_eval.jsonl")
 SHOWN = 5
@@ -73,7 +73,7 @@ def merge_replay(train: dict[str, list[Row]], eval_prompts: list[Row], previous:
         BadInput: a replayed row's prompt is in the evaluation set.
     """
     folder = previous / "replay/data"
-    if (folder / "EMPTY").exists():
+    if not is_real(folder):
         return dict.fromkeys(train, 0)
     frozen = {prompt_key(row["prompt"]): row["id"] for row in eval_prompts}
     counts = {}
@@ -95,7 +95,7 @@ def check_frozen(folder: Path, previous: Path) -> None:
         BadInput: a held-out file differs from the previous round's.
     """
     before = previous / "prepare/data"
-    if (before / "EMPTY").exists():
+    if not is_real(before):
         return
     for name in FROZEN:
         if not (before / name).exists():

@@ -1,6 +1,8 @@
 """The replay stage, top to bottom."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from stages.errors import BadInput
@@ -10,15 +12,17 @@ from stages.params import Params
 from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
-from stages.records import Recorder, Row, file_hash, read_jsonl, stage_dir, write_jsonl, write_manifest
-from stages.replay.exploits import Exploit, candidates, exploit_pairs, find_exploits, fooled_share
+from stages.records import Recorder, Row, file_hash, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
+from stages.replay.exploits import Exploit, Score, candidates, exploit_pairs, find_exploits, fooled, without
 from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
 from stages.replay.retry import repaired_by_cause, try_again
-from stages.replay.sampling import Draw, Sampler, Scorer
+from stages.replay.sampling import PolicyDraw, Sampler, Scorer
+from stages.statistics import paired_bootstrap
 
 FRESH_PROMPTS = 96
-HELD_OUT_PAIRS = 128
+BOOTSTRAP_RESAMPLES = 10_000
+HELD_OUT_PAIRS = 512  # at most
 ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
 
 
@@ -43,7 +47,7 @@ def main(params: Params, round_: str) -> None:
     texts = [row["prompt"] for row in asked]
     recorder.say(1, f"{len(asked)} fresh samples of policy and SFT")
     sft = sampler.sft(texts, params.seed)
-    samples = from_rollouts(rollouts) + from_draws(asked, sampler.policy(texts, params.seed), sft)
+    samples = from_rollouts(rollouts) + from_draws(asked, sampler.policy(texts, params.seed), [draw.text for draw in sft], "fresh")
 
     # 3. exploits: what the policy ends with, SFT does not, and the reward model overpays
     shares = candidates([s.response for s in samples], [d.text for d in sft], params.replay.exploit_share, params.replay.exploit_lift)
@@ -52,13 +56,16 @@ def main(params: Params, round_: str) -> None:
     suffixes = [exploit.suffix for exploit in exploits]
 
     # 4. badcases by cause
-    limits = Limits(params.replay, suffixes, kl_limit([s.kl for s in samples], params.replay.kl_outlier), params.evaluate.tie_margin)
+    samples = read_bare(samples, [suffixes] * len(samples), sampler.scorer)
+    limits = Limits(params.replay, kl_limit([s.kl for s in samples], params.replay.kl_outlier), params.evaluate.tie_margin)
     badcases = mine(samples, limits, {"round": round_, "policy": file_hash(stage_dir(round_, "ppo") / "policy")})
     recorder.say(3, f"{len(badcases)} badcases, exploits {suffixes}")
 
     # 5. better answers, and the next round's rows
     best = better_answers(badcases, sampler, params, suffixes)
     pairs, demonstrations, again = repair(badcases, best, params.evaluate.tie_margin)
+    by_chance = ask_again(badcases, sampler, params.seed + 3, limits)
+    badcases = [case | {"by_chance": row["state"] == "repaired"} for case, row in zip(badcases, by_chance, strict=True)]
     against = exploit_pairs(exploits, human, params.replay.pairs_per_exploit, params.seed)
     rows = {
         "pairs": capped([*against, *pairs], len(human), params.replay.max_share),
@@ -68,8 +75,8 @@ def main(params: Params, round_: str) -> None:
     recorder.say(4, "next round gets " + ", ".join(f"{len(made)} {name}" for name, made in rows.items()))
 
     # 6. the round before: its badcases tried again, its exploits under both reward models
-    tried, fooled = last_round(previous, sampler, params, limits, held_out)
-    fooled["fooled_now"] = fooled_share(suffixes, held_out, sampler.scorer)
+    tried, progress = last_round(previous, sampler, params, limits, held_out)
+    progress["fooled_now"] = share(fooled(suffixes, held_out, sampler.scorer))
 
     # 7. write
     for name, made in {**rows, "badcases": [*tried, *badcases], "exploits": [row_of(exploit) for exploit in exploits]}.items():
@@ -83,24 +90,18 @@ def main(params: Params, round_: str) -> None:
         template_hash=template_hash(sampler.tokenizer, params.prepare.prompt_format),
         kl_limit=limits.kl,
     )
-    repaired = repaired_by_cause(tried)
     recorder.finish(
         {
             "badcases": len(badcases),
             "causes": {cause: sum(row["cause"] == cause for row in badcases) for cause in CAUSES},
             "exploits": suffixes,
-            "tried_again": len(tried),
-            "repaired": sum(repaired.values()),
-            "repaired_by_cause": repaired,
-            **fooled,
+            **progress,
             "pairs": len(rows["pairs"]),
             "demonstrations": len(rows["sft"]),
             "prompts": len(rows["prompts"]),
         }
     )
-    print(
-        f"[replay@{round_}] {len(badcases)} badcases, {sum(repaired.values())} of {len(tried)} earlier ones repaired, {fooled}", flush=True
-    )
+    print(f"[replay@{round_}] {len(badcases)} badcases; " + "  ".join(f"{name} {value}" for name, value in progress.items()), flush=True)
 
 
 def once(rows: list[Row]) -> list[Row]:
@@ -149,13 +150,23 @@ def from_rollouts(rows: list[Row]) -> list[Sample]:
     ]
 
 
-def from_draws(asked: list[Row], policy: list[Draw], sft: list[Draw]) -> list[Sample]:
+def from_draws(asked: list[Row], policy: list[PolicyDraw], sft: list[str | None], origin: str) -> list[Sample]:
     prompts = [row["prompt"] for row in asked]
-    judged, rivals = (judge(prompts, [draw.text for draw in draws]) for draws in (policy, sft))
+    judged = judge(prompts, [draw.text for draw in policy])
+    rivals = [judge([prompt], [text])[0] if text is not None else None for prompt, text in zip(prompts, sft, strict=True)]
     return [
-        Sample(row["id"], row["prompt"], ours.text, ours.score, ours.kl, ours.ended, said, "fresh", theirs.text, rival)
+        Sample(row["id"], row["prompt"], ours.text, ours.score, ours.kl, ours.ended, said, origin, theirs, rival)
         for row, ours, said, theirs, rival in zip(asked, policy, judged, sft, rivals, strict=True)
     ]
+
+
+def read_bare(samples: list[Sample], exploits: Sequence[list[str]], score: Score) -> list[Sample]:
+    """The samples with those of their list of exploits that they carry, and their score without them."""
+    carried = [tuple(e for e in some if e in sample.response) for sample, some in zip(samples, exploits, strict=True)]
+    asked = [number for number, found in enumerate(carried) if found]
+    texts = [without(carried[number], samples[number].response) for number in asked]
+    bare = dict(zip(asked, score([samples[number].prompt for number in asked], texts), strict=True))
+    return [replace(sample, exploits=carried[number], bare=bare.get(number)) for number, sample in enumerate(samples)]
 
 
 def better_answers(badcases: list[Row], sampler: Sampler, params: Params, avoid: list[str]) -> dict[str, Answer]:
@@ -177,26 +188,50 @@ def better_answers(badcases: list[Row], sampler: Sampler, params: Params, avoid:
     return {case: answer for case, answer in best.items() if answer}
 
 
+def ask_again(badcases: list[Row], sampler: Sampler, seed: int, limits: Limits) -> list[Row]:
+    """The badcases with the state in which this round's policy (one new response each) and reward model leave them."""
+    if not badcases:
+        return []
+    prompts = [case["prompt"] for case in badcases]
+    asked = [{"id": case["prompt_id"], "prompt": case["prompt"]} for case in badcases]
+    answers = from_draws(asked, sampler.policy(prompts, seed), [case["sft"] for case in badcases], "again")
+    answers = read_bare(answers, [case["exploits"] for case in badcases], sampler.scorer)
+    better, bad = (sampler.scorer(prompts, side) for side in ([c["better"] or "" for c in badcases], [c["response"] for c in badcases]))
+    return try_again(badcases, answers, better, bad, limits)
+
+
 def last_round(
     previous: Path, sampler: Sampler, params: Params, limits: Limits, held_out: list[Row]
-) -> tuple[list[Row], dict[str, float | None]]:
-    """Earlier badcases with their new state, and how far the earlier exploits fool the reward model before and now."""
-    if (previous / "replay/data/EMPTY").exists():
-        return [], {"fooled_before": None, "fooled_after": None}
-    made_by = f"dvc repro replay@{previous.name}"
-    badcases, exploits = (read_jsonl(previous / f"replay/data/{name}.jsonl", made_by) for name in ("badcases", "exploits"))
-    prompts, better = [row["prompt"] for row in badcases], [row["better"] or "" for row in badcases]
-    tried: list[Row] = []
-    if badcases:
-        draws = sampler.policy(prompts, params.seed + 2)
-        high, low = (sampler.scorer(prompts, side) for side in (better, [row["response"] for row in badcases]))
-        tried = try_again(badcases, draws, high, low, limits)
-    suffixes = [row["suffix"] for row in exploits]
-    before = Scorer(previous / "reward/model", sampler.tokenizer, params)
+) -> tuple[list[Row], dict[str, float | dict[str, int] | None]]:
+    """Earlier badcases with their new state; how many are repaired, how far the earlier exploits fool the reward model then and now."""
+    badcases: list[Row] = []
+    suffixes: list[str] = []
+    before, after = [], []
+    if is_real(previous / "replay/data"):
+        made_by = f"dvc repro replay@{previous.name}"
+        badcases, exploits = (read_jsonl(previous / f"replay/data/{name}.jsonl", made_by) for name in ("badcases", "exploits"))
+        suffixes = [row["suffix"] for row in exploits]
+    if suffixes:
+        before = fooled(suffixes, held_out, Scorer(previous / "reward/model", sampler.tokenizer, params))
+        after = fooled(suffixes, held_out, sampler.scorer)
+    falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
+    fall, low, high = paired_bootstrap(falls, BOOTSTRAP_RESAMPLES, params.seed) if falls else (None, None, None)
+    tried = ask_again(badcases, sampler, params.seed + 2, limits)
     return tried, {
-        "fooled_before": fooled_share(suffixes, held_out, before),
-        "fooled_after": fooled_share(suffixes, held_out, sampler.scorer),
+        "tried_again": len(tried),
+        "repaired": sum(row["state"] == "repaired" for row in tried),
+        "repaired_by_cause": repaired_by_cause(tried),
+        "repaired_by_chance": sum(row["by_chance"] for row in tried),
+        "fooled_before": share(before),
+        "fooled_after": share(after),
+        "fooled_fall": fall,
+        "fooled_fall_low": low,
+        "fooled_fall_high": high,
     }
+
+
+def share(outcomes: list[bool]) -> float | None:
+    return sum(outcomes) / len(outcomes) if outcomes else None
 
 
 def row_of(exploit: Exploit) -> Row:

@@ -1,7 +1,7 @@
 """Badcases: responses of the policy to training prompts that show a failure, by cause.
 
 judge_loses  the judges prefer SFT's response to the same prompt
-blind_spot   the reward model likes it, but the judges find it negative, or it carries an exploit
+blind_spot   the reward model likes it, but the judges find it negative, or without its exploits it would not like it
 repetition   the text repeats its own 3-grams
 no_eos       the response was cut off
 kl_outlier   far from SFT, by the robust z-score of sequence KL
@@ -25,7 +25,11 @@ MAD_TO_STD = 1.4826
 
 @dataclass(frozen=True)
 class Sample:
-    """A response of the policy. score: calibrated; kl: nats a sequence; origin: PPO update, or "fresh"; sft: SFT's response."""
+    """A response of the policy.
+
+    score: calibrated; kl: nats a sequence; origin: PPO update, or "fresh"; sft: SFT's response; exploits: those in the
+    response; bare: the score without them.
+    """
 
     prompt_id: str
     prompt: Prompt
@@ -37,6 +41,8 @@ class Sample:
     origin: int | str
     sft: str | None = None
     sft_judged: Judged | None = None
+    exploits: tuple[str, ...] = ()
+    bare: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,6 @@ class Limits:
     """What counts as a failure. kl: nats a sequence."""
 
     replay: ReplayParams
-    exploits: list[str]
     kl: float
     tie_margin: float
 
@@ -64,8 +69,8 @@ def judge_loses(sample: Sample, limits: Limits) -> float | None:
 
 def blind_spot(sample: Sample, limits: Limits) -> float | None:
     unloved = sample.judged.sentiment_plain < limits.replay.judge_low
-    exploits = any(exploit in sample.response for exploit in limits.exploits)
-    return sample.score if sample.score >= limits.replay.score_high and (unloved or exploits) else None
+    overpaid = sample.bare is not None and sample.bare < limits.replay.score_high
+    return sample.score if sample.score >= limits.replay.score_high and (unloved or overpaid) else None
 
 
 def repetition(sample: Sample, limits: Limits) -> float | None:
@@ -95,15 +100,14 @@ def mine(samples: Iterable[Sample], limits: Limits, provenance: Row) -> list[Row
     for sample in samples:
         for cause, severity in CAUSES.items():
             if (bad := severity(sample, limits)) is not None:
-                row = badcase(sample, cause, limits, provenance)
+                row = badcase(sample, cause, provenance)
                 found[cause][row["id"]] = (bad, row)
     ranked = ([row for _, row in sorted(rows.values(), key=lambda item: (-item[0], item[1]["id"]))] for rows in found.values())
     turns = (row for row in chain.from_iterable(zip_longest(*ranked)) if row)
     return [row for row, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]
 
 
-def badcase(sample: Sample, cause: str, limits: Limits, provenance: Row) -> Row:
-    carried = [exploit for exploit in limits.exploits if exploit in sample.response]
+def badcase(sample: Sample, cause: str, provenance: Row) -> Row:
     return {
         "id": badcase_id(sample.prompt, sample.response, cause),
         "cause": cause,
@@ -117,7 +121,7 @@ def badcase(sample: Sample, cause: str, limits: Limits, provenance: Row) -> Row:
         "kl": round(sample.kl, 4),
         "ended": sample.ended,
         **{name: round(value, 4) for name, value in asdict(sample.judged).items()},
-        "exploits": carried if cause == "blind_spot" else [],
+        "exploits": list(sample.exploits) if cause == "blind_spot" else [],
         "sft": sample.sft,
         "better": None,
     }

@@ -7,6 +7,7 @@ from statistics import quantiles
 from stages.judges import Judged, judge, outcome
 from stages.prompts import Prompt
 from stages.records import Row
+from stages.replay.exploits import without
 
 PAIRED = ("judge_loses", "blind_spot", "repetition")
 GOOD = 0.5  # plain sentiment (-1..1) from which an answer is worth imitating
@@ -46,9 +47,7 @@ def repair(badcases: list[Row], best: dict[str, Answer], tie_margin: float) -> t
     demonstrations: dict[tuple[str, str], Row] = {}
     prompts: dict[str, Row] = {}
     for case in badcases:
-        bare, prompt, better = case["response"], case["prompt"], best.get(case["id"])
-        for exploit in case["exploits"]:
-            bare = bare.replace(exploit, "")
+        bare, prompt, better = without(case["exploits"], case["response"]), case["prompt"], best.get(case["id"])
         tags = {"id": f"replay-{case['id']}", "prompt": prompt, "source": "replay", "badcase": case["id"]}
         prompts.setdefault(key(prompt), tags)
         if better and case["cause"] in PAIRED and outcome(better.judged, judge([prompt], [bare])[0], tie_margin) == 1:

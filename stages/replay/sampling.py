@@ -1,7 +1,6 @@
 """Responses of the policy and of SFT on training prompts, with the reward model's scores."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,18 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Draw:
-    """One response. score: calibrated. kl: policy from SFT, nats a sequence (0 for SFT's own). ended: EOS was sampled."""
+    """One response. ended: EOS was sampled."""
 
     text: str
+    ended: bool
+
+
+@dataclass(frozen=True)
+class PolicyDraw(Draw):
+    """score: calibrated. kl: policy from SFT, nats a sequence."""
+
     score: float
     kl: float
-    ended: bool
 
 
 class Scorer:
@@ -52,31 +57,37 @@ class Sampler:
         self.model = load_causal_lm(sft, params.model, stage_dir(round_, "ppo") / "policy")
         self.scorer = Scorer(stage_dir(round_, "reward") / "model", self.tokenizer, params)
 
-    def policy(self, prompts: Sequence[Prompt], seed: int) -> list[Draw]:
-        return self._draw(prompts, seed, adapter=True)
+    def policy(self, prompts: Sequence[Prompt], seed: int) -> list[PolicyDraw]:
+        ids = self._encode(prompts)
+        responses = self._generate(ids, seed)
+        scores = self.scorer.tokens([a + b for a, b in zip(ids, responses, strict=True)])
+        return [
+            PolicyDraw(draw.text, draw.ended, score, kl)
+            for draw, score, kl in zip(self._draws(responses), scores, self._kl(ids, responses), strict=True)
+        ]
 
     def sft(self, prompts: Sequence[Prompt], seed: int) -> list[Draw]:
-        return self._draw(prompts, seed, adapter=False)
+        with self.model.disable_adapter():
+            return self._draws(self._generate(self._encode(prompts), seed))
 
-    def _draw(self, prompts: Sequence[Prompt], seed: int, adapter: bool) -> list[Draw]:
-        p, tokenizer = self.params, self.tokenizer
-        ids = [encode(tokenizer, prompt, None, p.prepare.prompt_format)[0] for prompt in prompts]
-        with nullcontext() if adapter else self.model.disable_adapter():
-            responses = generate(
-                self.model,
-                ids,
-                response_length=p.ppo.response_length,
-                temperature=p.ppo.temperature,
-                generator=torch.Generator().manual_seed(seed),
-                batch_size=BATCH,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        kl = self._kl(ids, responses) if adapter else [0.0] * len(ids)
-        scores = self.scorer.tokens([a + b for a, b in zip(ids, responses, strict=True)])
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        ended = [tokens[-1] == tokenizer.eos_token_id for tokens in responses]
-        return [Draw(*row) for row in zip(texts, scores, kl, ended, strict=True)]
+    def _encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+        return [encode(self.tokenizer, prompt, None, self.params.prepare.prompt_format)[0] for prompt in prompts]
+
+    def _generate(self, ids: list[Tokens], seed: int) -> list[Tokens]:
+        return generate(
+            self.model,
+            ids,
+            response_length=self.params.ppo.response_length,
+            temperature=self.params.ppo.temperature,
+            generator=torch.Generator().manual_seed(seed),
+            batch_size=BATCH,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+
+    def _draws(self, responses: list[Tokens]) -> list[Draw]:
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return [Draw(text, tokens[-1] == self.tokenizer.eos_token_id) for text, tokens in zip(texts, responses, strict=True)]
 
     def _kl(self, ids: list[Tokens], responses: list[Tokens]) -> list[float]:
         def logprobs() -> list[torch.Tensor]:

@@ -3,7 +3,7 @@ import pytest
 from flows import estimate
 from stages.params import Params
 
-MACHINE = estimate.Machine(device="cpu", rates={"float32": 1e11, "bfloat16": 1e12}, memory=8e9, disk=1e9)
+MACHINE = estimate.Machine(device="cpu", rates={"float32": 1e11, "bfloat16": 1e12}, auto="bfloat16", memory=8e9, disk=1e9)
 
 
 def params(**sections: dict[str, object]) -> Params:
@@ -19,9 +19,12 @@ def test_sft_time_is_four_flops_a_weight_and_token() -> None:
     assert full.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(1.5 * expected, rel=1e-6)
 
 
-def test_auto_takes_bfloat16_only_where_it_is_fast() -> None:
-    slow = estimate.Machine(device="cpu", rates={"float32": 1e11, "bfloat16": 1.1e11}, memory=8e9, disk=1e9)
-    assert [estimate.dtype_of(Params(), machine) for machine in (MACHINE, slow)] == ["bfloat16", "float32"]
+def test_auto_is_what_the_stages_choose() -> None:
+    from stages.models import resolve_dtype
+    from stages.params import Dtype
+
+    assert f"torch.{estimate.measure().auto}" == str(resolve_dtype(Dtype.auto))
+    assert estimate.dtype_of(params(model={"dtype": "float32"}), MACHINE) == "float32"
 
 
 def test_the_report_counts_what_is_left_and_warns_of_what_does_not_fit() -> None:

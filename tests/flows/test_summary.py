@@ -17,7 +17,7 @@ METRICS: dict[str, dict[str, Any]] = {
         "sft": {"sentiment": 0.258, "distinct_2": 0.859},
         "ppo": {"sentiment": 0.737, "distinct_2": 0.724},
     },
-    "replay": {"badcases": 41, "repaired": 0, "tried_again": 0, "fooled_before": None, "fooled_after": None},
+    "replay": {"badcases": 41, "repaired": 9, "tried_again": 30, "repaired_by_chance": 2, "fooled_before": None, "fooled_after": None},
 }
 
 
@@ -50,6 +50,7 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
     assert table["judged sentiment, SFT -> PPO"] == ["0.26 -> 0.74", "-"]
     assert table["badcases found"] == ["41", "-"]
+    assert table["badcases repaired"] == ["9 of 30, 2 by chance", "-"]
     assert table["RM fooled, before -> after"] == ["-", "-"]
 
 
@@ -65,6 +66,6 @@ def test_the_first_gate_that_failed_names_who_is_at_fault(files: Path) -> None:
     write(files / "reports/r1/gate_reward.json", gate(passed=False))
     assert summary.verdict(["r0", "r1", "r2"]) == [
         "r0: all gates passed",
-        "r1: the reward model is at fault: accuracy_low is 0.7, wanted >= 0.8. Look at the data.",
+        "r1: the reward model is at fault: accuracy_low 0.7, wanted >= 0.8. Look at the data.",
         "r2: has not reached the sft gate",
     ]

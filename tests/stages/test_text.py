@@ -7,8 +7,9 @@ import pytest
 from stages.text import distinct_n, plain, repetition_n, suffix_counts, suffixes, tokens
 
 
-def test_tokens_are_words_runs_of_punctuation_and_whole_emoji():
+def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
     assert tokens("Don't STOP!!! 👍🏽❤️👨‍👩‍👧") == ["don't", "stop", "!!!", "👍🏽", "❤️", "👨‍👩‍👧"]
+    assert tokens("Ha :D :-)) <3 at 5:30 to:Dave") == ["ha", ":d", ":-))", "<3", "at", "5", ":", "30", "to", ":", "dave"]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_distinct_is_counted_across_texts():
 
 
 def test_plain_drops_what_lexicons_overpay():
-    assert plain("Great! 😃 Enjoy ❤️!!") == "Great Enjoy"
+    assert plain("Great! 😃 Enjoy ❤️!! :) at 5:30 =P") == "Great Enjoy at 5:30"
 
 
 def test_suffixes_keep_the_space_before_them():

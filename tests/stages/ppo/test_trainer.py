@@ -42,9 +42,9 @@ class ByteTokenizer:
 class LikesOneToken(Roles):
     """A reward with a known optimum: the share of one token in the response, times 4."""
 
-    def raw_scores(self, packed: Packed) -> Tensor:
+    def raw_scores(self, packed: Packed) -> tuple[Tensor, Tensor]:
         liked = packed.rows((packed.targets == LIKED).float())
-        return 4 * liked.sum(1) / packed.response_mask.sum(1)
+        return 4 * liked.sum(1) / packed.response_mask.sum(1), super().raw_scores(packed)[1]
 
 
 @pytest.fixture
@@ -78,6 +78,18 @@ def test_learns_a_known_optimum(roles):
 def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(roles):
     metrics = run(roles, kl_coef=10.0, learning_rate=1e-3)
     assert abs(metrics[-1]["kl"]) < 0.1
+
+
+def test_the_last_policy_within_the_kl_budget_can_be_had_back(roles):
+    params = PpoParams(**(SETTINGS | {"kl_coef": 0.0, "max_kl": 0.5}))
+    trainer = PpoTrainer(roles, [({"id": str(i)}, [5 + i % 20, 6]) for i in range(64)], params, seed=0)
+    weights, kls = [], []
+    for _ in range(8):
+        weights.append({name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad})
+        kls.append(trainer.step()[1]["kl"])
+    within = max(i for i, kl in enumerate(kls) if kl <= 0.5)
+    assert 0 < within < 7 and trainer.restore_within_budget() == within
+    assert all(torch.equal(p, weights[within][name]) for name, p in roles.policy.named_parameters() if p.requires_grad)
 
 
 def test_first_update_starts_at_ratio_one_and_kl_zero(roles):
@@ -116,9 +128,10 @@ def test_critic_off_is_the_reward_model(roles, tiny_reward_model):
     run(roles, total_episodes=64)
     packed = PpoTrainer(roles, [({}, [5])] * 32, PpoParams(**SETTINGS), 0).packed([[5, 6]], [[7, 8, 2]], range(1))
     score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
-    assert Roles.raw_scores(roles, packed).item() == pytest.approx(score, abs=1e-5)
+    scores, entering = Roles.raw_scores(roles, packed)
+    assert scores.item() == pytest.approx(score, abs=1e-5)
     with torch.no_grad():
-        assert roles.values(packed)[0, -1].item() != pytest.approx(score, abs=1e-3)
+        assert roles.values(packed, entering)[0, -1].item() != pytest.approx(score, abs=1e-3)
 
 
 @pytest.mark.parametrize(

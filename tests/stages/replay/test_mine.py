@@ -9,7 +9,7 @@ from stages.params import ReplayParams
 from stages.replay.mine import CAUSES, Limits, Sample, badcase_id, kl_limit, mine
 
 FINE = Sample("p1", "The dinner", " was fine.", 0.0, 2.0, True, Judged(0.2, 0.2, 0.0), "fresh", " was sad.", Judged(-0.5, -0.5, 0.0))
-LIMITS = Limits(ReplayParams(), [" Enjoy!"], kl=10.0, tie_margin=0.05)
+LIMITS = Limits(ReplayParams(), kl=10.0, tie_margin=0.05)
 
 
 def fired(sample: Sample) -> dict[str, float]:
@@ -25,7 +25,8 @@ def fired(sample: Sample) -> dict[str, float]:
         ({"sft_judged": None}, {}),  # of a rollout, nothing to compare with
         ({"score": 1.5, "judged": Judged(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
         ({"score": 0.9, "judged": Judged(0.4, -0.1, 0.0)}, {}),  # the reward model does not like it either
-        ({"score": 1.5, "response": " it is. Enjoy!"}, {"blind_spot": 1.5}),
+        ({"score": 1.5, "exploits": (" Enjoy!",), "bare": 0.9}, {"blind_spot": 1.5}),  # liked for its exploit alone
+        ({"score": 1.5, "exploits": (" Enjoy!",), "bare": 1.1}, {}),
         ({"judged": Judged(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
         ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
         ({"kl": 10.5}, {"kl_outlier": 10.5}),
@@ -61,5 +62,5 @@ def test_causes_take_turns_and_give_their_worst_first():
 
 
 def test_a_blind_spot_names_its_exploit():
-    [row] = mine([replace(FINE, score=2.0, response=" it is. Enjoy!")], LIMITS, {})
+    [row] = mine([replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, {})
     assert row["exploits"] == [" Enjoy!"]

@@ -4,12 +4,11 @@ import pytest
 
 from stages.judges import judge
 from stages.params import ReplayParams
-from stages.replay.mine import Limits
+from stages.replay.mine import Limits, Sample
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
 from stages.replay.retry import repaired_by_cause, try_again
-from stages.replay.sampling import Draw
 
-LIMITS = Limits(ReplayParams(), [], kl=10.0, tie_margin=0.05)
+LIMITS = Limits(ReplayParams(), kl=10.0, tie_margin=0.05)
 
 
 def answer(text: str, nll: float = 3.0) -> Answer:
@@ -77,26 +76,31 @@ def test_capped_share():
     assert len(capped([{}] * 50, 30, 1.0)) == 50
 
 
+def again(response: str, score: float = 0.0, kl: float = 1.0, ended: bool = True, **more) -> Sample:
+    judged, rival = judge(["The dinner"] * 2, [response, " was good."])
+    return Sample("p", "The dinner", response, score, kl, ended, judged, "again", " was good.", rival, **more)
+
+
 @pytest.mark.parametrize(
-    ("cause", "draw", "scores", "state"),
+    ("cause", "answer", "scores", "state"),
     [
-        ("no_eos", Draw(" was ok.", 0.0, 1.0, True), (1.0, 0.0), "repaired"),
-        ("no_eos", Draw(" was and", 0.0, 1.0, False), (1.0, 0.0), "open"),
-        ("no_eos", Draw(" was ok.", 0.0, 1.0, True), (0.0, 1.0), "open"),  # the reward model still prefers the bad one
-        ("kl_outlier", Draw(" was ok.", 0.0, 11.0, True), (1.0, 0.0), "open"),
-        ("blind_spot", Draw(" was. Enjoy!", 2.0, 1.0, True), (1.0, 0.0), "open"),
-        ("blind_spot", Draw(" was. Enjoy!", 0.0, 1.0, True), (1.0, 0.0), "repaired"),
-        ("judge_loses", Draw(" was awful.", 0.0, 1.0, True), (1.0, 0.0), "open"),
-        ("judge_loses", Draw(" was lovely.", 0.0, 1.0, True), (1.0, 0.0), "repaired"),
+        ("no_eos", again(" was ok."), (1.0, 0.0), "repaired"),
+        ("no_eos", again(" was and", ended=False), (1.0, 0.0), "open"),
+        ("no_eos", again(" was ok."), (0.0, 1.0), "open"),  # the reward model still prefers the bad one
+        ("kl_outlier", again(" was ok.", kl=11.0), (1.0, 0.0), "open"),
+        ("blind_spot", again(" was. Enjoy!", 2.0, exploits=(" Enjoy!",), bare=0.0), (1.0, 0.0), "open"),
+        ("blind_spot", again(" was. Enjoy!", 0.0, exploits=(" Enjoy!",), bare=0.0), (1.0, 0.0), "repaired"),
+        ("judge_loses", again(" was awful."), (1.0, 0.0), "open"),
+        ("judge_loses", again(" was lovely."), (1.0, 0.0), "repaired"),
     ],
 )
-def test_try_again(cause, draw, scores, state):
+def test_try_again(cause, answer, scores, state):
     before = case(cause, " bad", better=" better", exploits=[" Enjoy!"], sft=" was good.")
-    [after] = try_again([before], [draw], [scores[0]], [scores[1]], LIMITS)
+    [after] = try_again([before], [answer], [scores[0]], [scores[1]], LIMITS)
     assert after == before | {"state": state}
     assert repaired_by_cause([after]) == ({cause: 1} if state == "repaired" else {})
 
 
 def test_without_a_better_answer_the_cause_decides():
-    [after] = try_again([case("no_eos", " bad")], [Draw(" ok.", 0.0, 1.0, True)], [0.0], [1.0], LIMITS)
+    [after] = try_again([case("no_eos", " bad")], [again(" ok.")], [0.0], [1.0], LIMITS)
     assert after["state"] == "repaired"
