@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
 from stages.params import Dtype, LoraParams, ModelParams, Params
 

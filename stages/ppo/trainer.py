@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -48,6 +48,14 @@ class Rollout:
         return (F.kl_k1(self.logprobs, self.ref_logprobs) * self.mask).sum(1)
 
 
+class Live(NamedTuple):
+    """What policy and critic said of a rollout, with gradients: logprobs, values (B, T); logits (N, V)."""
+
+    logprobs: Tensor
+    logits: Tensor
+    values: Tensor
+
+
 class PpoTrainer:
     """State of a run: roles, optimisers, KL coefficient, random streams, place in the prompts."""
 
@@ -58,6 +66,7 @@ class PpoTrainer:
         self.updates = 0
         self.within_budget: dict[str, Tensor] = {}
         self.within_budget_update = 0
+        self.live: Live | None = None  # of the rollout at hand, until the first epoch has used it
         self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon)
         self.planned_updates = planned_updates(params)
         self.optimizers = [
@@ -99,6 +108,7 @@ class PpoTrainer:
 
     @torch.no_grad()
     def rollout(self, batch: list[tuple[Row, Tokens]]) -> Rollout:
+        """Steps 1 to 5. Where one micro-batch holds all, its forward pass also serves the first epoch: the weights are the same."""
         p, tokenizer = self.params, self.roles.tokenizer
         # 1. + 2. prompts in, responses out
         prompts = [tokens for _, tokens in batch]
@@ -114,9 +124,12 @@ class PpoTrainer:
         )
         ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
         # 3. + 4. what reward model, reference, policy and critic say of them
-        whole = range(len(batch))
-        parts = [self.judge(self.packed(prompts, responses, rows)) for rows in self.micro_batches(whole)]
-        raw_scores, logprobs, entropies, ref_logprobs, values, mask, *states = (join([part[i] for part in parts]) for i in range(8))
+        with torch.set_grad_enabled(p.micro_batch_size == p.batch_size):
+            parts = [self.judge(self.packed(prompts, responses, rows)) for rows in self.micro_batches(range(len(batch)))]
+        self.live = parts[0][1] if p.micro_batch_size == p.batch_size else None
+        raw_scores, logprobs, entropies, ref_logprobs, values, mask, *states = (
+            join(list(column)) for column in zip(*(told for told, _ in parts), strict=True)
+        )
         scores = F.shape_scores(
             raw_scores,
             ended.to(raw_scores.device),
@@ -148,14 +161,16 @@ class PpoTrainer:
             critic_states=states[1],
         )
 
-    def judge(self, packed: Packed) -> tuple[Tensor, ...]:
+    def judge(self, packed: Packed) -> tuple[tuple[Tensor, ...], Live]:
+        """What the four roles say of a micro-batch, in the order that `rollout` takes it, and the part of it that learns."""
         roles, temperature = self.roles, self.params.temperature
         ref_logprobs, policy_states = roles.ref_logprobs(packed, temperature)
         raw_scores, critic_states = roles.raw_scores(packed)
         logprobs, logits = roles.logprobs(packed, policy_states, temperature)
         values = roles.values(packed, critic_states)
-        entropies = packed.rows(F.entropy(logits))
-        return raw_scores, logprobs, entropies, ref_logprobs, values, packed.response_mask, policy_states, critic_states
+        entropies = packed.rows(F.entropy(logits.detach()))
+        told = raw_scores, logprobs.detach(), entropies, ref_logprobs, values.detach(), packed.response_mask, policy_states, critic_states
+        return told, Live(logprobs, logits, values)
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
         device = next(self.roles.policy.parameters()).device
@@ -186,31 +201,34 @@ class PpoTrainer:
     def optimise(self, rollout: Rollout) -> dict[str, float]:
         """6. num_ppo_epochs passes over the rollout in reshuffled mini-batches; metrics are means over all of them."""
         p, steps = self.params, 0
+        live, self.live = self.live, None
         totals: dict[str, float] = {}
         for _ in range(p.num_ppo_epochs):
-            order = torch.randperm(len(rollout.rows), generator=self.generator).tolist()
+            order = list(range(len(rollout.rows))) if live else torch.randperm(len(rollout.rows), generator=self.generator).tolist()
             for start in range(0, len(order), p.mini_batch_size):
-                metrics = self.optimiser_step(rollout, order[start : start + p.mini_batch_size])
+                metrics = self.optimiser_step(rollout, order[start : start + p.mini_batch_size], live)
+                live = None
                 totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
                 steps += 1
         for scheduler in self.schedulers:
             scheduler.step()
         return {name: value / steps for name, value in totals.items()} | {"learning_rate": float(self.schedulers[0].get_last_lr()[0])}
 
-    def optimiser_step(self, rollout: Rollout, rows: list[int]) -> dict[str, float]:
-        """One step on a mini-batch, micro-batch by micro-batch; the loss is the mean over all of its tokens."""
+    def optimiser_step(self, rollout: Rollout, rows: list[int], live: Live | None) -> dict[str, float]:
+        """One step on a mini-batch, micro-batch by micro-batch (or on its `live` pass); the loss is the mean over all of its tokens."""
         p, tokens = self.params, rollout.mask[rows].sum()
         sums: dict[str, Tensor] = {}
         for micro in self.micro_batches(rows):
             packed = self.packed(rollout.prompts, rollout.responses, micro)
             mask, width, whole = packed.response_mask, packed.response_mask.shape[1], packed.input_ids.shape[1]
             old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
-            logprobs, logits = self.roles.logprobs(packed, rollout.policy_states[micro, :whole], p.temperature)
+            states = rollout.policy_states[micro, :whole]
+            logprobs, logits = (live.logprobs, live.logits) if live else self.roles.logprobs(packed, states, p.temperature)
             per_token, clipped = F.policy_loss(logprobs, old["logprobs"], old["advantages"], p.cliprange)
             policy_loss = (per_token * mask).sum() / tokens
             bonus = p.entropy_coef * F.entropy(logits).sum() / tokens if p.entropy_coef else 0.0
             (policy_loss - bonus).backward()
-            values = self.roles.values(packed, rollout.critic_states[micro, :whole])
+            values = live.values if live else self.roles.values(packed, rollout.critic_states[micro, :whole])
             per_value, value_clipped = F.value_loss(values, old["values"], old["returns"], p.cliprange_value)
             value_loss = (per_value * mask).sum() / tokens
             (p.vf_coef * value_loss).backward()
