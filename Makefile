@@ -11,7 +11,7 @@ ARGS ?=
 .PHONY: help setup run test lint ui lock clean
 
 help:
-	@echo "make run [PRESET=smoke]  both rounds, prepare to replay    make ui    Prefect and MLflow in the browser"
+	@echo "make run [PRESET=smoke]  two rounds, prepare to replay     make ui    Prefect and MLflow in the browser"
 	@echo "make test                the tests                         make lint  ruff and mypy"
 	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
 	@echo "make clean               caches and tool files; no results, no .venv"

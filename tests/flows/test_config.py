@@ -36,6 +36,7 @@ def test_a_preset_leaves_nothing_of_the_one_before(params_yaml: Path) -> None:
     config.write_params(config.resolve("smoke"))
     values = yaml.safe_load(params_yaml.read_text())
     assert values["assets"]["model"] == "embedded"
+    assert list(values["rounds"]) == ["r0"]  # those of the preset, and no others
     assert values["ppo"]["response_length"] == Params().ppo.response_length
     assert config.write_params(config.resolve("default")) != []
     assert yaml.safe_load(params_yaml.read_text()) == Params().model_dump(mode="json")
