@@ -138,7 +138,7 @@ class PpoParams(Section):
     cliprange_value: float = Field(0.2, gt=0)
     vf_coef: float = Field(0.1, ge=0)
     entropy_coef: float = Field(0.0, ge=0)
-    kl_coef: float = Field(0.1, ge=0, description="First KL coefficient (beta).")
+    kl_coef: float = Field(0.15, ge=0, description="First KL coefficient (beta).")
     adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
     target_kl: float = Field(6.5, gt=0, description="Nats a sequence.")
     kl_horizon: int = Field(200, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
