@@ -140,8 +140,8 @@ class PpoParams(Section):
     entropy_coef: float = Field(0.0, ge=0)
     kl_coef: float = Field(0.15, ge=0, description="First KL coefficient (beta).")
     adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
-    target_kl: float = Field(6.5, gt=0, description="Nats a sequence.")
-    kl_horizon: int = Field(200, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
+    target_kl: float = Field(6.0, gt=0, description="Nats a sequence.")
+    kl_horizon: int = Field(64, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
     max_kl: float = Field(8.0, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
     min_kl: float = Field(
         0.01, ge=0, description="Below it for `kl_patience` updates after warm-up the policy does not move: the run stops."

@@ -93,11 +93,15 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 class AdaptiveKL:
-    """Ziegler et al. 2019, eq. 4: beta follows a KL target. KL in nats a sequence, horizon in episodes."""
+    """Ziegler et al. 2019, eq. 4: beta follows a KL target. KL in nats a sequence, horizon in episodes.
+
+    Beta does not fall below where it starts: KL starts at 0, and a short run would have wound beta down by the time it needs it.
+    """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
         self.kl_coef, self.target, self.horizon = kl_coef, target, horizon
+        self.least = kl_coef
 
     def update(self, kl: float, episodes: int) -> None:
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.kl_coef *= 1 + error * episodes / self.horizon
+        self.kl_coef = max(self.kl_coef * (1 + error * episodes / self.horizon), self.least)

@@ -107,5 +107,14 @@ def test_adaptive_kl_by_hand():
     assert kl.kl_coef == pytest.approx(0.2 * 1.01)
     kl.update(600.0, episodes=10)  # error clipped to 0.2
     assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02)
-    kl.update(0.0, episodes=10)  # error clipped to -0.2
+    kl.update(0.0, episodes=10)  # error clipped to -0.2; 0.2 * 1.01 * 1.02 * 0.98 = 0.2019
     assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.98)
+
+
+def test_beta_does_not_fall_below_its_start():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100)
+    for _ in range(5):
+        kl.update(0.0, episodes=10)
+    assert kl.kl_coef == 0.2
+    kl.update(60.0, episodes=10)
+    assert kl.kl_coef == pytest.approx(0.2 * 1.02)
