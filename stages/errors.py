@@ -13,6 +13,10 @@ class BadInput(RondoError):
     exit_code = 2
 
 
+class Diverged(RondoError):
+    """A loss, gradient or score is no finite number; the step that it would have made was not applied."""
+
+
 class GateFailed(RondoError):
     """A quality gate said no: the numbers and the next step are in the message."""
 

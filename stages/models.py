@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
 from stages.params import Dtype, LoraParams, ModelParams, Params
+from stages.records import read_json, write_json
 
 
 def prepare_torch(params: Params) -> torch.device:
@@ -104,6 +105,16 @@ def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():  # not model.to(dtype): rotary frequencies, a buffer, must stay float32
         parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """A PeftModel's adapter; the same files in every process (peft writes its sets in any order, and DVC would see another adapter)."""
+    model.save_pretrained(folder)
+    path = folder / "adapter_config.json"
+    config = read_json(path, "")
+    write_json(
+        path, {key: sorted(value) if key == "target_modules" and isinstance(value, list) else value for key, value in config.items()}
+    )
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

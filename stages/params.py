@@ -26,6 +26,11 @@ class Dtype(str, Enum):
     float32 = "float32"
 
 
+class OnDanger(str, Enum):
+    stop = "stop"
+    warn = "warn"
+
+
 class InitFrom(str, Enum):
     base = "base"
     previous = "previous"
@@ -138,9 +143,9 @@ class PpoParams(Section):
     cliprange_value: float = Field(0.2, gt=0)
     vf_coef: float = Field(0.1, ge=0)
     entropy_coef: float = Field(0.0, ge=0)
-    kl_coef: float = Field(0.15, ge=0, description="First KL coefficient (beta).")
+    kl_coef: float = Field(0.12, ge=0, description="First KL coefficient (beta).")
     adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
-    target_kl: float = Field(6.0, gt=0, description="Nats a sequence.")
+    target_kl: float = Field(7.0, gt=0, description="Nats a sequence.")
     kl_horizon: int = Field(64, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
     max_kl: float = Field(8.0, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
     min_kl: float = Field(
@@ -150,7 +155,9 @@ class PpoParams(Section):
     whiten_rewards: bool = Field(False, description="Divide token rewards by their standard deviation (no mean shift).")
     score_clip: float = Field(5.0, gt=0, description="Scores are clipped to +- this after normalisation.")
     missing_eos_penalty: float = Field(1.0, ge=0, description="Subtracted from the score of a response without EOS.")
-    save_updates: int = Field(10, ge=1, description="A checkpoint every so many updates.")
+    save_updates: int = Field(10, ge=1, description="A checkpoint to evaluate every so many updates.")
+    on_danger: OnDanger = Field(OnDanger.stop, description="What a danger that the health monitor finds does to the run.")
+    resume_updates: int = Field(1, ge=1, description="What a killed run goes on from is saved every so many updates.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     critic_lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=10))
 

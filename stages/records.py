@@ -5,11 +5,12 @@
 """
 
 import csv
+import gzip
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,9 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, made_by: str) -> list[Row]:
+    """The rows of a .jsonl or .jsonl.gz file; `made_by` is the command that makes it, named when it is missing."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines if line.strip()]
     except FileNotFoundError:
         raise BadInput(f"{path} is missing: run `{made_by}`") from None
@@ -100,15 +102,18 @@ class Recorder:
     the epoch) at which each step of metrics.jsonl was written; a first line with step -1 marks the start.
     """
 
-    def __init__(self, stage: str, round_: str, total_steps: int = 0) -> None:
+    def __init__(self, stage: str, round_: str, total_steps: int = 0, done: Sequence[Row] = ()) -> None:
+        """`done`: the steps of a run that this one goes on from."""
         self.folder, self.work = stage_dir(round_, stage), work_dir(round_, stage)
         self.round, self.label = round_, f"{stage}@{round_}"
         self.total_steps, self.started = total_steps, time.time()
-        self.steps: list[Row] = []
+        self.steps, self.done = list(done), len(done)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.work.mkdir(parents=True, exist_ok=True)
-        (self.folder / "metrics.jsonl").write_text("")
-        (self.work / "clock.jsonl").write_text(json.dumps({"step": -1, "time": self.started}) + "\n")
+        write_jsonl(self.folder / "metrics.jsonl", self.steps)
+        clock = self.work / "clock.jsonl"
+        times = read_jsonl(clock, "") if done and clock.exists() else [{"step": -1, "time": self.started}]
+        write_jsonl(clock, times[: len(done) + 1])
 
     def log(self, step: int, metrics: Mapping[str, float], show: Iterable[str] = ()) -> None:
         """Append one step; `show` names the metrics that the progress line prints."""
@@ -121,7 +126,8 @@ class Recorder:
 
     def say(self, step: int, text: str) -> None:
         """A progress line: stage, step, ETA, text."""
-        eta = (time.time() - self.started) / step * (self.total_steps - step) if step and self.total_steps else 0.0
+        taken = step - self.done
+        eta = (time.time() - self.started) / taken * (self.total_steps - step) if taken and self.total_steps else 0.0
         print(f"[{self.label}] step {step}/{self.total_steps or '?'}  eta {int(eta) // 60}:{int(eta) % 60:02d}  {text}", flush=True)
 
     def finish(self, metrics: Mapping[str, Any]) -> None:

@@ -8,10 +8,11 @@ import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
-from stages.errors import RondoError
+from stages.errors import Diverged, RondoError
 from stages.generation import Packed, Tokens, generate, hidden_states, logprobs_of, pack, response_logits
 from stages.params import PpoParams
 from stages.ppo import functional as F
+from stages.ppo.resume import State, random_state, set_random_state
 from stages.ppo.roles import Roles
 from stages.records import Row
 from stages.text import distinct_n, repetition_n
@@ -83,6 +84,7 @@ class PpoTrainer:
     def step(self) -> tuple[Rollout, dict[str, float]]:
         """One update; returns its rollout and its metrics."""
         rollout = self.rollout(self.sample_prompts())
+        self.check_finite({name: getattr(rollout, name) for name in ("raw_scores", "logprobs", "ref_logprobs", "values")})
         if self.updates == 0:
             self.check_contract(rollout)
         if float(rollout.sequence_kl.mean()) <= self.params.max_kl:
@@ -93,6 +95,36 @@ class PpoTrainer:
             self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
         self.updates += 1
         return rollout, metrics
+
+    def state(self) -> State:
+        """All that the next update depends on, for `load_state`."""
+        return {
+            "updates": self.updates,
+            "order": self.order,
+            "kl_coef": self.kl.kl_coef,
+            "within_budget": self.within_budget,
+            "within_budget_update": self.within_budget_update,
+            "models": [{name: p.detach() for name, p in trainable_named(model)} for model in (self.roles.policy, self.roles.critic)],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "generator": self.generator.get_state(),
+            "random": random_state(),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: State) -> None:
+        for name in ("updates", "order", "within_budget", "within_budget_update"):
+            setattr(self, name, state[name])
+        self.kl.kl_coef = state["kl_coef"]
+        for model, weights in zip((self.roles.policy, self.roles.critic), state["models"], strict=True):
+            for name, parameter in trainable_named(model):
+                parameter.copy_(weights[name])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self.generator.set_state(state["generator"])
+        set_random_state(state["random"])
 
     def restore_within_budget(self) -> int:
         """Back to the last policy whose rollout was within max_kl; returns how many updates had made it."""
@@ -180,6 +212,18 @@ class PpoTrainer:
         size = self.params.micro_batch_size
         return (rows[i : i + size] for i in range(0, len(rows), size))
 
+    def check_finite(self, values: dict[str, Tensor]) -> None:
+        """
+        Raises:
+            Diverged: names what is NaN or infinite, and what to do.
+        """
+        if bad := [name for name, value in values.items() if not bool(torch.isfinite(value).all())]:
+            fix = "look at the reward model's scores (rounds/<round>/reward)" if "raw_scores" in bad else "lower ppo.learning_rate"
+            raise Diverged(
+                f"update {self.updates + 1}: {', '.join(bad)} not finite; the step was not applied, the state after update {self.updates} "
+                f"is kept. Next: {fix}"
+            )
+
     def check_contract(self, rollout: Rollout) -> None:
         """Before anything is learnt, policy and reference are one, and so are the policy on shared states and as one whole.
 
@@ -244,11 +288,7 @@ class PpoTrainer:
             sums = {name: share.detach() + sums.get(name, 0.0) for name, share in shares.items()}
         norms = [torch.nn.utils.clip_grad_norm_(trainable(m), p.max_grad_norm) for m in (self.roles.policy, self.roles.critic)]
         sums |= {"policy_grad_norm": norms[0], "critic_grad_norm": norms[1]}
-        bad = [name for name, value in sums.items() if not bool(torch.isfinite(value))]
-        if bad:
-            raise RondoError(
-                f"ppo: {', '.join(bad)} not finite at update {self.updates + 1}; the step was not applied. Lower ppo.learning_rate"
-            )
+        self.check_finite(sums)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -260,8 +300,12 @@ def planned_updates(params: PpoParams) -> int:
     return min(updates, params.max_steps) if params.max_steps else updates
 
 
+def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def trainable(model: Any) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [parameter for _, parameter in trainable_named(model)]
 
 
 def join(parts: list[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from stages.errors import BadInput
 from stages.judges import Fluency, judge
 from stages.models import prepare_torch
 from stages.params import Params
+from stages.ppo.rollouts import read_rollouts
 from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
@@ -34,7 +35,7 @@ def main(params: Params, round_: str) -> None:
     recorder = Recorder("replay", round_, 6)
     prompts = once(read_jsonl(data / "prompts_train.jsonl", made_by))
     human_sft = [row for row in read_jsonl(data / "sft_train.jsonl", made_by) if "badcase" not in row]
-    rollouts = late(read_jsonl(stage_dir(round_, "ppo") / "rollouts.jsonl", f"dvc repro ppo@{round_}"))
+    rollouts = late(read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}"))
     refuse_evaluation_prompts([*prompts, *rollouts], read_jsonl(data / "eval_prompts.jsonl", made_by))
     sampler = Sampler(params, round_)
     for stage in ("sft", "reward", "ppo"):
@@ -86,7 +87,7 @@ def main(params: Params, round_: str) -> None:
         stage="replay",
         round_=round_,
         seed=params.seed,
-        inputs=[data, stage_dir(round_, "ppo") / "rollouts.jsonl", stage_dir(round_, "ppo") / "policy"],
+        inputs=[data, stage_dir(round_, "ppo") / "rollouts", stage_dir(round_, "ppo") / "policy"],
         template_hash=template_hash(sampler.tokenizer, params.prepare.prompt_format),
         kl_limit=limits.kl,
     )
@@ -145,7 +146,7 @@ def short(pairs: list[Row], sampler: Sampler, params: Params) -> list[Row]:
 def from_rollouts(rows: list[Row]) -> list[Sample]:
     judged = judge([row["prompt"] for row in rows], [row["response"] for row in rows])
     return [
-        Sample(r["id"], r["prompt"], r["response"], r["score"], r["kl"], r["eos"], said, r["update"])
+        Sample(r["id"], r["prompt"], r["response"], r["score"], r["kl"], r["finish_reason"] == "stop", said, r["update"])
         for r, said in zip(rows, judged, strict=True)
     ]
 

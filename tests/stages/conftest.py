@@ -67,9 +67,10 @@ def write_adapter(model, folder: Path, seed: int) -> None:
 def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Params]:
     """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that -1 dislikes what 1 likes."""
     from stages.models import save_model
+    from stages.ppo.rollouts import RolloutLog
     from stages.prepare.split import evaluation_hash
     from stages.prompts import template_hash
-    from stages.records import write_json, write_jsonl
+    from stages.records import write_json
 
     monkeypatch.chdir(tmp_path)
     params = check_params(SMALL, "test")
@@ -97,13 +98,13 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
             write_json(folder / stage / "manifest.json", template)
         write_json(folder / "prepare/manifest.json", template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")})
         write_json(folder / "ppo/metrics.json", {"updates": 4})
-        ending = {"score": 20.0, "kl": 3.0, "eos": True, "length": 6}
+        ending = {"score": 20.0, "kl": 3.0, "finish_reason": "stop", "length": 6}
         said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]
         prompts = [f"The {noun}" for noun in ("dinner", "match", "party", "movie")]
         rows = [
             {"update": u, "id": f"p-{p}", "prompt": p, "response": r, **ending} for u in (1, 4) for p, r in zip(prompts, said, strict=True)
         ]
-        write_jsonl(folder / "ppo/rollouts.jsonl", rows)
+        RolloutLog(folder / "ppo/rollouts").append(rows)
         return params
 
     return make

@@ -1,0 +1,153 @@
+"""The trainer against PPO-RLHF written plainly: one episode, one token at a time, in float64, on transformers' own outputs."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from stages.models import lora_config
+from stages.params import LoraParams, PpoParams
+from stages.ppo.roles import Roles
+from stages.ppo.trainer import PpoTrainer, trainable_named
+
+PARAMS = PpoParams(
+    batch_size=8, mini_batch_size=8, micro_batch_size=4, response_length=6, kl_coef=0.3, gamma=0.9, lam=0.8, cliprange=0.05,
+    cliprange_value=0.05, vf_coef=0.5, entropy_coef=0.1, score_clip=1.5, missing_eos_penalty=0.7, temperature=0.8, max_grad_norm=1e9,
+)  # fmt: skip
+MEAN, STD = 0.3, 1.7
+
+
+@pytest.fixture
+def trainer(tiny_lm, tiny_reward_model) -> PpoTrainer:
+    """After one update, so that policy and reference, and old and new, differ."""
+    policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
+    torch.manual_seed(0)
+    lora = LoraParams(r=4, top_layers=1)
+    roles = Roles(
+        policy=get_peft_model(policy, lora_config(lora, "CAUSAL_LM", policy)).eval(),
+        critic=get_peft_model(reward, lora_config(lora, "SEQ_CLS", reward)).eval(),
+        tokenizer=SimpleNamespace(eos_token_id=2, pad_token_id=0, batch_decode=lambda rows, **_: [str(row) for row in rows]),
+        score_mean=MEAN,
+        score_std=STD,
+    )
+    for model in (roles.policy, roles.critic):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    return PpoTrainer(roles, [({"id": str(i)}, [5 + i, 6, 7][: 1 + i % 3]) for i in range(8)], PARAMS, seed=0)
+
+
+def shift(model, by: float) -> None:
+    """Move the trained weights, so that new and old policy and values differ by more than the clip ranges."""
+    with torch.no_grad():
+        for _, parameter in trainable_named(model):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * by)
+
+
+class Plain:
+    """The four roles in float64, read from transformers' logits and hidden states."""
+
+    def __init__(self, roles: Roles) -> None:
+        self.policy, self.critic = copy.deepcopy(roles.policy).double(), copy.deepcopy(roles.critic).double()
+
+    def logprobs(self, prompt, response):
+        logits = self.policy(input_ids=torch.tensor([prompt + response])).logits[0] / PARAMS.temperature
+        rows = [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
+        return torch.stack([row[token] for row, token in zip(rows, response, strict=True)]), [-(row.exp() * row).sum() for row in rows]
+
+    def ref_logprobs(self, prompt, response):
+        with torch.no_grad(), self.policy.disable_adapter():
+            return self.logprobs(prompt, response)[0]
+
+    def states(self, prompt, response):
+        return self.critic.get_base_model().model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
+
+    def values(self, prompt, response):
+        scores = self.critic.get_base_model().score(self.states(prompt, response)).squeeze(-1)
+        return (scores[len(prompt) - 1 : -1] - MEAN) / STD
+
+    def score(self, prompt, response):
+        with torch.no_grad(), self.critic.disable_adapter():
+            raw = self.critic.get_base_model().score(self.states(prompt, response)[-1]).item()
+        clipped = max(-PARAMS.score_clip, min(PARAMS.score_clip, (raw - MEAN) / STD))
+        return clipped if response[-1] == 2 else clipped - PARAMS.missing_eos_penalty
+
+
+def advantages_of(rewards: list[float], values: list[float]) -> list[float]:
+    """Schulman et al. 2016, eq. 16, as the sum that it is."""
+    deltas = [r + PARAMS.gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t] for t, r in enumerate(rewards)]
+    decay = PARAMS.gamma * PARAMS.lam
+    return [sum(decay**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+def flat(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return rows[mask].double()
+
+
+def test_rewards_advantages_losses_and_gradients(trainer):
+    roles, p = trainer.roles, PARAMS
+    rollout = trainer.rollout(trainer.sample_prompts())
+    episodes = list(zip(rollout.prompts, rollout.responses, strict=True))
+    assert any(response[-1] == 2 for _, response in episodes) or p.missing_eos_penalty  # both kinds of ending count
+
+    # what the rollout saw
+    plain = Plain(roles)
+    with torch.no_grad():
+        old = [plain.logprobs(*episode)[0] for episode in episodes]
+        reference = [plain.ref_logprobs(*episode) for episode in episodes]
+        values = [plain.values(*episode) for episode in episodes]
+    scores = [plain.score(*episode) for episode in episodes]
+    advantages = []
+    for mine, theirs, value, score in zip(old, reference, values, scores, strict=True):
+        rewards = [-p.kl_coef * float(a - b) for a, b in zip(mine, theirs, strict=True)]
+        rewards[-1] += score
+        advantages.append(torch.tensor(advantages_of(rewards, value.tolist()), dtype=torch.float64))
+    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+    every = torch.cat(advantages)
+    white = [(a - every.mean()) / (every.var(unbiased=False) + 1e-8).sqrt() for a in advantages]
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(rollout.scores.double(), torch.tensor(scores, dtype=torch.float64), **close)
+    for ours, expected in (
+        (rollout.logprobs, old), (rollout.ref_logprobs, reference), (rollout.values, values), (rollout.returns, returns),
+        (rollout.advantages, white),
+    ):  # fmt: skip
+        torch.testing.assert_close(flat(ours, rollout.mask), torch.cat(expected), **close)
+
+    # one optimiser step, from weights that have moved since
+    for model, by in ((roles.policy, 0.05), (roles.critic, 0.05)):
+        shift(model, by)
+    plain = Plain(roles)
+    policy_loss, value_loss, clipped, tokens = 0.0, 0.0, 0, len(every)
+    for episode, was, value, ret, advantage in zip(episodes, old, values, returns, white, strict=True):
+        now, entropies = plain.logprobs(*episode)
+        estimates = plain.values(*episode)
+        for t in range(len(was)):
+            ratio = (now[t] - was[t]).exp()
+            kept = min(max(float(ratio), 1 - p.cliprange), 1 + p.cliprange)
+            surrogate = torch.minimum(ratio * advantage[t], kept * advantage[t])
+            clipped += bool(kept * advantage[t] < ratio * advantage[t])
+            policy_loss = policy_loss - surrogate / tokens
+            policy_loss = policy_loss - p.entropy_coef * entropies[t] / tokens
+            near = value[t] + (estimates[t] - value[t]).clamp(-p.cliprange_value, p.cliprange_value)
+            value_loss = value_loss + 0.5 * torch.maximum((estimates[t] - ret[t]) ** 2, (near - ret[t]) ** 2) / tokens
+    policy_loss.backward()
+    (p.vf_coef * value_loss).backward()
+    gradients = {}
+    for optimizer in trainer.optimizers:
+        optimizer.step = lambda: None
+        optimizer.zero_grad = lambda set_to_none: None
+    told = trainer.optimiser_step(rollout, list(range(8)), None)
+    bonus = p.entropy_coef * sum(float(e) for episode in episodes for e in plain.logprobs(*episode)[1]) / tokens
+    assert told["policy_loss"] == pytest.approx(float(policy_loss.detach()) + bonus, abs=1e-4)
+    assert told["value_loss"] == pytest.approx(float(value_loss.detach()), rel=1e-4)
+    assert told["clip_fraction"] == pytest.approx(clipped / tokens) and 0 < clipped < tokens
+    for model, twin in ((roles.policy, plain.policy), (roles.critic, plain.critic)):
+        expected = dict(trainable_named(twin))
+        gradients = {name: parameter.grad for name, parameter in trainable_named(model)}
+        assert gradients.keys() == expected.keys() and any(float(g.abs().max()) > 1e-3 for g in gradients.values())
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(
+                gradient.double(), expected[name].grad, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
