@@ -110,7 +110,7 @@ class TrainParams(Section):
 class SftParams(TrainParams):
     learning_rate: float = Field(5e-4, gt=0)
     per_device_train_batch_size: int = Field(16, ge=1)
-    num_train_epochs: float = Field(0.6, gt=0)
+    num_train_epochs: float = Field(0.7, gt=0)
     continue_epochs: float | None = Field(0.25, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
 
 
@@ -143,9 +143,9 @@ class PpoParams(Section):
     cliprange_value: float = Field(0.2, gt=0)
     vf_coef: float = Field(0.1, ge=0)
     entropy_coef: float = Field(0.0, ge=0)
-    kl_coef: float = Field(0.12, ge=0, description="First KL coefficient (beta).")
+    kl_coef: float = Field(0.13, ge=0, description="First KL coefficient (beta).")
     adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
-    target_kl: float = Field(7.0, gt=0, description="Nats a sequence.")
+    target_kl: float = Field(6.5, gt=0, description="Nats a sequence.")
     kl_horizon: int = Field(64, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
     max_kl: float = Field(8.0, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
     min_kl: float = Field(

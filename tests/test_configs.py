@@ -21,7 +21,7 @@ def test_params_yaml_holds_the_defaults() -> None:
 def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
     params = config.resolve(name)
     assert params != Params()
-    assert params.rounds == Params().rounds
+    assert params.rounds.items() <= Params().rounds.items()
 
 
 def test_presets_are_those_of_the_folder() -> None:

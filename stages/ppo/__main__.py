@@ -76,11 +76,12 @@ def main(params: Params, round_: str) -> None:
 
 
 def identity(params: Params, inputs: list[Path]) -> Row:
-    """What a run is determined by."""
+    """What a run is determined by: params, inputs, code."""
     chosen = params.model_dump(
         mode="json", include={"seed": True, "ppo": True, "model": True, "prepare": {"prompt_format", "max_prompt_tokens"}}
     )
-    return {"params": chosen, "inputs": {str(path): file_hash(path) for path in inputs}}
+    code = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return {"params": chosen, "files": {str(path): file_hash(path) for path in [*inputs, *code]}}
 
 
 def mean_of(steps: list[Row]) -> dict[str, float]:

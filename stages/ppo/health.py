@@ -48,6 +48,9 @@ class History:
     def rise(self, name: str) -> float:
         return self.last(name) - self.first(name)
 
+    def ratio(self, name: str) -> float:
+        return self.last(name) / max(self.first(name), 1e-8)
+
 
 Reading = tuple[str, float]  # verdict, or "" where there is nothing to say; value
 
@@ -91,11 +94,11 @@ def reward_does_not_move(history: History, _: PpoParams) -> Reading:
 
 
 def entropy_collapse(history: History, _: PpoParams) -> Reading:
-    return worse_below(history.last("entropy") / history.first("entropy"), 0.5, 0.35)
+    return worse_below(history.ratio("entropy"), 0.5, 0.35)
 
 
 def one_text_for_all(history: History, _: PpoParams) -> Reading:
-    return worse_below(history.last("distinct_2") / history.first("distinct_2"), 0.75, 0.6)
+    return worse_below(history.ratio("distinct_2"), 0.75, 0.6)
 
 
 def one_ending_for_all(history: History, _: PpoParams) -> Reading:
@@ -110,7 +113,7 @@ def scorers_part(history: History, _: PpoParams) -> Reading:
 
 
 def length_hack(history: History, _: PpoParams) -> Reading:
-    ratio = history.last("response_length") / history.first("response_length")
+    ratio = history.ratio("response_length")
     return worse_above(ratio, 1.3, 1.6) if history.rise("score_mean") > 0 else ("", ratio)
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class RolloutLog:
         with self.path.open("ab") as stream:
             stream.write(gzip.compress(text.encode(), mtime=0))
             self.size = stream.tell()
+            stream.flush()
+            os.fsync(stream.fileno())  # before the resume state says that it is there
 
 
 def read_rollouts(folder: Path, made_by: str) -> list[Row]:

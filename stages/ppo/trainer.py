@@ -9,7 +9,7 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import Packed, Tokens, generate, hidden_states, logprobs_of, pack, response_logits
+from stages.generation import Packed, Tokens, generate, pack, token_logprobs
 from stages.params import PpoParams
 from stages.ppo import functional as F
 from stages.ppo.resume import State, random_state, set_random_state
@@ -231,11 +231,15 @@ class PpoTrainer:
         """
         tolerance = 0.05 if next(self.roles.policy.get_base_model().parameters()).dtype is torch.bfloat16 else 1e-3
         kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
-        with torch.no_grad():
-            again = self.packed(rollout.prompts, rollout.responses, range(len(rollout.rows)))
-            logits = response_logits(self.roles.policy, again, hidden_states(self.roles.policy, again), self.params.temperature)
-            logprobs = again.rows(logprobs_of(logits, again.targets))
-        ratio = float(((logprobs - rollout.logprobs).exp() - 1).abs().max())
+        whole = token_logprobs(
+            self.roles.policy,
+            rollout.prompts,
+            rollout.responses,
+            temperature=self.params.temperature,
+            batch_size=self.params.micro_batch_size,
+            pad_token_id=self.roles.tokenizer.pad_token_id,
+        )
+        ratio = float(((torch.cat(whole) - rollout.logprobs[rollout.mask].cpu()).exp() - 1).abs().max())
         if not (kl <= tolerance and ratio <= tolerance):
             raise RondoError(
                 f"ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by {ratio:.3g} and {kl:.3g} nats (at most "
