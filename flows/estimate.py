@@ -25,7 +25,7 @@ STAGE_SECONDS = 8.0  # start of Python, imports, loading of a model; per stage
 START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
 LAYERS = 30  # of the embedded model; the presets' have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
-WORKSPACE_GB = 1.5  # interpreter, activations of a micro batch, logits
+WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
 DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
 
 # Weights, and rows of data (demonstrations, pairs), of what the params can name; others are looked at as the embedded ones.
@@ -109,13 +109,13 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or sys.maxsize)
     rollout = ppo.batch_size * length
     evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates + 1)
-    learning = _lora_flops(ppo.lora) + _lora_flops(ppo.critic_lora)
-    # a rollout: policy, reference, reward model and critic read it once; policy and critic learn from it num_ppo_epochs times
+    learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
+    # a rollout: reference and reward model read it once; the adapted layers of policy and critic learn from it num_ppo_epochs times
     work = {
         "prepare": 0.0,
         "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
         "reward": _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
-        "ppo": updates * rollout * weights * (2 / GENERATION + 4 * 2 / FORWARD + ppo.num_ppo_epochs * learning / PPO_LEARNING) / rate,
+        "ppo": updates * rollout * weights * (2 / GENERATION + 2 * 2 / FORWARD + ppo.num_ppo_epochs * learning / PPO_LEARNING) / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
         "replay": params.replay.max_badcases * (params.replay.best_of + 4) * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
     }
@@ -137,9 +137,14 @@ def _training(section: TrainParams, rows: int, texts_a_row: int, weights: float,
     return texts * section.max_length / 3 * weights * (_lora_flops(section.lora) if section.lora.r else 6) / rate
 
 
+def _adapted_flops(lora: LoraParams) -> float:
+    """For each weight and token: 2 forward and 2 backward, in the layers that have adapters or lie above one."""
+    return 4 * min((lora.top_layers or LAYERS) / LAYERS, 1.0)
+
+
 def _lora_flops(lora: LoraParams) -> float:
-    """Of a step, for each weight and token: 2 forward, 2 backward through the layers that have adapters or lie above one."""
-    return 2 + 2 * min((lora.top_layers or LAYERS) / LAYERS, 1.0)
+    """The same, with the forward pass through the layers below."""
+    return 2 + _adapted_flops(lora) / 2
 
 
 def report(params: Params, addresses: list[str], done: list[str]) -> list[str]:

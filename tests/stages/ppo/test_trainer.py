@@ -60,16 +60,17 @@ def roles(tiny_lm, tiny_reward_model):
     )
 
 
-def run(roles: Roles, **changes: float) -> list[dict[str, float]]:
+def run(roles: Roles, seed: int = 0, **changes: float) -> list[dict[str, float]]:
     params = PpoParams(**(SETTINGS | changes))
     prompts = [({"id": str(i), "prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)]
-    trainer = PpoTrainer(roles, prompts, params, seed=0)
+    trainer = PpoTrainer(roles, prompts, params, seed)
     return [trainer.step()[1] for _ in range(trainer.planned_updates)]
 
 
-def test_learns_a_known_optimum(roles):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_learns_a_known_optimum(roles, seed):
     """The optimum is 4 (every token the liked one); chance is 0.1. Three quarters of it must be reached in 40 updates."""
-    metrics = run(roles, kl_coef=0.0, total_episodes=32 * 40)
+    metrics = run(roles, seed, kl_coef=0.0, total_episodes=32 * 40)
     assert metrics[0]["score_mean"] < 0.3
     assert metrics[-1]["score_mean"] > 3.0
 
