@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +16,7 @@ HOME = Path(".rondo")
 def main(arguments: list[str] | None = None) -> None:
     """The command line; ends the process."""
     options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not the default, which would leave Prefect's server behind
     try:
         if not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")

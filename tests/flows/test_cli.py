@@ -108,6 +108,17 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         server.wait(20)
 
 
+def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
+    """With a server of its own, for there is no other on this port."""
+    environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
+    run = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True)
+    until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
+    run.terminate()
+    assert run.wait(20) != 0
+    until(lambda: not of_project(project), 10)
+
+
 def finished(api: str, flow_run: str) -> str:
     until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 90)
     return str(request(f"{api}/flow_runs/{flow_run}")["state_name"])
