@@ -106,7 +106,8 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
     values = current.model_dump(mode="json")
     if preset != KEEP:
         chosen = read_preset(preset)
-        values = overlay(values, chosen) | {key: chosen[key] for key in chosen.keys() & {"rounds"}}  # a preset's rounds are all rounds
+        values = overlay(values, chosen)
+        values["rounds"] = chosen.get("rounds", values["rounds"])  # a preset's rounds are all rounds
     if sections is not None:
         given = sections.model_dump(mode="json", exclude_unset=True)
         values = overlay(values, {key: value for key, value in given.items() if value is not None})
