@@ -16,7 +16,7 @@ ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evalu
 def columns(path: Path) -> dict[str, list[float]]:
     with path.open() as stream:
         rows = list(csv.DictReader(stream))
-    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+    return {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
 
 
 def main(target: str) -> None:

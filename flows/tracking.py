@@ -159,7 +159,7 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
     found = {name: metrics[name] for name in paths if name in metrics}
     for name, values in metrics.get("checkpoints", {}).items():
         paths[name], found[name] = ppo / "checkpoints" / name, values
-    last = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}").get("updates", 0) if (ppo / "metrics.json").exists() else 0
+    last = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}").get("policy_update", 0) if (ppo / "metrics.json").exists() else 0
     against_sft = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
     for name, values in found.items():
         path = paths[name]

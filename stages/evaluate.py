@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from stages.errors import BadInput, RondoError
-from stages.generation import generate, reward_scores, token_logprobs
+from stages.generation import closed, generate, reward_scores, token_logprobs
 from stages.judges import Judged, judge, outcome
-from stages.models import load_causal_lm, load_reward_model, load_tokenizer, prepare_torch
+from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, prepare_torch
 from stages.params import Params
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
@@ -86,8 +86,8 @@ class Evaluator:
         )
         sft = [float(row.sum()) for row in logprobs(self.sft)]
         own = sft if model is self.sft else [float(row.sum()) for row in logprobs(model)]
-        raw = reward_scores(self.reward, [a + b for a, b in zip(self.prompt_ids, responses, strict=True)], pad_token_id=pad)
-        scores = ((raw - self.reward.config.mean) / self.reward.config.std).tolist()
+        whole = [a + b for a, b in zip(self.prompt_ids, closed(responses, eos), strict=True)]
+        scores = calibrated(reward_scores(self.reward, whole, pad_token_id=pad), self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
             Sample(text, judged, score, mine - reference, reference, len(tokens), tokens[-1] == eos)
@@ -158,13 +158,14 @@ def main(params: Params, round_: str) -> None:
     frozen = read_json(stage_dir(round_, "prepare") / "manifest.json", f"dvc repro prepare@{round_}")["evaluation_hash"]
     if evaluation_hash(data) != frozen:
         raise BadInput(f"{data}: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
-    updates = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["updates"]
-    recorder = Recorder("evaluate", round_, updates)
+    kept = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
+    recorder = Recorder("evaluate", round_)
     evaluator = Evaluator(params, round_)
     for stage in ("sft", "reward", "ppo"):
         check_template(stage_dir(round_, stage) / "manifest.json", evaluator.tokenizer, params.prepare.prompt_format)
     found: dict[str, list[Pass]] = {}
     metrics: dict[str, dict[str, float]] = {}
+    curve: dict[int, dict[str, float]] = {}
 
     def evaluate(name: str, model: Any, samples: int) -> None:
         found[name] = evaluator.answers(model, samples)
@@ -176,7 +177,7 @@ def main(params: Params, round_: str) -> None:
     # 2. base and SFT
     evaluate("base", load_causal_lm(ASSETS / "model", params.model), config.checkpoint_samples_per_prompt)
     evaluate("sft", evaluator.sft, config.samples_per_prompt)
-    recorder.log(0, point(metrics["sft"], 0.5), CURVE)
+    curve[0] = point(metrics["sft"], 0.5)
 
     # 3. the checkpoints on PPO's way; one with the policy's weights is not evaluated twice
     policy, checkpoints = ppo / "policy", sorted((ppo / "checkpoints").glob("step_*"))
@@ -186,14 +187,14 @@ def main(params: Params, round_: str) -> None:
             continue
         evaluate(path.name, load_causal_lm(evaluator.sft_path, params.model, path), config.checkpoint_samples_per_prompt)
         metrics[path.name] |= with_interval("win_rate", compare(found[path.name], found["sft"], params)["win_rate"])
-        recorder.log(int(path.name.removeprefix("step_")), point(metrics[path.name], metrics[path.name]["win_rate"]), CURVE)
+        curve[int(path.name.removeprefix("step_"))] = point(metrics[path.name], metrics[path.name]["win_rate"])
 
     # 4. the policy, against SFT; then once more from disk
     evaluate("ppo", load_causal_lm(evaluator.sft_path, params.model, policy), config.samples_per_prompt)
     intervals = compare(found["ppo"], found["sft"], params)
     results = with_interval("win_rate", intervals["win_rate"]) | with_interval("sentiment_gain", intervals["sentiment_gain"])
     metrics |= {name: metrics["ppo"] | with_interval("win_rate", intervals["win_rate"]) for name in same}
-    recorder.log(updates, point(metrics["ppo"], results["win_rate"]), CURVE)
+    curve[kept] = point(metrics["ppo"], results["win_rate"])
     evaluator.reward = load_reward_model(evaluator.reward_path, params.model)
     check_reproduced(found["ppo"][0], evaluator.answer(load_causal_lm(evaluator.sft_path, params.model, policy), 0))
 
@@ -204,6 +205,8 @@ def main(params: Params, round_: str) -> None:
         results |= with_interval("win_rate_champion", compare(found["ppo"], found["champion"], params)["win_rate"])
 
     # 6. write
+    for update in sorted(curve):
+        recorder.log(update, curve[update], CURVE)
     steps = {path.name: metrics.pop(path.name) for path in checkpoints}
     write_jsonl(folder / "samples.jsonl", side_by_side(evaluator.rows, {name: found[name] for name in metrics}))
     write_manifest(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Tokens = list[int]
 
+LEAVE = 0.75  # share of a batch still being sampled, at which the others leave it
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -52,6 +54,11 @@ def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], pad_token
         response_mask=(torch.arange(int(sizes.max())) < sizes[:, None]).to(device),
         last=(ends - 1).to(device),
     )
+
+
+def closed(response_ids: Sequence[Tokens], eos_token_id: int) -> list[Tokens]:
+    """Each response with EOS at its end, whether or not it was sampled: reward models are trained on EOS, and read there."""
+    return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
 
 
 def unwrap(model: Any) -> Any:
@@ -115,6 +122,14 @@ def token_logprobs(
     return result
 
 
+def sequence_kl(policy: Any, prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], **options: Any) -> list[float]:
+    """For each row the log-ratio of a PeftModel to itself with the adapter off, in nats a sequence; `options` are token_logprobs'."""
+    own = token_logprobs(policy, prompt_ids, response_ids, **options)
+    with policy.disable_adapter():
+        reference = token_logprobs(policy, prompt_ids, response_ids, **options)
+    return [float((a - b).sum()) for a, b in zip(own, reference, strict=True)]
+
+
 @torch.no_grad()
 def reward_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64, pad_token_id: int) -> Tensor:
     """(B,) raw scores, float32 on the CPU, read at each sequence's last token (EOS, where it was trained with EOS)."""
@@ -158,24 +173,35 @@ def _generate_batch(model: Any, prompt_ids: Sequence[Tokens], uniforms: Tensor, 
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompt_ids], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    finished = torch.zeros(len(prompt_ids), dtype=torch.bool, device=device)
-    sampled, cache = [], None
+    uniforms = uniforms.to(device)
+    sampled = torch.full(uniforms.shape, pad, device=device)
+    rows = torch.arange(len(prompt_ids), device=device)  # those still in the batch
+    going, cache = torch.ones_like(rows, dtype=torch.bool), None
     for step in range(uniforms.shape[1]):
         output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         # (B, H), not logits_to_keep's (B, 1, H) view: that one is multiplied row by row, each time with a copy of the vocabulary
-        logits = head(output.last_hidden_state[:, -1])
-        cumulative = (logits.float() / temperature).softmax(-1).cumsum(-1)
-        # scaled by the last sum, which rounding leaves a little off 1
-        token = torch.searchsorted(cumulative, uniforms[:, step, None].to(device) * cumulative[:, -1:], right=True).squeeze(-1)
-        token = token.clamp(max=cumulative.shape[-1] - 1).masked_fill(finished, pad)
-        sampled.append(token)
-        finished = finished | (token == eos)
-        if bool(finished.all()):
+        token = _draw(head(output.last_hidden_state[:, -1]).float(), temperature, uniforms[rows, step]).masked_fill(~going, pad)
+        sampled[rows, step] = token
+        going = going & (token != eos)
+        left = int(going.sum())
+        if not left:
             break
         ids, positions = token[:, None], positions[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(prompt_ids), 1)], dim=1)
-    return [_until_eos(row, eos) for row in torch.stack(sampled, dim=1).tolist()]
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        if left <= LEAVE * len(rows):  # rows that have ended leave, now and then, since it costs a copy of the cache
+            cache.batch_select_indices(going.nonzero().squeeze(1))
+            rows, ids, positions, mask, going = (each[going] for each in (rows, ids, positions, mask, going))
+    return [_until_eos(row, eos) for row in sampled.tolist()]
+
+
+def _draw(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
+    """(B,) tokens of (B, V) float32 logits, which are overwritten, by inverse CDF of (B,) uniforms."""
+    if temperature != 1:
+        logits /= temperature
+    cumulative = logits.sub_(logits.amax(-1, keepdim=True)).exp_().cumsum_(-1)
+    token = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True).squeeze(-1)
+    return token.clamp(max=logits.shape[-1] - 1)
 
 
 def _until_eos(tokens: Tokens, eos: int) -> Tokens:

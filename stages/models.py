@@ -73,6 +73,11 @@ def load_reward_model(path: Path, params: ModelParams, **more: Any) -> PreTraine
     return _load(AutoModelForSequenceClassification, path, params, num_labels=1, **more)
 
 
+def calibrated(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:
+    """Raw scores in standard deviations from the mean score of SFT demonstrations."""
+    return (raw - reward_model.config.mean) / reward_model.config.std
+
+
 def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> Any:
     """peft's LoraConfig. Dropout is 0, else ratios would not be 1 at PPO's first update.
 

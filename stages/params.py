@@ -111,6 +111,7 @@ class SftParams(TrainParams):
     learning_rate: float = Field(5e-4, gt=0)
     per_device_train_batch_size: int = Field(16, ge=1)
     num_train_epochs: float = Field(0.7, gt=0)
+    lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     continue_epochs: float | None = Field(0.25, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
 
 
@@ -119,7 +120,7 @@ class RewardParams(TrainParams):
     per_device_train_batch_size: int = Field(16, ge=2)
     gradient_accumulation_steps: int = Field(2, ge=1, description="Batches an optimiser step: less memory for the same step.")
     num_train_epochs: float = Field(1.0, gt=0)
-    continue_epochs: float | None = Field(0.7, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
+    continue_epochs: float | None = Field(0.5, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     center_rewards_coefficient: float | None = Field(0.01, ge=0, description="Weight of the squared mean reward of a pair (TRL).")
 
@@ -143,19 +144,23 @@ class PpoParams(Section):
     cliprange_value: float = Field(0.2, gt=0)
     vf_coef: float = Field(0.1, ge=0)
     entropy_coef: float = Field(0.0, ge=0)
-    kl_coef: float = Field(0.13, ge=0, description="First KL coefficient (beta).")
+    kl_coef: float = Field(0.11, ge=0, description="First KL coefficient (beta).")
     adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
     target_kl: float = Field(6.5, gt=0, description="Nats a sequence.")
     kl_horizon: int = Field(64, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
-    max_kl: float = Field(8.0, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
+    max_kl: float = Field(7.5, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
     min_kl: float = Field(
         0.01, ge=0, description="Below it for `kl_patience` updates after warm-up the policy does not move: the run stops."
     )
     kl_patience: int = Field(5, ge=1)
     whiten_rewards: bool = Field(False, description="Divide token rewards by their standard deviation (no mean shift).")
     score_clip: float = Field(5.0, gt=0, description="Scores are clipped to +- this after normalisation.")
-    missing_eos_penalty: float = Field(1.0, ge=0, description="Subtracted from the score of a response without EOS.")
+    missing_eos_penalty: float = Field(0.3, ge=0, description="Subtracted from the score of a response without EOS.")
     save_updates: int = Field(10, ge=1, description="A checkpoint to evaluate every so many updates.")
+    validation_prompts: int = Field(64, ge=1, description="Prompts that PPO does not train on, on which the judge compares policies.")
+    validation_updates: int = Field(
+        4, ge=1, description="The judge looks every so many updates; its best policy within `max_kl` is the one that is kept."
+    )
     on_danger: OnDanger = Field(OnDanger.stop, description="What a danger that the health monitor finds does to the run.")
     resume_updates: int = Field(1, ge=1, description="What a killed run goes on from is saved every so many updates.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))

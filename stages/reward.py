@@ -19,7 +19,16 @@ from trl.trainer.reward_trainer import RewardTrainer
 from stages.baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.errors import RondoError
 from stages.generation import Tokens, reward_scores
-from stages.models import load_reward_model, load_tokenizer, lora_config, merge_adapter, prepare_torch, resolve_dtype, save_model
+from stages.models import (
+    calibrated,
+    load_reward_model,
+    load_tokenizer,
+    lora_config,
+    merge_adapter,
+    prepare_torch,
+    resolve_dtype,
+    save_model,
+)
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
@@ -27,7 +36,7 @@ from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_di
 from stages.statistics import calibration, wilson_interval
 from stages.training import RecordSteps, starting_model, trainer_arguments, weights_params
 
-CALIBRATION_ROWS = 512
+CALIBRATION_ROWS = 256
 RELOAD_ROWS, RELOAD_TOLERANCE = 32, 1e-3
 
 
@@ -64,8 +73,8 @@ def main(params: Params, round_: str) -> None:
 
     # 4. centre on the SFT demonstrations, save merged
     merged = merge_adapter(trained, resolve_dtype(params.model.dtype))
-    calibrated = scores(merged, ids(demonstrations, "completion"))
-    merged.config.mean, merged.config.std = float(calibrated.mean()), float(calibrated.std())
+    centre = scores(merged, ids(demonstrations, "completion"))
+    merged.config.mean, merged.config.std = float(centre.mean()), float(centre.std())
     save_model(merged, tokenizer, folder / "model")
 
     # 5. a fresh process must give the saved model the same scores
@@ -77,8 +86,7 @@ def main(params: Params, round_: str) -> None:
         )
 
     # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
-    mean, std = merged.config.mean, merged.config.std
-    calibrated_pairs = zip(held_out, ((score_chosen - mean) / std).tolist(), ((score_rejected - mean) / std).tolist(), strict=True)
+    calibrated_pairs = zip(held_out, *(calibrated(side, merged).tolist() for side in (score_chosen, score_rejected)), strict=True)
     write_jsonl(
         folder / "scores.jsonl", ({"id": row["id"], "chosen": round(c, 4), "rejected": round(r, 4)} for row, c, r in calibrated_pairs)
     )
@@ -91,7 +99,7 @@ def main(params: Params, round_: str) -> None:
         inputs=[data / "pairs_train.jsonl", data / "pairs_eval.jsonl"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         started_from=str(start),
-        calibration={"mean": mean, "std": std},
+        calibration={"mean": merged.config.mean, "std": merged.config.std},
     )
     recorder.finish(
         measured
@@ -100,8 +108,8 @@ def main(params: Params, round_: str) -> None:
             "train_pairs": len(train),
             "baseline_longest": longest_wins_accuracy(held_out),
             "baseline_tfidf": tfidf_accuracy(train, held_out, params.seed),
-            "score_mean": mean,
-            "score_std": std,
+            "score_mean": merged.config.mean,
+            "score_std": merged.config.std,
             "reload_max_difference": difference,
             "loss": recorder.steps[-1]["loss"],
         }

@@ -1,7 +1,9 @@
 """PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget."""
 
 import shutil
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from stages.errors import BadInput
 from stages.models import prepare_torch, save_adapter
@@ -9,11 +11,11 @@ from stages.params import Params
 from stages.ppo.roles import load_roles
 from stages.ppo.run import Run
 from stages.ppo.trainer import PpoTrainer
+from stages.prepare.split import hold_out, prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
 from stages.records import Row, file_hash, read_jsonl, stage_dir, write_json, write_manifest
 
-AVERAGED_UPDATES = 3
 REPORTED = ("score_mean", "judge_mean", "kl", "entropy", "response_length", "eos_rate", "kl_coef", "explained_variance")
 
 
@@ -22,27 +24,25 @@ def main(params: Params, round_: str) -> None:
     prepare_torch(params)
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
-    prompts = read_jsonl(data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
-    if len(prompts) < params.ppo.batch_size:
-        raise BadInput(
-            f"{data}/prompts_train.jsonl has {len(prompts)} prompts, ppo.batch_size is {params.ppo.batch_size}: lower it or add prompts"
-        )
     roles = load_roles(params, sft / "model", reward / "model")
     for manifest in (sft, reward):
         check_template(manifest / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
-    tokens = [
-        encode(roles.tokenizer, row["prompt"], None, params.prepare.prompt_format, params.prepare.max_prompt_tokens)[0] for row in prompts
-    ]
-    trainer = PpoTrainer(roles, list(zip(prompts, tokens, strict=True)), params.ppo, params.seed)
 
-    # 2. updates, from the first or from where a killed run of the same inputs got to, until done or in danger
-    run = Run(trainer, params, round_, identity(params, [data / "prompts_train.jsonl", sft / "model", reward / "model"]))
+    # 2. prompts: some are held out, to compare policies on
+    rows = read_jsonl(data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
+    tokens = partial(
+        encode, roles.tokenizer, response=None, prompt_format=params.prepare.prompt_format, max_length=params.prepare.max_prompt_tokens
+    )
+    prompts, held_out = ([(row, tokens(row["prompt"])[0]) for row in part] for part in split(rows, params))
+    trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
+
+    # 3. updates, from the first or from where a killed run of the same inputs got to, until done or in danger
+    inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model"]
+    run = Run(trainer, held_out, params, round_, identity(params, inputs))
     run.train()
 
-    # 3. the policy to keep: the last one, unless it ends above the KL budget; then the last one seen within it
-    steps = run.recorder.steps
-    last = mean_of(steps[-AVERAGED_UPDATES:])
-    kept = trainer.updates if last["kl"] <= params.ppo.max_kl else trainer.restore_within_budget()
+    # 4. the policy to keep: the judge's choice among those within the KL budget
+    run.best.restore()
     save_adapter(roles.policy, folder / "policy")
     save_adapter(roles.critic, folder / "critic")
     for name in ("checkpoints", "rollouts"):
@@ -58,21 +58,50 @@ def main(params: Params, round_: str) -> None:
         inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
     )
-    run.recorder.finish(
-        {name: last[name] for name in REPORTED}
-        | {
-            "score_mean_first": steps[0]["score_mean"],
-            "updates": trainer.updates,
-            "episodes": trainer.updates * params.ppo.batch_size,
-            "stopped": run.stopped or "completed",
-            "policy_update": kept,
-            "health": run.monitor.verdict,
-        }
-    )
+    told = summary(run)
+    run.recorder.finish(told)
     run.resume.clear()
-    back = "" if kept == trainer.updates else f"; above the budget, so the policy after update {kept} is kept"
-    scores = f"score {steps[0]['score_mean']:.2f} -> {last['score_mean']:.2f}"
-    print(f"[ppo@{round_}] {run.stopped or 'completed'}, {run.monitor.verdict}: {scores}, KL {last['kl']:.2f} nats{back}", flush=True)
+    kept, before = run.best.found, run.before
+    print(
+        f"[ppo@{round_}] {told['stopped']}, {told['health']}; kept is the policy after update {kept.update}: "
+        f"judge {before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
+        flush=True,
+    )
+
+
+def split(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
+    """Prompts to train on, and `validation_prompts` others.
+
+    Raises:
+        BadInput: too few are left for a batch.
+    """
+    number, least = params.ppo.validation_prompts, params.ppo.batch_size
+    keys = {prompt_key(row["prompt"]): row for row in rows}
+    held_out = hold_out(keys, number / max(len(keys), 1), params.seed)
+    train = [row for row in rows if prompt_key(row["prompt"]) not in held_out]
+    if len(train) < least:
+        raise BadInput(
+            f"{len(keys)} PPO prompts less ppo.validation_prompts ({number}) are fewer than ppo.batch_size ({least}): "
+            "lower one of them, or add prompts"
+        )
+    return train, [row for key, row in keys.items() if key in held_out]
+
+
+def summary(run: Run) -> Row:
+    """What was kept of the run, and the means of the rollouts around it."""
+    steps, kept = run.recorder.steps, run.best.found
+    around = steps[max(kept.update - 2, 0) : kept.update + 1]  # the rollout of update n is by the policy after n - 1
+    return {name: fmean(step[name] for step in around) for name in REPORTED} | {
+        "score_mean_first": steps[0]["score_mean"],
+        "updates": run.trainer.updates,
+        "episodes": run.trainer.updates * run.params.batch_size,
+        "stopped": run.stopped or "completed",
+        "policy_update": kept.update,
+        "validation_judge_before": run.before.judge,
+        "validation_judge": kept.judge,
+        "validation_kl": kept.kl,
+        "health": run.monitor.verdict,
+    }
 
 
 def identity(params: Params, inputs: list[Path]) -> Row:
@@ -82,10 +111,6 @@ def identity(params: Params, inputs: list[Path]) -> Row:
     )
     code = sorted(Path(__file__).parents[1].rglob("*.py"))
     return {"params": chosen, "files": {str(path): file_hash(path) for path in [*inputs, *code]}}
-
-
-def mean_of(steps: list[Row]) -> dict[str, float]:
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
 
 
 if __name__ == "__main__":

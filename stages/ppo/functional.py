@@ -34,9 +34,9 @@ def token_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: 
     return rewards + torch.nn.functional.one_hot(last, mask.shape[1]) * scores[:, None]
 
 
-def shape_scores(raw: Tensor, ended: Tensor, *, mean: float, std: float, clip: float, missing_eos_penalty: float) -> Tensor:
-    """(B,) scores for PPO: calibrated, clipped to +-clip, less a penalty where `ended` (B,) bool is false."""
-    return ((raw - mean) / std).clamp(-clip, clip) - missing_eos_penalty * (~ended)
+def shape_scores(calibrated: Tensor, ended: Tensor, *, clip: float, missing_eos_penalty: float) -> Tensor:
+    """(B,) scores for PPO: clipped to +-clip, less a penalty where `ended` (B,) bool is false."""
+    return calibrated.clamp(-clip, clip) - missing_eos_penalty * (~ended)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ within a text, so those are watched too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from stages.params import PpoParams
 from stages.records import Row
@@ -40,10 +40,10 @@ class History:
     steps: Sequence[Row]
 
     def first(self, name: str) -> float:
-        return _mean([row[name] for row in self.steps[:WINDOW]])
+        return fmean([row[name] for row in self.steps[:WINDOW]])
 
     def last(self, name: str) -> float:
-        return _mean([row[name] for row in self.steps[-WINDOW:]])
+        return fmean([row[name] for row in self.steps[-WINDOW:]])
 
     def rise(self, name: str) -> float:
         return self.last(name) - self.first(name)
@@ -212,7 +212,3 @@ class Monitor:
     def verdict(self) -> str:
         verdicts = {finding.verdict for finding in self.findings}
         return DANGER if DANGER in verdicts else WARN if WARN in verdicts else "healthy"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -21,25 +21,25 @@ State = dict[str, Any]
 
 
 class Resume:
-    """One file `state.pt`, replaced whole; it is of the run whose `identity` (inputs and params) it carries, or it is ignored."""
+    """A file `state.pt`, replaced whole, in a folder of its own for each `identity` (inputs, params, code)."""
 
-    def __init__(self, folder: Path, identity: Row) -> None:
-        self.folder, self.path = folder, folder / "state.pt"
-        self.identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    def __init__(self, work: Path, identity: Row) -> None:
+        self.folder = work / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        self.path = self.folder / "state.pt"
 
     def load(self) -> State | None:
         """The last state, None if there is none of this run."""
         if not self.path.exists():
             return None
         state: State = torch.load(self.path, map_location="cpu", weights_only=True)
-        return state if state["identity"] == self.identity else None
+        return state
 
     def save(self, state: State) -> None:
         """Written under another name, flushed to the disk, renamed: a kill at any moment leaves this state or the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("wb") as stream:
-            torch.save(state | {"identity": self.identity}, stream)
+            torch.save(state, stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, self.path)

@@ -10,23 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.generation import Packed, logprobs_of, response_logits, scalar_head
-from stages.models import load_causal_lm, load_reward_model, load_tokenizer, lora_config
+from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, lora_config
 from stages.params import Params
 from stages.ppo.trunk import SharedTrunk
 
 
 @dataclass
 class Roles:
-    """`policy` is a PeftModel on the SFT model; `critic` a PeftModel on the reward model with a value head of its own.
-
-    score_mean and score_std calibrate the reward model's raw scores, and the critic's values with them.
-    """
+    """`policy` is a PeftModel on the SFT model; `critic` a PeftModel on the reward model with a value head of its own."""
 
     policy: Any
     critic: Any
     tokenizer: PreTrainedTokenizerBase
-    score_mean: float
-    score_std: float
 
     def __post_init__(self) -> None:
         self.policy_trunk, self.critic_trunk = SharedTrunk(self.policy), SharedTrunk(self.critic)
@@ -45,7 +40,7 @@ class Roles:
     def values(self, packed: Packed, entering: Tensor) -> Tensor:
         """(B, T) the critic's value before each response token, in calibrated score units."""
         states = self.critic_trunk.adapted(packed, entering)[packed.predicts]
-        return packed.rows((scalar_head(self.critic, states) - self.score_mean) / self.score_std)
+        return packed.rows(self.calibrated(scalar_head(self.critic, states)))
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -55,17 +50,18 @@ class Roles:
         with self.critic.disable_adapter():
             return scalar_head(self.critic, hidden[rows, packed.last]), entering
 
+    def calibrated(self, raw: Tensor) -> Tensor:
+        """Raw scores, and values with them, in the units of the reward stage's calibration."""
+        return calibrated(raw, self.critic)
+
 
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     """Lay fresh adapters over the SFT model and the reward model."""
     policy = load_causal_lm(sft, params.model)
     reward_model = load_reward_model(reward, params.model)
-    config = reward_model.config
     reward_model.score.float()
     return Roles(
         policy=get_peft_model(policy, lora_config(params.ppo.lora, "CAUSAL_LM", policy)).eval(),
         critic=get_peft_model(reward_model, lora_config(params.ppo.critic_lora, "SEQ_CLS", reward_model)).eval(),
         tokenizer=load_tokenizer(sft),
-        score_mean=config.mean,
-        score_std=config.std,
     )

@@ -1,76 +1,94 @@
 """A run of PPO from its first update, or from where a killed one got to, to its last; everything it writes goes to the work folder."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from statistics import fmean
 
-from stages.judges import judge
+from transformers import PreTrainedTokenizerBase
+
+from stages.judges import judge, sentiment
 from stages.models import save_adapter
 from stages.params import OnDanger, Params
+from stages.ppo.best import NOTHING, Best, Validation
 from stages.ppo.health import DANGER, Monitor
 from stages.ppo.resume import Resume
-from stages.ppo.roles import Roles
 from stages.ppo.rollouts import RolloutLog
-from stages.ppo.trainer import PpoTrainer, Rollout
+from stages.ppo.trainer import Episode, PpoTrainer, Rollout
 from stages.records import Recorder, Row, work_dir
 from stages.statistics import pearson
-from stages.text import suffixes
+from stages.text import distinct_n, repetition_n, suffixes
 
 SHOWN = ["score_mean", "judge_mean", "kl", "response_length", "distinct_2", "entropy"]
 ENDING_TOKENS = 2
 
 
 class Run:
-    """`stopped`: the sign that ended it early, or nothing. `work`: rollouts/, checkpoints/ and the resume state."""
+    """`before`: what the judge says of the policy that has learnt nothing yet. `stopped`: the sign that ended the run early, or nothing."""
 
-    def __init__(self, trainer: PpoTrainer, params: Params, round_: str, identity: Row) -> None:
-        self.trainer, self.params, self.work = trainer, params.ppo, work_dir(round_, "ppo") / "run"
-        self.resume = Resume(self.work, identity)
+    def __init__(self, trainer: PpoTrainer, held_out: Sequence[Episode], params: Params, round_: str, identity: Row) -> None:
+        self.trainer, self.params = trainer, params.ppo
+        self.resume = Resume(work_dir(round_, "ppo"), identity)
+        self.work = self.resume.folder
+        self.best = Best(trainer.roles, held_out, sentiment, self.params, params.seed)
+        self.monitor = Monitor(self.params)
+        self.stopped, self.before = "", NOTHING
         saved = self.resume.load()
-        if saved:
-            trainer.load_state(saved["trainer"])
-        else:
+        if not saved:
             self.resume.clear()
         self.recorder = Recorder("ppo", round_, trainer.planned_updates, saved["steps"] if saved else ())
         self.rollouts = RolloutLog(self.work / "rollouts", saved["rollouts"] if saved else (1, 0))
-        self.stopped: str = saved["stopped"] if saved else ""
-        self.monitor = Monitor(self.params)
-        for number in range(len(self.recorder.steps)):
-            self.monitor.read(self.recorder.steps[: number + 1])
         if saved:
+            trainer.load_state(saved["trainer"])
+            self.best.load_state(saved["best"])
+            self.stopped, self.before = saved["stopped"], Validation(*saved["before"])
+            for number in range(len(self.recorder.steps)):
+                self.monitor.read(self.recorder.steps[: number + 1])
             self.recorder.say(trainer.updates, "goes on from here")
 
     def train(self) -> None:
         """Update after update, until done or in danger; the state to resume from is saved last, so that it covers the rest."""
-        trainer = self.trainer
+        trainer, p = self.trainer, self.params
+        if not trainer.updates:
+            self.before = self.best.validate(0)
         while trainer.updates < trainer.planned_updates and not self.stopped:
             rollout, metrics = trainer.step()
-            rows = episodes(trainer.updates, rollout, trainer.roles, metrics["kl_coef"])
+            rows = episodes(trainer.updates, rollout, trainer.roles.tokenizer, metrics["kl_coef"])
             self.rollouts.append(rows)
-            self.recorder.log(trainer.updates, metrics | second_opinion(rows), SHOWN)
-            for finding in self.monitor.read(self.recorder.steps):
+            metrics |= describe_texts(rows)
+            findings = self.monitor.read([*self.recorder.steps, {"step": trainer.updates, **metrics}])
+            if p.on_danger is OnDanger.stop:
+                self.stopped = next((finding.sign for finding in findings if finding.verdict == DANGER), "")
+            if (trainer.updates % p.validation_updates == 0 or trainer.updates == trainer.planned_updates) and not self.stopped:
+                validation = self.best.validate(trainer.updates)
+                metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
+            self.recorder.log(trainer.updates, metrics, [*SHOWN, *(name for name in metrics if name.startswith("validation"))])
+            for finding in findings:
                 self.recorder.say(trainer.updates, str(finding))
-                if finding.verdict == DANGER and self.params.on_danger is OnDanger.stop:
-                    self.stopped = self.stopped or finding.sign
-            if trainer.updates % self.params.save_updates == 0:
-                save_adapter(trainer.roles.policy, self.checkpoints / f"step_{trainer.updates:05d}")
-            if trainer.updates % self.params.resume_updates == 0:
-                self.resume.save(
-                    {"trainer": trainer.state(), "steps": self.recorder.steps, "rollouts": self.rollouts.place, "stopped": self.stopped}
-                )
+            if trainer.updates % p.save_updates == 0:
+                save_adapter(trainer.roles.policy, self.work / "checkpoints" / f"step_{trainer.updates:05d}")
+            if trainer.updates % p.resume_updates == 0:
+                self.save()
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.work / "checkpoints"
+    def save(self) -> None:
+        self.resume.save(
+            {
+                "trainer": self.trainer.state(),
+                "best": self.best.state(),
+                "before": list(self.before),
+                "steps": self.recorder.steps,
+                "rollouts": self.rollouts.place,
+                "stopped": self.stopped,
+            }
+        )
 
     def health(self) -> Row:
         return {"verdict": self.monitor.verdict, "findings": [asdict(finding) for finding in self.monitor.findings]}
 
 
-def episodes(update: int, rollout: Rollout, roles: Roles, kl_coef: float) -> list[Row]:
+def episodes(update: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase, kl_coef: float) -> list[Row]:
     """One row an episode. score: calibrated; reward: the score clipped and penalised; kl: nats, and what it cost; judge: sentiment."""
-    texts = roles.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
-    scores = (rollout.raw_scores - roles.score_mean) / roles.score_std
-    columns = (each.tolist() for each in (scores, rollout.scores, rollout.sequence_kl, rollout.ended))
+    texts = tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
+    columns = (each.tolist() for each in (rollout.calibrated, rollout.scores, rollout.sequence_kl, rollout.ended))
     judged = judge([row["prompt"] for row in rollout.rows], texts)
     return [
         {
@@ -90,12 +108,14 @@ def episodes(update: int, rollout: Rollout, roles: Roles, kl_coef: float) -> lis
     ]
 
 
-def second_opinion(rows: list[Row]) -> dict[str, float]:
-    """What a judge that PPO does not see makes of the rollout, and how many texts end alike."""
-    ends = [ends[-1] for row in rows if (ends := suffixes(row["response"], ENDING_TOKENS))]
-    agreement = pearson([row["score"] for row in rows], [row["judge"] for row in rows])
+def describe_texts(rows: list[Row]) -> dict[str, float]:
+    """Diversity within and across texts, how many end alike, and what a judge that PPO does not see makes of them."""
+    texts = [row["response"] for row in rows]
+    ends = [ends[-1] for text in texts if (ends := suffixes(text, ENDING_TOKENS))]
     return {
-        "judge_mean": sum(row["judge"] for row in rows) / len(rows),
-        "score_judge_correlation": agreement or 0.0,
+        "distinct_2": distinct_n(texts, 2),
+        "repetition_3": fmean(repetition_n(text, 3) for text in texts),
         "ending_share": max(map(ends.count, ends), default=0) / len(rows),
+        "judge_mean": fmean(row["judge"] for row in rows),
+        "score_judge_correlation": pearson([row["score"] for row in rows], [row["judge"] for row in rows]) or 0.0,
     }

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import Packed, Tokens, generate, pack, token_logprobs
+from stages.generation import Packed, Tokens, closed, generate, pack, token_logprobs
 from stages.params import PpoParams
 from stages.ppo import functional as F
 from stages.ppo.resume import State, random_state, set_random_state
 from stages.ppo.roles import Roles
 from stages.records import Row
-from stages.text import distinct_n, repetition_n
+
+Episode = tuple[Row, Tokens]  # a prompt's row, and its tokens
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Rollout:
     """One rollout of B episodes; all (B, T) arrays are zero behind a response's end.
 
     prompts, responses: tokens of each episode. ended: (B,) bool, EOS was sampled. raw_scores: (B,) of the reward
-    model. scores: (B,) calibrated, clipped, penalised. logprobs, entropies, ref_logprobs (nats), values, advantages (whitened),
+    model, on the response with EOS at its end. calibrated: (B,) the same in standard deviations of demonstrations.
+    scores: (B,) clipped and penalised. logprobs, entropies, ref_logprobs (nats), values, advantages (whitened),
     returns: (B, T). mask: (B, T) bool. policy_states, critic_states: (B, L, H) below their adapters, the same at every epoch.
     """
 
@@ -32,6 +33,7 @@ class Rollout:
     responses: list[Tokens]
     ended: Tensor
     raw_scores: Tensor
+    calibrated: Tensor
     scores: Tensor
     logprobs: Tensor
     entropies: Tensor
@@ -49,6 +51,19 @@ class Rollout:
         return (F.kl_k1(self.logprobs, self.ref_logprobs) * self.mask).sum(1)
 
 
+class Told(NamedTuple):
+    """What the four roles say of a micro-batch, as in `Rollout`; nothing here has gradients."""
+
+    raw_scores: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    mask: Tensor
+    policy_states: Tensor
+    critic_states: Tensor
+
+
 class Live(NamedTuple):
     """What policy and critic said of a rollout, with gradients: logprobs, values (B, T); logits (N, V)."""
 
@@ -60,13 +75,11 @@ class Live(NamedTuple):
 class PpoTrainer:
     """State of a run: roles, optimisers, KL coefficient, random streams, place in the prompts."""
 
-    def __init__(self, roles: Roles, prompts: list[tuple[Row, Tokens]], params: PpoParams, seed: int) -> None:
+    def __init__(self, roles: Roles, prompts: list[Episode], params: PpoParams, seed: int) -> None:
         self.roles, self.params, self.prompts = roles, params, prompts
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
         self.updates = 0
-        self.within_budget: dict[str, Tensor] = {}
-        self.within_budget_update = 0
         self.live: Live | None = None  # of the rollout at hand, until the first epoch has used it
         self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon)
         self.planned_updates = planned_updates(params)
@@ -87,10 +100,7 @@ class PpoTrainer:
         self.check_finite({name: getattr(rollout, name) for name in ("raw_scores", "logprobs", "ref_logprobs", "values")})
         if self.updates == 0:
             self.check_contract(rollout)
-        if float(rollout.sequence_kl.mean()) <= self.params.max_kl:
-            self.within_budget = {name: value.clone() for name, value in get_peft_model_state_dict(self.roles.policy).items()}
-            self.within_budget_update = self.updates
-        metrics = describe(rollout, self.roles) | {"kl_coef": self.kl.kl_coef} | self.optimise(rollout)
+        metrics = describe(rollout) | {"kl_coef": self.kl.kl_coef} | self.optimise(rollout)
         if self.params.adaptive_kl:
             self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
         self.updates += 1
@@ -102,8 +112,6 @@ class PpoTrainer:
             "updates": self.updates,
             "order": self.order,
             "kl_coef": self.kl.kl_coef,
-            "within_budget": self.within_budget,
-            "within_budget_update": self.within_budget_update,
             "models": [{name: p.detach() for name, p in trainable_named(model)} for model in (self.roles.policy, self.roles.critic)],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
@@ -113,9 +121,7 @@ class PpoTrainer:
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
-        for name in ("updates", "order", "within_budget", "within_budget_update"):
-            setattr(self, name, state[name])
-        self.kl.kl_coef = state["kl_coef"]
+        self.updates, self.order, self.kl.kl_coef = state["updates"], state["order"], state["kl_coef"]
         for model, weights in zip((self.roles.policy, self.roles.critic), state["models"], strict=True):
             for name, parameter in trainable_named(model):
                 parameter.copy_(weights[name])
@@ -126,12 +132,7 @@ class PpoTrainer:
         self.generator.set_state(state["generator"])
         set_random_state(state["random"])
 
-    def restore_within_budget(self) -> int:
-        """Back to the last policy whose rollout was within max_kl; returns how many updates had made it."""
-        set_peft_model_state_dict(self.roles.policy, self.within_budget)
-        return self.within_budget_update
-
-    def sample_prompts(self) -> list[tuple[Row, Tokens]]:
+    def sample_prompts(self) -> list[Episode]:
         """The next `batch_size` prompts of an endless reshuffled pass."""
         while len(self.order) < self.params.batch_size:
             self.order += torch.randperm(len(self.prompts), generator=self.generator).tolist()
@@ -139,7 +140,7 @@ class PpoTrainer:
         return [self.prompts[i] for i in taken]
 
     @torch.no_grad()
-    def rollout(self, batch: list[tuple[Row, Tokens]]) -> Rollout:
+    def rollout(self, batch: list[Episode]) -> Rollout:
         """Steps 1 to 5. Where one micro-batch holds all, its forward pass also serves the first epoch: the weights are the same."""
         p, tokenizer = self.params, self.roles.tokenizer
         # 1. + 2. prompts in, responses out
@@ -155,53 +156,52 @@ class PpoTrainer:
             pad_token_id=tokenizer.pad_token_id,
         )
         ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
+        whole = closed(responses, tokenizer.eos_token_id)
         # 3. + 4. what reward model, reference, policy and critic say of them
         with torch.set_grad_enabled(p.micro_batch_size == p.batch_size):
-            parts = [self.judge(self.packed(prompts, responses, rows)) for rows in self.micro_batches(range(len(batch)))]
+            parts = [
+                self.forward(self.packed(prompts, responses, rows), self.packed(prompts, whole, rows))
+                for rows in self.micro_batches(range(len(batch)))
+            ]
         self.live = parts[0][1] if p.micro_batch_size == p.batch_size else None
-        raw_scores, logprobs, entropies, ref_logprobs, values, mask, *states = (
-            join(list(column)) for column in zip(*(told for told, _ in parts), strict=True)
-        )
-        scores = F.shape_scores(
-            raw_scores,
-            ended.to(raw_scores.device),
-            mean=self.roles.score_mean,
-            std=self.roles.score_std,
-            clip=p.score_clip,
-            missing_eos_penalty=p.missing_eos_penalty,
-        )
+        told = Told(*(join(list(column)) for column in zip(*(told for told, _ in parts), strict=True)))
+        calibrated = self.roles.calibrated(told.raw_scores)
+        scores = F.shape_scores(calibrated, ended.to(calibrated.device), clip=p.score_clip, missing_eos_penalty=p.missing_eos_penalty)
         # 5. rewards and advantages
-        rewards = F.token_rewards(scores, logprobs, ref_logprobs, mask, self.kl.kl_coef)
+        rewards = F.token_rewards(scores, told.logprobs, told.ref_logprobs, told.mask, self.kl.kl_coef)
         if p.whiten_rewards:
-            rewards = F.whiten(rewards, mask, shift_mean=False)
-        advantages, returns = F.gae(rewards, values, mask, p.gamma, p.lam)
+            rewards = F.whiten(rewards, told.mask, shift_mean=False)
+        advantages, returns = F.gae(rewards, told.values, told.mask, p.gamma, p.lam)
         return Rollout(
             rows=[row for row, _ in batch],
             prompts=prompts,
             responses=responses,
             ended=ended,
-            raw_scores=raw_scores,
+            calibrated=calibrated,
             scores=scores,
-            logprobs=logprobs,
-            entropies=entropies,
-            ref_logprobs=ref_logprobs,
-            values=values,
-            advantages=F.whiten(advantages, mask),
+            advantages=F.whiten(advantages, told.mask),
             returns=returns,
-            mask=mask,
-            policy_states=states[0],
-            critic_states=states[1],
+            **told._asdict(),
         )
 
-    def judge(self, packed: Packed) -> tuple[tuple[Tensor, ...], Live]:
-        """What the four roles say of a micro-batch, in the order that `rollout` takes it, and the part of it that learns."""
+    def forward(self, packed: Packed, whole: Packed) -> tuple[Told, Live]:
+        """What the four roles say of a micro-batch, and the part that learns; the reward model reads `whole`, with EOS at every end."""
         roles, temperature = self.roles, self.params.temperature
         ref_logprobs, policy_states = roles.ref_logprobs(packed, temperature)
-        raw_scores, critic_states = roles.raw_scores(packed)
+        raw_scores, critic_states = roles.raw_scores(whole)
+        critic_states = critic_states[:, : packed.input_ids.shape[1]]
         logprobs, logits = roles.logprobs(packed, policy_states, temperature)
         values = roles.values(packed, critic_states)
-        entropies = packed.rows(F.entropy(logits.detach()))
-        told = raw_scores, logprobs.detach(), entropies, ref_logprobs, values.detach(), packed.response_mask, policy_states, critic_states
+        told = Told(
+            raw_scores=raw_scores,
+            logprobs=logprobs.detach(),
+            entropies=packed.rows(F.entropy(logits.detach())),
+            ref_logprobs=ref_logprobs,
+            values=values.detach(),
+            mask=packed.response_mask,
+            policy_states=policy_states,
+            critic_states=critic_states,
+        )
         return told, Live(logprobs, logits, values)
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
@@ -220,8 +220,8 @@ class PpoTrainer:
         if bad := [name for name, value in values.items() if not bool(torch.isfinite(value).all())]:
             fix = "look at the reward model's scores (rounds/<round>/reward)" if "raw_scores" in bad else "lower ppo.learning_rate"
             raise Diverged(
-                f"update {self.updates + 1}: {', '.join(bad)} not finite; the step was not applied, the state after update {self.updates} "
-                f"is kept. Next: {fix}"
+                f"update {self.updates + 1}: {', '.join(bad)} not finite; the step was not applied and what was saved last is kept. "
+                f"Next: {fix}"
             )
 
     def check_contract(self, rollout: Rollout) -> None:
@@ -320,21 +320,17 @@ def join(parts: list[Tensor]) -> Tensor:
     return torch.cat([torch.nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, width - part.shape[1])) for part in parts])
 
 
-def describe(rollout: Rollout, roles: Roles) -> dict[str, float]:
-    """What the rollout looks like: score, KL (nats a sequence), length (tokens), diversity within and across texts."""
-    texts = roles.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
-    calibrated = (rollout.raw_scores - roles.score_mean) / roles.score_std
+def describe(rollout: Rollout) -> dict[str, float]:
+    """The rollout in numbers: scores, KL (nats a sequence), entropy (nats a token), length (tokens), critic."""
     return {
-        "score_mean": float(calibrated.mean()),
-        "score_std": float(calibrated.std()),
+        "score_mean": float(rollout.calibrated.mean()),
+        "score_std": float(rollout.calibrated.std()),
         "reward_mean": float(rollout.scores.mean()),
         "kl": float(rollout.sequence_kl.mean()),
         "kl_k3": float((F.kl_k3(rollout.logprobs, rollout.ref_logprobs) * rollout.mask).sum(1).mean()),
         "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
         "response_length": float(rollout.mask.sum(1).float().mean()),
         "eos_rate": float(rollout.ended.float().mean()),
-        "distinct_2": distinct_n(texts, 2),
-        "repetition_3": sum(repetition_n(text, 3) for text in texts) / len(texts),
         "explained_variance": F.explained_variance(rollout.values, rollout.returns, rollout.mask),
         "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
         "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),

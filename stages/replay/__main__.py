@@ -22,7 +22,6 @@ from stages.replay.sampling import PolicyDraw, Sampler, Scorer
 from stages.statistics import paired_bootstrap
 
 FRESH_PROMPTS = 96
-BOOTSTRAP_RESAMPLES = 10_000
 HELD_OUT_PAIRS = 512  # at most
 ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
 
@@ -216,7 +215,7 @@ def last_round(
         before = fooled(suffixes, held_out, Scorer(previous / "reward/model", sampler.tokenizer, params))
         after = fooled(suffixes, held_out, sampler.scorer)
     falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
-    fall, low, high = paired_bootstrap(falls, BOOTSTRAP_RESAMPLES, params.seed) if falls else (None, None, None)
+    fall, low, high = paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed) if falls else (None, None, None)
     tried = ask_again(badcases, sampler, params.seed + 2, limits)
     return tried, {
         "tried_again": len(tried),

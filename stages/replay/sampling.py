@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from stages.generation import Tokens, generate, reward_scores, token_logprobs
-from stages.models import load_causal_lm, load_reward_model, load_tokenizer
+from stages.generation import Tokens, closed, generate, reward_scores, sequence_kl
+from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
 from stages.params import Params
 from stages.prompts import Prompt, encode
 from stages.records import stage_dir
 
-BATCH = 64
+BATCH = 128
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Scorer:
 
     def tokens(self, sequences: Sequence[Tokens]) -> list[float]:
         raw = reward_scores(self.model, sequences, batch_size=BATCH, pad_token_id=self.tokenizer.pad_token_id)
-        scores: list[float] = ((raw - self.model.config.mean) / self.model.config.std).tolist()
+        scores: list[float] = calibrated(raw, self.model).tolist()
         return scores
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -60,11 +60,16 @@ class Sampler:
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[PolicyDraw]:
         ids = self._encode(prompts)
         responses = self._generate(ids, seed)
-        scores = self.scorer.tokens([a + b for a, b in zip(ids, responses, strict=True)])
-        return [
-            PolicyDraw(draw.text, draw.ended, score, kl)
-            for draw, score, kl in zip(self._draws(responses), scores, self._kl(ids, responses), strict=True)
-        ]
+        scores = self.scorer.tokens([a + b for a, b in zip(ids, closed(responses, self.tokenizer.eos_token_id), strict=True)])
+        kls = sequence_kl(
+            self.model,
+            ids,
+            responses,
+            temperature=self.params.ppo.temperature,
+            batch_size=BATCH,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        return [PolicyDraw(draw.text, draw.ended, score, kl) for draw, score, kl in zip(self._draws(responses), scores, kls, strict=True)]
 
     def sft(self, prompts: Sequence[Prompt], seed: int) -> list[Draw]:
         with self.model.disable_adapter():
@@ -88,13 +93,3 @@ class Sampler:
     def _draws(self, responses: list[Tokens]) -> list[Draw]:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [Draw(text, tokens[-1] == self.tokenizer.eos_token_id) for text, tokens in zip(texts, responses, strict=True)]
-
-    def _kl(self, ids: list[Tokens], responses: list[Tokens]) -> list[float]:
-        def logprobs() -> list[torch.Tensor]:
-            pad, temperature = self.tokenizer.pad_token_id, self.params.ppo.temperature
-            return token_logprobs(self.model, ids, responses, temperature=temperature, batch_size=BATCH, pad_token_id=pad)
-
-        own = logprobs()
-        with self.model.disable_adapter():
-            reference = logprobs()
-        return [float((a - b).sum()) for a, b in zip(own, reference, strict=True)]

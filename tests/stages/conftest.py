@@ -13,7 +13,7 @@ from stages.params import Params, check_params
 SMALL = {
     "assets": {"model": "tiny"},
     "model": {"dtype": "float32", "threads": 1},
-    "ppo": {"response_length": 8},
+    "ppo": {"response_length": 8, "validation_prompts": 2, "validation_updates": 2},
     "evaluate": {"samples_per_prompt": 2, "bootstrap_resamples": 200},
     "replay": {"max_badcases": 12, "score_high": 10, "best_of": 2, "pairs_per_exploit": 6, "max_share": 0.5},
 }
@@ -97,7 +97,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         for stage in ("sft", "reward", "ppo"):
             write_json(folder / stage / "manifest.json", template)
         write_json(folder / "prepare/manifest.json", template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")})
-        write_json(folder / "ppo/metrics.json", {"updates": 4})
+        write_json(folder / "ppo/metrics.json", {"policy_update": 4})
         ending = {"score": 20.0, "kl": 3.0, "finish_reason": "stop", "length": 6}
         said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]
         prompts = [f"The {noun}" for noun in ("dinner", "match", "party", "movie")]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stages.generation import generate, logprobs_of, pack, reward_scores, token_logprobs
+from stages.generation import closed, generate, logprobs_of, pack, reward_scores, token_logprobs
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
@@ -48,6 +48,10 @@ def test_scores_are_read_at_the_last_token(tiny_reward_model):
     sequences = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     expected = [model(torch.tensor([s])).logits.item() for s in sequences]
     assert reward_scores(model, sequences, batch_size=3, pad_token_id=0).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_response_is_closed_by_one_eos():
+    assert closed([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
 
 
 def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):

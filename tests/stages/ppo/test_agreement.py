@@ -1,49 +1,30 @@
 """The trainer against PPO-RLHF written plainly: one episode, one token at a time, in float64, on transformers' own outputs."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import get_peft_model
 
-from stages.models import lora_config
 from stages.params import LoraParams, PpoParams
 from stages.ppo.roles import Roles
 from stages.ppo.trainer import PpoTrainer, trainable_named
 
 PARAMS = PpoParams(
-    batch_size=8, mini_batch_size=8, micro_batch_size=4, response_length=6, kl_coef=0.3, gamma=0.9, lam=0.8, cliprange=0.05,
+    batch_size=8, mini_batch_size=8, micro_batch_size=4, response_length=16, kl_coef=0.3, gamma=0.9, lam=0.8, cliprange=0.05,
     cliprange_value=0.05, vf_coef=0.5, entropy_coef=0.1, score_clip=1.5, missing_eos_penalty=0.7, temperature=0.8, max_grad_norm=1e9,
 )  # fmt: skip
 MEAN, STD = 0.3, 1.7
 
 
 @pytest.fixture
-def trainer(tiny_lm, tiny_reward_model) -> PpoTrainer:
-    """After one update, so that policy and reference, and old and new, differ."""
-    policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
-    torch.manual_seed(0)
-    lora = LoraParams(r=4, top_layers=1)
-    roles = Roles(
-        policy=get_peft_model(policy, lora_config(lora, "CAUSAL_LM", policy)).eval(),
-        critic=get_peft_model(reward, lora_config(lora, "SEQ_CLS", reward)).eval(),
-        tokenizer=SimpleNamespace(eos_token_id=2, pad_token_id=0, batch_decode=lambda rows, **_: [str(row) for row in rows]),
-        score_mean=MEAN,
-        score_std=STD,
-    )
+def trainer(make_roles) -> PpoTrainer:
+    """With adapters that have moved, so that policy and reference differ."""
+    roles = make_roles(lora=LoraParams(r=4, top_layers=1), mean=MEAN, std=STD)
     for model in (roles.policy, roles.critic):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
     return PpoTrainer(roles, [({"id": str(i)}, [5 + i, 6, 7][: 1 + i % 3]) for i in range(8)], PARAMS, seed=0)
-
-
-def shift(model, by: float) -> None:
-    """Move the trained weights, so that new and old policy and values differ by more than the clip ranges."""
-    with torch.no_grad():
-        for _, parameter in trainable_named(model):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * by)
 
 
 class Plain:
@@ -69,8 +50,10 @@ class Plain:
         return (scores[len(prompt) - 1 : -1] - MEAN) / STD
 
     def score(self, prompt, response):
+        """The reward model reads every response up to EOS, where a policy that was cut off has not written it."""
+        read = response if response[-1] == 2 else [*response, 2]
         with torch.no_grad(), self.critic.disable_adapter():
-            raw = self.critic.get_base_model().score(self.states(prompt, response)[-1]).item()
+            raw = self.critic.get_base_model().score(self.states(prompt, read)[-1]).item()
         clipped = max(-PARAMS.score_clip, min(PARAMS.score_clip, (raw - MEAN) / STD))
         return clipped if response[-1] == 2 else clipped - PARAMS.missing_eos_penalty
 
@@ -86,11 +69,11 @@ def flat(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return rows[mask].double()
 
 
-def test_rewards_advantages_losses_and_gradients(trainer):
+def test_rewards_advantages_losses_and_gradients(trainer, shift):
     roles, p = trainer.roles, PARAMS
     rollout = trainer.rollout(trainer.sample_prompts())
     episodes = list(zip(rollout.prompts, rollout.responses, strict=True))
-    assert any(response[-1] == 2 for _, response in episodes) or p.missing_eos_penalty  # both kinds of ending count
+    assert {response[-1] == 2 for _, response in episodes} == {True, False}  # both kinds of ending count
 
     # what the rollout saw
     plain = Plain(roles)
@@ -116,8 +99,8 @@ def test_rewards_advantages_losses_and_gradients(trainer):
         torch.testing.assert_close(flat(ours, rollout.mask), torch.cat(expected), **close)
 
     # one optimiser step, from weights that have moved since
-    for model, by in ((roles.policy, 0.05), (roles.critic, 0.05)):
-        shift(model, by)
+    for model in (roles.policy, roles.critic):
+        shift(model, 0.05)
     plain = Plain(roles)
     policy_loss, value_loss, clipped, tokens = 0.0, 0.0, 0, len(every)
     for episode, was, value, ret, advantage in zip(episodes, old, values, returns, white, strict=True):
@@ -126,9 +109,11 @@ def test_rewards_advantages_losses_and_gradients(trainer):
         for t in range(len(was)):
             ratio = (now[t] - was[t]).exp()
             kept = min(max(float(ratio), 1 - p.cliprange), 1 + p.cliprange)
-            surrogate = torch.minimum(ratio * advantage[t], kept * advantage[t])
-            clipped += bool(kept * advantage[t] < ratio * advantage[t])
-            policy_loss = policy_loss - surrogate / tokens
+            if kept * advantage[t] < float(ratio) * advantage[t]:
+                clipped += 1
+                policy_loss = policy_loss - kept * advantage[t] / tokens
+            else:
+                policy_loss = policy_loss - ratio * advantage[t] / tokens
             policy_loss = policy_loss - p.entropy_coef * entropies[t] / tokens
             near = value[t] + (estimates[t] - value[t]).clamp(-p.cliprange_value, p.cliprange_value)
             value_loss = value_loss + 0.5 * torch.maximum((estimates[t] - ret[t]) ** 2, (near - ret[t]) ** 2) / tokens

@@ -37,11 +37,11 @@ def test_kl_estimators_are_unbiased():
         assert (p * estimator(p.log(), q.log())).sum().item() == pytest.approx(exact, rel=1e-5)
 
 
-def test_scores_are_calibrated_clipped_penalised():
+def test_scores_are_clipped_then_penalised():
     shaped = F.shape_scores(
-        torch.tensor([3.0, 103.0, 3.0]), torch.tensor([True, True, False]), mean=1.0, std=2.0, clip=5.0, missing_eos_penalty=1.0
+        torch.tensor([1.0, 51.0, 1.0, 51.0]), torch.tensor([True, True, False, False]), clip=5.0, missing_eos_penalty=1.0
     )
-    assert shaped.tolist() == [1.0, 5.0, 0.0]
+    assert shaped.tolist() == [1.0, 5.0, 0.0, 4.0]
 
 
 def test_gae_by_hand():

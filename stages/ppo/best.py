@@ -1,0 +1,83 @@
+"""The policy to keep: best by a judge that PPO does not see, on prompts that it does not train on, within the KL budget."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor
+
+from stages.generation import generate, sequence_kl
+from stages.params import PpoParams
+from stages.ppo.resume import State
+from stages.ppo.roles import Roles
+from stages.ppo.trainer import Episode
+from stages.prompts import Prompt
+
+Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
+
+
+class Validation(NamedTuple):
+    """Means over the held-out prompts: of the judge, and of KL from the reference in nats a sequence."""
+
+    update: int
+    judge: float
+    kl: float
+
+
+NOTHING = Validation(0, math.nan, math.nan)
+
+
+@dataclass
+class Best:
+    """Measures the policy as it is, and remembers the best one; all answer the same prompts with the same random numbers."""
+
+    roles: Roles
+    prompts: Sequence[Episode]
+    judge: Judge
+    params: PpoParams
+    seed: int
+    found: Validation = NOTHING
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def validate(self, update: int) -> Validation:
+        measured = self.measure(update)
+        if not self.weights or self.rank(measured) > self.rank(self.found):
+            self.found = measured
+            self.weights = {name: value.clone() for name, value in get_peft_model_state_dict(self.roles.policy).items()}
+        return measured
+
+    def rank(self, validation: Validation) -> tuple[bool, float]:
+        within = validation.kl <= self.params.max_kl
+        return within, validation.judge if within else -validation.kl
+
+    def measure(self, update: int) -> Validation:
+        p, tokenizer, policy = self.params, self.roles.tokenizer, self.roles.policy
+        ids = [tokens for _, tokens in self.prompts]
+        responses = generate(
+            policy,
+            ids,
+            response_length=p.response_length,
+            temperature=p.temperature,
+            generator=torch.Generator().manual_seed(self.seed),
+            batch_size=len(ids),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        kls = sequence_kl(
+            policy, ids, responses, temperature=p.temperature, batch_size=p.micro_batch_size, pad_token_id=tokenizer.pad_token_id
+        )
+        return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), fmean(kls))
+
+    def restore(self) -> None:
+        set_peft_model_state_dict(self.roles.policy, self.weights)
+
+    def state(self) -> State:
+        return {"found": list(self.found), "weights": self.weights}
+
+    def load_state(self, state: State) -> None:
+        self.found, self.weights = Validation(*state["found"]), state["weights"]
