@@ -17,7 +17,7 @@ import torch
 from stages.errors import BadInput, RondoError
 from stages.generation import closed, generate, reward_scores, token_logprobs
 from stages.judges import Judged, judge, outcome
-from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, prepare_torch
+from stages.models import calibrated, load_causal_lm, load_policy, load_reward_model, load_tokenizer, prepare_torch
 from stages.params import Params
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
@@ -181,27 +181,27 @@ def main(params: Params, round_: str) -> None:
 
     # 3. the checkpoints on PPO's way; one with the policy's weights is not evaluated twice
     policy, checkpoints = ppo / "policy", sorted((ppo / "checkpoints").glob("step_*"))
-    same = [path.name for path in checkpoints if weights(path) == weights(policy)]
+    same = [path.name for path in checkpoints if file_hash(path) == file_hash(policy)]
     for path in checkpoints:
         if path.name in same:
             continue
-        evaluate(path.name, load_causal_lm(evaluator.sft_path, params.model, path), config.checkpoint_samples_per_prompt)
+        evaluate(path.name, load_policy(evaluator.sft_path, path, params.model), config.checkpoint_samples_per_prompt)
         metrics[path.name] |= with_interval("win_rate", compare(found[path.name], found["sft"], params)["win_rate"])
         curve[int(path.name.removeprefix("step_"))] = point(metrics[path.name], metrics[path.name]["win_rate"])
 
     # 4. the policy, against SFT; then once more from disk
-    evaluate("ppo", load_causal_lm(evaluator.sft_path, params.model, policy), config.samples_per_prompt)
+    evaluate("ppo", load_policy(evaluator.sft_path, policy, params.model), config.samples_per_prompt)
     intervals = compare(found["ppo"], found["sft"], params)
     results = with_interval("win_rate", intervals["win_rate"]) | with_interval("sentiment_gain", intervals["sentiment_gain"])
     metrics |= {name: metrics["ppo"] | with_interval("win_rate", intervals["win_rate"]) for name in same}
     curve[kept] = point(metrics["ppo"], results["win_rate"])
     evaluator.reward = load_reward_model(evaluator.reward_path, params.model)
-    check_reproduced(found["ppo"][0], evaluator.answer(load_causal_lm(evaluator.sft_path, params.model, policy), 0))
+    check_reproduced(found["ppo"][0], evaluator.answer(load_policy(evaluator.sft_path, policy, params.model), 0))
 
     # 5. the champion, if there is one
     previous = Path(params.rounds[round_].previous)
     if is_real(previous / "ppo/policy"):
-        evaluate("champion", load_causal_lm(previous / "sft/model", params.model, previous / "ppo/policy"), config.samples_per_prompt)
+        evaluate("champion", load_policy(previous / "sft/model", previous / "ppo/policy", params.model), config.samples_per_prompt)
         results |= with_interval("win_rate_champion", compare(found["ppo"], found["champion"], params)["win_rate"])
 
     # 6. write
@@ -226,10 +226,6 @@ def main(params: Params, round_: str) -> None:
 def point(values: dict[str, float], win_rate: float) -> dict[str, float]:
     """A checkpoint on the curve of proxy and judges against KL."""
     return {name: values[name] for name in CURVE} | {"win_rate": win_rate}
-
-
-def weights(adapter: Path) -> str:
-    return file_hash(adapter / "adapter_model.safetensors")
 
 
 def side_by_side(rows: Sequence[Row], found: dict[str, list[Pass]]) -> list[Row]:

@@ -3,7 +3,8 @@
 Dimensions: B sequences, P prompt tokens, T response tokens, L = P + T padded on the right, V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 Tokens = list[int]
+Reference = Callable[[], AbstractContextManager[Any]]  # a context in which a model is what it was before PPO: an adapter is off
 
 LEAVE = 0.75  # share of a batch still being sampled, at which the others leave it
 
@@ -122,12 +124,14 @@ def token_logprobs(
     return result
 
 
-def sequence_kl(policy: Any, prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], **options: Any) -> list[float]:
-    """For each row the log-ratio of a PeftModel to itself with the adapter off, in nats a sequence; `options` are token_logprobs'."""
+def sequence_kl(
+    policy: Any, reference: Reference, prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], **options: Any
+) -> list[float]:
+    """For each row the log-ratio of policy to reference, in nats a sequence; `options` are token_logprobs'."""
     own = token_logprobs(policy, prompt_ids, response_ids, **options)
-    with policy.disable_adapter():
-        reference = token_logprobs(policy, prompt_ids, response_ids, **options)
-    return [float((a - b).sum()) for a, b in zip(own, reference, strict=True)]
+    with reference() as model:
+        theirs = token_logprobs(model, prompt_ids, response_ids, **options)
+    return [float((a - b).sum()) for a, b in zip(own, theirs, strict=True)]
 
 
 @torch.no_grad()

@@ -1,9 +1,12 @@
 """Loading, adapting and saving models: safetensors only, no remote code, dropout off."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import stages.attention  # noqa: F401 - registers `grouped`
@@ -58,14 +61,34 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
     return model.to(default_device()).eval()
 
 
-def load_causal_lm(path: Path, params: ModelParams, adapter: Path | None = None) -> Any:
-    """A causal LM in eval mode; with `adapter`, a PeftModel whose `disable_adapter()` gives the plain one."""
-    model = _load(AutoModelForCausalLM, path, params)
-    if adapter is None:
-        return model
+def load_causal_lm(path: Path, params: ModelParams) -> Any:
+    """A causal LM in eval mode."""
+    return _load(AutoModelForCausalLM, path, params)
+
+
+def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:
+    """What PPO has made of an SFT model, in eval mode: a PeftModel on it, or a model of its own where all weights were trained."""
+    if not is_adapter(policy):
+        return load_causal_lm(policy, params)
     from peft import PeftModel  # 3 s to import, and evaluating a plain model does not need it
 
-    return PeftModel.from_pretrained(model, str(adapter)).eval()
+    return PeftModel.from_pretrained(load_causal_lm(sft, params), str(policy)).eval()
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+@contextmanager
+def adapter_off(model: Any) -> Iterator[Any]:
+    """A PeftModel as it was before training."""
+    with model.disable_adapter():
+        yield model
+
+
+def weights_params(model: ModelParams, lora: LoraParams) -> ModelParams:
+    """Full-parameter training (r 0) needs float32 masters: a bfloat16 weight does not move by small steps."""
+    return model if lora.r else model.model_copy(update={"dtype": Dtype.float32})
 
 
 def load_reward_model(path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
@@ -110,6 +133,17 @@ def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():  # not model.to(dtype): rotary frequencies, a buffer, must stay float32
         parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A PeftModel's adapter, a whole model, or a head."""
+    if hasattr(model, "peft_config"):
+        save_adapter(model, folder)
+    elif isinstance(model, PreTrainedModel):
+        save_model(model, tokenizer, folder)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(model.state_dict(), folder / "head.safetensors")
 
 
 def save_adapter(model: Any, folder: Path) -> None:

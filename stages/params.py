@@ -125,6 +125,40 @@ class RewardParams(TrainParams):
     center_rewards_coefficient: float | None = Field(0.01, ge=0, description="Weight of the squared mean reward of a pair (TRL).")
 
 
+class KlControl(str, Enum):
+    adaptive = "adaptive"
+    proportional = "proportional"
+    fixed = "fixed"
+
+
+class LossLevel(str, Enum):
+    token = "token"
+    sequence = "sequence"
+
+
+class Critic(str, Enum):
+    reward = "reward"
+    policy = "policy"
+
+
+class RewardSource(Section):
+    """One more opinion that PPO is rewarded by: exactly one of model, function, url."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="Its column in metrics and rollouts.")
+    weight: float = Field(1.0, description="Its share of the score.")
+    model: str | None = Field(None, description="Folder of a reward model; calibrated if its config has mean and std.")
+    function: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="module:name of `reward(prompts, responses) -> list[float]`, importable from here."
+    )
+    url: str | None = Field(None, description="A reward model over HTTP, by OpenRLHF's protocol.")
+
+    @model_validator(mode="after")
+    def one_kind(self) -> "RewardSource":
+        if sum(kind is not None for kind in (self.model, self.function, self.url)) != 1:
+            raise ValueError(f"reward {self.name}: give exactly one of model, function, url")
+        return self
+
+
 class PpoParams(Section):
     batch_size: int = Field(32, ge=2, description="Episodes a rollout (prompts sampled for one update).")
     mini_batch_size: int = Field(32, ge=1, description="Episodes an optimiser step; divides batch_size.")
@@ -141,11 +175,14 @@ class PpoParams(Section):
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     cliprange: float = Field(0.2, gt=0)
+    loss_level: LossLevel = Field(LossLevel.token, description="Ratio and clip for each token, or for each sequence (GSPO).")
     cliprange_value: float = Field(0.2, gt=0)
     vf_coef: float = Field(0.1, ge=0)
     entropy_coef: float = Field(0.0, ge=0)
     kl_coef: float = Field(0.11, ge=0, description="First KL coefficient (beta).")
-    adaptive_kl: bool = Field(True, description="Ziegler et al. 2019: beta follows target_kl.")
+    kl_control: KlControl = Field(
+        KlControl.adaptive, description="`adaptive`: Ziegler et al. 2019; `proportional`: by the relative error; `fixed`: beta stays."
+    )
     target_kl: float = Field(6.5, gt=0, description="Nats a sequence.")
     kl_horizon: int = Field(64, ge=1, description="Episodes over which beta follows the target; short runs want a short one.")
     max_kl: float = Field(7.5, gt=0, description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.")
@@ -156,6 +193,14 @@ class PpoParams(Section):
     whiten_rewards: bool = Field(False, description="Divide token rewards by their standard deviation (no mean shift).")
     score_clip: float = Field(5.0, gt=0, description="Scores are clipped to +- this after normalisation.")
     missing_eos_penalty: float = Field(0.3, ge=0, description="Subtracted from the score of a response without EOS.")
+    length_penalty: float = Field(0.0, ge=0, description="Subtracted from the score for each token above `free_length`.")
+    free_length: int = Field(0, ge=0, description="Tokens that cost nothing.")
+    reward_weight: float = Field(1.0, description="Weight of the reward stage's model in the score.")
+    rewards: list[RewardSource] = Field(default_factory=list, description="Further rewards, each logged, added with its weight.")
+    critic: Critic = Field(
+        Critic.reward,
+        description="`reward`: a copy of the reward model with weights of its own; `policy`: a value head on the policy's trunk.",
+    )
     save_updates: int = Field(10, ge=1, description="A checkpoint to evaluate every so many updates.")
     validation_prompts: int = Field(64, ge=1, description="Prompts that PPO does not train on, on which the judge compares policies.")
     validation_updates: int = Field(
@@ -173,10 +218,9 @@ class PpoParams(Section):
                 f"batch_size {self.batch_size} must be a multiple of mini_batch_size {self.mini_batch_size}, "
                 f"and that of micro_batch_size {self.micro_batch_size}"
             )
-        if self.lora.r < 1 or self.critic_lora.r < 1:
-            raise ValueError(
-                "ppo trains adapters: lora.r and critic_lora.r must be at least 1 (the reference is the policy with its adapter off)"
-            )
+        names = [source.name for source in self.rewards]
+        if len(set(names)) < len(names):
+            raise ValueError(f"ppo.rewards: names {names} must differ")
         return self
 
 

@@ -28,13 +28,14 @@ from stages.models import (
     prepare_torch,
     resolve_dtype,
     save_model,
+    weights_params,
 )
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
 from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_jsonl, write_manifest
 from stages.statistics import calibration, wilson_interval
-from stages.training import RecordSteps, starting_model, trainer_arguments, weights_params
+from stages.training import RecordSteps, starting_model, trainer_arguments
 
 CALIBRATION_ROWS = 256
 RELOAD_ROWS, RELOAD_TOLERANCE = 32, 1e-3
@@ -63,7 +64,7 @@ def main(params: Params, round_: str) -> None:
     # 2. where training starts: the SFT model, or the reward model of the round before
     previous = Path(params.rounds[round_].previous) / "reward" / "model"
     start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
-    model = load_reward_model(start, weights_params(params.model, params.reward))
+    model = load_reward_model(start, weights_params(params.model, params.reward.lora))
     before = {"accuracy_before": accuracy(scores(model, chosen), scores(model, rejected))} if continues else {}
 
     # 3. train

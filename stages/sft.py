@@ -12,12 +12,21 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from stages.generation import Tokens, generate, token_logprobs
-from stages.models import load_causal_lm, load_tokenizer, lora_config, merge_adapter, prepare_torch, resolve_dtype, save_model
+from stages.models import (
+    load_causal_lm,
+    load_tokenizer,
+    lora_config,
+    merge_adapter,
+    prepare_torch,
+    resolve_dtype,
+    save_model,
+    weights_params,
+)
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
 from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_jsonl, write_manifest
-from stages.training import RecordSteps, starting_model, trainer_arguments, weights_params
+from stages.training import RecordSteps, starting_model, trainer_arguments
 
 Pairs = tuple[list[Tokens], list[Tokens]]
 SHOWN_PROMPTS, SHOWN_TOKENS = 12, 24
@@ -42,7 +51,7 @@ def main(params: Params, round_: str) -> None:
     # 3. train, from the base or from the round before
     previous = Path(params.rounds[round_].previous) / "sft" / "model"
     start, continues = starting_model(params.sft, previous, ASSETS / "model")
-    model = load_causal_lm(start, weights_params(params.model, params.sft))
+    model = load_causal_lm(start, weights_params(params.model, params.sft.lora))
     trained = fit(model, tokenizer, train, params, recorder, continues)
 
     # 4. save merged, and measure what was saved

@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from stages.models import resolve_dtype
-from stages.params import Dtype, InitFrom, ModelParams, TrainParams
+from stages.params import InitFrom, ModelParams, TrainParams
 from stages.records import Recorder, is_real
 
 
@@ -16,11 +16,6 @@ def starting_model(train: TrainParams, previous: Path, base: Path) -> tuple[Path
     """Where training starts, and whether that continues the round before."""
     continues = train.init_from is InitFrom.previous and is_real(previous)
     return (previous if continues else base), continues
-
-
-def weights_params(model: ModelParams, train: TrainParams) -> ModelParams:
-    """Full-parameter training (lora.r 0) needs float32 masters: a bfloat16 weight does not move by small steps."""
-    return model if train.lora.r else model.model_copy(update={"dtype": Dtype.float32})
 
 
 def trainer_arguments(train: TrainParams, model: ModelParams, seed: int, work: Path, continues: bool) -> dict[str, Any]:

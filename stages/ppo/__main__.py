@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import fmean
 
 from stages.errors import BadInput
-from stages.models import prepare_torch, save_adapter
+from stages.models import prepare_torch, save_trained
 from stages.params import Params
+from stages.ppo import rewards
 from stages.ppo.roles import load_roles
 from stages.ppo.run import Run
 from stages.ppo.trainer import PpoTrainer
@@ -37,14 +38,14 @@ def main(params: Params, round_: str) -> None:
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
     # 3. updates, from the first or from where a killed run of the same inputs got to, until done or in danger
-    inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model"]
+    inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model", *rewards.files(params)]
     run = Run(trainer, held_out, params, round_, identity(params, inputs))
     run.train()
 
     # 4. the policy to keep: the judge's choice among those within the KL budget
     run.best.restore()
-    save_adapter(roles.policy, folder / "policy")
-    save_adapter(roles.critic, folder / "critic")
+    for name, model in (("policy", roles.policy), ("critic", roles.critic)):
+        save_trained(model, roles.tokenizer, folder / name)
     for name in ("checkpoints", "rollouts"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (run.work / name).mkdir(exist_ok=True)

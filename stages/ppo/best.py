@@ -7,14 +7,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
 from stages.generation import generate, sequence_kl
 from stages.params import PpoParams
 from stages.ppo.resume import State
 from stages.ppo.roles import Roles
-from stages.ppo.trainer import Episode
+from stages.ppo.trainer import Episode, trainable_named
 from stages.prompts import Prompt
 
 Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
@@ -47,7 +46,7 @@ class Best:
         measured = self.measure(update)
         if not self.weights or self.rank(measured) > self.rank(self.found):
             self.found = measured
-            self.weights = {name: value.clone() for name, value in get_peft_model_state_dict(self.roles.policy).items()}
+            self.weights = {name: parameter.detach().clone() for name, parameter in trainable_named(self.roles.policy)}
         return measured
 
     def rank(self, validation: Validation) -> tuple[bool, float]:
@@ -69,12 +68,20 @@ class Best:
         )
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         kls = sequence_kl(
-            policy, ids, responses, temperature=p.temperature, batch_size=p.micro_batch_size, pad_token_id=tokenizer.pad_token_id
+            policy,
+            self.roles.policy_trunk.reference,
+            ids,
+            responses,
+            temperature=p.temperature,
+            batch_size=p.micro_batch_size,
+            pad_token_id=tokenizer.pad_token_id,
         )
         return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), fmean(kls))
 
+    @torch.no_grad()
     def restore(self) -> None:
-        set_peft_model_state_dict(self.roles.policy, self.weights)
+        for name, parameter in trainable_named(self.roles.policy):
+            parameter.copy_(self.weights[name])
 
     def state(self) -> State:
         return {"found": list(self.found), "weights": self.weights}

@@ -4,6 +4,8 @@ Dimensions: B episodes, T response tokens (padded on the right, mask (B, T) true
 All probabilities are natural logarithms, so every KL is in nats.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,11 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(B, T) log p - log q on samples of p: unbiased for KL(p, q), of either sign (Schulman 2020, k1)."""
     return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(B, T) half the squared log-ratio on samples of p: biased, never negative, of low variance (Schulman 2020, k2). For logging only."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -34,9 +41,12 @@ def token_rewards(scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: 
     return rewards + torch.nn.functional.one_hot(last, mask.shape[1]) * scores[:, None]
 
 
-def shape_scores(calibrated: Tensor, ended: Tensor, *, clip: float, missing_eos_penalty: float) -> Tensor:
-    """(B,) scores for PPO: clipped to +-clip, less a penalty where `ended` (B,) bool is false."""
-    return calibrated.clamp(-clip, clip) - missing_eos_penalty * (~ended)
+def shape_scores(
+    scores: Tensor, ended: Tensor, lengths: Tensor, *, clip: float, missing_eos_penalty: float, length_penalty: float, free_length: int
+) -> Tensor:
+    """(B,) scores for PPO: clipped to +-clip, less a penalty where `ended` (B,) bool is false, less one a token above `free_length`."""
+    shaped = scores.clamp(-clip, clip) - missing_eos_penalty * (~ended)
+    return shaped - length_penalty * (lengths - free_length).clamp(min=0)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -72,6 +82,22 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip
     return torch.maximum(plain, clipped), clipped > plain
 
 
+def sequence_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """(B,) clipped surrogate for each sequence, and whether the clip decided it.
+
+    The ratio is that of whole sequences to the power of 1 / length, so that one cliprange fits all lengths; the advantage is the mean
+    of the tokens' (Zheng et al. 2025, GSPO, eq. 5 and 7).
+    """
+    lengths = mask.sum(1)
+
+    def mean(values: Tensor) -> Tensor:
+        return (values * mask).sum(1) / lengths
+
+    return policy_loss(mean(logprobs), mean(old_logprobs), mean(advantages), cliprange)
+
+
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
     """Half the squared error for each token, pessimistic under clipping, and whether the clip decided it (InstructGPT; N+ details)."""
     near = old_values + (values - old_values).clamp(-cliprange, cliprange)
@@ -92,16 +118,30 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1 - (returns - values)[kept].var(unbiased=False) / spread) if spread > 0 else float("nan")
 
 
+def ziegler(error: float, share: float) -> float:
+    """Factor on beta for a relative error of KL, over a `share` of the horizon (Ziegler et al. 2019, eq. 4)."""
+    return 1 + min(max(error, -0.2), 0.2) * share
+
+
+def proportional(error: float, _: float) -> float:
+    """Factor on beta: all of the relative error at once, at most to half or twice of itself."""
+    return min(max(1 + error, 0.5), 2.0)
+
+
+def fixed(_: float, __: float) -> float:
+    """Beta stays."""
+    return 1.0
+
+
 class AdaptiveKL:
-    """Ziegler et al. 2019, eq. 4: beta follows a KL target. KL in nats a sequence, horizon in episodes.
+    """Beta follows a KL target by `rule`. KL in nats a sequence, horizon in episodes.
 
     Beta does not fall below where it starts: KL starts at 0, and a short run would have wound beta down by the time it needs it.
     """
 
-    def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
-        self.kl_coef, self.target, self.horizon = kl_coef, target, horizon
+    def __init__(self, kl_coef: float, target: float, horizon: int, rule: Callable[[float, float], float] = ziegler) -> None:
+        self.kl_coef, self.target, self.horizon, self.rule = kl_coef, target, horizon, rule
         self.least = kl_coef
 
     def update(self, kl: float, episodes: int) -> None:
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.kl_coef = max(self.kl_coef * (1 + error * episodes / self.horizon), self.least)
+        self.kl_coef = max(self.kl_coef * self.rule(kl / self.target - 1, episodes / self.horizon), self.least)

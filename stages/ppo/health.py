@@ -88,8 +88,8 @@ def no_movement(history: History, params: PpoParams) -> Reading:
 
 
 def reward_does_not_move(history: History, _: PpoParams) -> Reading:
-    """In standard deviations of a rollout's scores at the start."""
-    gain = history.rise("score_mean") / max(history.first("score_std"), 1e-8)
+    """In standard deviations of a rollout's rewards at the start."""
+    gain = history.rise("reward_mean") / max(history.first("reward_std"), 1e-8)
     return (WARN if gain < 0.1 else ""), gain
 
 
@@ -114,7 +114,7 @@ def scorers_part(history: History, _: PpoParams) -> Reading:
 
 def length_hack(history: History, _: PpoParams) -> Reading:
     ratio = history.ratio("response_length")
-    return worse_above(ratio, 1.3, 1.6) if history.rise("score_mean") > 0 else ("", ratio)
+    return worse_above(ratio, 1.3, 1.6) if history.rise("reward_mean") > 0 else ("", ratio)
 
 
 def repetition(history: History, _: PpoParams) -> Reading:
@@ -146,7 +146,7 @@ SIGNS = (
         "raise ppo.learning_rate, lower ppo.kl_coef", no_movement, after=1,
     ),
     Sign(
-        "reward does not move", "score_mean, rise in standard deviations", "0.1 or more", "the steps are too small or beta too large",
+        "reward does not move", "reward_mean, rise in standard deviations", "0.1 or more", "the steps are too small or beta too large",
         "lower ppo.kl_coef, raise ppo.learning_rate", reward_does_not_move, after=3 * WINDOW,
     ),
     Sign(
@@ -167,7 +167,7 @@ SIGNS = (
     ),
     Sign(
         "length hack", "response_length, last / first", "1.3 or less while the score rises", "the reward model pays for length",
-        "add a length penalty, balance the lengths of chosen and rejected", length_hack,
+        "raise ppo.length_penalty, balance the lengths of chosen and rejected", length_hack,
     ),
     Sign(
         "repetition", "repetition_3, rise", "0.05 or less", "texts repeat themselves to please the reward model",

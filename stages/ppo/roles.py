@@ -1,8 +1,12 @@
-"""The four roles in two models: the policy (adapter off: the reference), the critic (adapter off: the reward model)."""
+"""The four roles: policy and reference, critic and reward model, and what else rewards.
 
-from dataclasses import dataclass
+`ppo.lora.r` and `ppo.critic_lora.r` above 0: adapters, whose absence is the reference, and the reward model. 0: all weights are trained
+in float32, beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the policy's last states (Santacroce et al. 2023).
+"""
+
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
@@ -10,58 +14,93 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.generation import Packed, logprobs_of, response_logits, scalar_head
-from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, lora_config
-from stages.params import Params
-from stages.ppo.trunk import SharedTrunk
+from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, lora_config, weights_params
+from stages.params import Critic, LoraParams, Params
+from stages.ppo.rewards import Rewards
+from stages.ppo.trunk import FrozenModel, Trunk, trunk_of
+
+
+class Live(NamedTuple):
+    """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T); logits (N, V)."""
+
+    logprobs: Tensor
+    logits: Tensor
+    values: Tensor
+
+
+class ValueHead(torch.nn.Linear):
+    """(B, L, H) states of the policy to (B, L) values; 0 before it has learnt."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.float()).squeeze(-1)
 
 
 @dataclass
 class Roles:
-    """`policy` is a PeftModel on the SFT model; `critic` a PeftModel on the reward model with a value head of its own."""
+    """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else the critic is made of it."""
 
     policy: Any
     critic: Any
     tokenizer: PreTrainedTokenizerBase
+    reward_model: Any = None
+    rewards: Rewards = field(default_factory=Rewards)
 
     def __post_init__(self) -> None:
-        self.policy_trunk, self.critic_trunk = SharedTrunk(self.policy), SharedTrunk(self.critic)
+        self.policy_trunk = trunk_of(self.policy)
+        self.reward_trunk: Trunk = FrozenModel(self.reward_model) if self.reward_model else trunk_of(self.critic)  # type: ignore[assignment]
 
-    def logprobs(self, packed: Packed, entering: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities in nats of the responses under the policy, and the (N, V) logits they come from."""
-        logits = response_logits(self.policy, packed, self.policy_trunk.adapted(packed, entering), temperature)
-        return packed.rows(logprobs_of(logits, packed.targets)), logits
+    def live(self, packed: Packed, policy_states: Tensor, critic_states: Tensor, temperature: float) -> Live:
+        """`policy_states`, `critic_states`: from `ref_logprobs` and `raw_scores`."""
+        hidden = self.policy_trunk.adapted(packed, policy_states)
+        logits = response_logits(self.policy, packed, hidden, temperature)
+        if isinstance(self.critic, ValueHead):
+            values = self.critic(hidden[packed.predicts])
+        else:
+            values = self.calibrated(scalar_head(self.critic, self.reward_trunk.adapted(packed, critic_states)[packed.predicts]))
+        return Live(packed.rows(logprobs_of(logits, packed.targets)), logits, packed.rows(values))
 
     @torch.no_grad()
     def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities under the reference, and the states from which `logprobs` starts."""
+        """(B, T) log-probabilities under the reference, and the states from which the policy starts."""
         hidden, entering = self.policy_trunk.frozen(packed)
-        return packed.rows(logprobs_of(response_logits(self.policy, packed, hidden, temperature), packed.targets)), entering
-
-    def values(self, packed: Packed, entering: Tensor) -> Tensor:
-        """(B, T) the critic's value before each response token, in calibrated score units."""
-        states = self.critic_trunk.adapted(packed, entering)[packed.predicts]
-        return packed.rows(self.calibrated(scalar_head(self.critic, states)))
+        with self.policy_trunk.reference() as reference:
+            logits = response_logits(reference, packed, hidden, temperature)
+        return packed.rows(logprobs_of(logits, packed.targets)), entering
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """(B,) raw scores of the reward model, and the states from which `values` starts."""
+        """(B,) raw scores of the reward model, and the states from which the critic starts."""
         rows = torch.arange(len(packed.last), device=packed.last.device)
-        hidden, entering = self.critic_trunk.frozen(packed)
-        with self.critic.disable_adapter():
-            return scalar_head(self.critic, hidden[rows, packed.last]), entering
+        hidden, entering = self.reward_trunk.frozen(packed)
+        with self.reward_trunk.reference() as reward_model:
+            return scalar_head(reward_model, hidden[rows, packed.last]), entering
 
     def calibrated(self, raw: Tensor) -> Tensor:
         """Raw scores, and values with them, in the units of the reward stage's calibration."""
-        return calibrated(raw, self.critic)
+        return calibrated(raw, self.reward_model or self.critic)
 
 
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
-    """Lay fresh adapters over the SFT model and the reward model."""
-    policy = load_causal_lm(sft, params.model)
-    reward_model = load_reward_model(reward, params.model)
+    """From the SFT model and the reward model of a round."""
+    ppo = params.ppo
+    policy = load_causal_lm(sft, weights_params(params.model, ppo.lora))
+    whole_critic = ppo.critic is Critic.reward
+    reward_model = load_reward_model(reward, weights_params(params.model, ppo.critic_lora) if whole_critic else params.model)
     reward_model.score.float()
+    head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     return Roles(
-        policy=get_peft_model(policy, lora_config(params.ppo.lora, "CAUSAL_LM", policy)).eval(),
-        critic=get_peft_model(reward_model, lora_config(params.ppo.critic_lora, "SEQ_CLS", reward_model)).eval(),
+        policy=trained(policy, ppo.lora, "CAUSAL_LM"),
+        critic=trained(reward_model, ppo.critic_lora, "SEQ_CLS") if whole_critic else head,
         tokenizer=load_tokenizer(sft),
+        reward_model=None if whole_critic else reward_model,
+        rewards=Rewards(params),
     )
+
+
+def trained(model: Any, lora: LoraParams, task_type: str) -> Any:
+    """The model with fresh adapters, or whole."""
+    return (get_peft_model(model, lora_config(lora, task_type, model)) if lora.r else model).eval()

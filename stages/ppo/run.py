@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean
 
-from transformers import PreTrainedTokenizerBase
-
 from stages.judges import judge, sentiment
-from stages.models import save_adapter
+from stages.models import save_trained
 from stages.params import OnDanger, Params
 from stages.ppo.best import NOTHING, Best, Validation
 from stages.ppo.health import DANGER, Monitor
@@ -52,7 +50,7 @@ class Run:
             self.before = self.best.validate(0)
         while trainer.updates < trainer.planned_updates and not self.stopped:
             rollout, metrics = trainer.step()
-            rows = episodes(trainer.updates, rollout, trainer.roles.tokenizer, metrics["kl_coef"])
+            rows = episodes(trainer.updates, rollout, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
             findings = self.monitor.read([*self.recorder.steps, {"step": trainer.updates, **metrics}])
@@ -65,7 +63,7 @@ class Run:
             for finding in findings:
                 self.recorder.say(trainer.updates, str(finding))
             if trainer.updates % p.save_updates == 0:
-                save_adapter(trainer.roles.policy, self.work / "checkpoints" / f"step_{trainer.updates:05d}")
+                save_trained(trainer.roles.policy, trainer.roles.tokenizer, self.work / "checkpoints" / f"step_{trainer.updates:05d}")
             if trainer.updates % p.resume_updates == 0:
                 self.save()
 
@@ -85,26 +83,26 @@ class Run:
         return {"verdict": self.monitor.verdict, "findings": [asdict(finding) for finding in self.monitor.findings]}
 
 
-def episodes(update: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase, kl_coef: float) -> list[Row]:
-    """One row an episode. score: calibrated; reward: the score clipped and penalised; kl: nats, and what it cost; judge: sentiment."""
-    texts = tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
-    columns = (each.tolist() for each in (rollout.calibrated, rollout.scores, rollout.sequence_kl, rollout.ended))
-    judged = judge([row["prompt"] for row in rollout.rows], texts)
+def episodes(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
+    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats, and what it cost; judge: sentiment."""
+    judged = judge([row["prompt"] for row in rollout.rows], rollout.texts)
+    kls = rollout.sequence_kl.tolist()
     return [
         {
             "update": update,
             "id": row["id"],
             "prompt": row["prompt"],
-            "response": text,
-            "score": round(score, 4),
-            "reward": round(reward, 4),
-            "judge": said.sentiment,
-            "kl": round(kl, 4),
-            "kl_cost": round(kl_coef * kl, 4),
-            "finish_reason": "stop" if ended else "length",
-            "length": len(tokens),
+            "response": rollout.texts[i],
+            "score": round(float(rollout.calibrated[i]), 4),
+            **{f"score_{name}": round(scores[i], 4) for name, scores in rollout.parts.items()},
+            "reward": round(float(rollout.scores[i]), 4),
+            "judge": judged[i].sentiment,
+            "kl": round(kls[i], 4),
+            "kl_cost": round(kl_coef * kls[i], 4),
+            "finish_reason": "stop" if rollout.ended[i] else "length",
+            "length": len(rollout.responses[i]),
         }
-        for row, text, score, reward, kl, ended, said, tokens in zip(rollout.rows, texts, *columns, judged, rollout.responses, strict=True)
+        for i, row in enumerate(rollout.rows)
     ]
 
 

@@ -2,20 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import Packed, Tokens, closed, generate, pack, token_logprobs
-from stages.params import PpoParams
+from stages.generation import Packed, Tokens, closed, generate, pack, token_logprobs, unwrap
+from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
 from stages.ppo.resume import State, random_state, set_random_state
-from stages.ppo.roles import Roles
+from stages.ppo.roles import Live, Roles
 from stages.records import Row
 
 Episode = tuple[Row, Tokens]  # a prompt's row, and its tokens
+KL_RULES = {KlControl.adaptive: F.ziegler, KlControl.proportional: F.proportional, KlControl.fixed: F.fixed}
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,17 @@ class Rollout:
 
     prompts, responses: tokens of each episode. ended: (B,) bool, EOS was sampled. raw_scores: (B,) of the reward
     model, on the response with EOS at its end. calibrated: (B,) the same in standard deviations of demonstrations.
-    scores: (B,) clipped and penalised. logprobs, entropies, ref_logprobs (nats), values, advantages (whitened),
-    returns: (B, T). mask: (B, T) bool. policy_states, critic_states: (B, L, H) below their adapters, the same at every epoch.
+    parts: what the further rewards say, by name. scores: (B,) their weighted sum with calibrated, clipped and penalised.
+    logprobs, entropies, ref_logprobs (nats), values, advantages (whitened), returns: (B, T).
+    mask: (B, T) bool. policy_states, critic_states: (B, L, H) below their adapters, the same at every epoch.
     """
 
     rows: list[Row]
     prompts: list[Tokens]
     responses: list[Tokens]
+    texts: list[str]
     ended: Tensor
+    parts: dict[str, list[float]]
     raw_scores: Tensor
     calibrated: Tensor
     scores: Tensor
@@ -64,14 +69,6 @@ class Told(NamedTuple):
     critic_states: Tensor
 
 
-class Live(NamedTuple):
-    """What policy and critic said of a rollout, with gradients: logprobs, values (B, T); logits (N, V)."""
-
-    logprobs: Tensor
-    logits: Tensor
-    values: Tensor
-
-
 class PpoTrainer:
     """State of a run: roles, optimisers, KL coefficient, random streams, place in the prompts."""
 
@@ -81,7 +78,7 @@ class PpoTrainer:
         self.order: list[int] = []
         self.updates = 0
         self.live: Live | None = None  # of the rollout at hand, until the first epoch has used it
-        self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon)
+        self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon, KL_RULES[params.kl_control])
         self.planned_updates = planned_updates(params)
         self.optimizers = [
             torch.optim.AdamW(trainable(model), lr=rate, eps=1e-5, weight_decay=0.0)
@@ -101,8 +98,7 @@ class PpoTrainer:
         if self.updates == 0:
             self.check_contract(rollout)
         metrics = describe(rollout) | {"kl_coef": self.kl.kl_coef} | self.optimise(rollout)
-        if self.params.adaptive_kl:
-            self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
+        self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
         self.updates += 1
         return rollout, metrics
 
@@ -159,14 +155,16 @@ class PpoTrainer:
         whole = closed(responses, tokenizer.eos_token_id)
         # 3. + 4. what reward model, reference, policy and critic say of them
         with torch.set_grad_enabled(p.micro_batch_size == p.batch_size):
-            parts = [
+            pieces = [
                 self.forward(self.packed(prompts, responses, rows), self.packed(prompts, whole, rows))
                 for rows in self.micro_batches(range(len(batch)))
             ]
-        self.live = parts[0][1] if p.micro_batch_size == p.batch_size else None
-        told = Told(*(join(list(column)) for column in zip(*(told for told, _ in parts), strict=True)))
+        self.live = pieces[0][1] if p.micro_batch_size == p.batch_size else None
+        told = Told(*(join(list(column)) for column in zip(*(told for told, _ in pieces), strict=True)))
         calibrated = self.roles.calibrated(told.raw_scores)
-        scores = F.shape_scores(calibrated, ended.to(calibrated.device), clip=p.score_clip, missing_eos_penalty=p.missing_eos_penalty)
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        parts = self.roles.rewards([row["prompt"] for row, _ in batch], texts)
+        scores = self.score(calibrated, parts, ended.to(calibrated.device), told.mask.sum(1))
         # 5. rewards and advantages
         rewards = F.token_rewards(scores, told.logprobs, told.ref_logprobs, told.mask, self.kl.kl_coef)
         if p.whiten_rewards:
@@ -176,12 +174,30 @@ class PpoTrainer:
             rows=[row for row, _ in batch],
             prompts=prompts,
             responses=responses,
+            texts=texts,
             ended=ended,
+            parts=parts,
             calibrated=calibrated,
             scores=scores,
             advantages=F.whiten(advantages, told.mask),
             returns=returns,
             **told._asdict(),
+        )
+
+    def score(self, calibrated: Tensor, parts: dict[str, list[float]], ended: Tensor, lengths: Tensor) -> Tensor:
+        """(B,) what PPO is rewarded by: the weighted sum of all rewards, clipped, penalised."""
+        p, weights = self.params, self.roles.rewards.weights
+        total = p.reward_weight * calibrated
+        for name, scores in parts.items():
+            total = total + weights[name] * torch.tensor(scores, device=total.device)
+        return F.shape_scores(
+            total,
+            ended,
+            lengths,
+            clip=p.score_clip,
+            missing_eos_penalty=p.missing_eos_penalty,
+            length_penalty=p.length_penalty,
+            free_length=p.free_length,
         )
 
     def forward(self, packed: Packed, whole: Packed) -> tuple[Told, Live]:
@@ -190,19 +206,18 @@ class PpoTrainer:
         ref_logprobs, policy_states = roles.ref_logprobs(packed, temperature)
         raw_scores, critic_states = roles.raw_scores(whole)
         critic_states = critic_states[:, : packed.input_ids.shape[1]]
-        logprobs, logits = roles.logprobs(packed, policy_states, temperature)
-        values = roles.values(packed, critic_states)
+        live = roles.live(packed, policy_states, critic_states, temperature)
         told = Told(
             raw_scores=raw_scores,
-            logprobs=logprobs.detach(),
-            entropies=packed.rows(F.entropy(logits.detach())),
+            logprobs=live.logprobs.detach(),
+            entropies=packed.rows(F.entropy(live.logits.detach())),
             ref_logprobs=ref_logprobs,
-            values=values.detach(),
+            values=live.values.detach(),
             mask=packed.response_mask,
             policy_states=policy_states,
             critic_states=critic_states,
         )
-        return told, Live(logprobs, logits, values)
+        return told, live
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
         device = next(self.roles.policy.parameters()).device
@@ -229,7 +244,7 @@ class PpoTrainer:
 
         A violation means dropout, a wrong mask, temperature or padding, or a model that cannot be split: PPO would learn from noise.
         """
-        tolerance = 0.05 if next(self.roles.policy.get_base_model().parameters()).dtype is torch.bfloat16 else 1e-3
+        tolerance = 0.05 if unwrap(self.roles.policy).dtype is torch.bfloat16 else 1e-3
         kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
         whole = token_logprobs(
             self.roles.policy,
@@ -270,21 +285,17 @@ class PpoTrainer:
             packed = self.packed(rollout.prompts, rollout.responses, micro)
             mask, width, whole = packed.response_mask, packed.response_mask.shape[1], packed.input_ids.shape[1]
             old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
-            states = rollout.policy_states[micro, :whole]
-            logprobs, logits = (live.logprobs, live.logits) if live else self.roles.logprobs(packed, states, p.temperature)
-            per_token, clipped = F.policy_loss(logprobs, old["logprobs"], old["advantages"], p.cliprange)
-            policy_loss = (per_token * mask).sum() / tokens
-            bonus = p.entropy_coef * F.entropy(logits).sum() / tokens if p.entropy_coef else 0.0
-            (policy_loss - bonus).backward()
-            values = live.values if live else self.roles.values(packed, rollout.critic_states[micro, :whole])
-            per_value, value_clipped = F.value_loss(values, old["values"], old["returns"], p.cliprange_value)
+            now = live or self.roles.live(packed, rollout.policy_states[micro, :whole], rollout.critic_states[micro, :whole], p.temperature)
+            policy_loss, clip_fraction = self.policy_loss(now.logprobs, old["logprobs"], old["advantages"], mask, tokens, len(rows))
+            bonus = p.entropy_coef * F.entropy(now.logits).sum() / tokens if p.entropy_coef else 0.0
+            per_value, value_clipped = F.value_loss(now.values, old["values"], old["returns"], p.cliprange_value)
             value_loss = (per_value * mask).sum() / tokens
-            (p.vf_coef * value_loss).backward()
-            log_ratio = (logprobs - old["logprobs"]).detach()
+            (policy_loss - bonus + p.vf_coef * value_loss).backward()
+            log_ratio = (now.logprobs - old["logprobs"]).detach()
             shares = {
                 "policy_loss": policy_loss,
                 "value_loss": value_loss,
-                "clip_fraction": (clipped * mask).sum() / tokens,
+                "clip_fraction": clip_fraction,
                 "value_clip_fraction": (value_clipped * mask).sum() / tokens,
                 "approx_kl": ((log_ratio.exp() - 1 - log_ratio) * mask).sum() / tokens,
                 "ratio_mean": (log_ratio.exp() * mask).sum() / tokens,
@@ -297,6 +308,16 @@ class PpoTrainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return {name: float(value) for name, value in sums.items()}
+
+    def policy_loss(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, tokens: Tensor, episodes: int
+    ) -> tuple[Tensor, Tensor]:
+        """A micro-batch's part of the mean loss over a mini-batch's `tokens` or `episodes`, and of the share that is clipped."""
+        if self.params.loss_level is LossLevel.sequence:
+            each, clipped = F.sequence_policy_loss(logprobs, old, advantages, mask, self.params.cliprange)
+            return each.sum() / episodes, clipped.sum() / episodes
+        each, clipped = F.policy_loss(logprobs, old, advantages, self.params.cliprange)
+        return (each * mask).sum() / tokens, (clipped * mask).sum() / tokens
 
 
 def planned_updates(params: PpoParams) -> int:
@@ -322,10 +343,11 @@ def join(parts: list[Tensor]) -> Tensor:
 
 def describe(rollout: Rollout) -> dict[str, float]:
     """The rollout in numbers: scores, KL (nats a sequence), entropy (nats a token), length (tokens), critic."""
-    return {
+    return {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()} | {
         "score_mean": float(rollout.calibrated.mean()),
         "score_std": float(rollout.calibrated.std()),
         "reward_mean": float(rollout.scores.mean()),
+        "reward_std": float(rollout.scores.std()),
         "kl": float(rollout.sequence_kl.mean()),
         "kl_k3": float((F.kl_k3(rollout.logprobs, rollout.ref_logprobs) * rollout.mask).sum(1).mean()),
         "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),

@@ -1,41 +1,87 @@
-"""The layers below a model's lowest adapter: frozen, so computed once a rollout, for two roles and all epochs."""
+"""Two roles in one model: with its training (policy, critic) and without (reference, reward model)."""
 
-from typing import Any
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from stages.generation import Packed, hidden_states, precision, unwrap
+from stages.models import adapter_off
+
+
+class Trunk(Protocol):
+    def reference(self) -> AbstractContextManager[Any]:
+        """The model as it was before training."""
+        ...
+
+    def frozen(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """(B, L, H) last hidden states before training, and (B, L, ?) what `adapted` starts from, as often as it is asked."""
+        ...
+
+    def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
+        """(B, L, H) last hidden states as trained so far."""
+        ...
 
 
 class SharedTrunk:
-    """The trunk of a PeftModel, whose layers from `first` on have adapters.
-
-    The role with the adapter off (reference, reward model) runs all layers once; what it found at layer `first` is
-    where the role with the adapter on (policy, critic) starts, as often as it is asked.
-    """
+    """A PeftModel, whose layers from `first` on have adapters: those below are frozen, so computed once a rollout for both roles."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk = model, unwrap(model).base_model
         [(self.name, self.layers)] = [(n, m) for n, m in self.trunk.named_children() if isinstance(m, torch.nn.ModuleList)]
         self.first = next(i for i, layer in enumerate(self.layers) if any(p.requires_grad for p in layer.parameters()))
 
+    def reference(self) -> AbstractContextManager[Any]:
+        return adapter_off(self.model)
+
     @torch.no_grad()
     def frozen(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Adapter off: (B, L, H) last hidden states, (B, L, H) states that enter layer `first`."""
+        """`entering`: the states that enter layer `first`."""
         entering: list[Tensor] = []
         hook = self.layers[self.first].register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
         try:
-            with self.model.disable_adapter():
+            with self.reference():
                 return hidden_states(self.model, packed), entering[0]
         finally:
             hook.remove()
 
     def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
-        """Adapter on: (B, L, H) last hidden states."""
         setattr(self.trunk, self.name, self.layers[self.first :])
         try:
             with precision(self.model):
                 return self.trunk(inputs_embeds=entering, attention_mask=packed.attention_mask, use_cache=False).last_hidden_state
         finally:
             setattr(self.trunk, self.name, self.layers)
+
+
+class FrozenModel:
+    """A model that is not trained at all; nothing enters where nothing is adapted."""
+
+    def __init__(self, model: Any) -> None:
+        self.was = model.requires_grad_(False)
+
+    def reference(self) -> AbstractContextManager[Any]:
+        return nullcontext(self.was)
+
+    @torch.no_grad()
+    def frozen(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(self.was, packed)
+        return hidden, hidden[..., :0]
+
+
+class WholeModel(FrozenModel):
+    """A model that is trained whole, beside a frozen copy of what it was; they share nothing."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(copy.deepcopy(model))
+        self.model = model
+
+    def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
+        return hidden_states(self.model, packed)
+
+
+def trunk_of(model: Any) -> Trunk:
+    return SharedTrunk(model) if isinstance(model, PeftModel) else WholeModel(model)

@@ -176,8 +176,8 @@ def better_answers(badcases: list[Row], sampler: Sampler, params: Params, avoid:
     if not asked:
         return {}
     draws = sampler.sft(asked, params.seed + 1)
-    with sampler.model.disable_adapter():
-        nll = Fluency(sampler.model, sampler.tokenizer, params.prepare.prompt_format)(asked, [draw.text for draw in draws])
+    with sampler.reference() as model:
+        nll = Fluency(model, sampler.tokenizer, params.prepare.prompt_format)(asked, [draw.text for draw in draws])
     judged = judge(asked, [draw.text for draw in draws])
     answers: dict[str, list[Answer]] = {}
     for prompt, draw, said, value in zip(asked, draws, judged, nll, strict=True):

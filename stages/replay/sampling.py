@@ -1,6 +1,7 @@
 """Responses of the policy and of SFT on training prompts, with the reward model's scores."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from stages.generation import Tokens, closed, generate, reward_scores, sequence_kl
-from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
+from stages.models import adapter_off, calibrated, is_adapter, load_causal_lm, load_policy, load_reward_model, load_tokenizer
 from stages.params import Params
 from stages.prompts import Prompt, encode
 from stages.records import stage_dir
@@ -49,20 +50,23 @@ class Scorer:
 
 
 class Sampler:
-    """The policy, and with its adapter off the SFT model; each call has a random stream of its own."""
+    """The policy and the SFT model that it comes from; each call has a random stream of its own."""
 
     def __init__(self, params: Params, round_: str) -> None:
         sft = stage_dir(round_, "sft") / "model"
         self.params, self.tokenizer = params, load_tokenizer(sft)
-        self.model = load_causal_lm(sft, params.model, stage_dir(round_, "ppo") / "policy")
+        policy = stage_dir(round_, "ppo") / "policy"
+        self.model = load_policy(sft, policy, params.model)
+        self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
         self.scorer = Scorer(stage_dir(round_, "reward") / "model", self.tokenizer, params)
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[PolicyDraw]:
         ids = self._encode(prompts)
-        responses = self._generate(ids, seed)
+        responses = self._generate(self.model, ids, seed)
         scores = self.scorer.tokens([a + b for a, b in zip(ids, closed(responses, self.tokenizer.eos_token_id), strict=True)])
         kls = sequence_kl(
             self.model,
+            self.reference,
             ids,
             responses,
             temperature=self.params.ppo.temperature,
@@ -72,15 +76,19 @@ class Sampler:
         return [PolicyDraw(draw.text, draw.ended, score, kl) for draw, score, kl in zip(self._draws(responses), scores, kls, strict=True)]
 
     def sft(self, prompts: Sequence[Prompt], seed: int) -> list[Draw]:
-        with self.model.disable_adapter():
-            return self._draws(self._generate(self._encode(prompts), seed))
+        with self.reference() as model:
+            return self._draws(self._generate(model, self._encode(prompts), seed))
+
+    def reference(self) -> AbstractContextManager[Any]:
+        """The SFT model."""
+        return nullcontext(self.sft_model) if self.sft_model else adapter_off(self.model)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
         return [encode(self.tokenizer, prompt, None, self.params.prepare.prompt_format)[0] for prompt in prompts]
 
-    def _generate(self, ids: list[Tokens], seed: int) -> list[Tokens]:
+    def _generate(self, model: Any, ids: list[Tokens], seed: int) -> list[Tokens]:
         return generate(
-            self.model,
+            model,
             ids,
             response_length=self.params.ppo.response_length,
             temperature=self.params.ppo.temperature,

@@ -1,5 +1,6 @@
 """A round on disk as evaluate and replay find it: the tiny random model with random adapters, and a few made-up rows."""
 
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -106,5 +107,21 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         ]
         RolloutLog(folder / "ppo/rollouts").append(rows)
         return params
+
+    return make
+
+
+@pytest.fixture
+def made_whole() -> Callable[[str], None]:
+    """Put the weights of a round's policy, adapter added in, in place of the adapter: a policy as full-parameter PPO leaves it."""
+
+    def make(round_: str) -> None:
+        from peft import PeftModel
+
+        folder = Path("rounds") / round_
+        sft = AutoModelForCausalLM.from_pretrained(folder / "sft/model", dtype=torch.float32)
+        whole = PeftModel.from_pretrained(sft, str(folder / "ppo/policy")).merge_and_unload()
+        shutil.rmtree(folder / "ppo/policy")
+        whole.save_pretrained(folder / "ppo/policy")
 
     return make

@@ -29,12 +29,31 @@ def test_pack_by_hand():
     assert packed.rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_logprobs_do_not_depend_on_batch_or_padding(tiny_lm, batch_size):
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_logprobs_do_not_depend_on_batch_padding_or_order(tiny_lm, dtype, tolerance, batch_size, order):
+    model = tiny_lm().to(dtype)
+    prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
+    ours = token_logprobs(model, prompts, responses, batch_size=batch_size, pad_token_id=0)
+    for row, prompt, response in zip(ours, prompts, responses, strict=True):
+        assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=tolerance)
+
+
+@pytest.mark.parametrize("amount", [0, 5])
+def test_logprobs_are_those_of_a_left_padded_batch(tiny_lm, amount):
+    """As it is padded for generation, however much: the padding side does not matter."""
     model = tiny_lm()
-    ours = token_logprobs(model, PROMPTS, RESPONSES, batch_size=batch_size, pad_token_id=0)
-    for row, prompt, response in zip(ours, PROMPTS, RESPONSES, strict=True):
-        assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=1e-5)  # float32
+    rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    width = max(map(len, rows)) + amount
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits.log_softmax(-1)
+    ours = token_logprobs(model, PROMPTS, RESPONSES, pad_token_id=0)
+    for i, response in enumerate(RESPONSES):
+        theirs = [logits[i, width - len(response) - 1 + t, token].item() for t, token in enumerate(response)]
+        assert ours[i].tolist() == pytest.approx(theirs, abs=1e-5)
 
 
 def test_temperature_divides_the_logits():

@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import get_peft_model
 
-from stages.models import lora_config
 from stages.params import LoraParams
-from stages.ppo.roles import Roles
+from stages.ppo.roles import Roles, ValueHead, trained
 
 
 class ByteTokenizer:
@@ -22,14 +20,17 @@ class ByteTokenizer:
 
 @pytest.fixture
 def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
-    def make(kind: type[Roles] = Roles, *, lora: LoraParams, mean: float = 0.0, std: float = 1.0) -> Roles:
+    """`lora.r` 0: all weights are trained; `value_head`: the critic is a head on the policy."""
+
+    def make(kind: type[Roles] = Roles, *, lora: LoraParams, value_head: bool = False, mean: float = 0.0, std: float = 1.0) -> Roles:
         policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
         reward.config.mean, reward.config.std = mean, std
         torch.manual_seed(0)
         return kind(
-            policy=get_peft_model(policy, lora_config(lora, "CAUSAL_LM", policy)).eval(),
-            critic=get_peft_model(reward, lora_config(lora, "SEQ_CLS", reward)).eval(),
+            policy=trained(policy, lora, "CAUSAL_LM"),
+            critic=ValueHead(policy.config.hidden_size) if value_head else trained(reward, lora, "SEQ_CLS"),
             tokenizer=ByteTokenizer(),
+            reward_model=reward if value_head else None,
         )
 
     return make

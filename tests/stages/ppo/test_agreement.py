@@ -1,30 +1,40 @@
 """The trainer against PPO-RLHF written plainly: one episode, one token at a time, in float64, on transformers' own outputs."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from stages.generation import unwrap
 from stages.params import LoraParams, PpoParams
-from stages.ppo.roles import Roles
+from stages.ppo.roles import Roles, ValueHead
 from stages.ppo.trainer import PpoTrainer, trainable_named
 
 PARAMS = PpoParams(
     batch_size=8, mini_batch_size=8, micro_batch_size=4, response_length=16, kl_coef=0.3, gamma=0.9, lam=0.8, cliprange=0.05,
-    cliprange_value=0.05, vf_coef=0.5, entropy_coef=0.1, score_clip=1.5, missing_eos_penalty=0.7, temperature=0.8, max_grad_norm=1e9,
+    cliprange_value=0.05, vf_coef=0.5, entropy_coef=0.1, score_clip=1.5, missing_eos_penalty=0.7, length_penalty=0.01, free_length=3,
+    temperature=0.8, max_grad_norm=1e9,
 )  # fmt: skip
 MEAN, STD = 0.3, 1.7
+KINDS = {
+    "adapters": {"lora": LoraParams(r=4, top_layers=1)},
+    "all weights": {"lora": LoraParams(r=0)},
+    "value head": {"lora": LoraParams(r=4, top_layers=1), "value_head": True},
+}
 
 
-@pytest.fixture
-def trainer(make_roles) -> PpoTrainer:
-    """With adapters that have moved, so that policy and reference differ."""
-    roles = make_roles(lora=LoraParams(r=4, top_layers=1), mean=MEAN, std=STD)
+@pytest.fixture(params=KINDS)
+def trainer(request, make_roles, shift) -> PpoTrainer:
+    """After weights have moved, so that policy and reference, critic and reward model differ."""
+    roles = make_roles(**KINDS[request.param], mean=MEAN, std=STD)
     for model in (roles.policy, roles.critic):
+        shift(model, 0.02)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
-    return PpoTrainer(roles, [({"id": str(i)}, [5 + i, 6, 7][: 1 + i % 3]) for i in range(8)], PARAMS, seed=0)
+    prompts = [({"id": str(i), "prompt": ""}, [5 + i, 6, 7][: 1 + i % 3]) for i in range(8)]
+    return PpoTrainer(roles, prompts, PARAMS, seed=0)
 
 
 class Plain:
@@ -32,30 +42,38 @@ class Plain:
 
     def __init__(self, roles: Roles) -> None:
         self.policy, self.critic = copy.deepcopy(roles.policy).double(), copy.deepcopy(roles.critic).double()
+        with roles.policy_trunk.reference() as reference, roles.reward_trunk.reference() as reward_model:
+            self.reference, self.reward_model = (copy.deepcopy(model).double() for model in (reference, reward_model))
 
-    def logprobs(self, prompt, response):
-        logits = self.policy(input_ids=torch.tensor([prompt + response])).logits[0] / PARAMS.temperature
+    def logprobs(self, prompt, response, model=None):
+        logits = (model or self.policy)(input_ids=torch.tensor([prompt + response])).logits[0] / PARAMS.temperature
         rows = [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
         return torch.stack([row[token] for row, token in zip(rows, response, strict=True)]), [-(row.exp() * row).sum() for row in rows]
 
     def ref_logprobs(self, prompt, response):
-        with torch.no_grad(), self.policy.disable_adapter():
-            return self.logprobs(prompt, response)[0]
+        with torch.no_grad(), off(self.reference):
+            return self.logprobs(prompt, response, self.reference)[0]
 
-    def states(self, prompt, response):
-        return self.critic.get_base_model().model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
+    def states(self, model, prompt, response):
+        return unwrap(model).model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
 
     def values(self, prompt, response):
-        scores = self.critic.get_base_model().score(self.states(prompt, response)).squeeze(-1)
+        if isinstance(self.critic, ValueHead):
+            return self.states(self.policy, prompt, response)[len(prompt) - 1 : -1] @ self.critic.weight[0]
+        scores = unwrap(self.critic).score(self.states(self.critic, prompt, response)).squeeze(-1)
         return (scores[len(prompt) - 1 : -1] - MEAN) / STD
 
     def score(self, prompt, response):
         """The reward model reads every response up to EOS, where a policy that was cut off has not written it."""
         read = response if response[-1] == 2 else [*response, 2]
-        with torch.no_grad(), self.critic.disable_adapter():
-            raw = self.critic.get_base_model().score(self.states(prompt, read)[-1]).item()
+        with torch.no_grad(), off(self.reward_model):
+            raw = unwrap(self.reward_model).score(self.states(self.reward_model, prompt, read)[-1]).item()
         clipped = max(-PARAMS.score_clip, min(PARAMS.score_clip, (raw - MEAN) / STD))
-        return clipped if response[-1] == 2 else clipped - PARAMS.missing_eos_penalty
+        return clipped - (0 if response[-1] == 2 else PARAMS.missing_eos_penalty) - 0.01 * max(len(response) - 3, 0)
+
+
+def off(model):
+    return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
 
 
 def advantages_of(rewards: list[float], values: list[float]) -> list[float]:
@@ -117,8 +135,7 @@ def test_rewards_advantages_losses_and_gradients(trainer, shift):
             policy_loss = policy_loss - p.entropy_coef * entropies[t] / tokens
             near = value[t] + (estimates[t] - value[t]).clamp(-p.cliprange_value, p.cliprange_value)
             value_loss = value_loss + 0.5 * torch.maximum((estimates[t] - ret[t]) ** 2, (near - ret[t]) ** 2) / tokens
-    policy_loss.backward()
-    (p.vf_coef * value_loss).backward()
+    (policy_loss + p.vf_coef * value_loss).backward()
     gradients = {}
     for optimizer in trainer.optimizers:
         optimizer.step = lambda: None

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from stages.params import LoraParams, PpoParams, check_params
-from stages.ppo.__main__ import split
+from stages.params import LoraParams, PpoParams
 from stages.ppo.best import Best
 
 
@@ -78,11 +77,3 @@ def test_kl_is_that_of_transformers_logits(best, shift):
             with best.roles.policy.disable_adapter():
                 kls.append(own - logprob())
     assert measured.kl == pytest.approx(sum(kls) / len(kls), abs=1e-4) and abs(measured.kl) > 0.01
-
-
-def test_held_out_prompts_are_never_trained_on_even_where_replay_repeats_them():
-    rows = [{"id": f"{n}{copy}", "prompt": f"Prompt {n}"} for n in range(20) for copy in "ab"]
-    params = check_params({"ppo": {"validation_prompts": 6, "batch_size": 4, "mini_batch_size": 4, "micro_batch_size": 4}}, "test")
-    train, held_out = split(rows, params)
-    assert len(held_out) == 6 and len(train) == 28
-    assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)

@@ -12,9 +12,10 @@ FULL = torch.ones(1, 3, dtype=torch.bool)
 
 
 def test_kl_penalty_of_the_textbook():
-    # KL 0.4 at beta 0.05 costs 0.02; logp -2.0 against -2.4
-    rewards = F.token_rewards(torch.zeros(1), torch.tensor([[-2.0]]), torch.tensor([[-2.4]]), torch.ones(1, 1, dtype=torch.bool), 0.05)
-    assert rewards.item() == pytest.approx(-0.02)
+    # logp -2.0 against -2.4 is a KL of 0.4: it costs 0.02 at beta 0.05, 0.04 at beta 0.1
+    for beta, cost in ((0.05, 0.02), (0.1, 0.04)):
+        rewards = F.token_rewards(torch.zeros(1), torch.tensor([[-2.0]]), torch.tensor([[-2.4]]), torch.ones(1, 1, dtype=torch.bool), beta)
+        assert rewards.item() == pytest.approx(-cost)
 
 
 def test_score_lands_on_the_last_real_token():
@@ -27,6 +28,7 @@ def test_score_lands_on_the_last_real_token():
 def test_kl_estimators():
     logp, ref = torch.tensor([[-2.0]]), torch.tensor([[-2.4]])
     assert F.kl_k1(logp, ref).item() == pytest.approx(0.4)
+    assert F.kl_k2(logp, ref).item() == pytest.approx(0.08)  # 0.4 ** 2 / 2
     assert F.kl_k3(logp, ref).item() == pytest.approx(math.exp(-0.4) - 1 + 0.4)  # 0.07032
 
 
@@ -38,10 +40,11 @@ def test_kl_estimators_are_unbiased():
 
 
 def test_scores_are_clipped_then_penalised():
-    shaped = F.shape_scores(
-        torch.tensor([1.0, 51.0, 1.0, 51.0]), torch.tensor([True, True, False, False]), clip=5.0, missing_eos_penalty=1.0
-    )
-    assert shaped.tolist() == [1.0, 5.0, 0.0, 4.0]
+    scores, ended, lengths = torch.tensor([1.0, 51.0, 1.0, 51.0]), torch.tensor([True, True, False, False]), torch.tensor([3, 10, 4, 12])
+    free = {"clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.0, "free_length": 4}
+    assert F.shape_scores(scores, ended, lengths, **free).tolist() == [1.0, 5.0, 0.0, 4.0]
+    # 0.25 for each token above the fourth: 0, 6, 0 and 8 of them
+    assert F.shape_scores(scores, ended, lengths, **(free | {"length_penalty": 0.25})).tolist() == [1.0, 3.5, 0.0, 2.0]
 
 
 def test_gae_by_hand():
@@ -80,6 +83,16 @@ def test_policy_loss_does_not_clip_what_makes_it_worse():
     assert not clipped.item()
 
 
+def test_sequence_level_loss_by_hand():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    logprobs = torch.tensor([[math.log(1.3) * 2, 0.0, 99.0], [-0.3, 0.0, 0.0]])
+    loss, clipped = F.sequence_policy_loss(logprobs, torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0], [-3.0, 0.0, 0.0]]), mask, 0.2)
+    # first: mean log-ratio log 1.3, mean advantage 2: the textbook's 2.4, clipped
+    # second: ratio exp(-0.1) = 0.9048 within the clip, advantage -1: 0.9048
+    torch.testing.assert_close(loss, torch.tensor([-2.4, math.exp(-0.1)]))
+    assert clipped.tolist() == [True, False]
+
+
 def test_value_loss_by_hand():
     # value moved 0 -> 1, kept within 0.2, return 1: max(0, 0.64)/2; and return 0: max(1, 0.04)/2
     loss, clipped = F.value_loss(torch.ones(2), torch.zeros(2), torch.tensor([1.0, 0.0]), 0.2)
@@ -109,6 +122,22 @@ def test_adaptive_kl_by_hand():
     assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02)
     kl.update(0.0, episodes=10)  # error clipped to -0.2; 0.2 * 1.01 * 1.02 * 0.98 = 0.2019
     assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.98)
+
+
+def test_proportional_kl_by_hand():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100, rule=F.proportional)
+    kl.update(9.0, episodes=10)  # half too much
+    assert kl.kl_coef == pytest.approx(0.3)
+    kl.update(600.0, episodes=10)  # at most twice
+    assert kl.kl_coef == pytest.approx(0.6)
+    kl.update(0.0, episodes=10)  # at least half
+    assert kl.kl_coef == pytest.approx(0.3)
+
+
+def test_fixed_kl_stays():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100, rule=F.fixed)
+    kl.update(600.0, episodes=10)
+    assert kl.kl_coef == 0.2
 
 
 def test_beta_does_not_fall_below_its_start():

@@ -14,8 +14,8 @@ def healthy(update: int) -> dict[str, float]:
     share = update / UPDATES
     return {
         "step": update,
-        "score_mean": -1.5 + 2.0 * share,
-        "score_std": 1.2,
+        "reward_mean": -1.5 + 2.0 * share,
+        "reward_std": 1.2,
         "kl": 6.0 * share,
         "entropy": 4.8 - 1.2 * share,
         "distinct_2": 0.97 - 0.05 * share,
@@ -46,7 +46,7 @@ def test_a_healthy_run_has_no_findings():
 ILL = {
     "kl above budget": (lambda row, share: {"kl": 12 * share}, DANGER),
     "no movement": (lambda row, share: {"kl": 0.001}, DANGER),
-    "reward does not move": (lambda row, share: {"score_mean": -1.5}, WARN),
+    "reward does not move": (lambda row, share: {"reward_mean": -1.5}, WARN),
     "entropy collapse": (lambda row, share: {"entropy": 4.8 - 4.0 * share}, DANGER),
     "one text for all prompts": (lambda row, share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
     "one ending for all prompts": (lambda row, share: {"ending_share": 0.06 + 0.6 * share}, DANGER),
@@ -91,6 +91,6 @@ def test_one_step_a_rollout_has_nothing_to_clip():
 
 
 def test_a_length_that_grows_without_the_score_is_no_hack():
-    assert {f.sign for f in read(lambda row, share: {"response_length": 12 + 12 * share, "score_mean": -1.5 - share}).findings} == {
+    assert {f.sign for f in read(lambda row, share: {"response_length": 12 + 12 * share, "reward_mean": -1.5 - share}).findings} == {
         "reward does not move"
     }

@@ -21,7 +21,7 @@ SETTINGS = {
     "response_length": 8,
     "learning_rate": 1e-2,
     "critic_learning_rate": 1e-2,
-    "adaptive_kl": False,
+    "kl_control": "fixed",
     "missing_eos_penalty": 0.0,
 }
 
@@ -52,6 +52,21 @@ def test_learns_a_known_optimum(roles, seed):
     """The optimum is 4 (every token the liked one); chance is 0.1. Three quarters of it must be reached in 40 updates."""
     metrics = run(roles, seed, kl_coef=0.0, total_episodes=32 * 40)
     assert metrics[0]["score_mean"] < 0.3
+    assert metrics[-1]["score_mean"] > 3.0
+
+
+@pytest.mark.parametrize(
+    ("made_of", "changes"),
+    [
+        ({"lora": LoraParams(r=0)}, {"learning_rate": 1e-3, "critic_learning_rate": 1e-3}),
+        ({"lora": LoraParams(r=8), "value_head": True}, {}),
+        ({"lora": LoraParams(r=8)}, {"loss_level": "sequence"}),
+    ],
+    ids=["all weights", "value head", "sequence-level loss"],
+)
+def test_learns_in_every_configuration(make_roles, made_of, changes):
+    metrics = run(make_roles(LikesOneToken, **made_of), kl_coef=0.0, total_episodes=32 * 40, **changes)
+    assert metrics[0]["score_mean"] < 0.3 and metrics[0]["kl"] == 0.0
     assert metrics[-1]["score_mean"] > 3.0
 
 
@@ -98,18 +113,19 @@ def test_micro_batches_change_memory_not_results(roles, tiny_lm):
 def test_critic_off_is_the_reward_model(roles, tiny_reward_model):
     """The value head trains on a copy: the reward model under it must not move."""
     run(roles, total_episodes=64)
-    packed = PpoTrainer(roles, [({}, [5])] * 32, PpoParams(**SETTINGS), 0).packed([[5, 6]], [[7, 8, 2]], range(1))
+    packed = PpoTrainer(roles, [({"prompt": ""}, [5])] * 32, PpoParams(**SETTINGS), 0).packed([[5, 6]], [[7, 8, 2]], range(1))
     score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
     scores, entering = Roles.raw_scores(roles, packed)
     assert scores.item() == pytest.approx(score, abs=1e-5)
     with torch.no_grad():
-        assert roles.values(packed, entering)[0, -1].item() != pytest.approx(score, abs=1e-3)
+        states = roles.ref_logprobs(packed, 1.0)[1]
+        assert roles.live(packed, states, entering, 1.0).values[0, -1].item() != pytest.approx(score, abs=1e-3)
 
 
 @pytest.mark.parametrize("ill", ["score", "gradient"])
 def test_what_is_not_finite_stops_the_run_and_is_not_applied(roles, monkeypatch, ill):
     params = PpoParams(**SETTINGS)
-    trainer = PpoTrainer(roles, [({"id": str(i)}, [5 + i % 20, 6]) for i in range(64)], params, seed=0)
+    trainer = PpoTrainer(roles, [({"prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)], params, seed=0)
     trainer.step()
     weights = {name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad}
     if ill == "score":

@@ -70,3 +70,13 @@ def test_late_rollouts_and_prompts_once():
         {"prompt": "a", "id": 1},
         {"prompt": "b", "id": 2},
     ]
+
+
+def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, made_whole):
+    params = make_round("r0", 1.0)
+    found = []
+    for change in (lambda _: None, made_whole):
+        change("r0")
+        main(params, "r0")
+        found.append([(row["cause"], row["prompt"], row["response"], row["sft"]) for row in read_jsonl(DATA / "badcases.jsonl", "")])
+    assert found[0] == found[1] and found[0]

@@ -1,0 +1,49 @@
+"""The stage from folder to folder, in each cast of the four roles."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stages.evaluate import main as evaluate
+from stages.params import Params, check_params
+from stages.ppo.__main__ import main, split
+
+SHORT = {"batch_size": 4, "mini_batch_size": 4, "micro_batch_size": 2, "total_episodes": 12, "save_updates": 2, "max_kl": 1000.0}
+
+
+def with_ppo(params: Params, **changes: object) -> Params:
+    return check_params(params.model_dump() | {"ppo": params.ppo.model_dump() | SHORT | {"on_danger": "warn"} | changes}, "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy", "critic"),
+    [
+        ({}, "adapter_model.safetensors", "adapter_model.safetensors"),
+        ({"lora": {"r": 0}, "critic_lora": {"r": 0}}, "model.safetensors", "model.safetensors"),
+        ({"critic": "policy"}, "adapter_model.safetensors", "head.safetensors"),
+    ],
+    ids=["adapters", "all weights", "value head"],
+)
+def test_every_cast_is_trained_saved_and_evaluated(make_round, changes, policy, critic):
+    params = with_ppo(make_round("r0", 1.0), **changes)
+    folder = Path("rounds/r0/ppo")
+    shutil.rmtree(folder)
+    main(params, "r0")
+    assert (folder / "policy" / policy).exists() and (folder / "critic" / critic).exists()
+    assert (folder / "checkpoints/step_00002" / policy).exists()
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["updates"] == 3 and metrics["policy_update"] in (0, 2, 3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and [row["step"] for row in rows if "validation_judge" in row] == [2, 3]
+    evaluate(params, "r0")
+    judged = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+    assert judged["reproduced"] and (judged["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
+
+
+def test_held_out_prompts_are_never_trained_on_even_where_replay_repeats_them():
+    rows = [{"id": f"{n}{copy}", "prompt": f"Prompt {n}"} for n in range(20) for copy in "ab"]
+    train, held_out = split(rows, with_ppo(Params(), validation_prompts=6))
+    assert len(held_out) == 6 and len(train) == 28
+    assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
