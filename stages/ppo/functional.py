@@ -100,7 +100,7 @@ def sequence_policy_loss(
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
     """Half the squared error for each token, pessimistic under clipping, and whether the clip decided it (InstructGPT; N+ details)."""
-    near = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    near = values.clamp(old_values - cliprange, old_values + cliprange)  # values itself, to the bit, where it is not clipped
     plain, clipped = (values - returns) ** 2, (near - returns) ** 2
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
 
