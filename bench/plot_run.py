@@ -25,10 +25,12 @@ def main(target: str) -> None:
         steps, curve = columns(Path("rounds", name, "ppo/curves.csv")), columns(Path("rounds", name, "evaluate/curves.csv"))
         score.plot(steps["step"], steps["score_mean"], label=name)
         kl.plot(steps["step"], steps["kl"], label=name)
-        line = judged.plot(curve["kl"], curve["sentiment"], "o-", label=f"{name}: judge (VADER sentiment)")[0]
+        by_kl = sorted(zip(curve["kl"], curve["sentiment"], curve["score"], strict=True))
+        distance, sentiment, proxy = zip(*by_kl, strict=True)
+        line = judged.plot(distance, sentiment, "o-", label=f"{name}: judge (VADER sentiment)")[0]
         judged.plot(
-            curve["kl"],
-            [value / 4 for value in curve["score"]],
+            distance,
+            [value / 4 for value in proxy],
             "x--",
             color=line.get_color(),
             alpha=0.5,

@@ -101,7 +101,7 @@ def rlhf_pipeline(
         rounds: How many rounds. Empty: as params.yaml or the preset says.
         settings: Single values, section.key=value, e.g. ppo.total_episodes=64.
         sections: Whole sections of params.yaml; what is left out stays.
-        isolated: In a git worktree of its own, which ends as the branch runs/<run id>.
+        isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
     """
     say, home = speaker(), Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
     run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:4]}"

@@ -78,15 +78,16 @@ def main(params: Params, round_: str) -> None:
     merged.config.mean, merged.config.std = float(centre.mean()), float(centre.std())
     save_model(merged, tokenizer, folder / "model")
 
-    # 5. a fresh process must give the saved model the same scores
-    score_chosen, score_rejected = scores(merged, chosen), scores(merged, rejected)
-    difference = reload_difference(folder / "model", chosen[:RELOAD_ROWS], score_chosen[:RELOAD_ROWS], work_dir(round_, "reward"))
+    # 5. a fresh process must give the saved model the same scores, of the same batch: in bfloat16 another one rounds otherwise
+    some = chosen[:RELOAD_ROWS]
+    difference = reload_difference(folder / "model", some, scores(merged, some), work_dir(round_, "reward"))
     if not difference <= RELOAD_TOLERANCE:
         raise RondoError(
             f"{folder}/model: reloaded in a fresh process, scores differ by {difference:.4g} (at most {RELOAD_TOLERANCE}); do not use it"
         )
 
     # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
+    score_chosen, score_rejected = scores(merged, chosen), scores(merged, rejected)
     calibrated_pairs = zip(held_out, *(calibrated(side, merged).tolist() for side in (score_chosen, score_rejected)), strict=True)
     write_jsonl(
         folder / "scores.jsonl", ({"id": row["id"], "chosen": round(c, 4), "rejected": round(r, 4)} for row, c, r in calibrated_pairs)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from flows import config, dag
-from stages.params import Params, load_params, rounds
+from stages.params import Params, PpoParams, load_params, rounds
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +22,11 @@ def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
     params = config.resolve(name)
     assert params != Params()
     assert params.rounds.items() <= Params().rounds.items()
+
+
+def test_every_key_of_ppo_is_explained() -> None:
+    text = (ROOT / "docs/ppo.md").read_text()
+    assert [key for key in PpoParams.model_fields if f"`{key}`" not in text] == []
 
 
 def test_presets_are_those_of_the_folder() -> None:
