@@ -23,6 +23,7 @@ HOST = "127.0.0.1"
 PREFECT_PORT = int(os.environ.get("PREFECT_SERVER_API_PORT", "4200"))
 MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
 PREFECT_URL, MLFLOW_URL = f"http://{HOST}:{PREFECT_PORT}", f"http://{HOST}:{MLFLOW_PORT}"
+MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?workflowType=machine_learning"  # its pages for models; else it opens those for agents
 POOL = "rondo"
 START_SECONDS = 120.0
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report
@@ -101,7 +102,8 @@ def serve(home: Path, say: Callable[[str], None] = print) -> None:
         begin("worker", "prefect", "worker", "start", "--pool", POOL, "--type", "process")
         until("worker", _worker_online)
         until("mlflow", lambda: answers(f"{MLFLOW_URL}/health"))
-        say(f"Prefect  {PREFECT_URL}   deployment rlhf-pipeline/rlhf-pipeline: start a run there\nMLflow   {MLFLOW_URL}\nCtrl-C ends both.")
+        say(f"Prefect  {PREFECT_URL}   deployment rlhf-pipeline/rlhf-pipeline: start a run there")
+        say(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
         while True:
             _check_alive(services, logs)
             time.sleep(0.5)
