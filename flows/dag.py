@@ -74,10 +74,17 @@ def up_to_date(addresses: list[str]) -> list[str]:
     return [address for address in addresses if address not in changed]
 
 
+# glibc gives a freed tensor back to the kernel, which fills the next one with zeros again, page by page: a fifth of a CPU's time.
+MALLOC = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {"hugetlb": 1, "trim_threshold": 4 << 30, "mmap_threshold": 4 << 30, "top_pad": 256 << 20}.items()
+)
+
+
 def command_environment() -> dict[str, str]:
     """The environment of a stage: our interpreter is `python`, whether or not its venv is activated."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
+    return {"GLIBC_TUNABLES": MALLOC, **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
 
 
 def run(address: str, on_line: Callable[[str], None]) -> Outcome:
