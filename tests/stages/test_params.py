@@ -14,7 +14,7 @@ from stages.params import load_params, rounds
         ("sft: {learning_rte: 1.0}", r"params.yaml: sft.learning_rte: Extra inputs"),
         ("ppo: {lam: 2}", r"params.yaml: ppo.lam: .*less than or equal to 1.*got 2"),
         ("ppo: {batch_size: 32, mini_batch_size: 24}", r"batch_size 32 must be a multiple of mini_batch_size 24"),
-        ("ppo: {lora: {r: 0}}", r"lora.r and critic_lora.r must be at least 1"),
+        ("ppo: {rewards: [{name: mine}]}", "give exactly one of model, function, url"),
         ("sft: [", r"params.yaml: not YAML"),
     ],
 )
