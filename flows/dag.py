@@ -84,7 +84,7 @@ MALLOC = ":".join(
 def command_environment() -> dict[str, str]:
     """The environment of a stage: our interpreter is `python`, whether or not its venv is activated."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {"GLIBC_TUNABLES": MALLOC, **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
+    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
 
 
 def run(address: str, on_line: Callable[[str], None]) -> Outcome:
@@ -99,7 +99,8 @@ def run(address: str, on_line: Callable[[str], None]) -> Outcome:
     if up_to_date([address]):
         return Outcome.unchanged
     command = [sys.executable, "-m", "dvc", "repro", "--single-item", address]
-    process = guard.start(command, env=command_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+    environment = {"GLIBC_TUNABLES": MALLOC, **command_environment()}
+    process = guard.start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     lines: deque[str] = deque(maxlen=SHOWN_LINES)
     text: list[str] = []
     assert process.stdout is not None

@@ -107,17 +107,18 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     length = prompt + params.ppo.response_length
     ppo = params.ppo
     updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or sys.maxsize)
-    rollout = ppo.batch_size * length
+    rollouts = updates * ppo.batch_size * length
     validated = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length
     evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates + 1)
     learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
-    # a rollout: reference and reward model read it once; the adapted layers of policy and critic learn from it num_ppo_epochs times
+    # a sample is read twice (by reference and reward model, or policy and reference); the adapted layers of policy and critic learn
+    # from a rollout's num_ppo_epochs times
     work = {
         "prepare": 0.0,
         "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
         "reward": _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
-        "ppo": updates * rollout * weights * (2 / GENERATION + 2 * 2 / FORWARD + ppo.num_ppo_epochs * learning / PPO_LEARNING) / rate
-        + validated * weights * (2 / GENERATION + 2 * 2 / FORWARD) / rate,
+        "ppo": weights * (rollouts + validated) * (2 / GENERATION + 2 * 2 / FORWARD) / rate
+        + weights * rollouts * ppo.num_ppo_epochs * learning / PPO_LEARNING / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
         "replay": params.replay.max_badcases * (params.replay.best_of + 4) * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
     }

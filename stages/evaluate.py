@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stages.errors import BadInput, RondoError
-from stages.generation import closed, generate, reward_scores, token_logprobs
+from stages.generation import closed, reward_scores, sample, token_logprobs
 from stages.judges import Judged, judge, outcome
 from stages.models import calibrated, load_causal_lm, load_policy, load_reward_model, load_tokenizer, prepare_torch
 from stages.params import Params
@@ -71,16 +71,8 @@ class Evaluator:
     def answer(self, model: Any, number: int) -> Pass:
         """The `number`-th sample of every prompt; its own random stream, so that it can be repeated alone."""
         p, pad, eos = self.params, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
-        responses = generate(
-            model,
-            self.prompt_ids,
-            response_length=p.ppo.response_length,
-            temperature=p.ppo.temperature,
-            generator=torch.Generator().manual_seed(p.seed * 1000 + number),
-            batch_size=p.evaluate.batch_size,
-            eos_token_id=eos,
-            pad_token_id=pad,
-        )
+        generator = torch.Generator().manual_seed(p.seed * 1000 + number)
+        responses = sample(model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size)
         logprobs = partial(
             token_logprobs, prompt_ids=self.prompt_ids, response_ids=responses, temperature=p.ppo.temperature, pad_token_id=pad
         )
@@ -181,7 +173,8 @@ def main(params: Params, round_: str) -> None:
 
     # 3. the checkpoints on PPO's way; one with the policy's weights is not evaluated twice
     policy, checkpoints = ppo / "policy", sorted((ppo / "checkpoints").glob("step_*"))
-    same = [path.name for path in checkpoints if file_hash(path) == file_hash(policy)]
+    weights = file_hash(policy)
+    same = [path.name for path in checkpoints if file_hash(path) == weights]
     for path in checkpoints:
         if path.name in same:
             continue

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stages.params import PpoParams
+
 Tokens = list[int]
 Reference = Callable[[], AbstractContextManager[Any]]  # a context in which a model is what it was before PPO: an adapter is off
 
@@ -170,6 +172,22 @@ def generate(
         with precision(model):
             responses += _generate_batch(unwrap(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id, pad_token_id)
     return responses
+
+
+def sample(
+    model: Any, tokenizer: Any, prompt_ids: Sequence[Tokens], ppo: PpoParams, generator: torch.Generator, batch_size: int
+) -> list[Tokens]:
+    """One response a prompt, as PPO samples them: `generate` with its length and temperature."""
+    return generate(
+        model,
+        prompt_ids,
+        response_length=ppo.response_length,
+        temperature=ppo.temperature,
+        generator=generator,
+        batch_size=batch_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def _generate_batch(model: Any, prompt_ids: Sequence[Tokens], uniforms: Tensor, temperature: float, eos: int, pad: int) -> list[Tokens]:

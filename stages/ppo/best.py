@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.generation import generate, sequence_kl
+from stages.generation import sample, sequence_kl
 from stages.params import PpoParams
 from stages.ppo.resume import State
 from stages.ppo.roles import Roles
-from stages.ppo.trainer import Episode, trainable_named
+from stages.ppo.trainer import Episode, put_weights, trained_weights
 from stages.prompts import Prompt
 
 Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
@@ -46,7 +46,7 @@ class Best:
         measured = self.measure(update)
         if not self.weights or self.rank(measured) > self.rank(self.found):
             self.found = measured
-            self.weights = {name: parameter.detach().clone() for name, parameter in trainable_named(self.roles.policy)}
+            self.weights = {name: weight.clone() for name, weight in trained_weights(self.roles.policy).items()}
         return measured
 
     def rank(self, validation: Validation) -> tuple[bool, float]:
@@ -56,16 +56,7 @@ class Best:
     def measure(self, update: int) -> Validation:
         p, tokenizer, policy = self.params, self.roles.tokenizer, self.roles.policy
         ids = [tokens for _, tokens in self.prompts]
-        responses = generate(
-            policy,
-            ids,
-            response_length=p.response_length,
-            temperature=p.temperature,
-            generator=torch.Generator().manual_seed(self.seed),
-            batch_size=len(ids),
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        responses = sample(policy, tokenizer, ids, p, torch.Generator().manual_seed(self.seed), len(ids))
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         kls = sequence_kl(
             policy,
@@ -78,10 +69,8 @@ class Best:
         )
         return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), fmean(kls))
 
-    @torch.no_grad()
     def restore(self) -> None:
-        for name, parameter in trainable_named(self.roles.policy):
-            parameter.copy_(self.weights[name])
+        put_weights(self.roles.policy, self.weights)
 
     def state(self) -> State:
         return {"found": list(self.found), "weights": self.weights}

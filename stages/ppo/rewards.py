@@ -6,7 +6,8 @@ Each gives one number a response; the score of PPO is their weighted sum, and ea
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
@@ -14,21 +15,22 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from stages.errors import BadInput, RondoError
-from stages.generation import reward_scores
-from stages.models import calibrated, load_reward_model, load_tokenizer
+from stages.models import load_tokenizer
 from stages.params import Params, RewardSource
-from stages.prompts import Prompt, encode, render_prompt
+from stages.prompts import Prompt, render_prompt
+from stages.records import ASSETS
+from stages.scorer import Scorer
 
 Reward = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
 
 
+@dataclass(frozen=True)
 class Rewards:
-    """The sources of `ppo.rewards`, loaded; none without params."""
+    """Sources and their weights by name."""
 
-    def __init__(self, params: Params | None = None) -> None:
-        self.sources = params.ppo.rewards if params else []
-        self.rewards = [load(source, params) for source in self.sources] if params else []
+    sources: Mapping[str, Reward] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, list[float]]:
         """Scores by the source's name.
@@ -36,7 +38,7 @@ class Rewards:
         Raises:
             RondoError: a source does not answer with one finite number a response.
         """
-        told = {source.name: reward(prompts, responses) for source, reward in zip(self.sources, self.rewards, strict=True)}
+        told = {name: reward(prompts, responses) for name, reward in self.sources.items()}
         for name, scores in told.items():
             if len(scores) != len(responses) or not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
                 raise RondoError(
@@ -44,9 +46,10 @@ class Rewards:
                 )
         return told
 
-    @property
-    def weights(self) -> dict[str, float]:
-        return {source.name: source.weight for source in self.sources}
+
+def load_rewards(params: Params) -> Rewards:
+    chosen = params.ppo.rewards
+    return Rewards({source.name: load(source, params) for source in chosen}, {source.name: source.weight for source in chosen})
 
 
 def load(source: RewardSource, params: Params) -> Reward:
@@ -71,17 +74,11 @@ def load_function(source: RewardSource) -> Reward:
 
 
 def model_reward(folder: Path, params: Params) -> Reward:
-    """Scores by a reward model of its own tokenizer, in standard deviations of its demonstrations where its config has them."""
-    model, tokenizer = load_reward_model(folder, params.model), load_tokenizer(folder)
-
-    def reward(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        encoded = (encode(tokenizer, p, r, params.prepare.prompt_format) for p, r in zip(prompts, responses, strict=True))
-        size, pad = params.ppo.micro_batch_size, tokenizer.pad_token_id
-        raw = reward_scores(model, [prompt + response for prompt, response in encoded], batch_size=size, pad_token_id=pad)
-        scores: list[float] = (calibrated(raw, model) if hasattr(model.config, "mean") else raw).tolist()
-        return scores
-
-    return reward
+    """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations where its config has them."""
+    scorer = Scorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
+    if hasattr(scorer.model.config, "mean"):
+        return scorer
+    return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()
 
 
 def remote_reward(source: RewardSource, params: Params) -> Reward:
@@ -90,7 +87,7 @@ def remote_reward(source: RewardSource, params: Params) -> Reward:
     Raises, when called:
         RondoError: no answer after TRIES tries; the run's state is kept.
     """
-    session, tokenizer = requests.Session(), load_tokenizer(Path("assets/model"))
+    session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
     retry = Retry(total=TRIES - 1, backoff_factor=1, allowed_methods=["POST"], status_forcelist=[429, 500, 502, 503, 504])
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry))

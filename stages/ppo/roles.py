@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from stages.generation import Packed, logprobs_of, response_logits, scalar_head
 from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, lora_config, weights_params
 from stages.params import Critic, LoraParams, Params
-from stages.ppo.rewards import Rewards
-from stages.ppo.trunk import FrozenModel, Trunk, trunk_of
+from stages.ppo.rewards import Rewards, load_rewards
+from stages.ppo.trunk import FrozenModel, trunk_of
 
 
 class Live(NamedTuple):
@@ -51,16 +51,17 @@ class Roles:
 
     def __post_init__(self) -> None:
         self.policy_trunk = trunk_of(self.policy)
-        self.reward_trunk: Trunk = FrozenModel(self.reward_model) if self.reward_model else trunk_of(self.critic)  # type: ignore[assignment]
+        self.critic_trunk = None if self.reward_model else trunk_of(self.critic)
+        self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
 
     def live(self, packed: Packed, policy_states: Tensor, critic_states: Tensor, temperature: float) -> Live:
         """`policy_states`, `critic_states`: from `ref_logprobs` and `raw_scores`."""
         hidden = self.policy_trunk.adapted(packed, policy_states)
         logits = response_logits(self.policy, packed, hidden, temperature)
-        if isinstance(self.critic, ValueHead):
-            values = self.critic(hidden[packed.predicts])
+        if self.critic_trunk:
+            values = self.calibrated(scalar_head(self.critic, self.critic_trunk.adapted(packed, critic_states)[packed.predicts]))
         else:
-            values = self.calibrated(scalar_head(self.critic, self.reward_trunk.adapted(packed, critic_states)[packed.predicts]))
+            values = self.critic(hidden[packed.predicts])
         return Live(packed.rows(logprobs_of(logits, packed.targets)), logits, packed.rows(values))
 
     @torch.no_grad()
@@ -97,7 +98,7 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
         critic=trained(reward_model, ppo.critic_lora, "SEQ_CLS") if whole_critic else head,
         tokenizer=load_tokenizer(sft),
         reward_model=None if whole_critic else reward_model,
-        rewards=Rewards(params),
+        rewards=load_rewards(params),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import Packed, Tokens, closed, generate, pack, token_logprobs, unwrap
+from stages.generation import Packed, Tokens, closed, pack, sample, token_logprobs, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
 from stages.ppo.resume import State, random_state, set_random_state
@@ -108,19 +108,17 @@ class PpoTrainer:
             "updates": self.updates,
             "order": self.order,
             "kl_coef": self.kl.kl_coef,
-            "models": [{name: p.detach() for name, p in trainable_named(model)} for model in (self.roles.policy, self.roles.critic)],
+            "models": [trained_weights(model) for model in (self.roles.policy, self.roles.critic)],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "generator": self.generator.get_state(),
             "random": random_state(),
         }
 
-    @torch.no_grad()
     def load_state(self, state: State) -> None:
         self.updates, self.order, self.kl.kl_coef = state["updates"], state["order"], state["kl_coef"]
         for model, weights in zip((self.roles.policy, self.roles.critic), state["models"], strict=True):
-            for name, parameter in trainable_named(model):
-                parameter.copy_(weights[name])
+            put_weights(model, weights)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
@@ -141,16 +139,7 @@ class PpoTrainer:
         p, tokenizer = self.params, self.roles.tokenizer
         # 1. + 2. prompts in, responses out
         prompts = [tokens for _, tokens in batch]
-        responses = generate(
-            self.roles.policy,
-            prompts,
-            response_length=p.response_length,
-            temperature=p.temperature,
-            generator=self.generator,
-            batch_size=p.batch_size,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        responses = sample(self.roles.policy, tokenizer, prompts, p, self.generator, p.batch_size)
         ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
         whole = closed(responses, tokenizer.eos_token_id)
         # 3. + 4. what reward model, reference, policy and critic say of them
@@ -327,6 +316,17 @@ def planned_updates(params: PpoParams) -> int:
 
 def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def trained_weights(model: Any) -> dict[str, Tensor]:
+    """The trained weights by name, as they are: they move on with the model."""
+    return {name: parameter.detach() for name, parameter in trainable_named(model)}
+
+
+@torch.no_grad()
+def put_weights(model: Any, weights: dict[str, Tensor]) -> None:
+    for name, parameter in trainable_named(model):
+        parameter.copy_(weights[name])
 
 
 def trainable(model: Any) -> list[torch.nn.Parameter]:

@@ -18,7 +18,8 @@ from stages.replay.exploits import Exploit, Score, candidates, exploit_pairs, fi
 from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
 from stages.replay.retry import repaired_by_cause, try_again
-from stages.replay.sampling import PolicyDraw, Sampler, Scorer
+from stages.replay.sampling import BATCH, PolicyDraw, Sampler
+from stages.scorer import Scorer
 from stages.statistics import paired_bootstrap
 
 FRESH_PROMPTS = 96
@@ -212,7 +213,7 @@ def last_round(
         badcases, exploits = (read_jsonl(previous / f"replay/data/{name}.jsonl", made_by) for name in ("badcases", "exploits"))
         suffixes = [row["suffix"] for row in exploits]
     if suffixes:
-        before = fooled(suffixes, held_out, Scorer(previous / "reward/model", sampler.tokenizer, params))
+        before = fooled(suffixes, held_out, Scorer(previous / "reward/model", sampler.tokenizer, params, BATCH))
         after = fooled(suffixes, held_out, sampler.scorer)
     falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
     fall, low, high = paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed) if falls else (None, None, None)

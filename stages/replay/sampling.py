@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from stages.generation import Tokens, closed, generate, reward_scores, sequence_kl
-from stages.models import adapter_off, calibrated, is_adapter, load_causal_lm, load_policy, load_reward_model, load_tokenizer
+from stages.generation import Tokens, closed, sample, sequence_kl
+from stages.models import adapter_off, is_adapter, load_causal_lm, load_policy, load_tokenizer
 from stages.params import Params
 from stages.prompts import Prompt, encode
 from stages.records import stage_dir
+from stages.scorer import Scorer
 
 BATCH = 128
 
@@ -33,22 +33,6 @@ class PolicyDraw(Draw):
     kl: float
 
 
-class Scorer:
-    """Calibrated scores of whole responses (with EOS) under a reward model."""
-
-    def __init__(self, path: Path, tokenizer: Any, params: Params) -> None:
-        self.model, self.tokenizer, self.params = load_reward_model(path, params.model), tokenizer, params
-
-    def tokens(self, sequences: Sequence[Tokens]) -> list[float]:
-        raw = reward_scores(self.model, sequences, batch_size=BATCH, pad_token_id=self.tokenizer.pad_token_id)
-        scores: list[float] = calibrated(raw, self.model).tolist()
-        return scores
-
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        encoded = (encode(self.tokenizer, p, r, self.params.prepare.prompt_format) for p, r in zip(prompts, responses, strict=True))
-        return self.tokens([prompt + response for prompt, response in encoded])
-
-
 class Sampler:
     """The policy and the SFT model that it comes from; each call has a random stream of its own."""
 
@@ -58,7 +42,7 @@ class Sampler:
         policy = stage_dir(round_, "ppo") / "policy"
         self.model = load_policy(sft, policy, params.model)
         self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
-        self.scorer = Scorer(stage_dir(round_, "reward") / "model", self.tokenizer, params)
+        self.scorer = Scorer(stage_dir(round_, "reward") / "model", self.tokenizer, params, BATCH)
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[PolicyDraw]:
         ids = self._encode(prompts)
@@ -87,16 +71,7 @@ class Sampler:
         return [encode(self.tokenizer, prompt, None, self.params.prepare.prompt_format)[0] for prompt in prompts]
 
     def _generate(self, model: Any, ids: list[Tokens], seed: int) -> list[Tokens]:
-        return generate(
-            model,
-            ids,
-            response_length=self.params.ppo.response_length,
-            temperature=self.params.ppo.temperature,
-            generator=torch.Generator().manual_seed(seed),
-            batch_size=BATCH,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        return sample(model, self.tokenizer, ids, self.params.ppo, torch.Generator().manual_seed(seed), BATCH)
 
     def _draws(self, responses: list[Tokens]) -> list[Draw]:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,16 +113,18 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
 
 
 @pytest.fixture
-def made_whole() -> Callable[[str], None]:
-    """Put the weights of a round's policy, adapter added in, in place of the adapter: a policy as full-parameter PPO leaves it."""
+def adapter_and_whole() -> Callable[[str, Callable[[], Any]], tuple[Any, Any]]:
+    """What `measure` gives on a round's policy as an adapter, and with all weights of its own, as full-parameter PPO leaves it."""
 
-    def make(round_: str) -> None:
+    def both(round_: str, measure: Callable[[], Any]) -> tuple[Any, Any]:
         from peft import PeftModel
 
         folder = Path("rounds") / round_
+        adapter = measure()
         sft = AutoModelForCausalLM.from_pretrained(folder / "sft/model", dtype=torch.float32)
         whole = PeftModel.from_pretrained(sft, str(folder / "ppo/policy")).merge_and_unload()
         shutil.rmtree(folder / "ppo/policy")
         whole.save_pretrained(folder / "ppo/policy")
+        return adapter, measure()
 
-    return make
+    return both

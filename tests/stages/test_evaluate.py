@@ -99,14 +99,15 @@ def test_perplexity_of_human_text_agrees_with_transformers(make_round):
     assert metrics["sft"]["ppl_human"] == pytest.approx(math.exp(nll / tokens), rel=1e-3)
 
 
-def test_a_policy_of_all_weights_is_evaluated_like_its_adapter(make_round, made_whole):
+def test_a_policy_of_all_weights_is_evaluated_like_its_adapter(make_round, adapter_and_whole):
     params = make_round("r0", 1.0)
-    results = []
-    for change in (lambda _: None, made_whole):
-        change("r0")
+
+    def measure():
         main(params, "r0")
-        results.append(json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())["ppo"])
-    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-4) and results[0]["kl"] != 0.0
+        return json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())["ppo"]
+
+    adapter, whole = adapter_and_whole("r0", measure)
+    assert whole == pytest.approx(adapter, rel=1e-4, abs=1e-4) and adapter["kl"] != 0.0
 
 
 def test_a_changed_evaluation_set_is_refused(make_round):

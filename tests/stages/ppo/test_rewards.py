@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from stages.errors import BadInput, RondoError
 from stages.params import LoraParams, Params, check_params
 from stages.ppo import rewards as module
-from stages.ppo.rewards import Rewards, files
+from stages.ppo.rewards import files, load_rewards
 from stages.ppo.trainer import PpoTrainer
 
 PROMPTS, RESPONSES = ["The day", "The night"], [" was good.", " was long and dark."]
@@ -32,7 +32,7 @@ def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
     (tmp_path / "my_taste.py").write_text("def short(prompts, responses):\n    return [-len(r) / 10 for r in responses]\n")
     monkeypatch.syspath_prepend(tmp_path)
     params = with_rewards(params, {"name": "short", "function": "my_taste:short", "weight": 0.5})
-    rewards = Rewards(params)
+    rewards = load_rewards(params)
     assert rewards(PROMPTS, RESPONSES) == {"short": [-1.0, -1.9]}
     assert rewards.weights == {"short": 0.5}
     assert files(params) == [tmp_path / "my_taste.py"]
@@ -41,7 +41,7 @@ def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
 @pytest.mark.parametrize("function", ["no_such_module:reward", "json:no_such_function"])
 def test_a_function_that_is_not_there_is_named(params, function):
     with pytest.raises(BadInput, match=f"ppo.rewards mine: {function} cannot be imported"):
-        Rewards(with_rewards(params, {"name": "mine", "function": function}))
+        load_rewards(with_rewards(params, {"name": "mine", "function": function}))
 
 
 @pytest.mark.parametrize("body", ["[1.0]", "[float('nan')] * 2", "['a', 'b']"])
@@ -50,13 +50,13 @@ def test_an_answer_that_is_not_a_number_each_is_refused(tmp_path, monkeypatch, p
     (tmp_path / f"{name}.py").write_text(f"def reward(prompts, responses):\n    return {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RondoError, match=r"ppo\.rewards mine: one finite number for each of 2 responses"):
-        Rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))(PROMPTS, RESPONSES)
+        load_rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))(PROMPTS, RESPONSES)
 
 
 def test_another_reward_model(make_round):
     params = make_round("r0", 1.0)
     folder = Path("rounds/r0/reward/model")
-    told = Rewards(with_rewards(params, {"name": "second", "model": str(folder)}))(PROMPTS, RESPONSES)["second"]
+    told = load_rewards(with_rewards(params, {"name": "second", "model": str(folder)}))(PROMPTS, RESPONSES)["second"]
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for prompt, response, score in zip(PROMPTS, RESPONSES, told, strict=True):
         ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
@@ -96,7 +96,7 @@ def address() -> Iterator[str]:
 
 def test_a_reward_model_over_http(address, make_round):
     Server.failures = 1
-    rewards = Rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
+    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
     assert rewards(PROMPTS, RESPONSES) == {"far": [17.0, 28.0]}
     assert len(Server.seen) == 2  # the first try failed
     assert Server.seen[1] == {"query": ["The day was good.", "The night was long and dark."], "prompts": PROMPTS, "labels": [None, None]}
@@ -105,7 +105,7 @@ def test_a_reward_model_over_http(address, make_round):
 def test_a_server_that_does_not_answer_is_named(address, make_round, monkeypatch):
     monkeypatch.setattr(module, "TRIES", 2)
     Server.failures = 99
-    rewards = Rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
+    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
     with pytest.raises(RondoError, match=f"ppo.rewards far: {address} gave no rewards after 2 tries"):
         rewards(PROMPTS, RESPONSES)
 
@@ -124,7 +124,7 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_logged(tmp_path, monkeyp
     params = with_rewards(params, {"name": "tokens", "function": "counts:tokens", "weight": 0.1})
     ppo = params.ppo.model_copy(update={"reward_weight": 2.0, "response_length": 6, "missing_eos_penalty": 0.0, "score_clip": 100.0})
     roles = make_roles(lora=LoraParams(r=4))
-    roles.rewards = Rewards(params)
+    roles.rewards = load_rewards(params)
     trainer = PpoTrainer(roles, [({"id": str(i), "prompt": ""}, [5 + i % 20]) for i in range(32)], ppo, seed=0)
     rollout, metrics = trainer.step()
     assert rollout.parts["tokens"] == [len(response) for response in rollout.responses]  # a byte tokenizer: a word is a token

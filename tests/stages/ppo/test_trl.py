@@ -22,7 +22,7 @@ def tensor(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, check_dtype=False)
 
 
@@ -83,20 +83,20 @@ def test_response_mask(e):
 
 
 def test_masked_mean(e):
-    same(F.masked_mean(e.values, e.mask), trl.masked_mean(e.values, ~e.padding))
+    assert_same(F.masked_mean(e.values, e.mask), trl.masked_mean(e.values, ~e.padding))
 
 
 @pytest.mark.parametrize(("estimator", "ours"), [("k1", F.kl_k1), ("k3", F.kl_k3)])
 def test_kl(e, estimator, ours):
     _, kl, of_sequences = trl.token_rewards(e.scores, e.old, e.ref, e.last, e.padding, 0.2, estimator)
-    same(ours(e.old, e.ref) * e.mask, kl)
-    same((ours(e.old, e.ref) * e.mask).sum(1).mean(), of_sequences)
+    assert_same(ours(e.old, e.ref) * e.mask, kl)
+    assert_same((ours(e.old, e.ref) * e.mask).sum(1).mean(), of_sequences)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.75])
 def test_missing_eos(e, penalty):
     """0.75, since ours multiplies the penalty in float32."""
-    same(shaped(e.scores, e.ended, clip=math.inf, missing_eos_penalty=penalty), trl.penalised(e.scores, e.responses, EOS, penalty))
+    assert_same(shaped(e.scores, e.ended, clip=math.inf, missing_eos_penalty=penalty), trl.penalised(e.scores, e.responses, EOS, penalty))
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])
@@ -107,7 +107,7 @@ def test_token_rewards(e, kl_coef):
         if n < theirs.shape[1]:
             theirs[row, n - 1] += theirs[row, n]
             theirs[row, n] = 0
-    same(our_rewards(e, kl_coef), theirs)
+    assert_same(our_rewards(e, kl_coef), theirs)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
@@ -116,7 +116,7 @@ def test_gae(e, gamma, lam):
     rewards = trl_rewards(e)
     ours = F.gae(rewards + e.new * e.padding_p1, e.values, ~e.padding_p1, gamma, lam)
     for mine, theirs in zip(ours, trl.gae(rewards, e.values, e.padding_p1, gamma, lam), strict=True):
-        same(mine, theirs)
+        assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize(("shape", "gamma", "lam"), [("full", *each) for each in DISCOUNTS] + [(shape, 1.0, 1.0) for shape in SHAPES])
@@ -126,7 +126,7 @@ def test_advantages_and_returns_of_a_rollout(shape, gamma, lam):
     for ours, theirs in zip(
         F.gae(our_rewards(e), e.values, e.mask, gamma, lam), trl.gae(trl_rewards(e), e.values, e.padding_p1, gamma, lam), strict=True
     ):
-        same(ours, theirs.masked_fill(e.padding, 0))
+        assert_same(ours, theirs.masked_fill(e.padding, 0))
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
@@ -136,7 +136,7 @@ def test_whitening(e, shift_mean):
     population, unbiased = (trl.masked_var(e.values, ~outside, unbiased=which) for which in (False, True))
     mean = 0.0 if shift_mean else trl.masked_mean(e.values, ~outside)
     theirs = mean + (whitened(e.values, outside) - mean) * ((unbiased + 1e-8) / (population + 1e-8)).sqrt()
-    same(F.whiten(e.values, ~outside, shift_mean), theirs.masked_fill(outside, 0))
+    assert_same(F.whiten(e.values, ~outside, shift_mean), theirs.masked_fill(outside, 0))
 
 
 @pytest.mark.parametrize("cliprange", [0.05, 0.2])
@@ -144,11 +144,11 @@ def test_policy_loss(e, cliprange):
     ours, theirs = (e.new.clone().requires_grad_() for _ in range(2))
     per_token, clipped = F.policy_loss(ours, e.old, e.advantages, cliprange)
     loss, fraction, _, _ = trl.policy_loss(theirs, e.old, e.advantages, e.padding, cliprange)
-    same(F.masked_mean(per_token, e.mask), loss)
+    assert_same(F.masked_mean(per_token, e.mask), loss)
     assert F.masked_mean(clipped, e.mask).item() == pytest.approx(fraction.item())
     F.masked_mean(per_token, e.mask).backward()
     loss.backward()
-    same(ours.grad, theirs.grad)
+    assert_same(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("cliprange", [0.05, 0.2])
@@ -157,10 +157,10 @@ def test_value_loss(e, cliprange):
     ours, theirs = (e.new_values.clone().requires_grad_() for _ in range(2))
     per_token, _ = F.value_loss(ours, e.values, e.returns, cliprange)
     loss, _ = trl.value_loss(theirs, e.values, e.returns, e.padding_p1, cliprange)
-    same(F.masked_mean(per_token, ~e.padding_p1), loss)
+    assert_same(F.masked_mean(per_token, ~e.padding_p1), loss)
     F.masked_mean(per_token, ~e.padding_p1).backward()
     loss.backward()
-    same(ours.grad, theirs.grad)
+    assert_same(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -181,10 +181,10 @@ def test_value_clip_fraction(exact):
 
 def test_entropy(e):
     ours, theirs = (e.logits.clone().requires_grad_() for _ in range(2))
-    same(F.entropy(ours[e.mask]), trl.entropy(theirs)[~e.padding])
+    assert_same(F.entropy(ours[e.mask]), trl.entropy(theirs)[~e.padding])
     F.entropy(ours[e.mask]).sum().backward()
     trl.entropy(theirs)[~e.padding].sum().backward()
-    same(ours.grad, theirs.grad)
+    assert_same(ours.grad, theirs.grad)
 
 
 # Where we differ on purpose
@@ -218,7 +218,7 @@ def test_advantages_do_not_depend_on_the_width_of_the_batch():
     for ours, ours_wide in zip(
         F.gae(our_rewards(e), e.values, e.mask, 1.0, 0.9), F.gae(our_rewards(w), w.values, w.mask, 1.0, 0.9), strict=True
     ):
-        same(ours_wide, torch.nn.functional.pad(ours, (0, 1)))
+        assert_same(ours_wide, torch.nn.functional.pad(ours, (0, 1)))
     for theirs, theirs_wide in zip(
         trl.gae(trl_rewards(e), e.values, e.padding_p1, 1.0, 0.9), trl.gae(trl_rewards(w), w.values, w.padding_p1, 1.0, 0.9), strict=True
     ):
@@ -237,8 +237,8 @@ def test_whitened_values_have_population_variance_one():
     """TRL divides by the unbiased variance: no estimate is wanted here, only a scale. One token is NaN there, and 0 here."""
     two, one = torch.tensor([[True, True]]), torch.tensor([[True, False]])
     values = tensor([1.0, 3.0])  # mean 2, population variance 1, unbiased 2
-    same(trl.masked_whiten(values, two), tensor([-(2**-0.5), 2**-0.5]) / (1 + 1e-8 / 2) ** 0.5)
-    same(F.whiten(values, two), tensor([-1.0, 1.0]) / (1 + 1e-8) ** 0.5)
+    assert_same(trl.masked_whiten(values, two), tensor([-(2**-0.5), 2**-0.5]) / (1 + 1e-8 / 2) ** 0.5)
+    assert_same(F.whiten(values, two), tensor([-1.0, 1.0]) / (1 + 1e-8) ** 0.5)
     assert trl.masked_whiten(values, one)[0, 0].isnan()
     assert F.whiten(values, one).tolist() == [[0.0, 0.0]]
 
@@ -276,8 +276,8 @@ def test_only_k1_as_a_reward_descends_the_kl():
     def policy_gradient(rewards):
         return torch.autograd.grad((old.exp() * rewards * logprobs[:, None]).sum(), logits, retain_graph=True)[0]
 
-    same(policy_gradient(F.token_rewards(zeros, old, ref, mask, 0.2)), -0.2 * exact)
-    same(policy_gradient(trl.token_rewards(zeros, old, ref, last, padding, 0.2, "k1")[0]), -0.2 * exact)
+    assert_same(policy_gradient(F.token_rewards(zeros, old, ref, mask, 0.2)), -0.2 * exact)
+    assert_same(policy_gradient(trl.token_rewards(zeros, old, ref, last, padding, 0.2, "k1")[0]), -0.2 * exact)
     k3 = policy_gradient(trl.token_rewards(zeros, old, ref, last, padding, 0.2, "k3")[0])
     assert k3.norm() < 0.1 * (0.2 * exact).norm()
 

@@ -72,11 +72,12 @@ def test_late_rollouts_and_prompts_once():
     ]
 
 
-def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, made_whole):
+def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, adapter_and_whole):
     params = make_round("r0", 1.0)
-    found = []
-    for change in (lambda _: None, made_whole):
-        change("r0")
+
+    def mined():
         main(params, "r0")
-        found.append([(row["cause"], row["prompt"], row["response"], row["sft"]) for row in read_jsonl(DATA / "badcases.jsonl", "")])
-    assert found[0] == found[1] and found[0]
+        return [(row["cause"], row["prompt"], row["response"], row["sft"]) for row in read_jsonl(DATA / "badcases.jsonl", "")]
+
+    adapter, whole = adapter_and_whole("r0", mined)
+    assert adapter == whole and adapter

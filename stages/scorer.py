@@ -1,0 +1,34 @@
+"""A saved reward model that scores prompts with responses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stages.generation import Tokens, reward_scores
+from stages.models import calibrated, load_reward_model
+from stages.params import Params
+from stages.prompts import Prompt, encode
+
+
+class Scorer:
+    """Calibrated scores of whole responses (with EOS) under a reward model."""
+
+    def __init__(self, path: Path, tokenizer: Any, params: Params, batch_size: int) -> None:
+        self.model, self.tokenizer, self.params = load_reward_model(path, params.model), tokenizer, params
+        self.batch_size = batch_size
+
+    def raw(self, sequences: Sequence[Tokens]) -> Tensor:
+        return reward_scores(self.model, sequences, batch_size=self.batch_size, pad_token_id=self.tokenizer.pad_token_id)
+
+    def tokens(self, sequences: Sequence[Tokens]) -> list[float]:
+        scores: list[float] = calibrated(self.raw(sequences), self.model).tolist()
+        return scores
+
+    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Tokens]:
+        encoded = (encode(self.tokenizer, p, r, self.params.prepare.prompt_format) for p, r in zip(prompts, responses, strict=True))
+        return [prompt + response for prompt, response in encoded]
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        return self.tokens(self.encode(prompts, responses))
