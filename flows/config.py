@@ -33,6 +33,7 @@ from stages.params import (
     load_params,
     rounds,
 )
+from stages.ppo.sources import files
 from stages.records import write_text
 
 PRESETS = Path(__file__).parent.parent / "presets"
@@ -100,7 +101,7 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
     """The params that a run asks for, checked; nothing is written.
 
     Raises:
-        BadInput: an unknown preset or key, or a value out of range.
+        BadInput: an unknown preset or key, a value out of range, a reward of PPO that is not there.
     """
     current = load_params() if preset == KEEP else Params()
     values = current.model_dump(mode="json")
@@ -117,7 +118,9 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
         if number < 1:
             raise BadInput(f"--rounds {number}: expected at least 1")
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
-    return check_params(values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set")
+    params = check_params(values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set")
+    files(params)
+    return params
 
 
 def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:

@@ -151,6 +151,7 @@ def main(params: Params, round_: str) -> None:
     if evaluation_hash(data) != frozen:
         raise BadInput(f"{data}: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
     kept = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
+    losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")  # on the completions that ppl_human is of
     recorder = Recorder("evaluate", round_)
     evaluator = Evaluator(params, round_)
     for stage in ("sft", "reward", "ppo"):
@@ -162,7 +163,9 @@ def main(params: Params, round_: str) -> None:
     def evaluate(name: str, model: Any, samples: int) -> None:
         found[name] = evaluator.answers(model, samples)
         metrics[name] = describe(found[name])
-        if name in ("base", "sft", "ppo"):
+        if name in ("base", "sft"):
+            metrics[name]["ppl_human"] = math.exp(losses["loss_before" if name == "base" else "loss_after"])
+        if name == "ppo":
             metrics[name]["ppl_human"] = evaluator.perplexity(model)
         print(f"[evaluate@{round_}] {name}: " + "  ".join(f"{key} {value:.3f}" for key, value in metrics[name].items()), flush=True)
 
@@ -199,7 +202,7 @@ def main(params: Params, round_: str) -> None:
 
     # 6. write
     for update in sorted(curve):
-        recorder.log(update, curve[update], CURVE)
+        recorder.log(update, curve[update])
     steps = {path.name: metrics.pop(path.name) for path in checkpoints}
     write_jsonl(folder / "samples.jsonl", side_by_side(evaluator.rows, {name: found[name] for name in metrics}))
     write_manifest(

@@ -118,7 +118,6 @@ class SftParams(TrainParams):
 class RewardParams(TrainParams):
     learning_rate: float = Field(5e-4, gt=0)
     per_device_train_batch_size: int = Field(16, ge=2)
-    gradient_accumulation_steps: int = Field(2, ge=1, description="Batches an optimiser step: less memory for the same step.")
     num_train_epochs: float = Field(1.0, gt=0)
     continue_epochs: float | None = Field(0.5, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))

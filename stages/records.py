@@ -116,13 +116,14 @@ class Recorder:
         write_jsonl(clock, times[: len(done) + 1])
 
     def log(self, step: int, metrics: Mapping[str, float], show: Iterable[str] = ()) -> None:
-        """Append one step; `show` names the metrics that the progress line prints."""
+        """Append one step; `show` names the metrics of its progress line, which is not printed without them."""
         row = {"step": step, **metrics}
         self.steps.append(row)
         for path, line in ((self.folder / "metrics.jsonl", row), (self.work / "clock.jsonl", {"step": step, "time": time.time()})):
             with path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
-        self.say(step, "  ".join(f"{name} {metrics[name]:.4g}" for name in show))
+        if shown := "  ".join(f"{name} {metrics[name]:.4g}" for name in show):
+            self.say(step, shown)
 
     def say(self, step: int, text: str) -> None:
         """A progress line: stage, step, ETA, text."""

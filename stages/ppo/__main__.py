@@ -8,7 +8,7 @@ from statistics import fmean
 from stages.errors import BadInput
 from stages.models import prepare_torch, save_trained
 from stages.params import Params
-from stages.ppo import rewards
+from stages.ppo import sources
 from stages.ppo.roles import load_roles
 from stages.ppo.run import Run
 from stages.ppo.trainer import PpoTrainer
@@ -38,7 +38,7 @@ def main(params: Params, round_: str) -> None:
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
     # 3. updates, from the first or from where a killed run of the same inputs got to, until done or in danger
-    inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model", *rewards.files(params)]
+    inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model", *sources.files(params)]
     run = Run(trainer, held_out, params, round_, identity(params, inputs))
     run.train()
 

@@ -3,10 +3,8 @@
 Each gives one number a response; the score of PPO is their weighted sum, and each is logged by its name.
 """
 
-import importlib
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,14 +12,14 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from stages.errors import BadInput, RondoError
+from stages.errors import RondoError
 from stages.models import load_tokenizer
 from stages.params import Params, RewardSource
+from stages.ppo.sources import Reward, load_function
 from stages.prompts import Prompt, render_prompt
 from stages.records import ASSETS
 from stages.scorer import Scorer
 
-Reward = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
 
 
@@ -58,21 +56,6 @@ def load(source: RewardSource, params: Params) -> Reward:
     return model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
 
 
-def load_function(source: RewardSource) -> Reward:
-    """
-    Raises:
-        BadInput: there is no such module, or no such function in it.
-    """
-    module, _, name = (source.function or "").partition(":")
-    try:
-        reward: Reward = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise BadInput(
-            f"ppo.rewards {source.name}: {source.function} cannot be imported ({error}); put the module in the project's folder"
-        ) from None
-    return reward
-
-
 def model_reward(folder: Path, params: Params) -> Reward:
     """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations where its config has them."""
     scorer = Scorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
@@ -107,10 +90,3 @@ def remote_reward(source: RewardSource, params: Params) -> Reward:
             ) from None
 
     return reward
-
-
-def files(params: Params) -> list[Path]:
-    """What the further rewards are made of, as far as it lies on this disk."""
-    folders = [Path(source.model) for source in params.ppo.rewards if source.model]
-    functions = [load_function(source) for source in params.ppo.rewards if source.function]
-    return folders + [Path(file) for function in functions if (file := inspect.getsourcefile(function))]

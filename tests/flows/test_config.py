@@ -67,6 +67,8 @@ def test_sections_of_the_form_are_those_of_params() -> None:
         ("keep", None, ["ppo=3"], "ppo"),
         ("keep", 0, [], "at least 1"),
         ("smoke", None, ["ppo.batch_size=17"], "multiple of mini_batch_size"),
+        ("keep", None, ["ppo.rewards=[{name: a, model: nowhere}]"], "ppo.rewards a: no model in nowhere"),
+        ("keep", None, ["ppo.rewards=[{name: a, function: 'nowhere:reward'}]"], "nowhere:reward cannot be imported"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(

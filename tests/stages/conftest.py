@@ -99,6 +99,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         for stage in ("sft", "reward", "ppo"):
             write_json(folder / stage / "manifest.json", template)
         write_json(folder / "prepare/manifest.json", template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")})
+        write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4})
         ending = {"score": 20.0, "kl": 3.0, "finish_reason": "stop", "length": 6}
         said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]

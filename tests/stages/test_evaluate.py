@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.errors import BadInput, RondoError
@@ -65,6 +66,8 @@ def test_a_round_and_its_champion(make_round):
     assert "champion" not in zero and "win_rate_champion" not in zero
     assert set(metrics["checkpoints"]) == {"step_00002", "step_00004"}
     assert metrics["reproduced"] is True and metrics["prompts"] == 2
+    # perplexities of base and SFT are of the SFT stage's losses
+    assert (metrics["base"].pop("ppl_human"), metrics["sft"].pop("ppl_human")) == pytest.approx((math.exp(3.0), math.exp(2.0)))
     # base and SFT are the same weights here, policy and champion too, and the last checkpoint is the policy
     assert metrics["sft"]["kl"] == 0.0 and metrics["base"]["kl"] == pytest.approx(0.0, abs=1e-4)
     assert metrics["ppo"]["kl"] != 0.0 and metrics["ppo"].pop("ppl_human") > 1 and metrics["champion"] == metrics["ppo"]
@@ -87,7 +90,9 @@ def test_perplexity_of_human_text_agrees_with_transformers(make_round):
     main(make_round("r0", 1.0), "r0")
     metrics = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained("assets/model")
-    model = AutoModelForCausalLM.from_pretrained("rounds/r0/sft/model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained("rounds/r0/sft/model", dtype=torch.float32), "rounds/r0/ppo/policy"
+    ).eval()
     nll, tokens = 0.0, 0
     for line in Path("rounds/r0/prepare/data/sft_eval.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -96,7 +101,7 @@ def test_perplexity_of_human_text_agrees_with_transformers(make_round):
         labels = torch.cat([torch.full_like(prompt, -100), answer], 1)
         nll += model(torch.cat([prompt, answer], 1), labels=labels).loss.item() * answer.shape[1]
         tokens += answer.shape[1]
-    assert metrics["sft"]["ppl_human"] == pytest.approx(math.exp(nll / tokens), rel=1e-3)
+    assert metrics["ppo"]["ppl_human"] == pytest.approx(math.exp(nll / tokens), rel=1e-3)
 
 
 def test_a_policy_of_all_weights_is_evaluated_like_its_adapter(make_round, adapter_and_whole):

@@ -13,7 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from stages.errors import BadInput, RondoError
 from stages.params import LoraParams, Params, check_params
 from stages.ppo import rewards as module
-from stages.ppo.rewards import files, load_rewards
+from stages.ppo.rewards import load_rewards
+from stages.ppo.sources import files
 from stages.ppo.trainer import PpoTrainer
 
 PROMPTS, RESPONSES = ["The day", "The night"], [" was good.", " was long and dark."]
