@@ -87,18 +87,18 @@ def command_environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
 
 
-def run(address: str, on_line: Callable[[str], None]) -> Outcome:
+def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Outcome:
     """Bring one stage up to date with `dvc repro --single-item`, as a process group that dies with this call.
 
-    `on_line` gets each line that the stage or DVC prints, while it runs.
+    `on_line` gets each line that the stage or DVC prints, while it runs. `force`: also a stage that DVC finds unchanged.
 
     Raises:
         GateFailed: the stage is a gate that said no; its checks are in the message.
         BadInput, RondoError: any other failure, with the last lines of the output.
     """
-    if up_to_date([address]):
+    if not force and up_to_date([address]):
         return Outcome.unchanged
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", address]
+    command = [sys.executable, "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), address]
     environment = {"GLIBC_TUNABLES": MALLOC, **command_environment()}
     process = guard.start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     lines: deque[str] = deque(maxlen=SHOWN_LINES)

@@ -25,6 +25,7 @@ STAGE_SECONDS = 8.0  # start of Python, imports, loading of a model; per stage
 START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
 LAYERS = 30  # of the embedded model; the presets' have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
+FULL_BYTES = 20  # of a role whose weights are all trained: float32 weights, frozen copy, gradient, two moments of Adam
 WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
 DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
 
@@ -125,7 +126,8 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     bytes_per_weight = BYTES_PER_WEIGHT[dtype]
     return Estimate(
         seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
-        memory=3 * weights * bytes_per_weight + WORKSPACE_GB * 1e9,  # ppo: policy (= reference), reward model, critic
+        memory=weights * sum(FULL_BYTES if lora.r == 0 else 1.5 * bytes_per_weight for lora in (ppo.lora, ppo.critic_lora))
+        + WORKSPACE_GB * 1e9,
         disk=len(params.rounds) * DISK_COPIES * weights * bytes_per_weight + weights * 4,
     )
 

@@ -25,6 +25,7 @@ from flows.config import KEEP, Sections, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.tracking import NoTracker, flatten, revision
 from flows.workspace import workspace
+from stages.assets.data import changed_sources
 from stages.errors import GateFailed
 from stages.records import stage_dir
 
@@ -45,7 +46,7 @@ def speaker() -> Say:
 
 
 @task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
-def run_stage(address: str, tracker: NoTracker) -> dag.Outcome:
+def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
     """Bring one stage up to date, streaming its log; its metrics or verdict become an artifact of the run."""
     say = speaker()
 
@@ -56,7 +57,7 @@ def run_stage(address: str, tracker: NoTracker) -> dag.Outcome:
     tracker.start(address)
     outcome = "failed"
     try:
-        done = dag.run(address, on_line)
+        done = dag.run(address, on_line, force)
         outcome = done.value
         say(f"[{address}] {outcome}")
         return done
@@ -114,11 +115,14 @@ def rlhf_pipeline(
         addresses = dag.stage_order(names)
         for line in estimate.report(params, addresses, dag.up_to_date(addresses)):
             say(line)
+        changed = changed_sources(params)
+        if changed:
+            say(f"changed since the last run: {', '.join(changed)}")
         tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
         passed = False
         try:
             for address in addresses:
-                run_stage(address, tracker)
+                run_stage(address, tracker, force=address == "assets" and bool(changed))
             passed = True
             return Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
         except GateFailed as error:

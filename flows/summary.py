@@ -22,7 +22,7 @@ ROWS = {
     "SFT loss, nats a token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
     "RM held-out accuracy [95%]": "{reward.accuracy:.3f} [{reward.accuracy_low:.3f}, {reward.accuracy_high:.3f}]",
     "RM margin": "{reward.margin:.2f}",
-    "PPO reward, first -> last": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
+    "PPO reward, first -> kept": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
     "PPO policy kept": "update {ppo.policy_update} of {ppo.updates}, {ppo.health}",
     "PPO KL from SFT, nats": "{evaluate.ppo.kl:.2f}",
     "PPO response length, tokens": "{evaluate.ppo.length:.1f}",

@@ -23,7 +23,7 @@ def git(*arguments: str) -> str:
 def workspace(run: str, home: Path) -> Iterator[Path]:
     """Work in `.rondo/workspaces/<run>`, a worktree of HEAD with today's params.yaml; commit its results to `runs/<run>` at the end.
 
-    The worktree is kept: its files are the run's. A run that goes on after a stop finds it and takes it up again.
+    The worktree is kept: its files are the run's.
 
     Raises:
         BadInput: no git repository, no commit in it, or code that is not committed and would therefore not be in the branch.
@@ -33,10 +33,9 @@ def workspace(run: str, home: Path) -> Iterator[Path]:
     params = (root / "params.yaml").read_text()
     with open_repo() as repo:
         cache = repo.cache.local_cache_dir
-    if not folder.exists():
-        git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
-        (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
-        (folder / "params.yaml").write_text(params)
+    git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
+    (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
+    (folder / "params.yaml").write_text(params)
     with chdir(folder):
         yield folder
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))

@@ -1,7 +1,8 @@
 """Quality gates: `python -m stages.gate --gate sft|reward|promote --round r0`.
 
-gates/<round>/<gate>.ok is written on pass alone, so that neither `dvc repro` nor the flow goes past a failed gate;
-the verdict with its numbers goes to reports/<round>/gate_<gate>.json either way. No model is loaded here.
+gates/<round>/<gate>.ok is written on pass alone, so that neither `dvc repro` nor the flow goes past a failed gate (but nothing
+depends on `promote`: a policy that was hacked is what the next round learns from). The verdict with its numbers goes to
+reports/<round>/gate_<gate>.json either way. No model is loaded here.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from stages.records import GATES, REPORTS, read_json, stage_dir, write_json, wri
 COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 STAGE = {"sft": "sft", "reward": "reward", "promote": "evaluate"}
 Check = dict[str, Any]
+EPOCHS = "reward.num_train_epochs, in later rounds reward.continue_epochs"
 
 
 def number(metrics: Any, name: str) -> float:
@@ -48,8 +50,8 @@ def sft_checks(metrics: Any, gates: GatesParams, round_: str) -> list[Check]:
             number(metrics, "loss_before") - number(metrics, "loss_after"),
             ">=",
             gates.sft.loss_drop,
-            f"SFT learnt too little: look at rounds/{round_}/sft/samples.jsonl and curves.csv, raise sft.num_train_epochs or "
-            "sft.learning_rate, or add demonstrations",
+            f"SFT learnt too little: look at rounds/{round_}/sft/samples.jsonl and curves.csv, raise sft.num_train_epochs (in later rounds "
+            "sft.continue_epochs) or sft.learning_rate, or add demonstrations",
         )
     ]
 
@@ -62,14 +64,14 @@ def reward_checks(metrics: Any, gates: GatesParams, round_: str) -> list[Check]:
             number(metrics, "accuracy_low"),
             ">=",
             gates.reward.accuracy,
-            f"look at {data} for bad labels and too few pairs, add pairs or epochs (reward.num_train_epochs)",
+            f"look at {data} for bad labels and too few pairs, add pairs or epochs ({EPOCHS})",
         ),
         check(
             "margin",
             number(metrics, "margin"),
             ">=",
             gates.reward.margin,
-            "chosen and rejected score alike: raise reward.num_train_epochs or reward.learning_rate",
+            f"chosen and rejected score alike: raise {EPOCHS}, or reward.learning_rate",
         ),
         check(
             "accuracy - baseline_longest",
@@ -83,7 +85,7 @@ def reward_checks(metrics: Any, gates: GatesParams, round_: str) -> list[Check]:
             accuracy - number(metrics, "baseline_tfidf"),
             ">",
             gates.reward.baseline_lead,
-            f"counting words does as well: look for label shortcuts in {data}, add pairs or epochs (reward.num_train_epochs)",
+            f"counting words does as well: look for label shortcuts in {data}, add pairs or epochs ({EPOCHS})",
         ),
     ]
 
@@ -97,7 +99,8 @@ def promote_checks(metrics: Any, gates: GatesParams, round_: str) -> list[Check]
             ">",
             bands.win_rate,
             "the policy does not beat SFT clearly enough: if ppo score_mean rose, the reward model was hacked "
-            f"(read {samples}, run the next round on its replay); if it did not, lower ppo.kl_coef or raise ppo.total_episodes",
+            f"(read {samples}, run the next round on its replay: `dvc repro gate_promote@<next round>`); if it did not, lower ppo.kl_coef "
+            "or raise ppo.total_episodes",
         ),
         check(
             "ppo.kl",

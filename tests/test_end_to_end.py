@@ -76,4 +76,8 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     ]
     (clone / "params.yaml").write_text(params.replace("loss_drop: -10.0", "loss_drop: 10.0"))
     run(sys.executable, "-m", "dvc", "repro", cwd=clone, code=255)
-    assert not (clone / "gates/r0/sft.ok").exists()
+    assert not (clone / "gates/r0/sft.ok").exists() and not read(clone / "reports/r0/gate_sft.json")["passed"]
+    # put back, the gate comes from DVC's cache, with the verdict of that time
+    (clone / "params.yaml").write_text(params)
+    assert "Stage 'gate_sft@r0' is cached" in run(sys.executable, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone)
+    assert read(clone / "reports/r0/gate_sft.json")["passed"]

@@ -10,7 +10,7 @@ from stages.assets.fetch import Package, fetch
 from stages.assets.tiny import tiny_texts
 from stages.errors import BadInput
 from stages.params import Params
-from stages.records import file_hash, write_json, write_text
+from stages.records import ASSETS, file_hash, read_json, write_json, write_text
 
 VADER = Package(
     "vaderSentiment==3.3.2",
@@ -62,6 +62,16 @@ def source_hashes(params: Params) -> list[dict[str, str | None]]:
         raise BadInput("assets.data is `files` but prepare.sources is empty: list your JSONL or Parquet files there")
     paths = [Path(source.path) for source in params.prepare.sources]
     return [{"path": str(path), "sha256": file_hash(path) if path.is_file() else None} for path in paths]
+
+
+def changed_sources(params: Params) -> list[str]:
+    """Those of the user's files that are others than when the assets stage recorded them: DVC knows them by name alone."""
+    recorded = ASSETS / "data/sources.json"
+    if params.assets.data != "files" or not recorded.exists():
+        return []
+    known = {row["path"]: row["sha256"] for row in read_json(recorded, "dvc repro assets")}
+    paths = [Path(path) for path, sha256 in known.items() if sha256]
+    return [str(path) for path in paths if path.is_file() and file_hash(path) != known[str(path)]]
 
 
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:

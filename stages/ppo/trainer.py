@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import Packed, Tokens, closed, pack, sample, token_logprobs, unwrap
+from stages.generation import Packed, Tokens, closed, hidden_states, logprobs_of, pack, response_logits, sample, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
 from stages.ppo.resume import State, random_state, set_random_state
@@ -235,20 +235,20 @@ class PpoTrainer:
         """
         tolerance = 0.05 if unwrap(self.roles.policy).dtype is torch.bfloat16 else 1e-3
         kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
-        whole = token_logprobs(
-            self.roles.policy,
-            rollout.prompts,
-            rollout.responses,
-            temperature=self.params.temperature,
-            batch_size=self.params.micro_batch_size,
-            pad_token_id=self.roles.tokenizer.pad_token_id,
-        )
-        ratio = float(((torch.cat(whole) - rollout.logprobs[rollout.mask].cpu()).exp() - 1).abs().max())
+        batches = self.micro_batches(range(len(rollout.rows)))  # those of the rollout: in bfloat16 other ones round otherwise
+        whole = join([self.whole_logprobs(self.packed(rollout.prompts, rollout.responses, rows)) for rows in batches])
+        ratio = float(((whole - rollout.logprobs)[rollout.mask].exp() - 1).abs().max())
         if not (kl <= tolerance and ratio <= tolerance):
             raise RondoError(
                 f"ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by {ratio:.3g} and {kl:.3g} nats (at most "
                 f"{tolerance}); look for dropout, a changed prompt template or padding"
             )
+
+    @torch.no_grad()
+    def whole_logprobs(self, packed: Packed) -> Tensor:
+        """(B, T) of the policy, through all of its layers."""
+        logits = response_logits(self.roles.policy, packed, hidden_states(self.roles.policy, packed), self.params.temperature)
+        return packed.rows(logprobs_of(logits, packed.targets))
 
     def optimise(self, rollout: Rollout) -> dict[str, float]:
         """6. num_ppo_epochs passes over the rollout in reshuffled mini-batches; metrics are means over all of them."""

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stages.assets.data import changed_sources
 from stages.errors import BadInput
 from stages.params import Params, PrepareParams, SourceParams
 from stages.prepare.audit import Audit
 from stages.prepare.formats import Defect, normalise, source_texts
 from stages.prepare.split import Prompts, hold_out, overlapping, prompt_key, refuse_overlap
 from stages.prompts import Prompt
-from stages.records import ASSETS, Row, file_hash, read_json
+from stages.records import ASSETS, Row
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -76,10 +77,8 @@ def listed_sources(params: Params) -> list[SourceParams]:
         folder = ASSETS / "data"
         files = ((folder / "train.jsonl", "train"), (folder / "eval.jsonl", "eval"))
         return [SourceParams(path=str(path), use=use) for path, use in files if path.exists()]
-    for listed in read_json(ASSETS / "data/sources.json", "dvc repro assets"):
-        path = Path(listed["path"])
-        if listed["sha256"] and path.is_file() and file_hash(path) != listed["sha256"]:
-            raise BadInput(f"{path} changed since the assets stage recorded it; run `dvc repro --force assets`")
+    for path in changed_sources(params):
+        raise BadInput(f"{path} changed since the assets stage recorded it; run `dvc repro --force assets`")
     return params.prepare.sources
 
 

@@ -33,6 +33,7 @@ def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
     assert run_to("prepare@r0", lines) == dag.Outcome.ran
     assert lines == ["[prepare@r0] step 1/3  eta 0:02", "[prepare@r0] step 2/3  eta 0:01", "[prepare@r0] step 3/3  eta 0:00"]
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.unchanged
+    assert dag.run("prepare@r0", lines.append, force=True) == dag.Outcome.ran
     set_params("seed=1")
     assert dag.up_to_date(dag.stage_order(["r0"])) == ["assets"]
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.ran

@@ -34,3 +34,5 @@ def test_the_report_counts_what_is_left_and_warns_of_what_does_not_fit() -> None
     assert "to do: 1 of 3 stages" in rest[1]
     big = params(assets={"model": "Qwen/Qwen2.5-0.5B-Instruct"}, model={"dtype": "float32"})
     assert estimate.estimate(big, MACHINE).memory == pytest.approx(3 * 494e6 * 4 + 2.8e9)
+    full = params(ppo={"lora": {"r": 0}, "critic_lora": {"r": 0}})
+    assert estimate.estimate(full, MACHINE).memory == pytest.approx(2 * 20 * 135e6 + 2.8e9)

@@ -46,7 +46,7 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table[""] == ["r0", "r1"]
     assert table["SFT loss, nats a token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
     assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
-    assert table["PPO reward, first -> last"] == ["-0.61 -> 2.58", "-"]
+    assert table["PPO reward, first -> kept"] == ["-0.61 -> 2.58", "-"]
     assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
     assert table["judged sentiment, SFT -> PPO"] == ["0.26 -> 0.74", "-"]
     assert table["badcases found"] == ["41", "-"]

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from stages.assets.data import changed_sources
 from stages.errors import BadInput
 from stages.params import Params
 from stages.prepare.build import build
@@ -167,6 +168,7 @@ def test_sources_that_cannot_do(tiny_params: MakeParams, sources: dict[str, list
 def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None:
     params = tiny_params({"mine.jsonl": PAIRS})
     Path("assets/data/sources.json").write_text(json.dumps([{"path": "mine.jsonl", "sha256": "0" * 64}]))
+    assert changed_sources(params) == ["mine.jsonl"]
     with pytest.raises(BadInput, match=r"mine\.jsonl changed.*--force assets"):
         build(params, "r0")
     Path("mine.jsonl").unlink()

@@ -1,0 +1,120 @@
+"""Seconds, tokens and memory of PPO updates on the models of a run, beside what the machine's matrix products allow.
+
+`python bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run`; JSON on stdout. EOS is a token that is
+never sampled, so that every response has its full length. The first update warms up and is left out.
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from flows.config import resolve
+from stages.generation import unwrap
+from stages.models import prepare_torch, resolve_dtype
+from stages.params import LoraParams, Params
+from stages.ppo import trainer as module
+from stages.ppo.roles import load_roles
+from stages.ppo.trainer import PpoTrainer
+from stages.prompts import encode
+from stages.records import read_jsonl, stage_dir
+
+NEVER = "<jupyter_start>"  # a token of SmolLM2 that ordinary text does not have
+Timed = Callable[..., Any]
+
+
+class Clock:
+    """Seconds by phase of the update at hand."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def timed(self, phase: str, function: Timed) -> Timed:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[phase] += time.perf_counter() - start
+
+        return wrapper
+
+
+def matmul_rate(dtype: torch.dtype, size: int = 1024, trials: int = 20) -> float:
+    """FLOP/s of square matrix products, the best of `trials`."""
+    a, b = torch.randn(2, size, size).to(dtype)
+    seconds = []
+    for _ in range(trials):
+        start = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - start)
+    return float(2 * size**3 / min(seconds))
+
+
+def flops(params: Params, model: Any, episodes: int, prompt: float) -> float:
+    """Of one update's matrix products with weights (adapters' own and attention's left out): the least that the algorithm needs.
+
+    Per weight and token 2 forward; backward 2 for what passes a gradient on and 2 more for what is trained itself (r 0).
+    """
+    ppo, config = params.ppo, unwrap(model).config
+    layers, response, whole = config.num_hidden_layers, ppo.response_length, prompt + ppo.response_length
+    head = config.vocab_size * config.hidden_size
+    trunk = sum(p.numel() for name, p in unwrap(model).base_model.layers.named_parameters() if "lora" not in name)
+    generate = 2 * (trunk * whole + head * response)
+    frozen = 2 * 2 * trunk * whole + 2 * head * response  # reference and reward model
+
+    def learning(lora: LoraParams) -> float:
+        upper = min((lora.top_layers or layers) / layers, 1.0) if lora.r else 1.0
+        return (4 if lora.r else 6) * trunk * whole * upper
+
+    heads = (4 if ppo.lora.r else 6) * head * response
+    return episodes * (generate + frozen + ppo.num_ppo_epochs * (learning(ppo.lora) + learning(ppo.critic_lora) + heads))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    options = parser.parse_args()
+    sizes = [f"ppo.{name}={options.episodes}" for name in ("batch_size", "mini_batch_size")]
+    params = resolve("keep", None, [*sizes, f"ppo.micro_batch_size={min(options.episodes, 32)}", *options.set])
+    prepare_torch(params)
+    rate = matmul_rate(resolve_dtype(params.model.dtype))
+    roles = load_roles(params, stage_dir("r0", "sft") / "model", stage_dir("r0", "reward") / "model")
+    roles.tokenizer.eos_token = NEVER
+    rows = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "make run")
+    prompts = [(row, encode(roles.tokenizer, row["prompt"], None, params.prepare.prompt_format)[0]) for row in rows]
+    trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
+    for phase, owner, name in (("generate", module, "sample"), ("score", trainer, "forward"), ("learn", trainer, "optimise")):
+        setattr(owner, name, clock.timed(phase, getattr(owner, name)))
+    step, tokens = clock.timed("update", trainer.step), 0
+    for _ in range(options.updates):
+        clock.seconds.clear()
+        rollout, _metrics = step()
+        tokens = sum(map(len, rollout.prompts)) + sum(map(len, rollout.responses))
+        updates.append(dict(clock.seconds))
+    seconds = {phase: median(update[phase] for update in updates[1:]) for phase in updates[0]}
+    need = flops(params, roles.policy, options.episodes, sum(len(tokens) for _, tokens in prompts) / len(prompts))
+    report = {
+        "episodes": options.episodes,
+        "seconds": {phase: round(value, 2) for phase, value in seconds.items()},
+        "updates": [round(update["update"], 2) for update in updates[1:]],
+        "tokens_per_second": round(tokens / seconds["update"], 1),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "matmul_gflops": round(rate / 1e9),
+        "floor_seconds": round(need / rate, 2),
+        "share_of_matmul_rate": round(need / rate / seconds["update"], 3),
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
