@@ -81,3 +81,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     (clone / "params.yaml").write_text(params)
     assert "Stage 'gate_sft@r0' is cached" in run(sys.executable, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone)
     assert read(clone / "reports/r0/gate_sft.json")["passed"]
+    # and so does every stage that has once been run: the lock is gone, the results are not computed again
+    (clone / "dvc.lock").unlink()
+    output = run(sys.executable, "-m", "dvc", "repro", "ppo@r0", cwd=clone)
+    assert "Running stage" not in output and "Stage 'ppo@r0' is cached" in output
