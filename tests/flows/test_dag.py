@@ -88,10 +88,14 @@ def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
         wait_for(lambda: stage_processes(project))
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may be a background job, whose SIGINT is ignored
     threading.Thread(target=interrupt).start()
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        dag.run("sft@r0", print)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dag.run("sft@r0", print)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 15
     assert stage_processes(project) == []
 
