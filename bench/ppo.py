@@ -14,11 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
+from flows import estimate
 from flows.config import resolve
 from stages.generation import unwrap
-from stages.models import prepare_torch, resolve_dtype
+from stages.models import prepare_torch
 from stages.params import LoraParams, Params
 from stages.ppo import trainer as module
 from stages.ppo.roles import load_roles
@@ -45,17 +44,6 @@ class Clock:
                 self.seconds[phase] += time.perf_counter() - start
 
         return wrapper
-
-
-def matmul_rate(dtype: torch.dtype, size: int = 1024, trials: int = 20) -> float:
-    """FLOP/s of square matrix products, the best of `trials`."""
-    a, b = torch.randn(2, size, size).to(dtype)
-    seconds = []
-    for _ in range(trials):
-        start = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - start)
-    return float(2 * size**3 / min(seconds))
 
 
 def flops(params: Params, model: Any, episodes: int, prompt: float) -> float:
@@ -87,7 +75,8 @@ def main() -> None:
     sizes = [f"ppo.{name}={options.episodes}" for name in ("batch_size", "mini_batch_size")]
     params = resolve("keep", None, [*sizes, f"ppo.micro_batch_size={min(options.episodes, 32)}", *options.set])
     prepare_torch(params)
-    rate = matmul_rate(resolve_dtype(params.model.dtype))
+    machine = estimate.measure()
+    rate = machine.rates[estimate.dtype_of(params, machine)]
     roles = load_roles(params, stage_dir("r0", "sft") / "model", stage_dir("r0", "reward") / "model")
     roles.tokenizer.eos_token = NEVER
     rows = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "make run")

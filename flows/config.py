@@ -119,7 +119,7 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
             raise BadInput(f"--rounds {number}: expected at least 1")
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
     params = check_params(values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set")
-    files(params)
+    files(params)  # raises where one is not there
     return params
 
 

@@ -65,13 +65,15 @@ def source_hashes(params: Params) -> list[dict[str, str | None]]:
 
 
 def changed_sources(params: Params) -> list[str]:
-    """Those of the user's files that are others than when the assets stage recorded them: DVC knows them by name alone."""
-    recorded = ASSETS / "data/sources.json"
-    if params.assets.data != "files" or not recorded.exists():
+    """Those of the user's files that are others than when the assets stage recorded them: DVC knows them by name alone.
+
+    Raises:
+        BadInput: the assets stage has recorded none.
+    """
+    if params.assets.data != "files":
         return []
-    known = {row["path"]: row["sha256"] for row in read_json(recorded, "dvc repro assets")}
-    paths = [Path(path) for path, sha256 in known.items() if sha256]
-    return [str(path) for path in paths if path.is_file() and file_hash(path) != known[str(path)]]
+    recorded = {row["path"]: row["sha256"] for row in read_json(ASSETS / "data/sources.json", "dvc repro assets")}
+    return [path for path, sha256 in recorded.items() if sha256 and Path(path).is_file() and file_hash(Path(path)) != sha256]
 
 
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:

@@ -174,3 +174,6 @@ def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None
     Path("mine.jsonl").unlink()
     with pytest.raises(BadInput, match=r"mine\.jsonl: expected a file"):
         build(params, "r0")
+    Path("assets/data/sources.json").unlink()
+    with pytest.raises(BadInput, match=r"sources\.json is missing: run `dvc repro assets`"):
+        build(params, "r0")
