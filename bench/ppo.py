@@ -16,8 +16,8 @@ from typing import Any
 
 from flows import estimate
 from flows.config import resolve
-from stages.generation import unwrap
 from stages.models import prepare_torch
+from stages.packing import unwrap
 from stages.params import LoraParams, Params
 from stages.ppo import trainer as module
 from stages.ppo.roles import load_roles

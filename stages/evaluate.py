@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from stages.errors import BadInput, RondoError
-from stages.generation import closed, reward_scores, sample, token_logprobs
+from stages.generation import reward_scores, sample, token_logprobs
 from stages.judges import Judged, judge, outcome
 from stages.models import calibrated, load_causal_lm, load_policy, load_reward_model, load_tokenizer, prepare_torch
+from stages.packing import closed
 from stages.params import Params
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
@@ -70,16 +71,14 @@ class Evaluator:
 
     def answer(self, model: Any, number: int) -> Pass:
         """The `number`-th sample of every prompt; its own random stream, so that it can be repeated alone."""
-        p, pad, eos = self.params, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        p, eos = self.params, self.tokenizer.eos_token_id
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
         responses = sample(model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size)
-        logprobs = partial(
-            token_logprobs, prompt_ids=self.prompt_ids, response_ids=responses, temperature=p.ppo.temperature, pad_token_id=pad
-        )
+        logprobs = partial(token_logprobs, prompt_ids=self.prompt_ids, response_ids=responses, temperature=p.ppo.temperature)
         sft = [float(row.sum()) for row in logprobs(self.sft)]
         own = sft if model is self.sft else [float(row.sum()) for row in logprobs(model)]
         whole = [a + b for a, b in zip(self.prompt_ids, closed(responses, eos), strict=True)]
-        scores = calibrated(reward_scores(self.reward, whole, pad_token_id=pad), self.reward).tolist()
+        scores = calibrated(reward_scores(self.reward, whole), self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
             Sample(text, judged, score, mine - reference, reference, len(tokens), tokens[-1] == eos)
@@ -90,7 +89,7 @@ class Evaluator:
 
     def perplexity(self, model: Any) -> float:
         """Of the held-out human completions, exp of nats a token."""
-        logprobs = token_logprobs(model, *self.human, pad_token_id=self.tokenizer.pad_token_id)
+        logprobs = token_logprobs(model, *self.human)
         return math.exp(-float(torch.cat(logprobs).mean()))
 
 

@@ -1,86 +1,21 @@
 """Sampling from a causal LM, and the log-probabilities and scores of what was sampled.
 
-Dimensions: B sequences, P prompt tokens, T response tokens, L = P + T padded on the right, V vocabulary, H hidden size.
+Dimensions: B sequences, T response tokens of one, N of all, M prompt and response tokens of all, V vocabulary, H hidden size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stages.packing import Packed, Tokens, hidden_states, pack, precision, unwrap
 from stages.params import PpoParams
 
-Tokens = list[int]
 Reference = Callable[[], AbstractContextManager[Any]]  # a context in which a model is what it was before PPO: an adapter is off
 
 LEAVE = 0.75  # share of a batch still being sampled, at which the others leave it
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Prompts with their responses, padded on the right (so that position ids need no shift).
-
-    input_ids, attention_mask: (B, L). predicts: (B, L) bool, true at the position whose output predicts a
-    response token, i.e. one before it. response_mask: (B, T) bool. last: (B,) index of the last real token.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    predicts: Tensor
-    response_mask: Tensor
-    last: Tensor
-
-    @property
-    def targets(self) -> Tensor:
-        """(N,) the response tokens of all rows, one after the other."""
-        return self.input_ids[:, 1:][self.predicts[:, :-1]]
-
-    def rows(self, flat: Tensor) -> Tensor:
-        """Lay (N,) values of response tokens out as (B, T), zero behind each row's end."""
-        return flat.new_zeros(self.response_mask.shape).masked_scatter(self.response_mask, flat)
-
-
-def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], pad_token_id: int, device: torch.device) -> Packed:
-    lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-    ids = torch.full((len(lengths), max(lengths)), pad_token_id)
-    for row, (prompt, response) in enumerate(zip(prompt_ids, response_ids, strict=True)):
-        ids[row, : lengths[row]] = torch.tensor(prompt + response)
-    ends, starts = torch.tensor(lengths), torch.tensor([len(p) for p in prompt_ids])
-    place = torch.arange(max(lengths))
-    sizes = ends - starts
-    return Packed(
-        input_ids=ids.to(device),
-        attention_mask=(place < ends[:, None]).long().to(device),
-        predicts=((place >= starts[:, None] - 1) & (place < ends[:, None] - 1)).to(device),
-        response_mask=(torch.arange(int(sizes.max())) < sizes[:, None]).to(device),
-        last=(ends - 1).to(device),
-    )
-
-
-def closed(response_ids: Sequence[Tokens], eos_token_id: int) -> list[Tokens]:
-    """Each response with EOS at its end, whether or not it was sampled: reward models are trained on EOS, and read there."""
-    return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
-
-
-def unwrap(model: Any) -> Any:
-    """The transformers model inside a PeftModel (its adapter layers stay in place)."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def precision(model: Any) -> torch.autocast:
-    """Float32 adapters on a bfloat16 model are multiplied in bfloat16."""
-    inner = unwrap(model)
-    return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
-
-
-def hidden_states(model: Any, packed: Packed) -> Tensor:
-    """(B, L, H) last hidden states, without the vocabulary's or the score's head."""
-    with precision(model):
-        trunk = unwrap(model).base_model
-        return trunk(input_ids=packed.input_ids, attention_mask=packed.attention_mask, use_cache=False).last_hidden_state
 
 
 def scalar_head(model: Any, hidden: Tensor) -> Tensor:
@@ -89,7 +24,7 @@ def scalar_head(model: Any, hidden: Tensor) -> Tensor:
 
 
 def response_logits(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
-    """(N, V) float32 logits of (B, L, H) states at the positions that predict response tokens, divided by the temperature."""
+    """(N, V) float32 logits of (M, H) states at the positions that predict response tokens, divided by the temperature."""
     with precision(model):
         logits = unwrap(model).get_output_embeddings()(hidden[packed.predicts]).float()
     return logits if temperature == 1 else logits / temperature
@@ -114,12 +49,11 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     batch_size: int = 64,
-    pad_token_id: int,
 ) -> list[Tensor]:
     """For each row (T,) log-probabilities in nats, float32 on the CPU, of its response tokens given prompt and predecessors."""
     result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
     for batch in _by_length([len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size):
-        packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], pad_token_id, unwrap(model).device)
+        packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], unwrap(model).device)
         flat = logprobs_of(response_logits(model, packed, hidden_states(model, packed), temperature), packed.targets).cpu()
         for i, row in zip(batch, flat.split([len(response_ids[i]) for i in batch]), strict=True):
             result[i] = row
@@ -137,14 +71,12 @@ def sequence_kl(
 
 
 @torch.no_grad()
-def reward_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64, pad_token_id: int) -> Tensor:
+def reward_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64) -> Tensor:
     """(B,) raw scores, float32 on the CPU, read at each sequence's last token (EOS, where it was trained with EOS)."""
     scores = torch.empty(len(sequences))
     for batch in _by_length([len(s) for s in sequences], batch_size):
-        packed = pack([sequences[i] for i in batch], [[] for _ in batch], pad_token_id, unwrap(model).device)
-        rows = torch.arange(len(batch), device=packed.last.device)
-        hidden = hidden_states(model, packed)[rows, packed.last]
-        scores[torch.tensor(batch)] = scalar_head(model, hidden).cpu()
+        packed = pack([sequences[i] for i in batch], [[] for _ in batch], unwrap(model).device)
+        scores[torch.tensor(batch)] = scalar_head(model, hidden_states(model, packed)[packed.last]).cpu()
     return scores
 
 

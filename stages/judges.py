@@ -50,7 +50,7 @@ class Fluency:
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         encoded = [encode(self.tokenizer, p, r, self.prompt_format) for p, r in zip(prompts, responses, strict=True)]
-        logprobs = token_logprobs(self.model, [p for p, _ in encoded], [r for _, r in encoded], pad_token_id=self.tokenizer.pad_token_id)
+        logprobs = token_logprobs(self.model, [p for p, _ in encoded], [r for _, r in encoded])
         return [-float(row.mean()) for row in logprobs]
 
 

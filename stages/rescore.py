@@ -5,16 +5,14 @@ import sys
 from pathlib import Path
 
 from stages.generation import reward_scores
-from stages.models import load_reward_model, load_tokenizer, prepare_torch
+from stages.models import load_reward_model, prepare_torch
 from stages.params import load_params
 
 
 def main(model: Path, sequences: Path) -> None:
     params = load_params()
     prepare_torch(params)
-    scores = reward_scores(
-        load_reward_model(model, params.model), json.loads(sequences.read_text()), pad_token_id=load_tokenizer(model).pad_token_id
-    )
+    scores = reward_scores(load_reward_model(model, params.model), json.loads(sequences.read_text()))
     print(json.dumps(scores.tolist()))
 
 

@@ -18,7 +18,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from stages.baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.errors import RondoError
-from stages.generation import Tokens, reward_scores
+from stages.generation import reward_scores
 from stages.models import (
     calibrated,
     load_reward_model,
@@ -30,6 +30,7 @@ from stages.models import (
     save_model,
     weights_params,
 )
+from stages.packing import Tokens
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
@@ -56,16 +57,13 @@ def main(params: Params, round_: str) -> None:
         pairs = (encode(tokenizer, r["prompt"], r[side], params.prepare.prompt_format, params.reward.max_length) for r in rows)
         return [prompt + response for prompt, response in pairs]
 
-    def scores(model: Any, sequences: list[Tokens]) -> Tensor:
-        return reward_scores(model, sequences, pad_token_id=tokenizer.pad_token_id)
-
     chosen, rejected = ids(held_out, "chosen"), ids(held_out, "rejected")
 
     # 2. where training starts: the SFT model, or the reward model of the round before
     previous = Path(params.rounds[round_].previous) / "reward" / "model"
     start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
     model = load_reward_model(start, weights_params(params.model, params.reward.lora))
-    before = {"accuracy_before": accuracy(scores(model, chosen), scores(model, rejected))} if continues else {}
+    before = {"accuracy_before": accuracy(reward_scores(model, chosen), reward_scores(model, rejected))} if continues else {}
 
     # 3. train
     sides = zip(ids(train, "chosen"), ids(train, "rejected"), strict=True)
@@ -74,20 +72,20 @@ def main(params: Params, round_: str) -> None:
 
     # 4. centre on the SFT demonstrations, save merged
     merged = merge_adapter(trained, resolve_dtype(params.model.dtype))
-    centre = scores(merged, ids(demonstrations, "completion"))
+    centre = reward_scores(merged, ids(demonstrations, "completion"))
     merged.config.mean, merged.config.std = float(centre.mean()), float(centre.std())
     save_model(merged, tokenizer, folder / "model")
 
     # 5. a fresh process must give the saved model the same scores, of the same batch: in bfloat16 another one rounds otherwise
     some = chosen[:RELOAD_ROWS]
-    difference = reload_difference(folder / "model", some, scores(merged, some), work_dir(round_, "reward"))
+    difference = reload_difference(folder / "model", some, reward_scores(merged, some), work_dir(round_, "reward"))
     if not difference <= RELOAD_TOLERANCE:
         raise RondoError(
             f"{folder}/model: reloaded in a fresh process, scores differ by {difference:.4g} (at most {RELOAD_TOLERANCE}); do not use it"
         )
 
     # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
-    score_chosen, score_rejected = scores(merged, chosen), scores(merged, rejected)
+    score_chosen, score_rejected = reward_scores(merged, chosen), reward_scores(merged, rejected)
     calibrated_pairs = zip(held_out, *(calibrated(side, merged).tolist() for side in (score_chosen, score_rejected)), strict=True)
     write_jsonl(
         folder / "scores.jsonl", ({"id": row["id"], "chosen": round(c, 4), "rejected": round(r, 4)} for row, c, r in calibrated_pairs)

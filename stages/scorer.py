@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stages.generation import Tokens, reward_scores
+from stages.generation import reward_scores
 from stages.models import calibrated, load_reward_model
+from stages.packing import Tokens
 from stages.params import Params
 from stages.prompts import Prompt, encode
 
@@ -20,7 +21,7 @@ class Scorer:
         self.batch_size = batch_size
 
     def raw(self, sequences: Sequence[Tokens]) -> Tensor:
-        return reward_scores(self.model, sequences, batch_size=self.batch_size, pad_token_id=self.tokenizer.pad_token_id)
+        return reward_scores(self.model, sequences, batch_size=self.batch_size)
 
     def tokens(self, sequences: Sequence[Tokens]) -> list[float]:
         scores: list[float] = calibrated(self.raw(sequences), self.model).tolist()

@@ -11,7 +11,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from stages.generation import Tokens, generate, token_logprobs
+from stages.generation import generate, token_logprobs
 from stages.models import (
     load_causal_lm,
     load_tokenizer,
@@ -22,6 +22,7 @@ from stages.models import (
     save_model,
     weights_params,
 )
+from stages.packing import Tokens
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
@@ -45,7 +46,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. the base model, before: always the base, so that rounds compare
     base = load_causal_lm(ASSETS / "model", params.model)
-    loss_before = mean_nll(base, tokenizer, held_out)
+    loss_before = mean_nll(base, held_out)
     before = continuations(base, tokenizer, shown, params)
 
     # 3. train, from the base or from the round before
@@ -57,7 +58,7 @@ def main(params: Params, round_: str) -> None:
     # 4. save merged, and measure what was saved
     save_model(merge_adapter(trained, resolve_dtype(params.model.dtype)), tokenizer, folder / "model")
     saved = load_causal_lm(folder / "model", params.model)
-    loss_after = mean_nll(saved, tokenizer, held_out)
+    loss_after = mean_nll(saved, held_out)
     after = continuations(saved, tokenizer, shown, params)
     write_jsonl(
         folder / "samples.jsonl",
@@ -108,9 +109,9 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Pa
     return trainer.model.eval()
 
 
-def mean_nll(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> float:
+def mean_nll(model: Any, pairs: Pairs) -> float:
     """Mean negative log-likelihood of the responses, nats a token."""
-    logprobs = token_logprobs(model, *pairs, pad_token_id=tokenizer.pad_token_id)
+    logprobs = token_logprobs(model, *pairs)
     return -float(torch.cat(logprobs).mean())
 
 

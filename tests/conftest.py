@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+import stages.attention  # noqa: F401 - registers `grouped`
+
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
 
 TINY = {
@@ -20,7 +22,7 @@ TINY = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "attn_implementation": "eager",
+    "attn_implementation": "grouped",
 }
 
 

@@ -65,7 +65,6 @@ class Best:
             responses,
             temperature=p.temperature,
             batch_size=p.micro_batch_size,
-            pad_token_id=tokenizer.pad_token_id,
         )
         return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), fmean(kls))
 

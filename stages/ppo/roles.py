@@ -4,6 +4,7 @@
 in float32, beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the policy's last states (Santacroce et al. 2023).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.generation import Packed, logprobs_of, response_logits, scalar_head
+from stages.generation import logprobs_of, response_logits, scalar_head
 from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, lora_config, weights_params
+from stages.packing import Packed, hidden_states
 from stages.params import Critic, LoraParams, Params
 from stages.ppo.rewards import Rewards, load_rewards
 from stages.ppo.trunk import FrozenModel, trunk_of
@@ -29,7 +31,7 @@ class Live(NamedTuple):
 
 
 class ValueHead(torch.nn.Linear):
-    """(B, L, H) states of the policy to (B, L) values; 0 before it has learnt."""
+    """(N, H) states of the policy to (N,) values; 0 before it has learnt."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)
@@ -54,31 +56,38 @@ class Roles:
         self.critic_trunk = None if self.reward_model else trunk_of(self.critic)
         self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
 
-    def live(self, packed: Packed, policy_states: Tensor, critic_states: Tensor, temperature: float) -> Live:
-        """`policy_states`, `critic_states`: from `ref_logprobs` and `raw_scores`."""
-        hidden = self.policy_trunk.adapted(packed, policy_states)
+    def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
+        """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
+        hidden = self.policy_trunk.adapted(packed, torch.cat([*policy_states]))
         logits = response_logits(self.policy, packed, hidden, temperature)
         if self.critic_trunk:
-            values = self.calibrated(scalar_head(self.critic, self.critic_trunk.adapted(packed, critic_states)[packed.predicts]))
+            values = self.calibrated(
+                scalar_head(self.critic, self.critic_trunk.adapted(packed, torch.cat([*critic_states]))[packed.predicts])
+            )
         else:
             values = self.critic(hidden[packed.predicts])
         return Live(packed.rows(logprobs_of(logits, packed.targets)), logits, packed.rows(values))
 
     @torch.no_grad()
-    def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities under the reference, and the states from which the policy starts."""
+    def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, list[Tensor]]:
+        """(B, T) log-probabilities under the reference, and for each row the states from which the policy starts."""
         hidden, entering = self.policy_trunk.frozen(packed)
         with self.policy_trunk.reference() as reference:
             logits = response_logits(reference, packed, hidden, temperature)
-        return packed.rows(logprobs_of(logits, packed.targets)), entering
+        return packed.rows(logprobs_of(logits, packed.targets)), list(entering.split(packed.lengths))
 
     @torch.no_grad()
-    def raw_scores(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """(B,) raw scores of the reward model, and the states from which the critic starts."""
-        rows = torch.arange(len(packed.last), device=packed.last.device)
+    def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
+        """(B, T) log-probabilities under the policy, through all of its layers."""
+        logits = response_logits(self.policy, packed, hidden_states(self.policy, packed), temperature)
+        return packed.rows(logprobs_of(logits, packed.targets))
+
+    @torch.no_grad()
+    def raw_scores(self, packed: Packed) -> tuple[Tensor, list[Tensor]]:
+        """(B,) raw scores of the reward model, and for each row the states from which the critic starts."""
         hidden, entering = self.reward_trunk.frozen(packed)
         with self.reward_trunk.reference() as reward_model:
-            return scalar_head(reward_model, hidden[rows, packed.last]), entering
+            return scalar_head(reward_model, hidden[packed.last]), list(entering.split(packed.lengths))
 
     def calibrated(self, raw: Tensor) -> Tensor:
         """Raw scores, and values with them, in the units of the reward stage's calibration."""

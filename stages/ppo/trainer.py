@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import Packed, Tokens, closed, hidden_states, logprobs_of, pack, response_logits, sample, unwrap
+from stages.generation import sample
+from stages.packing import Packed, Tokens, closed, pack, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
 from stages.ppo.resume import State, random_state, set_random_state
@@ -28,7 +30,7 @@ class Rollout:
     model, on the response with EOS at its end. calibrated: (B,) the same in standard deviations of demonstrations.
     parts: what the further rewards say, by name. scores: (B,) their weighted sum with calibrated, clipped and penalised.
     logprobs, entropies, ref_logprobs (nats), values, advantages (whitened), returns: (B, T).
-    mask: (B, T) bool. policy_states, critic_states: (B, L, H) below their adapters, the same at every epoch.
+    mask: (B, T) bool. policy_states, critic_states: for each row (L, H) below their adapters, the same at every epoch.
     """
 
     rows: list[Row]
@@ -47,8 +49,8 @@ class Rollout:
     advantages: Tensor
     returns: Tensor
     mask: Tensor
-    policy_states: Tensor
-    critic_states: Tensor
+    policy_states: list[Tensor]
+    critic_states: list[Tensor]
 
     @property
     def sequence_kl(self) -> Tensor:
@@ -65,8 +67,8 @@ class Told(NamedTuple):
     ref_logprobs: Tensor
     values: Tensor
     mask: Tensor
-    policy_states: Tensor
-    critic_states: Tensor
+    policy_states: list[Tensor]
+    critic_states: list[Tensor]
 
 
 class PpoTrainer:
@@ -194,7 +196,7 @@ class PpoTrainer:
         roles, temperature = self.roles, self.params.temperature
         ref_logprobs, policy_states = roles.ref_logprobs(packed, temperature)
         raw_scores, critic_states = roles.raw_scores(whole)
-        critic_states = critic_states[:, : packed.input_ids.shape[1]]
+        critic_states = [states[:length] for states, length in zip(critic_states, packed.lengths, strict=True)]
         live = roles.live(packed, policy_states, critic_states, temperature)
         told = Told(
             raw_scores=raw_scores,
@@ -210,7 +212,7 @@ class PpoTrainer:
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
         device = next(self.roles.policy.parameters()).device
-        return pack([prompts[i] for i in rows], [responses[i] for i in rows], self.roles.tokenizer.pad_token_id, device)
+        return pack([prompts[i] for i in rows], [responses[i] for i in rows], device)
 
     def micro_batches(self, rows: range | list[int]) -> Iterator[range | list[int]]:
         size = self.params.micro_batch_size
@@ -236,19 +238,15 @@ class PpoTrainer:
         tolerance = 0.05 if unwrap(self.roles.policy).dtype is torch.bfloat16 else 1e-3
         kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
         batches = self.micro_batches(range(len(rollout.rows)))  # those of the rollout: in bfloat16 other ones round otherwise
-        whole = join([self.whole_logprobs(self.packed(rollout.prompts, rollout.responses, rows)) for rows in batches])
+        whole = join(
+            [self.roles.whole_logprobs(self.packed(rollout.prompts, rollout.responses, rows), self.params.temperature) for rows in batches]
+        )
         ratio = float(((whole - rollout.logprobs)[rollout.mask].exp() - 1).abs().max())
         if not (kl <= tolerance and ratio <= tolerance):
             raise RondoError(
                 f"ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by {ratio:.3g} and {kl:.3g} nats (at most "
                 f"{tolerance}); look for dropout, a changed prompt template or padding"
             )
-
-    @torch.no_grad()
-    def whole_logprobs(self, packed: Packed) -> Tensor:
-        """(B, T) of the policy, through all of its layers."""
-        logits = response_logits(self.roles.policy, packed, hidden_states(self.roles.policy, packed), self.params.temperature)
-        return packed.rows(logprobs_of(logits, packed.targets))
 
     def optimise(self, rollout: Rollout) -> dict[str, float]:
         """6. num_ppo_epochs passes over the rollout in reshuffled mini-batches; metrics are means over all of them."""
@@ -272,9 +270,10 @@ class PpoTrainer:
         sums: dict[str, Tensor] = {}
         for micro in self.micro_batches(rows):
             packed = self.packed(rollout.prompts, rollout.responses, micro)
-            mask, width, whole = packed.response_mask, packed.response_mask.shape[1], packed.input_ids.shape[1]
+            mask, width = packed.response_mask, packed.response_mask.shape[1]
             old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
-            now = live or self.roles.live(packed, rollout.policy_states[micro, :whole], rollout.critic_states[micro, :whole], p.temperature)
+            policy_states, critic_states = ([states[i] for i in micro] for states in (rollout.policy_states, rollout.critic_states))
+            now = live or self.roles.live(packed, policy_states, critic_states, p.temperature)
             policy_loss, clip_fraction = self.policy_loss(now.logprobs, old["logprobs"], old["advantages"], mask, tokens, len(rows))
             bonus = p.entropy_coef * F.entropy(now.logits).sum() / tokens if p.entropy_coef else 0.0
             per_value, value_clipped = F.value_loss(now.values, old["values"], old["returns"], p.cliprange_value)
@@ -333,12 +332,14 @@ def trainable(model: Any) -> list[torch.nn.Parameter]:
     return [parameter for _, parameter in trainable_named(model)]
 
 
-def join(parts: list[Tensor]) -> Tensor:
-    """Stack (b, ...) parts along rows, padding (b, t, ...) ones to the longest t."""
+def join(parts: list[Any]) -> Any:
+    """Stack (b,) or (b, t) parts along rows, the latter padded to the longest t; lists of b end to end."""
+    if isinstance(parts[0], list):
+        return list(chain(*parts))
     if parts[0].dim() == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, width - part.shape[1])) for part in parts])
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 def describe(rollout: Rollout) -> dict[str, float]:

@@ -8,8 +8,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from stages.generation import Packed, hidden_states, precision, unwrap
 from stages.models import adapter_off
+from stages.packing import Packed, flat, hidden_states, unwrap
 
 
 class Trunk(Protocol):
@@ -18,11 +18,11 @@ class Trunk(Protocol):
         ...
 
     def frozen(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """(B, L, H) last hidden states before training, and (B, L, ?) what `adapted` starts from, as often as it is asked."""
+        """(M, H) last hidden states before training, and (M, ?) what `adapted` starts from, as often as it is asked."""
         ...
 
     def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
-        """(B, L, H) last hidden states as trained so far."""
+        """(M, H) last hidden states as trained so far."""
         ...
 
 
@@ -44,15 +44,14 @@ class SharedTrunk:
         hook = self.layers[self.first].register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
         try:
             with self.reference():
-                return hidden_states(self.model, packed), entering[0]
+                return hidden_states(self.model, packed), flat(packed, entering[0])
         finally:
             hook.remove()
 
     def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
         setattr(self.trunk, self.name, self.layers[self.first :])
         try:
-            with precision(self.model):
-                return self.trunk(inputs_embeds=entering, attention_mask=packed.attention_mask, use_cache=False).last_hidden_state
+            return hidden_states(self.model, packed, entering)
         finally:
             setattr(self.trunk, self.name, self.layers)
 

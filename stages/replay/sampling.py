@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from stages.generation import Tokens, closed, sample, sequence_kl
+from stages.generation import sample, sequence_kl
 from stages.models import adapter_off, is_adapter, load_causal_lm, load_policy, load_tokenizer
+from stages.packing import Tokens, closed
 from stages.params import Params
 from stages.prompts import Prompt, encode
 from stages.records import stage_dir
@@ -55,7 +56,6 @@ class Sampler:
             responses,
             temperature=self.params.ppo.temperature,
             batch_size=BATCH,
-            pad_token_id=self.tokenizer.pad_token_id,
         )
         return [PolicyDraw(draw.text, draw.ended, score, kl) for draw, score, kl in zip(self._draws(responses), scores, kls, strict=True)]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stages.generation import closed, generate, logprobs_of, pack, reward_scores, token_logprobs
+from stages.generation import generate, logprobs_of, reward_scores, token_logprobs
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
@@ -18,24 +18,13 @@ def by_hand(model, prompt, response):
     return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(response)]
 
 
-def test_pack_by_hand():
-    packed = pack([[5, 6], [7]], [[8], [9, 10, 2]], 0, torch.device("cpu"))
-    assert packed.input_ids.tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
-    assert packed.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert packed.predicts.tolist() == [[False, True, False, False], [True, True, True, False]]
-    assert packed.targets.tolist() == [8, 9, 10, 2]
-    assert packed.response_mask.tolist() == [[True, False, False], [True, True, True]]
-    assert packed.last.tolist() == [2, 3]
-    assert packed.rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
 def test_logprobs_do_not_depend_on_batch_padding_or_order(tiny_lm, dtype, tolerance, batch_size, order):
     model = tiny_lm().to(dtype)
     prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
-    ours = token_logprobs(model, prompts, responses, batch_size=batch_size, pad_token_id=0)
+    ours = token_logprobs(model, prompts, responses, batch_size=batch_size)
     for row, prompt, response in zip(ours, prompts, responses, strict=True):
         assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=tolerance)
 
@@ -50,7 +39,7 @@ def test_logprobs_are_those_of_a_left_padded_batch(tiny_lm, amount):
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     with torch.no_grad():
         logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits.log_softmax(-1)
-    ours = token_logprobs(model, PROMPTS, RESPONSES, pad_token_id=0)
+    ours = token_logprobs(model, PROMPTS, RESPONSES)
     for i, response in enumerate(RESPONSES):
         theirs = [logits[i, width - len(response) - 1 + t, token].item() for t, token in enumerate(response)]
         assert ours[i].tolist() == pytest.approx(theirs, abs=1e-5)
@@ -66,11 +55,7 @@ def test_scores_are_read_at_the_last_token(tiny_reward_model):
     model = tiny_reward_model()
     sequences = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     expected = [model(torch.tensor([s])).logits.item() for s in sequences]
-    assert reward_scores(model, sequences, batch_size=3, pad_token_id=0).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_every_response_is_closed_by_one_eos():
-    assert closed([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
+    assert reward_scores(model, sequences, batch_size=3).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):

@@ -77,7 +77,7 @@ def wider(e):
 
 def test_response_mask(e):
     rows = [row[:n].tolist() for row, n in zip(e.responses, e.lengths, strict=True)]
-    ours = pack([[5, 6][: 1 + i % 2] for i in range(len(rows))], rows, PAD, CPU).response_mask
+    ours = pack([[5, 6][: 1 + i % 2] for i in range(len(rows))], rows, CPU).response_mask
     assert torch.equal(ours, ~e.padding[:, : ours.shape[1]])
     assert e.padding[:, ours.shape[1] :].all()
 
@@ -249,7 +249,7 @@ def test_eos_is_a_token_even_where_it_is_the_pad_token():
     last, padding, _ = trl.masks(torch.tensor([[5, 6, EOS], [7, EOS, EOS]]), EOS)
     assert last.tolist() == [1, 0]
     assert (~padding).tolist() == [[True, True, False], [True, False, False]]
-    assert pack([[4], [4]], responses, EOS, CPU).response_mask.tolist() == [[True, True, True], [True, True, False]]
+    assert pack([[4], [4]], responses, CPU).response_mask.tolist() == [[True, True, True], [True, True, False]]
 
 
 def test_scores_are_clipped_before_the_penalty():

@@ -1,0 +1,109 @@
+"""Prompts with their responses through a model, without computing a pad token.
+
+Dimensions: B rows of at most L tokens, M tokens in all, N of them of responses, T in the longest response, H hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows, one after the other.
+
+    input_ids, position_ids: (M,). lengths: tokens of each row. place: (M,) each token's index in (B, L) rows padded on the right,
+    laid end to end. predicts: (N,) indices into M of what predicts a response token, i.e. of the one before it.
+    response_mask: (B, T) bool. last: (B,) indices into M of the rows' last tokens.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    lengths: list[int]
+    place: Tensor
+    predicts: Tensor
+    response_mask: Tensor
+    last: Tensor
+
+    @property
+    def targets(self) -> Tensor:
+        """(N,) the response tokens of all rows."""
+        return self.input_ids[self.predicts + 1]
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """Lay (N,) values of response tokens out as (B, T), zero behind each row's end."""
+        return flat.new_zeros(self.response_mask.shape).masked_scatter(self.response_mask, flat)
+
+    def pad(self, flat: Tensor) -> Tensor:
+        """(M, ...) to (B, L, ...), zero behind each row's end."""
+        rows, width, rest = len(self.lengths), max(self.lengths), flat.shape[1:]
+        return flat.new_zeros(rows * width, *rest).index_copy(0, self.place, flat).view(rows, width, *rest)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """(B, L, ...) to (M, ...)."""
+        return padded.flatten(0, 1).index_select(0, self.place)
+
+
+def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], device: torch.device) -> Packed:
+    rows = [prompt + response for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+    lengths, sizes = torch.tensor([len(row) for row in rows]), torch.tensor([len(response) for response in response_ids])
+    ends, row = lengths.cumsum(0), torch.arange(len(rows)).repeat_interleave(lengths)
+    index = torch.arange(int(ends[-1]))
+    positions = index - (ends - lengths)[row]
+    ahead = ends[row] - index  # tokens to the row's end, this one included
+    return Packed(
+        input_ids=torch.tensor([token for tokens in rows for token in tokens], device=device),
+        position_ids=positions.to(device),
+        lengths=lengths.tolist(),
+        place=(row * int(lengths.max()) + positions).to(device),
+        predicts=index[(ahead > 1) & (ahead <= sizes[row] + 1)].to(device),
+        response_mask=(torch.arange(int(sizes.max())) < sizes[:, None]).to(device),
+        last=(ends - 1).to(device),
+    )
+
+
+def closed(response_ids: Sequence[Tokens], eos_token_id: int) -> list[Tokens]:
+    """Each response with EOS at its end, whether or not it was sampled: reward models are trained on EOS, and read there."""
+    return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside a PeftModel (its adapter layers stay in place)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def precision(model: Any) -> torch.autocast:
+    """Float32 adapters on a bfloat16 model are multiplied in bfloat16."""
+    inner = unwrap(model)
+    return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
+
+
+def hidden_states(model: Any, packed: Packed, entering: Tensor | None = None) -> Tensor:
+    """(M, H) last hidden states, without the vocabulary's or the score's head; of tokens, or of (M, H) states that enter the layers.
+
+    Stages.attention's `grouped` takes the rows apart where they meet, in attention; for other implementations they are padded.
+    """
+    trunk = unwrap(model).base_model
+    name, tokens = ("input_ids", packed.input_ids) if entering is None else ("inputs_embeds", entering)
+    with precision(model):
+        if trunk.config._attn_implementation == "grouped":
+            inputs = {name: tokens[None], "position_ids": packed.position_ids[None], "packed": packed}
+            return trunk(**inputs, attention_mask=causal(packed, trunk.dtype), use_cache=False).last_hidden_state[0]
+        mask = packed.pad(torch.ones_like(packed.input_ids))
+        return packed.unpad(trunk(**{name: packed.pad(tokens)}, attention_mask=mask, use_cache=False).last_hidden_state)
+
+
+def flat(packed: Packed, states: Tensor) -> Tensor:
+    """(M, H) of the states between two layers, as `hidden_states` runs them: (1, M, H) or (B, L, H)."""
+    return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
+
+
+def causal(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """(1, 1, L, L) additive mask; with padding on the right no token sees a pad."""
+    width = max(packed.lengths)
+    return torch.full((1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=packed.place.device).triu(1)

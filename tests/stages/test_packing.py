@@ -1,0 +1,82 @@
+"""Rows end to end against transformers' own forward of one row at a time, on the shapes of model that users bring."""
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+import stages.attention  # noqa: F401 - registers `grouped`
+from stages.errors import BadInput
+from stages.models import lora_config
+from stages.packing import closed, hidden_states, pack
+from stages.params import LoraParams
+from stages.ppo.trunk import SharedTrunk
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPES = {
+    "llama": (LlamaConfig, {"num_key_value_heads": 2}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 2}),
+    "gpt_neox": (GPTNeoXConfig, {}),
+}
+
+
+def build(shape: str, attention: str):
+    config, more = SHAPES[shape]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(**SIZES, **more, initializer_range=0.2), attn_implementation=attention).eval()
+
+
+def test_pack_by_hand():
+    packed = pack([[5, 6], [7]], [[8], [9, 10, 2]], CPU)
+    assert packed.input_ids.tolist() == [5, 6, 8, 7, 9, 10, 2]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.lengths == [3, 4]
+    assert packed.predicts.tolist() == [1, 3, 4, 5]
+    assert packed.targets.tolist() == [8, 9, 10, 2]
+    assert packed.response_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert packed.last.tolist() == [2, 6]
+    assert packed.rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1.0, 0.0, 0.0], [2.0, 3.0, 4.0]]
+    assert packed.pad(packed.input_ids).tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
+    assert packed.unpad(packed.pad(packed.input_ids)).tolist() == packed.input_ids.tolist()
+
+
+def test_every_response_is_closed_by_one_eos():
+    assert closed([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
+def test_states_and_gradients_are_those_of_single_rows(shape, attention):
+    packing, alone = build(shape, attention), build(shape, "eager")
+    states = hidden_states(packing, pack(PROMPTS, RESPONSES, CPU))
+    single = [alone.base_model(torch.tensor([p + r])).last_hidden_state[0] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    torch.testing.assert_close(states, torch.cat(single))
+    for result in (states, torch.cat(single)):
+        result.pow(3).sum().backward()
+    for ours, theirs in zip(packing.base_model.parameters(), alone.base_model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["grouped", "eager"])
+def test_upper_layers_on_shared_states_are_the_whole_model(shape, attention):
+    plain, packed = build(shape, attention), pack(PROMPTS, RESPONSES, CPU)
+    model = get_peft_model(plain, lora_config(LoraParams(r=2, top_layers=1), "CAUSAL_LM", plain))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    trunk = SharedTrunk(model)
+    before, entering = trunk.frozen(packed)
+    torch.testing.assert_close(before, hidden_states(build(shape, "eager"), packed))
+    torch.testing.assert_close(trunk.adapted(packed, entering), hidden_states(model, packed))
+    assert not torch.allclose(before, hidden_states(model, packed), atol=1e-2)
+
+
+def test_a_sliding_window_shorter_than_the_texts_is_refused():
+    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="grouped")
+    with pytest.raises(BadInput, match="sdpa"):
+        hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
