@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from flows import guard
+from flows import guard, warm
 from stages.errors import BadInput, GateFailed, RondoError
 from stages.gate import said
 from stages.records import REPORTS
@@ -82,9 +81,13 @@ MALLOC = ":".join(
 
 
 def command_environment() -> dict[str, str]:
-    """The environment of a stage: our interpreter is `python`, whether or not its venv is activated."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    """The environment of a stage: `python` is our interpreter, whether or not its venv is activated."""
+    path = f"{Path(warm.python()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
+
+
+def stage_environment() -> dict[str, str]:
+    return {"GLIBC_TUNABLES": MALLOC, **command_environment()}
 
 
 def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Outcome:
@@ -98,9 +101,8 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
     """
     if not force and up_to_date([address]):
         return Outcome.unchanged
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), address]
-    environment = {"GLIBC_TUNABLES": MALLOC, **command_environment()}
-    process = guard.start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+    command = [warm.python(), "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), address]
+    process = guard.start(command, env=stage_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     lines: deque[str] = deque(maxlen=SHOWN_LINES)
     text: list[str] = []
     assert process.stdout is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from flows import warm
 from flows.dag import split
 from stages.params import InitFrom, LoraParams, Params, TrainParams
 
@@ -39,26 +40,6 @@ WEIGHTS = {
 }
 ROWS = {"tiny": (64, 64), "embedded": (936, 1195), "Anthropic/hh-rlhf": (42_000, 42_000)}
 
-PROBE = """
-import json, time, torch
-from stages.models import resolve_dtype
-from stages.params import Dtype
-device = "cuda" if torch.cuda.is_available() else "cpu"
-rates = {}
-for name in ("float32", "bfloat16"):
-    n = 4096 if device == "cuda" else 768
-    a = torch.ones(n, n, dtype=getattr(torch, name), device=device)
-    (a @ a).sum().item()
-    start, products = time.perf_counter(), 0
-    while time.perf_counter() - start < 0.3:
-        (a @ a)[0, 0].item()
-        products += 1
-    rates[name] = 2 * n**3 * products / (time.perf_counter() - start)
-memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
-auto = str(resolve_dtype(Dtype.auto)).removeprefix("torch.")
-print(json.dumps({"device": device, "rates": rates, "auto": auto, "memory": memory}))
-"""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -81,8 +62,8 @@ class Estimate:
 
 
 def measure() -> Machine:
-    """Multiply matrices for a second, in a process of its own so that its memory goes with it."""
-    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    """Multiply matrices for a second."""
+    probe = subprocess.run([warm.python(), "-m", "flows.probe"], capture_output=True, text=True, check=True)
     found = json.loads(probe.stdout)
     free = found["memory"] or psutil.virtual_memory().available
     return Machine(found["device"], found["rates"], found["auto"], free, shutil.disk_usage(".").free)

@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import dag, estimate, summary
+from flows import dag, estimate, summary, warm
 from flows.config import KEEP, Sections, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.tracking import NoTracker, flatten, revision
@@ -106,7 +106,7 @@ def rlhf_pipeline(
     """
     say, home = speaker(), Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
     run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:4]}"
-    with workspace(run, home) if isolated else nullcontext(Path.cwd()) as folder:
+    with warm.started(dag.stage_environment()), workspace(run, home) if isolated else nullcontext(Path.cwd()) as folder:
         params = resolve(preset, rounds, settings, sections)
         changes = write_params(params)
         say(f"run {run} in {folder}")

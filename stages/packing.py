@@ -3,7 +3,8 @@
 Dimensions: B rows of at most L tokens, M tokens in all, N of them of responses, T in the longest response, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,19 +92,50 @@ def hidden_states(model: Any, packed: Packed, entering: Tensor | None = None) ->
     trunk = unwrap(model).base_model
     name, tokens = ("input_ids", packed.input_ids) if entering is None else ("inputs_embeds", entering)
     with precision(model):
-        if trunk.config._attn_implementation == "grouped":
-            inputs = {name: tokens[None], "position_ids": packed.position_ids[None], "packed": packed}
-            return trunk(**inputs, attention_mask=causal(packed, trunk.dtype), use_cache=False).last_hidden_state[0]
+        if takes_packed(trunk):
+            return trunk(**packed_inputs(packed, trunk.dtype, name, tokens)).last_hidden_state[0]
         mask = packed.pad(torch.ones_like(packed.input_ids))
         return packed.unpad(trunk(**{name: packed.pad(tokens)}, attention_mask=mask, use_cache=False).last_hidden_state)
+
+
+@contextmanager
+def without_padding(model: Any) -> Iterator[None]:
+    """Batches that a trainer has padded go through the layers as rows end to end, and come back padded with zeros."""
+    trunk, places = unwrap(model).base_model, []
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ids, mask = args[0] if args else kwargs["input_ids"], kwargs["attention_mask"].bool()
+        packed = pack([row[real].tolist() for row, real in zip(ids, mask, strict=True)], [[]] * len(ids), ids.device)
+        places.append(mask)
+        return (), packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
+
+    def after(_: Any, args: Any, output: Any) -> Any:
+        mask, [states] = places.pop(), output.last_hidden_state
+        output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[1]).masked_scatter(mask[..., None], states)
+        return output
+
+    if not takes_packed(trunk):
+        yield
+        return
+    hooks = [trunk.register_forward_pre_hook(before, with_kwargs=True), trunk.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def takes_packed(trunk: Any) -> bool:
+    return trunk.config._attn_implementation == "grouped"
+
+
+def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor) -> dict[str, Any]:
+    """Arguments of a trunk that `takes_packed`. Attention pads on the right, where no token sees a pad: the mask is causal alone."""
+    width = max(packed.lengths)
+    causal = torch.full((1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=tokens.device).triu(1)
+    return {name: tokens[None], "position_ids": packed.position_ids[None], "attention_mask": causal, "packed": packed, "use_cache": False}
 
 
 def flat(packed: Packed, states: Tensor) -> Tensor:
     """(M, H) of the states between two layers, as `hidden_states` runs them: (1, M, H) or (B, L, H)."""
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
-
-
-def causal(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """(1, 1, L, L) additive mask; with padding on the right no token sees a pad."""
-    width = max(packed.lengths)
-    return torch.full((1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=packed.place.device).triu(1)

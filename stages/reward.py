@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from stages.models import (
     save_model,
     weights_params,
 )
-from stages.packing import Tokens
+from stages.packing import Tokens, without_padding
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
@@ -159,7 +160,8 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params
         callbacks=[RecordSteps(recorder, names, ["loss", "accuracy"])],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with without_padding(model):
+        trainer.train()
     return trainer.model.eval()
 
 
@@ -170,7 +172,7 @@ def accuracy(chosen: Tensor, rejected: Tensor) -> float:
 def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
     """Largest difference between `expected` scores and those of the saved model in a process of its own."""
     write_json(work / "reload.json", sequences)
-    command = [sys.executable, "-m", "stages.rescore", str(model), str(work / "reload.json")]
+    command = [os.environ.get("RONDO_PYTHON", sys.executable), "-m", "stages.rescore", str(model), str(work / "reload.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RondoError(f"{model} cannot be reloaded: {done.stderr.strip()[-500:]}")

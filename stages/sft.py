@@ -22,7 +22,7 @@ from stages.models import (
     save_model,
     weights_params,
 )
-from stages.packing import Tokens
+from stages.packing import Tokens, without_padding
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
@@ -105,7 +105,8 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Pa
         callbacks=[RecordSteps(recorder, {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}, ["loss"])],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with without_padding(model):
+        trainer.train()
     return trainer.model.eval()
 
 

@@ -1,5 +1,7 @@
 """Rows end to end against transformers' own forward of one row at a time, on the shapes of model that users bring."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mistr
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
 from stages.models import lora_config
-from stages.packing import closed, hidden_states, pack
+from stages.packing import closed, hidden_states, pack, without_padding
 from stages.params import LoraParams
 from stages.ppo.trunk import SharedTrunk
 
@@ -80,3 +82,23 @@ def test_a_sliding_window_shorter_than_the_texts_is_refused():
     model = AutoModelForCausalLM.from_config(config, attn_implementation="grouped")
     with pytest.raises(BadInput, match="sdpa"):
         hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]], ids=["left", "right"])
+def test_a_trainers_padded_batch_goes_through_without_its_padding(shape, mask):
+    model, ids, real = build(shape, "grouped"), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
+    widths: list[torch.Size] = []
+    next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))[0].register_forward_pre_hook(
+        lambda _, inputs: widths.append(inputs[0].shape[:2])
+    )
+    results = []
+    for context in (without_padding(model), nullcontext()):
+        model.zero_grad()
+        with context:
+            logits = model(ids, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0)).logits
+        logits[real.bool()].pow(3).sum().backward()
+        results.append([logits[real.bool()], *(weight.grad.clone() for weight in model.parameters())])
+    assert widths == [(1, 6), (2, 4)]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

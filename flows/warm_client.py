@@ -1,0 +1,29 @@
+"""`python -IS warm_client.py SOCKET PYTHON ARGUMENTS...`: what PYTHON would do, by the server of flows/warm.py where it can."""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+
+def main() -> int:
+    address, python, *arguments = sys.argv[1:]
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        if arguments[:1] != ["-m"]:
+            raise ConnectionError
+        connection.connect(address)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: connection.send(bytes([number])))
+        request = {"arguments": arguments[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
+        socket.send_fds(connection, [b"\0"], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode() + b"\n")
+    except ConnectionError:
+        os.execv(python, [python, *arguments])
+    code = connection.recv(1)
+    return code[0] if code else 128 + signal.SIGKILL  # it ended without a word
+
+
+if __name__ == "__main__":
+    sys.exit(main())

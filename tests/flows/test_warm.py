@@ -1,0 +1,116 @@
+"""The real server and its stand-in for the interpreter: a module must not be able to tell the difference, but by its start."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import warm
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="flows/warm.py forks on Linux only")
+
+PRINT = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ.get('SAID'), 'torch' in sys.modules, __name__)"
+WAIT = """
+import signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    with warm.started({}):
+        yield warm.python()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the module `job`; returns its folder."""
+
+    def write(code: str) -> Path:
+        (tmp_path / "job.py").write_text(code)
+        return tmp_path
+
+    return write
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def servers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if any("warm.py" in word for word in child.cmdline())]
+
+
+def test_a_module_gets_what_it_was_started_with_and_is_read_anew(python, job):
+    folder = job(f"{PRINT}; sys.exit(7)")
+    done = subprocess.run([python, "-m", "job", "a", "b c"], cwd=folder, env={"SAID": "x"}, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (f"['a', 'b c'] {folder} x True __main__\n", 7)
+    job("print('edited')")
+    assert subprocess.run([python, "-m", "job"], cwd=folder, capture_output=True, text=True, check=True).stdout == "edited\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "says"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit('no')", 1, "no"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("import os; os.kill(os.getpid(), 9)", 137, ""),
+    ],
+)
+def test_it_ends_as_the_module_ends(python, job, code, ends, says):
+    done = subprocess.run([python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=False)
+    assert done.returncode == ends and says in done.stderr
+
+
+def test_anything_but_a_module_is_the_interpreters(python):
+    assert subprocess.run([python, "-c", PRINT, "a"], capture_output=True, text=True, check=True).stdout.endswith("False __main__\n")
+
+
+def test_a_signal_is_passed_on(python, job):
+    with subprocess.Popen([python, "-m", "job"], cwd=job(WAIT), stdout=subprocess.PIPE, text=True) as client:
+        child = int(client.stdout.readline())
+        client.send_signal(signal.SIGTERM)
+        assert client.wait(10) == 5 and gone(child)
+
+
+def test_nothing_outlives_a_killed_client(python, job):
+    code = WAIT.replace("print(child.pid", "import os; print(child.pid, os.getpid()")
+    with subprocess.Popen([python, "-m", "job"], cwd=job(code), stdout=subprocess.PIPE, text=True) as client:
+        pids = [int(pid) for pid in client.stdout.readline().split()]
+        client.kill()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_without_the_server_the_real_interpreter_runs_it(job):
+    before = set(servers())
+    with warm.started({}):
+        [server] = set(servers()) - before
+        server.kill()
+        server.wait()
+        done = subprocess.run([warm.python(), "-m", "job"], cwd=job(PRINT), capture_output=True, text=True, check=True)
+    assert "False __main__" in done.stdout
+
+
+def test_the_server_ends_with_the_process_that_started_it():
+    code = (
+        "import time, psutil; from flows import warm\n"
+        "with warm.started({}): print(psutil.Process().children()[0].pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        server = int(owner.stdout.readline())
+        owner.kill()
+    assert gone(server)
