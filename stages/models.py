@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
+from stages.lora import load_adapters
 from stages.params import Dtype, LoraParams, ModelParams, Params
 from stages.records import read_json, write_json
 
@@ -70,9 +71,7 @@ def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:
     """What PPO has made of an SFT model, in eval mode: a PeftModel on it, or a model of its own where all weights were trained."""
     if not is_adapter(policy):
         return load_causal_lm(policy, params)
-    from peft import PeftModel  # 3 s to import, and evaluating a plain model does not need it
-
-    return PeftModel.from_pretrained(load_causal_lm(sft, params), str(policy)).eval()
+    return load_adapters(load_causal_lm(sft, params), policy).eval()
 
 
 def is_adapter(folder: Path) -> bool:
@@ -99,31 +98,6 @@ def load_reward_model(path: Path, params: ModelParams, **more: Any) -> PreTraine
 def calibrated(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:
     """Raw scores in standard deviations from the mean score of SFT demonstrations."""
     return (raw - reward_model.config.mean) / reward_model.config.std
-
-
-def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> Any:
-    """peft's LoraConfig. Dropout is 0, else ratios would not be 1 at PPO's first update.
-
-    `top_layers` puts adapters on the upper layers only; peft then wants the modules by name.
-    """
-    from peft import LoraConfig
-
-    targets, layers = params.target_modules, None
-    if params.top_layers is not None:
-        count = model.config.get_text_config().num_hidden_layers
-        layers = list(range(max(count - params.top_layers, 0), count))
-        if targets == "all-linear":
-            targets = sorted(
-                {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear)}
-            )
-    return LoraConfig(
-        r=params.r,
-        lora_alpha=params.lora_alpha,
-        lora_dropout=0.0,
-        target_modules=targets,
-        task_type=task_type,
-        layers_to_transform=layers,
-    )
 
 
 def merge_adapter(model: Any, dtype: torch.dtype) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
@@ -20,11 +19,11 @@ from trl.trainer.reward_trainer import RewardTrainer
 from stages.baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.errors import RondoError
 from stages.generation import reward_scores
+from stages.lora import add_adapters
 from stages.models import (
     calibrated,
     load_reward_model,
     load_tokenizer,
-    lora_config,
     merge_adapter,
     prepare_torch,
     resolve_dtype,
@@ -144,8 +143,7 @@ def quality(margins: Tensor, folder: Path) -> dict[str, float]:
 def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params: Params, recorder: Recorder, continues: bool) -> Any:
     """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
     model.score.float()  # a bfloat16 head would not move by steps of 1e-4
-    if params.reward.lora.r:
-        model = get_peft_model(model, lora_config(params.reward.lora, "SEQ_CLS", model))
+    model = add_adapters(model, params.reward.lora, "SEQ_CLS")
     arguments = trainer_arguments(params.reward, params.model, params.seed, work_dir(recorder.round, "reward"), continues)
     names = {name: name for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")}
     trainer = RewardTrainer(

@@ -5,17 +5,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from stages.generation import generate, token_logprobs
+from stages.lora import add_adapters
 from stages.models import (
     load_causal_lm,
     load_tokenizer,
-    lora_config,
     merge_adapter,
     prepare_torch,
     resolve_dtype,
@@ -94,8 +93,7 @@ def tokens(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) 
 def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Params, recorder: Recorder, continues: bool) -> Any:
     """Train on the responses' tokens; returns the model (a PeftModel unless lora.r is 0)."""
     rows = [{"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)} for p, c in zip(*train, strict=True)]
-    if params.sft.lora.r:
-        model = get_peft_model(model, lora_config(params.sft.lora, "CAUSAL_LM", model))
+    model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
     arguments = trainer_arguments(params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues)
     trainer = SFTTrainer(
         model=model,

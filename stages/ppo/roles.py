@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.generation import logprobs_of, response_logits, scalar_head
-from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, lora_config, weights_params
+from stages.lora import add_adapters
+from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, weights_params
 from stages.packing import Packed, hidden_states
-from stages.params import Critic, LoraParams, Params
+from stages.params import Critic, Params
 from stages.ppo.rewards import Rewards, load_rewards
 from stages.ppo.trunk import FrozenModel, trunk_of
 
@@ -103,14 +103,9 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     reward_model.score.float()
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     return Roles(
-        policy=trained(policy, ppo.lora, "CAUSAL_LM"),
-        critic=trained(reward_model, ppo.critic_lora, "SEQ_CLS") if whole_critic else head,
+        policy=add_adapters(policy, ppo.lora, "CAUSAL_LM").eval(),
+        critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval() if whole_critic else head,
         tokenizer=load_tokenizer(sft),
         reward_model=None if whole_critic else reward_model,
         rewards=load_rewards(params),
     )
-
-
-def trained(model: Any, lora: LoraParams, task_type: str) -> Any:
-    """The model with fresh adapters, or whole."""
-    return (get_peft_model(model, lora_config(lora, task_type, model)) if lora.r else model).eval()

@@ -4,12 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import get_peft_model
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
-from stages.models import lora_config
+from stages.lora import add_adapters
 from stages.packing import closed, hidden_states, pack, without_padding
 from stages.params import LoraParams
 from stages.ppo.trunk import SharedTrunk
@@ -66,7 +65,7 @@ def test_states_and_gradients_are_those_of_single_rows(shape, attention):
 @pytest.mark.parametrize("attention", ["grouped", "eager"])
 def test_upper_layers_on_shared_states_are_the_whole_model(shape, attention):
     plain, packed = build(shape, attention), pack(PROMPTS, RESPONSES, CPU)
-    model = get_peft_model(plain, lora_config(LoraParams(r=2, top_layers=1), "CAUSAL_LM", plain))
+    model = add_adapters(plain, LoraParams(r=2, top_layers=1), "CAUSAL_LM")
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)

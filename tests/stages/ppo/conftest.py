@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from stages.lora import add_adapters
 from stages.params import LoraParams
-from stages.ppo.roles import Roles, ValueHead, trained
+from stages.ppo.roles import Roles, ValueHead
 
 
 class ByteTokenizer:
@@ -27,8 +28,8 @@ def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
         reward.config.mean, reward.config.std = mean, std
         torch.manual_seed(0)
         return kind(
-            policy=trained(policy, lora, "CAUSAL_LM"),
-            critic=ValueHead(policy.config.hidden_size) if value_head else trained(reward, lora, "SEQ_CLS"),
+            policy=add_adapters(policy, lora, "CAUSAL_LM").eval(),
+            critic=ValueHead(policy.config.hidden_size) if value_head else add_adapters(reward, lora, "SEQ_CLS").eval(),
             tokenizer=ByteTokenizer(),
             reward_model=reward if value_head else None,
         )

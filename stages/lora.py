@@ -1,0 +1,90 @@
+"""Adapters: peft's LoRA, whose linear layers add the adapter's product in place.
+
+peft's own layer casts its input to float32, autocast casts it back, and scaling and sum are passes of their own over all tokens: on a CPU
+a third of what the layer costs (docs/log.md). Folders, merging and everything else are peft's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stages.params import LoraParams
+
+
+class Product(torch.autograd.Function):
+    """x W' + c + s (x A') B' of x (..., in), W (out, in), c (out,) or None, A (r, in), B (out, r); W and c are frozen.
+
+    Computed in x's dtype; the gradients of A and B are in theirs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+        tokens, low, high = x.reshape(-1, x.shape[-1]), a.to(x.dtype), (b * scaling).to(x.dtype)
+        inner = tokens @ low.T
+        ctx.save_for_backward(tokens, weight, low, high, inner)
+        ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, a.dtype
+        return torch.nn.functional.linear(tokens, weight, bias).addmm_(inner, high.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+        tokens, weight, low, high, inner = ctx.saved_tensors
+        outer = gradients[0].reshape(-1, weight.shape[0])
+        through = outer @ high
+        x = (outer @ weight).addmm_(through, low).view(ctx.shape) if ctx.needs_input_grad[0] else None
+        return x, None, None, (through.T @ tokens).to(ctx.dtype), (outer.T @ inner).to(ctx.dtype) * ctx.scaling, None
+
+
+class FusedLinear(Linear):
+    """peft's layer where the adapter is off, merged, one of several, or anything but two matrices."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names, weight, bias = self.active_adapters, self.base_layer.weight, self.base_layer.bias
+        usual = self.disable_adapters or self.merged or self.lora_variant or len(names) != 1 or names[0] not in self.lora_A or kwargs
+        if usual or x.dtype != weight.dtype or weight.requires_grad or not isinstance(self.lora_dropout[names[0]], torch.nn.Identity):
+            return super().forward(x, *args, **kwargs)
+        product: Tensor = Product.apply(x, weight, bias, self.lora_A[names[0]].weight, self.lora_B[names[0]].weight, self.scaling[names[0]])
+        return product
+
+
+def fused(config: PeftConfig) -> PeftConfig:
+    config._register_custom_module({torch.nn.Linear: FusedLinear})
+    return config
+
+
+def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> PeftConfig:
+    """Dropout is 0, else ratios would not be 1 at PPO's first update.
+
+    `top_layers` puts adapters on the upper layers only; peft then wants the modules by name.
+    """
+    targets, layers = params.target_modules, None
+    if params.top_layers is not None:
+        count = model.config.get_text_config().num_hidden_layers
+        layers = list(range(max(count - params.top_layers, 0), count))
+        if targets == "all-linear":
+            targets = sorted(
+                {name.rpartition(".")[2] for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear)}
+            )
+    return fused(
+        LoraConfig(
+            r=params.r,
+            lora_alpha=params.lora_alpha,
+            lora_dropout=0.0,
+            target_modules=targets,
+            task_type=task_type,
+            layers_to_transform=layers,
+        )
+    )
+
+
+def add_adapters(model: PreTrainedModel, params: LoraParams, task_type: str) -> Any:
+    """The model with fresh adapters, or as it is where `params.r` is 0."""
+    return get_peft_model(model, lora_config(params, task_type, model)) if params.r else model
+
+
+def load_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(model, str(folder), config=fused(PeftConfig.from_pretrained(str(folder))))
