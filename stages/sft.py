@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from stages.generation import generate, token_logprobs
+from stages.generation import generate, logprobs_of, token_logprobs
 from stages.lora import add_adapters
 from stages.models import (
     load_causal_lm,
@@ -21,7 +22,7 @@ from stages.models import (
     save_model,
     weights_params,
 )
-from stages.packing import Tokens, without_padding
+from stages.packing import Tokens, unwrap, without_padding
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
@@ -95,7 +96,7 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Pa
     rows = [{"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)} for p, c in zip(*train, strict=True)]
     model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
     arguments = trainer_arguments(params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues)
-    trainer = SFTTrainer(
+    trainer = (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
         model=model,
         args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
         train_dataset=Dataset.from_list(rows),
@@ -106,6 +107,23 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Pa
     with without_padding(model):
         trainer.train()
     return trainer.model.eval()
+
+
+class ResponseTrainer(SFTTrainer):
+    """TRL's loss (per-token NLL of the responses), with the vocabulary's head at their tokens alone.
+
+    TRL does so where Triton runs; elsewhere it multiplies and normalises prompts and padding too, twice the time of all layers here.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        inner, labels = unwrap(model), inputs["labels"][:, 1:]
+        with self.accelerator.autocast():
+            states = inner.base_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
+            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][labels != -100]).float()
+        tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return -logprobs_of(logits, labels[labels != -100]).sum() / tokens
 
 
 def mean_nll(model: Any, pairs: Pairs) -> float:
