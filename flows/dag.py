@@ -50,13 +50,20 @@ def open_repo() -> Iterator[Any]:
         raise BadInput(f"dvc: {error}") from None
 
 
+def order_graph(repo: Any) -> Any:
+    """networkx's graph of addresses, each pointing at those that depend on it."""
+    import networkx
+
+    return networkx.relabel_nodes(repo.index.graph, lambda stage: stage.addressing).reverse()
+
+
 def stage_order(rounds: list[str]) -> list[str]:
     """Addresses of all stages of `rounds`, each after what it depends on: round by round, then as dvc.yaml lists them."""
     import networkx
 
     listed = list(yaml.safe_load(Path("dvc.yaml").read_text())["stages"])
     with open_repo() as repo:
-        graph = networkx.relabel_nodes(repo.index.graph, lambda stage: stage.addressing).reverse()
+        graph = order_graph(repo)
 
     def place(address: str) -> tuple[int, int]:
         stage, round_ = split(address)
@@ -66,11 +73,19 @@ def stage_order(rounds: list[str]) -> list[str]:
     return list(networkx.lexicographical_topological_sort(wanted, place))
 
 
-def up_to_date(addresses: list[str]) -> list[str]:
-    """Those of `addresses` that `dvc status` has nothing to say about."""
+def waiting(addresses: list[str]) -> set[str]:
+    """Those of `addresses` that are not up to date, or come after one that is not: they run unless its outputs come out equal."""
+    import networkx
+
     with open_repo() as repo:
-        changed = repo.status(targets=addresses)
-    return [address for address in addresses if address not in changed]
+        changed, graph = set(repo.status(targets=addresses)), order_graph(repo)
+    return {address for address in addresses if address in changed or networkx.ancestors(graph, address) & changed}
+
+
+def up_to_date(address: str) -> bool:
+    """Whether `dvc status` has nothing to say about it."""
+    with open_repo() as repo:
+        return address not in repo.status(targets=[address])
 
 
 # glibc gives a freed tensor back to the kernel, which fills the next one with zeros again, page by page: a fifth of a CPU's time.
@@ -99,7 +114,7 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
         GateFailed: the stage is a gate that said no; its checks are in the message.
         BadInput, RondoError: any other failure, with the last lines of the output.
     """
-    if not force and up_to_date([address]):
+    if not force and up_to_date(address):
         return Outcome.unchanged
     command = [warm.python(), "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), address]
     process = guard.start(command, env=stage_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")

@@ -113,12 +113,12 @@ def rlhf_pipeline(
         say("\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)]) if changes else "params.yaml as it was")
         names = list(params.rounds)
         addresses = dag.stage_order(names)
-        done = dag.up_to_date(addresses)
-        changed = changed_sources(params) if "assets" in done else []
+        todo = dag.waiting(addresses)
+        changed = changed_sources(params) if "assets" not in todo else []
         if changed:
             say(f"changed since the last run: {', '.join(changed)}")
-            done.clear()  # all stages hang on assets
-        for line in estimate.report(params, addresses, done):
+            todo = set(addresses)  # all stages hang on assets
+        for line in estimate.report(params, addresses, todo):
             say(line)
         tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
         passed = False

@@ -35,7 +35,7 @@ def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.unchanged
     assert dag.run("prepare@r0", lines.append, force=True) == dag.Outcome.ran
     set_params("seed=1")
-    assert dag.up_to_date(dag.stage_order(["r0"])) == ["assets"]
+    assert [dag.up_to_date(address) for address in ("assets", "prepare@r0")] == [True, False]
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.ran
     set_params("seed=0")
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.restored
@@ -49,8 +49,12 @@ def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
     with pytest.raises(RondoError, match=r"gates/r0/sft\.ok"):
         dag.run("evaluate@r0", print)
     set_params("gates.sft.loss_drop=0.4")
-    assert dag.up_to_date(["sft@r0", "gate_sft@r0"]) == ["sft@r0"]
+    everything = dag.stage_order(["r0"])
+    assert dag.waiting(everything) == {"gate_sft@r0", "evaluate@r0"}
     assert run_to("evaluate@r0") == dag.Outcome.ran
+    assert not dag.waiting(everything)
+    set_params("seed=1")
+    assert dag.waiting(everything) == {*everything} - {"assets"}
 
 
 def test_bad_input_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
