@@ -26,7 +26,7 @@ STAGE_SECONDS = 4.0  # DVC, loading and saving of models; per stage
 START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
 LAYERS = 30  # of the embedded model; the presets' have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
-FULL_BYTES = 20  # of a role whose weights are all trained: float32 weights, frozen copy, gradient, two moments of Adam
+FULL_BYTES = 20  # of a role whose weights are all trained: weights, frozen copy, gradient, float32 master, two moments of Adam
 WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
 DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from stages.generation import sample, sequence_kl
 from stages.params import PpoParams
+from stages.ppo.learner import put_weights, trained_weights
 from stages.ppo.resume import State
 from stages.ppo.roles import Roles
-from stages.ppo.trainer import Episode, put_weights, trained_weights
+from stages.ppo.trainer import Episode
 from stages.prompts import Prompt
 
 Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]

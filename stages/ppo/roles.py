@@ -1,7 +1,7 @@
 """The four roles: policy and reference, critic and reward model, and what else rewards.
 
-`ppo.lora.r` and `ppo.critic_lora.r` above 0: adapters, whose absence is the reference, and the reward model. 0: all weights are trained
-in float32, beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the policy's last states (Santacroce et al. 2023).
+`ppo.lora.r` and `ppo.critic_lora.r` above 0: adapters, whose absence is the reference, and the reward model. 0: all weights are trained,
+beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the policy's last states (Santacroce et al. 2023).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.generation import logprobs_of, response_logits, scalar_head
 from stages.lora import add_adapters
-from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer, weights_params
+from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
 from stages.packing import Packed, hidden_states
 from stages.params import Critic, Params
 from stages.ppo.rewards import Rewards, load_rewards
@@ -97,9 +97,9 @@ class Roles:
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     """From the SFT model and the reward model of a round."""
     ppo = params.ppo
-    policy = load_causal_lm(sft, weights_params(params.model, ppo.lora))
+    policy = load_causal_lm(sft, params.model)
     whole_critic = ppo.critic is Critic.reward
-    reward_model = load_reward_model(reward, weights_params(params.model, ppo.critic_lora) if whole_critic else params.model)
+    reward_model = load_reward_model(reward, params.model)
     reward_model.score.float()
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     return Roles(

@@ -14,6 +14,7 @@ from stages.generation import sample
 from stages.packing import Packed, Tokens, closed, pack, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
+from stages.ppo.learner import Learner
 from stages.ppo.resume import State, random_state, set_random_state
 from stages.ppo.roles import Live, Roles
 from stages.records import Row
@@ -82,11 +83,8 @@ class PpoTrainer:
         self.live: Live | None = None  # of the rollout at hand, until the first epoch has used it
         self.kl = F.AdaptiveKL(params.kl_coef, params.target_kl, params.kl_horizon, KL_RULES[params.kl_control])
         self.planned_updates = planned_updates(params)
-        self.optimizers = [
-            torch.optim.AdamW(trainable(model), lr=rate, eps=1e-5, weight_decay=0.0)
-            for model, rate in ((roles.policy, params.learning_rate), (roles.critic, params.critic_learning_rate))
-        ]
-        self.schedulers = [torch.optim.lr_scheduler.LambdaLR(o, self._rate) for o in self.optimizers]
+        rates = ((roles.policy, params.learning_rate), (roles.critic, params.critic_learning_rate))
+        self.learners = [Learner(model, rate, self._rate) for model, rate in rates]
 
     def _rate(self, update: int) -> float:
         """Linear warm-up, then linear decay to a tenth: the last updates still learn."""
@@ -110,21 +108,15 @@ class PpoTrainer:
             "updates": self.updates,
             "order": self.order,
             "kl_coef": self.kl.kl_coef,
-            "models": [trained_weights(model) for model in (self.roles.policy, self.roles.critic)],
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "learners": [learner.state() for learner in self.learners],
             "generator": self.generator.get_state(),
             "random": random_state(),
         }
 
     def load_state(self, state: State) -> None:
         self.updates, self.order, self.kl.kl_coef = state["updates"], state["order"], state["kl_coef"]
-        for model, weights in zip((self.roles.policy, self.roles.critic), state["models"], strict=True):
-            put_weights(model, weights)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+        for learner, saved in zip(self.learners, state["learners"], strict=True):
+            learner.load_state(saved)
         self.generator.set_state(state["generator"])
         set_random_state(state["random"])
 
@@ -260,9 +252,10 @@ class PpoTrainer:
                 live = None
                 totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
                 steps += 1
-        for scheduler in self.schedulers:
-            scheduler.step()
-        return {name: value / steps for name, value in totals.items()} | {"learning_rate": float(self.schedulers[0].get_last_lr()[0])}
+        for learner in self.learners:
+            learner.scheduler.step()
+        rate = float(self.learners[0].scheduler.get_last_lr()[0])
+        return {name: value / steps for name, value in totals.items()} | {"learning_rate": rate}
 
     def optimiser_step(self, rollout: Rollout, rows: list[int], live: Live | None) -> dict[str, float]:
         """One step on a mini-batch, micro-batch by micro-batch (or on its `live` pass); the loss is the mean over all of its tokens."""
@@ -289,12 +282,11 @@ class PpoTrainer:
                 "ratio_mean": (log_ratio.exp() * mask).sum() / tokens,
             }
             sums = {name: share.detach() + sums.get(name, 0.0) for name, share in shares.items()}
-        norms = [torch.nn.utils.clip_grad_norm_(trainable(m), p.max_grad_norm) for m in (self.roles.policy, self.roles.critic)]
+        norms = [learner.clip(p.max_grad_norm) for learner in self.learners]
         sums |= {"policy_grad_norm": norms[0], "critic_grad_norm": norms[1]}
         self.check_finite(sums)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        for learner in self.learners:
+            learner.step()
         return {name: float(value) for name, value in sums.items()}
 
     def policy_loss(
@@ -311,25 +303,6 @@ class PpoTrainer:
 def planned_updates(params: PpoParams) -> int:
     updates = max(params.total_episodes // params.batch_size, 1)
     return min(updates, params.max_steps) if params.max_steps else updates
-
-
-def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def trained_weights(model: Any) -> dict[str, Tensor]:
-    """The trained weights by name, as they are: they move on with the model."""
-    return {name: parameter.detach() for name, parameter in trainable_named(model)}
-
-
-@torch.no_grad()
-def put_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    for name, parameter in trainable_named(model):
-        parameter.copy_(weights[name])
-
-
-def trainable(model: Any) -> list[torch.nn.Parameter]:
-    return [parameter for _, parameter in trainable_named(model)]
 
 
 def join(parts: list[Any]) -> Any:

@@ -8,8 +8,9 @@ import torch
 
 from stages.generation import unwrap
 from stages.params import LoraParams, PpoParams
+from stages.ppo.learner import trainable_named
 from stages.ppo.roles import Roles, ValueHead
-from stages.ppo.trainer import PpoTrainer, trainable_named
+from stages.ppo.trainer import PpoTrainer
 
 PARAMS = PpoParams(
     batch_size=8, mini_batch_size=8, micro_batch_size=4, response_length=16, kl_coef=0.3, gamma=0.9, lam=0.8, cliprange=0.05,
@@ -137,9 +138,8 @@ def test_rewards_advantages_losses_and_gradients(trainer, shift):
             value_loss = value_loss + 0.5 * torch.maximum((estimates[t] - ret[t]) ** 2, (near - ret[t]) ** 2) / tokens
     (policy_loss + p.vf_coef * value_loss).backward()
     gradients = {}
-    for optimizer in trainer.optimizers:
-        optimizer.step = lambda: None
-        optimizer.zero_grad = lambda set_to_none: None
+    for learner in trainer.learners:
+        learner.step = lambda: None
     told = trainer.optimiser_step(rollout, list(range(8)), None)
     bonus = p.entropy_coef * sum(float(e) for episode in episodes for e in plain.logprobs(*episode)[1]) / tokens
     assert told["policy_loss"] == pytest.approx(float(policy_loss.detach()) + bonus, abs=1e-4)

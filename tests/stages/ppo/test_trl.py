@@ -311,8 +311,8 @@ def step(make_roles, shift):
     _, logits = logprobs()
     shift(trainer.roles.policy, 0.3)
     shift(trainer.roles.critic, 0.3)
-    for optimizer in trainer.optimizers:
-        optimizer.step = lambda: None
+    for learner in trainer.learners:
+        learner.optimizer.step = lambda: None
 
     def told(micro_batch_size):
         trainer.params = PARAMS.model_copy(update={"micro_batch_size": micro_batch_size})
