@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,8 +98,8 @@ MALLOC = ":".join(
 
 def command_environment() -> dict[str, str]:
     """The environment of a stage: `python` is our interpreter, whether or not its venv is activated."""
-    path = f"{Path(warm.python()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
+    folders = [Path(warm.python()).parent, Path(sys.executable).parent, os.environ.get("PATH", "")]
+    return {**os.environ, "PATH": os.pathsep.join(map(str, folders)), "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
 
 
 def stage_environment() -> dict[str, str]:

@@ -5,7 +5,6 @@ folder, environment and open files, passes signals on, and ends with the module'
 project's own code is read anew each time. Anything else, any other system, and a server that is gone: the real interpreter.
 """
 
-import atexit
 import gc
 import json
 import os
@@ -17,13 +16,11 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 VARIABLE = "RONDO_PYTHON"
 LIBRARIES = (
@@ -52,20 +49,11 @@ def python() -> str:
 @contextmanager
 def started(environment: dict[str, str]) -> Iterator[None]:
     """Serve `python()` within; `environment` holds what a process reads as it starts, e.g. GLIBC_TUNABLES."""
-    if sys.platform != "linux":  # elsewhere libraries that have been imported may not be forked
-        yield
-        return
     with TemporaryDirectory(prefix="rondo-") as folder:
-        address, stand_in = f"{folder}/socket", Path(folder, "python")
-        client = [sys.executable, "-IS", str(Path(__file__).with_name("warm_client.py")), address, sys.executable]
-        stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
-        stand_in.chmod(0o755)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
-            listener.listen()
-            command = [sys.executable, "-P", __file__, str(listener.fileno())]
-            # its standard input ends when we do, however hard
-            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=os.environ | environment)
+        stand_in, server = Path(folder, "python"), start(Path(folder), environment)
+        if not server:
+            yield
+            return
         real, os.environ[VARIABLE] = python(), str(stand_in)
         try:
             yield
@@ -75,31 +63,73 @@ def started(environment: dict[str, str]) -> Iterator[None]:
             server.communicate()
 
 
+def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
+    """The server, and its stand-in `python` in `folder`; None where that cannot be (too long a path, or nothing may be executed there)."""
+    if sys.platform != "linux":  # elsewhere libraries that have been imported may not be forked
+        return None
+    address, stand_in = str(folder / "socket"), folder / "python"
+    client = [sys.executable, "-IS", str(Path(__file__).with_name("warm_client.py")), address, sys.executable]
+    stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+    stand_in.chmod(0o755)
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        subprocess.run([stand_in, "-c", ""], check=False)
+        command = [sys.executable, "-P", __file__, str(listener.fileno())]
+        # its standard input ends when we do, however hard; Ctrl-C is for us
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=os.environ | environment, start_new_session=True
+        )
+    return None
+
+
 def serve(listener: socket.socket) -> None:
-    """Fork for each connection, until standard input ends."""
+    """Fork for each connection, and tell it how its fork ended; until standard input ends."""
     gc.disable()  # nothing of what is imported will ever be garbage
     for name in LIBRARIES:
         import_module(name)
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: they tell their clients how they ended
-    with selectors.DefaultSelector() as ready:
-        ready.register(sys.stdin, selectors.EVENT_READ)
-        ready.register(listener, selectors.EVENT_READ)
-        while all(key.fileobj is listener for key, _ in ready.select()):
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                ready.close()
-                listener.close()
-                become(connection)
-            connection.close()
+    ended, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}
+    ready = selectors.DefaultSelector()
+    for each in (sys.stdin, listener, ended):
+        ready.register(each, selectors.EVENT_READ)
+    while True:
+        for key, _ in ready.select():
+            if key.fileobj is sys.stdin:
+                return
+            if key.fileobj is ended:
+                ended.recv(4096)
+                for pid in [pid for pid in clients if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)]:
+                    farewell(pid, clients.pop(pid))
+            else:
+                connection, _ = listener.accept()
+                connection.send(b"\1")
+                if (pid := os.fork()) == 0:
+                    become(connection)
+                    return
+                clients[pid] = connection
 
 
-def become(connection: socket.socket) -> NoReturn:
+def farewell(pid: int, client: socket.socket) -> None:
+    """End what a fork has left behind, and tell its client the exit code."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGTERM)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError), client:  # it may be gone
+        client.send(bytes([code if code >= 0 else 128 - code]))
+
+
+def become(connection: socket.socket) -> None:
     """Run the module that a client asks for, as if it had been started by it."""
     os.setsid()
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
-    request = json.loads(connection.makefile().readline())
+    length, files, _, _ = socket.recv_fds(connection, 4, 3)
+    request = json.loads(connection.recv(int.from_bytes(length), socket.MSG_WAITALL))
     for place, file in enumerate(files):
         os.dup2(file, place)
         os.close(file)
@@ -110,27 +140,7 @@ def become(connection: socket.socket) -> NoReturn:
     sys.path.insert(0, request["folder"])  # as `-m` does
     gc.enable()
     threading.Thread(target=follow, args=(connection,), daemon=True).start()
-    code = run(sys.argv[0])
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    connection.send(bytes([code]))
-    os._exit(code)
-
-
-def run(module: str) -> int:
-    """The exit code of `python -m module`."""
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-            return 1
-        return (ended.code or 0) & 255
-    except BaseException as error:
-        traceback.print_exc()
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def follow(connection: socket.socket) -> None:

@@ -21,11 +21,15 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Hand the gradients to the masters, clipped; returns their norm before."""
+    def collect(self) -> None:
+        """Add a micro-batch's gradients to the masters': in bfloat16 a small one would be rounded away too."""
         for name, weight in self.weights.items():
             if (master := self.masters[name]) is not weight and weight.grad is not None:
-                master.grad, weight.grad = weight.grad.float(), None
+                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+                weight.grad = None
+
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of the gradients before they are clipped to `max_norm`."""
         return torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
 
     def step(self) -> None:

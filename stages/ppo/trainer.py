@@ -272,6 +272,8 @@ class PpoTrainer:
             per_value, value_clipped = F.value_loss(now.values, old["values"], old["returns"], p.cliprange_value)
             value_loss = (per_value * mask).sum() / tokens
             (policy_loss - bonus + p.vf_coef * value_loss).backward()
+            for learner in self.learners:
+                learner.collect()
             log_ratio = (now.logprobs - old["logprobs"]).detach()
             shares = {
                 "policy_loss": policy_loss,

@@ -95,6 +95,49 @@ def test_nothing_outlives_a_killed_client(python, job):
     assert all(gone(pid) for pid in pids)
 
 
+def test_what_a_module_leaves_behind_ends_with_it(python, job):
+    """Else who reads its output would wait for the child, which holds it open."""
+    code = "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); " + "{}"
+    for ending, ends in (("", 0), ("os.abort()", 134)):
+        done = subprocess.run([python, "-m", "job"], cwd=job(code.format(ending)), capture_output=True, text=True, check=False, timeout=20)
+        assert done.returncode == ends and gone(int(done.stdout))
+
+
+def test_threads_and_exit_handlers_are_waited_for(python, job):
+    code = (
+        "import atexit, threading, time; atexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
+    )
+    done = subprocess.run([python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=True)
+    assert done.stdout == "thread\nlast\n"
+
+
+def test_a_signal_before_the_server_is_there_is_not_lost(job):
+    with warm.started({}), subprocess.Popen([warm.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")) as client:
+        time.sleep(0.5)  # it has asked; the server is still importing
+        client.send_signal(signal.SIGTERM)
+        assert client.wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_server_that_dies_before_it_answers_is_not_missed(job):
+    before = set(servers())
+    with warm.started({}):
+        [server] = set(servers()) - before
+        with subprocess.Popen([warm.python(), "-m", "job"], cwd=job(PRINT), stdout=subprocess.PIPE, text=True) as client:
+            time.sleep(0.5)
+            server.kill()
+            assert "False __main__" in client.communicate(timeout=20)[0]
+
+
+def test_where_no_socket_can_be_the_real_interpreter_is_used(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.delenv(warm.VARIABLE, raising=False)
+    with warm.started({}):
+        assert warm.python() == sys.executable
+
+
 def test_without_the_server_the_real_interpreter_runs_it(job):
     before = set(servers())
     with warm.started({}):

@@ -15,6 +15,7 @@ def model(dtype: torch.dtype) -> torch.nn.Module:
 def walk(module: torch.nn.Module, learner: Learner, steps: int) -> None:
     for _ in range(steps):
         module.weight.grad = torch.full_like(module.weight, 0.5)
+        learner.collect()
         learner.clip(100.0)
         learner.step()
 
@@ -33,10 +34,22 @@ def test_gradients_are_clipped_to_their_norm_and_then_gone():
     module = model(torch.bfloat16)
     learner = Learner(module, 1e-4, lambda _: 1.0)
     module.weight.grad = torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16)
+    learner.collect()
     assert learner.clip(1.0).item() == pytest.approx(5.0)
     torch.testing.assert_close(learner.masters["weight"].grad, torch.tensor([[0.6, 0.8]]))
     learner.step()
     assert learner.masters["weight"].grad is None and module.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_micro_batches_add_up(dtype):
+    """256 + 1 + 1 is 258; in bfloat16, whose steps are 2 there, it would be 256."""
+    module = model(dtype)
+    learner = Learner(module, 1e-4, lambda _: 1.0)
+    for size in (256.0, 1.0, 1.0):
+        (module(torch.full((1, 2), size, dtype=dtype))).sum().backward()
+        learner.collect()
+    assert learner.masters["weight"].grad.tolist() == [[258.0, 258.0]]
 
 
 def test_goes_on_from_its_state():
