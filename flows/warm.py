@@ -107,8 +107,14 @@ def serve(listener: socket.socket) -> None:
                     farewell(pid, clients.pop(pid))
             else:
                 connection, _ = listener.accept()
-                connection.send(b"\1")
+                try:
+                    connection.send(b"\1")
+                except OSError:  # it has gone since it asked
+                    connection.close()
+                    continue
                 if (pid := os.fork()) == 0:
+                    for other in (listener, *clients.values()):  # what we hold open would outlive the server
+                        other.close()
                     become(connection)
                     return
                 clients[pid] = connection

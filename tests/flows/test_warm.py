@@ -129,6 +129,30 @@ def test_a_server_that_dies_before_it_answers_is_not_missed(job):
             assert "False __main__" in client.communicate(timeout=20)[0]
 
 
+def test_a_client_that_goes_before_it_is_taken_in_does_not_end_the_server(job):
+    with warm.started({}):
+        with subprocess.Popen([warm.python(), "-m", "job"], cwd=job("")) as client:
+            time.sleep(0.5)
+            client.kill()
+        done = subprocess.run([warm.python(), "-m", "job"], cwd=job(PRINT), capture_output=True, text=True, check=True)
+    assert "True __main__" in done.stdout
+
+
+def test_what_a_module_starts_after_the_server_has_died_is_the_real_interpreters(job):
+    before = set(servers())
+    start = "subprocess.run([os.environ['RONDO_PYTHON'], '-m', 'inner'], check=True, timeout=20)"
+    folder = job(f"import os, subprocess, sys; print('torch' in sys.modules, flush=True); input(); {start}")
+    (folder / "inner.py").write_text(PRINT)
+    with warm.started({}):
+        command = [warm.python(), "-m", "job"]
+        with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout.readline() == "True\n"
+            [server] = set(servers()) - before
+            server.kill()
+            server.wait()
+            assert "False __main__" in client.communicate("go on\n", timeout=30)[0]
+
+
 def test_where_no_socket_can_be_the_real_interpreter_is_used(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
