@@ -155,7 +155,7 @@ def _failure(address: str, code: int, output: list[str], shown: str) -> RondoErr
     if code == GateFailed.exit_code:
         return GateFailed(gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}")
     if code == BadInput.exit_code:
-        return BadInput(f"{address}: {shown}")
+        return BadInput(f"{address}: {shown.replace(f'{address}: {BadInput.__name__}: ', '')}")  # the stage has said who and what
     return RondoError(f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone.")
 
 

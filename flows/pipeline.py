@@ -121,16 +121,18 @@ def rlhf_pipeline(
         for line in estimate.report(params, addresses, todo):
             say(line)
         tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
-        passed = False
+        left = list(addresses)
         try:
-            for address in addresses:
-                run_stage(address, tracker, force=address == "assets" and bool(changed))
-            passed = True
+            while left:
+                run_stage(left[0], tracker, force=left[0] == "assets" and bool(changed))
+                left.pop(0)
             return Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
         except GateFailed as error:
             return Failed(name="GateFailed", message=str(error))
         finally:
-            tracker.close(passed, summary.markdown(names))
+            tracker.close(not left, summary.markdown(names))
             create_markdown_artifact(summary.markdown(names), key="summary", description=f"Run {run}")
             summary.write(names)
             say(summary.text(names))
+            if left:
+                say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")

@@ -92,6 +92,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
         assert failed.returncode == 3
         assert "[sft@r0] unchanged" in failed.stdout
+        assert "Ended at gate_sft@r0: what is shown of the stages after it" in failed.stdout
         assert "gate sft of r0 failed:\nloss_drop 0.5, wanted >= 0.9. Train longer." in failed.stderr
         assert "GateFailed" in {run["state_name"] for run in request(f"{api}/flow_runs/filter", {})}
 

@@ -59,8 +59,9 @@ def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
 
 def test_bad_input_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
     set_params("sft.max_steps=1")
-    with pytest.raises(BadInput, match="rows missing"):
+    with pytest.raises(BadInput, match="rows missing") as raised:
         run_to("sft@r0")
+    assert str(raised.value).count("sft@r0: ") == 1 and "BadInput" not in str(raised.value)
     set_params("sft.max_steps=3")
     with pytest.raises(RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing") as raised:
         run_to("sft@r0")
