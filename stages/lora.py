@@ -1,7 +1,7 @@
 """Adapters: peft's LoRA, whose linear layers add the adapter's product in place.
 
 peft's own layer casts its input to float32, autocast casts it back, and scaling and sum are passes of their own over all tokens: on a CPU
-a third of what the layer costs (docs/log.md). Folders, merging and everything else are peft's.
+an eighth of a PPO update (docs/log.md). Folders, merging and everything else are peft's.
 """
 
 from pathlib import Path

@@ -170,7 +170,8 @@ def accuracy(chosen: Tensor, rejected: Tensor) -> float:
 def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
     """Largest difference between `expected` scores and those of the saved model in a process of its own."""
     write_json(work / "reload.json", sequences)
-    command = [os.environ.get("RONDO_PYTHON", sys.executable), "-m", "stages.rescore", str(model), str(work / "reload.json")]
+    python = os.environ.get("RONDO_PYTHON", sys.executable)  # the flow's, which starts at once (flows/warm.py)
+    command = [python, "-m", "stages.rescore", str(model), str(work / "reload.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RondoError(f"{model} cannot be reloaded: {done.stderr.strip()[-500:]}")

@@ -112,18 +112,20 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Pa
 class ResponseTrainer(SFTTrainer):
     """TRL's loss (per-token NLL of the responses), with the vocabulary's head at their tokens alone.
 
-    TRL does so where Triton runs; elsewhere it multiplies and normalises prompts and padding too, twice the time of all layers here.
+    TRL does so where Triton runs; elsewhere it multiplies and normalises prompts and padding too. For heads that do not scale
+    their logits (those of Gemma 2, Cohere and Granite do).
     """
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Tensor:
         inner, labels = unwrap(model), inputs["labels"][:, 1:]
+        learnt = labels != -100
         with self.accelerator.autocast():
             states = inner.base_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
-            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][labels != -100]).float()
-        tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        return -logprobs_of(logits, labels[labels != -100]).sum() / tokens
+            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][learnt]).float()
+        tokens = learnt.sum() if num_items_in_batch is None else num_items_in_batch
+        return -logprobs_of(logits, labels[learnt]).sum() / tokens
 
 
 def mean_nll(model: Any, pairs: Pairs) -> float:
