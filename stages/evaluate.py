@@ -7,6 +7,7 @@ for base and checkpoints), so that comparisons are paired. The champion is the p
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,9 @@ from typing import Any
 import torch
 
 from stages.errors import BadInput, RondoError
-from stages.generation import reward_scores, sample, token_logprobs
+from stages.generation import assess, sample, token_logprobs
 from stages.judges import Judged, judge, outcome
 from stages.models import calibrated, load_causal_lm, load_policy, load_reward_model, load_tokenizer, prepare_torch
-from stages.packing import closed
 from stages.params import Params
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
@@ -27,6 +27,7 @@ from stages.records import ASSETS, Recorder, Row, file_hash, is_real, read_json,
 from stages.statistics import paired_bootstrap, pearson
 from stages.text import distinct_n
 
+SCORED = 64  # rows at a time
 CURVE = ("kl", "sentiment", "score", "distinct_2")
 
 
@@ -74,16 +75,22 @@ class Evaluator:
         p, eos = self.params, self.tokenizer.eos_token_id
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
         responses = sample(model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size)
-        logprobs = partial(token_logprobs, prompt_ids=self.prompt_ids, response_ids=responses, temperature=p.ppo.temperature)
-        sft = [float(row.sum()) for row in logprobs(self.sft)]
-        own = sft if model is self.sft else [float(row.sum()) for row in logprobs(model)]
-        whole = [a + b for a, b in zip(self.prompt_ids, closed(responses, eos), strict=True)]
-        scores = calibrated(reward_scores(self.reward, whole), self.reward).tolist()
+        told = assess(
+            None if model is self.sft else model,
+            lambda: nullcontext(self.sft),
+            self.prompt_ids,
+            responses,
+            reward_model=self.reward,
+            eos_token_id=eos,
+            temperature=p.ppo.temperature,
+            batch_size=SCORED,
+        )
+        scores = calibrated(told.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Sample(text, judged, score, mine - reference, reference, len(tokens), tokens[-1] == eos)
-            for text, judged, score, mine, reference, tokens in zip(
-                texts, judge(self.prompts, texts), scores, own, sft, responses, strict=True
+            Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
+            for text, judged, score, kl, logprob, tokens in zip(
+                texts, judge(self.prompts, texts), scores, told.kl.tolist(), told.ref_logprobs.tolist(), responses, strict=True
             )
         ]
 

@@ -5,12 +5,14 @@ Dimensions: B sequences, T response tokens of one, N of all, M prompt and respon
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stages.packing import Packed, Tokens, hidden_states, pack, precision, unwrap
+from stages.layers import common_layers, through
+from stages.lora import merged
+from stages.packing import Packed, Tokens, hidden_states, pack, precision, prefill, unwrap
 from stages.params import PpoParams
 
 Reference = Callable[[], AbstractContextManager[Any]]  # a context in which a model is what it was before PPO: an adapter is off
@@ -28,6 +30,11 @@ def response_logits(model: Any, packed: Packed, hidden: Tensor, temperature: flo
     with precision(model):
         logits = unwrap(model).get_output_embeddings()(hidden[packed.predicts]).float()
     return logits if temperature == 1 else logits / temperature
+
+
+def response_logprobs(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
+    """(B, T) log-probabilities in nats of response tokens, from (M, H) states."""
+    return packed.rows(logprobs_of(response_logits(model, packed, hidden, temperature), packed.targets))
 
 
 def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -60,14 +67,45 @@ def token_logprobs(
     return result
 
 
-def sequence_kl(
-    policy: Any, reference: Reference, prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], **options: Any
-) -> list[float]:
-    """For each row the log-ratio of policy to reference, in nats a sequence; `options` are token_logprobs'."""
-    own = token_logprobs(policy, prompt_ids, response_ids, **options)
+class Assessed(NamedTuple):
+    """Of B responses, float32 on the CPU. kl, ref_logprobs: (B,) nats a sequence; scores: (B,) raw, where there is a reward model."""
+
+    kl: Tensor
+    ref_logprobs: Tensor
+    scores: Tensor
+
+
+@torch.no_grad()
+def assess(
+    policy: Any | None,
+    reference: Reference,
+    prompt_ids: Sequence[Tokens],
+    response_ids: Sequence[Tokens],
+    *,
+    reward_model: Any = None,
+    eos_token_id: int,
+    temperature: float,
+    batch_size: int,
+) -> Assessed:
+    """The log-ratio of policy to reference (0 where there is no policy), and what a reward model says, which reads responses up to EOS.
+
+    Layers that these models have in common run once.
+    """
+    told = Assessed(*(torch.zeros(len(prompt_ids)) for _ in Assessed._fields))
     with reference() as model:
-        theirs = token_logprobs(model, prompt_ids, response_ids, **options)
-    return [float((a - b).sum()) for a, b in zip(own, theirs, strict=True)]
+        common, device = common_layers(*(each for each in (model, policy, reward_model) if each)), unwrap(model).device
+    for batch in _by_length([len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size):
+        packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, eos_token_id)
+        with reference() as model:
+            hidden, [entering] = through(model, packed, keep=[common])
+            theirs = own = response_logprobs(model, packed, hidden, temperature)
+        start = entering if common else None
+        if policy:
+            own = response_logprobs(policy, packed, through(policy, packed, start, common)[0], temperature)
+        told.kl[batch], told.ref_logprobs[batch] = (own - theirs).sum(1).cpu(), theirs.sum(1).cpu()
+        if reward_model:
+            told.scores[batch] = scalar_head(reward_model, through(reward_model, packed, start, common)[0][packed.last]).cpu()
+    return told
 
 
 @torch.no_grad()
@@ -90,7 +128,6 @@ def generate(
     generator: torch.Generator,
     batch_size: int,
     eos_token_id: int,
-    pad_token_id: int,
 ) -> list[Tokens]:
     """Sample one response a prompt; EOS is kept where it was sampled.
 
@@ -99,10 +136,10 @@ def generate(
     """
     uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
     responses: list[Tokens] = []
-    for start in range(0, len(prompt_ids), batch_size):
-        rows = slice(start, start + batch_size)
-        with precision(model):
-            responses += _generate_batch(unwrap(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id, pad_token_id)
+    with merged(model), precision(model):
+        for start in range(0, len(prompt_ids), batch_size):
+            rows = slice(start, start + batch_size)
+            responses += _generate_batch(unwrap(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id)
     return responses
 
 
@@ -118,34 +155,34 @@ def sample(
         generator=generator,
         batch_size=batch_size,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
 
 
-def _generate_batch(model: Any, prompt_ids: Sequence[Tokens], uniforms: Tensor, temperature: float, eos: int, pad: int) -> list[Tokens]:
-    device, head, width = model.device, model.get_output_embeddings(), max(map(len, prompt_ids))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompt_ids], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    uniforms = uniforms.to(device)
-    sampled = torch.full(uniforms.shape, pad, device=device)
+def _generate_batch(model: Any, prompt_ids: Sequence[Tokens], uniforms: Tensor, temperature: float, eos: int) -> list[Tokens]:
+    device, head = model.device, model.get_output_embeddings()
+    prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
+    mask = prompts.pad(torch.ones_like(prompts.input_ids))  # of what the cache holds
+    positions, uniforms = mask.sum(1, keepdim=True), uniforms.to(device)
+    sampled = torch.full(uniforms.shape, eos, device=device)
     rows = torch.arange(len(prompt_ids), device=device)  # those still in the batch
-    going, cache = torch.ones_like(rows, dtype=torch.bool), None
+    going = torch.ones_like(rows, dtype=torch.bool)
+    states, cache = prefill(model, prompts)
     for step in range(uniforms.shape[1]):
-        output = model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
         # (B, H), not logits_to_keep's (B, 1, H) view: that one is multiplied row by row, each time with a copy of the vocabulary
-        token = _draw(head(output.last_hidden_state[:, -1]).float(), temperature, uniforms[rows, step]).masked_fill(~going, pad)
+        token = _draw(head(states).float(), temperature, uniforms[rows, step]).masked_fill(~going, eos)
         sampled[rows, step] = token
         going = going & (token != eos)
         left = int(going.sum())
-        if not left:
+        if not left or step == uniforms.shape[1] - 1:
             break
-        ids, positions = token[:, None], positions[:, -1:] + 1
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         if left <= LEAVE * len(rows):  # rows that have ended leave, now and then, since it costs a copy of the cache
             cache.batch_select_indices(going.nonzero().squeeze(1))
-            rows, ids, positions, mask, going = (each[going] for each in (rows, ids, positions, mask, going))
+            rows, token, positions, mask, going = (each[going] for each in (rows, token, positions, mask, going))
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        states = model.base_model(
+            input_ids=token[:, None], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, 0]
+        positions = positions + 1
     return [_until_eos(row, eos) for row in sampled.tolist()]
 
 

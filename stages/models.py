@@ -15,6 +15,8 @@ from stages.lora import load_adapters
 from stages.params import Dtype, LoraParams, ModelParams, Params
 from stages.records import read_json, write_json
 
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of Gemma 2, Cohere, Granite
+
 
 def prepare_torch(params: Params) -> torch.device:
     """Threads and seeds of this process; returns the device to use."""
@@ -63,8 +65,19 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
 
 
 def load_causal_lm(path: Path, params: ModelParams) -> Any:
-    """A causal LM in eval mode."""
-    return _load(AutoModelForCausalLM, path, params)
+    """A causal LM in eval mode.
+
+    Raises:
+        BadInput: no model there, or one that does more to its logits than multiply states by its head: generation and
+            log-probabilities here (stages/generation.py) would leave that out.
+    """
+    model = _load(AutoModelForCausalLM, path, params)
+    config = model.config.get_text_config()
+    if changed := [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1)]:
+        raise BadInput(
+            f"{path}: config.json's {changed[0]} changes the logits, which Rondo does not know; choose an assets.model without it"
+        )
+    return model
 
 
 def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:

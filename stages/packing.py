@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 Tokens = list[int]
 
@@ -50,13 +51,16 @@ class Packed:
         return padded.flatten(0, 1).index_select(0, self.place)
 
 
-def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], device: torch.device) -> Packed:
-    rows = [prompt + response for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], device: torch.device, eos_token_id: int | None = None) -> Packed:
+    """`eos_token_id` closes responses without it: it is read there (a reward model wants it), but no token of the response."""
+    ends_in = response_ids if eos_token_id is None else closed(response_ids, eos_token_id)
+    rows = [prompt + response for prompt, response in zip(prompt_ids, ends_in, strict=True)]
     lengths, sizes = torch.tensor([len(row) for row in rows]), torch.tensor([len(response) for response in response_ids])
+    added = torch.tensor([len(response) for response in ends_in]) - sizes
     ends, row = lengths.cumsum(0), torch.arange(len(rows)).repeat_interleave(lengths)
     index = torch.arange(int(ends[-1]))
     positions = index - (ends - lengths)[row]
-    ahead = ends[row] - index  # tokens to the row's end, this one included
+    ahead = (ends - added)[row] - index  # tokens to the response's end, this one included
     return Packed(
         input_ids=torch.tensor([token for tokens in rows for token in tokens], device=device),
         position_ids=positions.to(device),
@@ -96,6 +100,20 @@ def hidden_states(model: Any, packed: Packed, entering: Tensor | None = None) ->
             return trunk(**packed_inputs(packed, trunk.dtype, name, tokens)).last_hidden_state[0]
         mask = packed.pad(torch.ones_like(packed.input_ids))
         return packed.unpad(trunk(**{name: packed.pad(tokens)}, attention_mask=mask, use_cache=False).last_hidden_state)
+
+
+def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
+    """(B, H) hidden states of the rows' last tokens, and the cache to go on from, where rows are padded on the right."""
+    trunk, cache = unwrap(model).base_model, DynamicCache()
+    with precision(model):
+        if not takes_packed(trunk):
+            ids, mask, positions = (packed.pad(each) for each in (packed.input_ids, torch.ones_like(packed.input_ids), packed.position_ids))
+            output = trunk(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            return packed.unpad(output.last_hidden_state)[packed.last], cache
+        inputs = packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
+        states = trunk(**inputs | {"past_key_values": cache, "use_cache": True}).last_hidden_state[0]
+    rows = [tuple(packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in (layer.keys, layer.values)) for layer in cache.layers]
+    return states[packed.last], DynamicCache(rows)
 
 
 @contextmanager

@@ -145,7 +145,6 @@ def continuations(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row
         generator=torch.Generator().manual_seed(params.seed),
         batch_size=SHOWN_PROMPTS,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
     return tokenizer.batch_decode(responses, skip_special_tokens=True)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.generation import sample, sequence_kl
+from stages.generation import assess, sample
 from stages.params import PpoParams
 from stages.ppo.learner import put_weights, trained_weights
 from stages.ppo.resume import State
@@ -59,15 +59,16 @@ class Best:
         ids = [tokens for _, tokens in self.prompts]
         responses = sample(policy, tokenizer, ids, p, torch.Generator().manual_seed(self.seed), len(ids))
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        kls = sequence_kl(
+        told = assess(
             policy,
             self.roles.policy_trunk.reference,
             ids,
             responses,
+            eos_token_id=tokenizer.eos_token_id,
             temperature=p.temperature,
             batch_size=p.micro_batch_size,
         )
-        return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), fmean(kls))
+        return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), float(told.kl.mean()))
 
     def restore(self) -> None:
         put_weights(self.roles.policy, self.weights)

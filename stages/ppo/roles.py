@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.generation import logprobs_of, response_logits, scalar_head
+from stages.generation import logprobs_of, response_logits, response_logprobs, scalar_head
+from stages.layers import common_layers, through
 from stages.lora import add_adapters
 from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
 from stages.packing import Packed, hidden_states
@@ -55,6 +56,8 @@ class Roles:
         self.policy_trunk = trunk_of(self.policy)
         self.critic_trunk = None if self.reward_model else trunk_of(self.critic)
         self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
+        with self.policy_trunk.reference() as reference, self.reward_trunk.reference() as reward_model:
+            self.common = common_layers(reference, reward_model)
 
     def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
         """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
@@ -69,25 +72,26 @@ class Roles:
         return Live(packed.rows(logprobs_of(logits, packed.targets)), logits, packed.rows(values))
 
     @torch.no_grad()
-    def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, list[Tensor]]:
-        """(B, T) log-probabilities under the reference, and for each row the states from which the policy starts."""
-        hidden, entering = self.policy_trunk.frozen(packed)
+    def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, list[Tensor], Tensor]:
+        """(B, T) log-probabilities under the reference; for each row the states from which the policy starts; what `raw_scores` shares."""
         with self.policy_trunk.reference() as reference:
-            logits = response_logits(reference, packed, hidden, temperature)
-        return packed.rows(logprobs_of(logits, packed.targets)), list(entering.split(packed.lengths))
+            hidden, [shared, entering] = through(reference, packed, keep=[self.common, self.policy_trunk.first])
+            logprobs = response_logprobs(reference, packed, hidden, temperature)
+        return logprobs, list(entering.split(packed.lengths)), shared
 
     @torch.no_grad()
     def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """(B, T) log-probabilities under the policy, through all of its layers."""
-        logits = response_logits(self.policy, packed, hidden_states(self.policy, packed), temperature)
-        return packed.rows(logprobs_of(logits, packed.targets))
+        return response_logprobs(self.policy, packed, hidden_states(self.policy, packed), temperature)
 
     @torch.no_grad()
-    def raw_scores(self, packed: Packed) -> tuple[Tensor, list[Tensor]]:
+    def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(B,) raw scores of the reward model, and for each row the states from which the critic starts."""
-        hidden, entering = self.reward_trunk.frozen(packed)
         with self.reward_trunk.reference() as reward_model:
-            return scalar_head(reward_model, hidden[packed.last]), list(entering.split(packed.lengths))
+            start = shared if self.common else None
+            hidden, [entering] = through(reward_model, packed, start, self.common, keep=[max(self.reward_trunk.first, self.common)])
+            scores = scalar_head(reward_model, hidden[packed.last])
+        return scores, list(entering.split(packed.lengths))
 
     def calibrated(self, raw: Tensor) -> Tensor:
         """Raw scores, and values with them, in the units of the reward stage's calibration."""

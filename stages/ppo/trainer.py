@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stages.errors import Diverged, RondoError
 from stages.generation import sample
-from stages.packing import Packed, Tokens, closed, pack, unwrap
+from stages.packing import Packed, Tokens, pack, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
 from stages.ppo.learner import Learner
@@ -135,13 +135,9 @@ class PpoTrainer:
         prompts = [tokens for _, tokens in batch]
         responses = sample(self.roles.policy, tokenizer, prompts, p, self.generator, p.batch_size)
         ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
-        whole = closed(responses, tokenizer.eos_token_id)
         # 3. + 4. what reward model, reference, policy and critic say of them
         with torch.set_grad_enabled(p.micro_batch_size == p.batch_size):
-            pieces = [
-                self.forward(self.packed(prompts, responses, rows), self.packed(prompts, whole, rows))
-                for rows in self.micro_batches(range(len(batch)))
-            ]
+            pieces = [self.forward(self.packed(prompts, responses, rows)) for rows in self.micro_batches(range(len(batch)))]
         self.live = pieces[0][1] if p.micro_batch_size == p.batch_size else None
         told = Told(*(join(list(column)) for column in zip(*(told for told, _ in pieces), strict=True)))
         calibrated = self.roles.calibrated(told.raw_scores)
@@ -183,12 +179,11 @@ class PpoTrainer:
             free_length=p.free_length,
         )
 
-    def forward(self, packed: Packed, whole: Packed) -> tuple[Told, Live]:
-        """What the four roles say of a micro-batch, and the part that learns; the reward model reads `whole`, with EOS at every end."""
+    def forward(self, packed: Packed) -> tuple[Told, Live]:
+        """What the four roles say of a micro-batch, and the part that learns."""
         roles, temperature = self.roles, self.params.temperature
-        ref_logprobs, policy_states = roles.ref_logprobs(packed, temperature)
-        raw_scores, critic_states = roles.raw_scores(whole)
-        critic_states = [states[:length] for states, length in zip(critic_states, packed.lengths, strict=True)]
+        ref_logprobs, policy_states, shared = roles.ref_logprobs(packed, temperature)
+        raw_scores, critic_states = roles.raw_scores(packed, shared)
         live = roles.live(packed, policy_states, critic_states, temperature)
         told = Told(
             raw_scores=raw_scores,
@@ -203,8 +198,9 @@ class PpoTrainer:
         return told, live
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
+        """Every row closed with EOS, where the reward model reads it."""
         device = next(self.roles.policy.parameters()).device
-        return pack([prompts[i] for i in rows], [responses[i] for i in rows], device)
+        return pack([prompts[i] for i in rows], [responses[i] for i in rows], device, self.roles.tokenizer.eos_token_id)
 
     def micro_batches(self, rows: range | list[int]) -> Iterator[range | list[int]]:
         size = self.params.micro_batch_size

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from stages.generation import sample, sequence_kl
-from stages.models import adapter_off, is_adapter, load_causal_lm, load_policy, load_tokenizer
-from stages.packing import Tokens, closed
+from stages.generation import assess, sample
+from stages.models import adapter_off, calibrated, is_adapter, load_causal_lm, load_policy, load_tokenizer
+from stages.packing import Tokens
 from stages.params import Params
 from stages.prompts import Prompt, encode
 from stages.records import stage_dir
@@ -48,16 +48,19 @@ class Sampler:
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[PolicyDraw]:
         ids = self._encode(prompts)
         responses = self._generate(self.model, ids, seed)
-        scores = self.scorer.tokens([a + b for a, b in zip(ids, closed(responses, self.tokenizer.eos_token_id), strict=True)])
-        kls = sequence_kl(
+        told = assess(
             self.model,
             self.reference,
             ids,
             responses,
+            reward_model=self.scorer.model,
+            eos_token_id=self.tokenizer.eos_token_id,
             temperature=self.params.ppo.temperature,
             batch_size=BATCH,
         )
-        return [PolicyDraw(draw.text, draw.ended, score, kl) for draw, score, kl in zip(self._draws(responses), scores, kls, strict=True)]
+        scores = calibrated(told.scores, self.scorer.model).tolist()
+        draws = zip(self._draws(responses), scores, told.kl.tolist(), strict=True)
+        return [PolicyDraw(draw.text, draw.ended, score, kl) for draw, score, kl in draws]
 
     def sft(self, prompts: Sequence[Prompt], seed: int) -> list[Draw]:
         with self.reference() as model:

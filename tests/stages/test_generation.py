@@ -1,15 +1,25 @@
 """Sampling and scoring: independent of padding, batch and order; sampled as often as the model says."""
 
 import math
+from statistics import mode
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from stages.generation import generate, logprobs_of, reward_scores, token_logprobs
+from stages.lora import add_adapters
+from stages.params import LoraParams
 
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPES = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.3),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, initializer_range=0.3),
+    "gpt_neox": GPTNeoXConfig(**SIZES, initializer_range=0.3),
+}
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
-SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2, "pad_token_id": 0}
+SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2}
 
 
 def by_hand(model, prompt, response):
@@ -63,6 +73,34 @@ def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):
     runs = [generate(model, PROMPTS, **SETTINGS, batch_size=size, generator=torch.Generator().manual_seed(3)) for size in (1, 2, 4, 4)]
     assert runs[0] == runs[1] == runs[2] == runs[3]
     assert all(2 not in response[:-1] for response in runs[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, adapters):
+    """Of one row, without cache, batch, padding or merged adapters; the same uniform numbers, turned into tokens by hand."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation=attention).eval()
+    if adapters:
+        model = add_adapters(model, LoraParams(r=2), "CAUSAL_LM")
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight)
+    prompts = PROMPTS * 4
+    uniforms = torch.rand(len(prompts), 6, generator=torch.Generator().manual_seed(3)).tolist()
+    rows: list[list[int]] = []
+    for prompt, row in zip(prompts, uniforms, strict=True):
+        tokens: list[int] = []
+        for uniform in row:
+            with torch.no_grad():
+                below = model(torch.tensor([prompt + tokens])).logits[0, -1].double().softmax(-1).cumsum(-1)
+            tokens.append(int((below <= uniform).sum()))
+        rows.append(tokens)
+    eos = mode(token for tokens in rows for token in tokens[1:4])
+    expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in rows]
+    settings = SETTINGS | {"eos_token_id": eos}
+    assert generate(model, prompts, **settings, batch_size=10, generator=torch.Generator().manual_seed(3)) == expected
 
 
 def test_first_token_is_sampled_as_often_as_the_model_says(tiny_lm):

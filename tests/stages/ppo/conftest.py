@@ -21,10 +21,15 @@ class ByteTokenizer:
 
 @pytest.fixture
 def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
-    """`lora.r` 0: all weights are trained; `value_head`: the critic is a head on the policy."""
+    """`lora.r` 0: all weights are trained; `value_head`: the critic is a head on the policy; `related`: the lowest layer is shared."""
 
-    def make(kind: type[Roles] = Roles, *, lora: LoraParams, value_head: bool = False, mean: float = 0.0, std: float = 1.0) -> Roles:
+    def make(
+        kind: type[Roles] = Roles, *, lora: LoraParams, value_head: bool = False, related: bool = False, mean: float = 0.0, std: float = 1.0
+    ) -> Roles:
         policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
+        if related:
+            reward.model.embed_tokens.load_state_dict(policy.model.embed_tokens.state_dict())
+            reward.model.layers[0].load_state_dict(policy.model.layers[0].state_dict())
         reward.config.mean, reward.config.std = mean, std
         torch.manual_seed(0)
         return kind(

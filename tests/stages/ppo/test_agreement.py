@@ -20,6 +20,7 @@ PARAMS = PpoParams(
 MEAN, STD = 0.3, 1.7
 KINDS = {
     "adapters": {"lora": LoraParams(r=4, top_layers=1)},
+    "adapters on shared layers": {"lora": LoraParams(r=4, top_layers=1), "related": True},
     "all weights": {"lora": LoraParams(r=0)},
     "value head": {"lora": LoraParams(r=4, top_layers=1), "value_head": True},
 }
@@ -88,8 +89,9 @@ def flat(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return rows[mask].double()
 
 
-def test_rewards_advantages_losses_and_gradients(trainer, shift):
+def test_rewards_advantages_losses_and_gradients(trainer, shift, request):
     roles, p = trainer.roles, PARAMS
+    assert roles.common == (1 if "shared" in request.node.callspec.id else 0)
     rollout = trainer.rollout(trainer.sample_prompts())
     episodes = list(zip(rollout.prompts, rollout.responses, strict=True))
     assert {response[-1] == 2 for _, response in episodes} == {True, False}  # both kinds of ending count
@@ -150,6 +152,6 @@ def test_rewards_advantages_losses_and_gradients(trainer, shift):
         gradients = {name: parameter.grad for name, parameter in trainable_named(model)}
         assert gradients.keys() == expected.keys() and any(float(g.abs().max()) > 1e-3 for g in gradients.values())
         for name, gradient in gradients.items():
-            torch.testing.assert_close(
-                gradient.double(), expected[name].grad, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            true = expected[name].grad
+            rounding = 5e-4 * float(true.abs().max())  # of float32, where many terms cancel
+            torch.testing.assert_close(gradient.double(), true, rtol=1e-3, atol=rounding, msg=lambda text, n=name: f"{n}: {text}")

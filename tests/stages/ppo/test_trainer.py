@@ -30,9 +30,9 @@ SETTINGS = {
 class LikesOneToken(Roles):
     """A reward with a known optimum: the share of one token in the response, times 4."""
 
-    def raw_scores(self, packed: Packed) -> tuple[Tensor, Tensor]:
+    def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
         liked, written = (packed.rows(which.float()).sum(1) for which in (packed.targets == LIKED, packed.targets != EOS))
-        return 4 * liked / written.clamp(min=1), super().raw_scores(packed)[1]
+        return 4 * liked / written.clamp(min=1), super().raw_scores(packed, shared)[1]
 
 
 @pytest.fixture
@@ -115,10 +115,10 @@ def test_critic_off_is_the_reward_model(roles, tiny_reward_model):
     run(roles, total_episodes=64)
     packed = PpoTrainer(roles, [({"prompt": ""}, [5])] * 32, PpoParams(**SETTINGS), 0).packed([[5, 6]], [[7, 8, 2]], range(1))
     score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
-    scores, entering = Roles.raw_scores(roles, packed)
-    assert scores.item() == pytest.approx(score, abs=1e-5)
     with torch.no_grad():
-        states = roles.ref_logprobs(packed, 1.0)[1]
+        _, states, shared = roles.ref_logprobs(packed, 1.0)
+        scores, entering = Roles.raw_scores(roles, packed, shared)
+        assert scores.item() == pytest.approx(score, abs=1e-5)
         assert roles.live(packed, states, entering, 1.0).values[0, -1].item() != pytest.approx(score, abs=1e-3)
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_finite_stops_the_run_and_is_not_applied(roles, monkeypatch,
     weights = {name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad}
     if ill == "score":
         scores = roles.raw_scores
-        monkeypatch.setattr(roles, "raw_scores", lambda packed: (scores(packed)[0] * float("nan"), scores(packed)[1]))
+        monkeypatch.setattr(roles, "raw_scores", lambda *given: (scores(*given)[0] * float("nan"), scores(*given)[1]))
     else:
         next(p for p in roles.policy.parameters() if p.requires_grad).register_hook(lambda gradient: gradient / 0)
     with pytest.raises(Diverged, match="raw_scores not finite" if ill == "score" else "policy_grad_norm not finite"):

@@ -1,0 +1,89 @@
+"""Models that were trained on their upper layers alone have the lower ones in common: those run once for all.
+
+M tokens of rows end to end, H hidden size.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from stages.packing import Packed, flat, hidden_states, pack, unwrap
+
+
+def layers_of(model: Any) -> tuple[str, torch.nn.ModuleList]:
+    [(name, layers)] = [(n, m) for n, m in unwrap(model).base_model.named_children() if isinstance(m, torch.nn.ModuleList)]
+    return name, layers
+
+
+def plain_layers(model: Any) -> int:
+    """How many of the lowest layers have no adapters."""
+    _, layers = layers_of(model)
+    adapted = (i for i, layer in enumerate(layers) if any(isinstance(m, BaseTunerLayer) for m in layer.modules()))
+    return next(adapted, len(layers))
+
+
+def common_layers(*models: Any) -> int:
+    """How many of the lowest layers, with the embedding below them, are the same in all models, bit for bit.
+
+    0 where states cannot be handed on, which is tried: some models do more with an embedding than pass it to their first layer.
+    """
+    first, *others = models
+    same = min(len(layers_of(first)[1]) - 1, *map(plain_layers, models))
+    for other in others:
+        if not _equal(unwrap(first).get_input_embeddings(), unwrap(other).get_input_embeddings()):
+            return 0
+        pairs = zip(layers_of(first)[1][:same], layers_of(other)[1][:same], strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), same)
+    return same if same and all(_handed_on(model, same) for model in models) else 0
+
+
+def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return a is b or (type(a) is type(b) and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours))
+
+
+@torch.no_grad()
+def _handed_on(model: Any, first: int) -> bool:
+    row = pack([[1, 2, 3]], [[]], unwrap(model).device)
+    whole, [entering] = through(model, row, keep=[first])
+    return torch.allclose(through(model, row, entering, first)[0], whole, rtol=1e-2, atol=1e-2)
+
+
+def through(
+    model: Any, packed: Packed, entering: Tensor | None = None, first: int = 0, keep: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """(M, H) last hidden states, and the (M, H) states that enter layers `keep`; from the tokens, or from what enters layer `first`."""
+    with _only(model, first if entering is not None else 0), _watched(model, [number - first for number in keep]) as seen:
+        return hidden_states(model, packed, entering), [flat(packed, seen[number - first]) for number in keep]
+
+
+@contextmanager
+def _only(model: Any, first: int) -> Iterator[None]:
+    """Without the layers below `first`."""
+    (name, layers), trunk = layers_of(model), unwrap(model).base_model
+    setattr(trunk, name, layers[first:])
+    try:
+        yield
+    finally:
+        setattr(trunk, name, layers)
+
+
+@contextmanager
+def _watched(model: Any, numbers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """What enters these layers in the next forward pass."""
+    _, layers = layers_of(model)
+    seen: dict[int, Tensor] = {}
+
+    def watch(number: int) -> Any:
+        return layers[number].register_forward_pre_hook(lambda _, inputs: seen.update({number: inputs[0]}))
+
+    hooks = [watch(number) for number in set(numbers)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
