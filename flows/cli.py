@@ -64,9 +64,12 @@ def run(options: argparse.Namespace) -> int:
     console.setLevel(logging.INFO)
     console.propagate = False
 
-    from flows.pipeline import rlhf_pipeline
+    from flows import dag, warm
 
-    state = rlhf_pipeline(options.preset, options.rounds, options.set, isolated=options.isolated, return_state=True)
+    with warm.started(dag.stage_environment()):  # it imports while Prefect starts
+        from flows.pipeline import rlhf_pipeline
+
+        state = rlhf_pipeline(options.preset, options.rounds, options.set, isolated=options.isolated, return_state=True)
     if state.is_completed():
         return 0
     if state.name == "GateFailed":

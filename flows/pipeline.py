@@ -106,7 +106,8 @@ def rlhf_pipeline(
     """
     say, home = speaker(), Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
     run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:4]}"
-    with warm.started(dag.stage_environment()), workspace(run, home) if isolated else nullcontext(Path.cwd()) as folder:
+    warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
+    with warmth, workspace(run, home) if isolated else nullcontext(Path.cwd()) as folder:
         params = resolve(preset, rounds, settings, sections)
         changes = write_params(params)
         say(f"run {run} in {folder}")

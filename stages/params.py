@@ -135,6 +135,11 @@ class LossLevel(str, Enum):
     sequence = "sequence"
 
 
+class VllmMode(str, Enum):
+    colocate = "colocate"
+    server = "server"
+
+
 class Critic(str, Enum):
     reward = "reward"
     policy = "policy"
@@ -167,6 +172,10 @@ class PpoParams(Section):
     num_ppo_epochs: int = Field(3, ge=1)
     response_length: int = Field(24, ge=1, description="New tokens at most.")
     temperature: float = Field(1.0, gt=0)
+    use_vllm: bool = Field(False, description="Rollouts by vLLM on a GPU (`pip install 'trl[vllm]'`; not measured yet).")
+    vllm_mode: VllmMode = Field(VllmMode.colocate, description="`colocate`: in the same GPU; `server`: one that `vllm serve` has started.")
+    vllm_server_base_url: str | None = Field(None, description="Of `server`, e.g. http://127.0.0.1:8000.")
+    vllm_gpu_memory_utilization: float = Field(0.3, gt=0, lt=1, description="Share of the GPU's memory that `colocate` takes.")
     learning_rate: float = Field(5e-4, gt=0)
     critic_learning_rate: float = Field(5e-4, gt=0)
     warmup_updates: int = Field(2, ge=0, description="Updates over which the learning rates rise.")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.generation import assess, sample
+from stages.generation import assess
 from stages.params import PpoParams
 from stages.ppo.learner import put_weights, trained_weights
 from stages.ppo.resume import State
@@ -57,7 +57,7 @@ class Best:
     def measure(self, update: int) -> Validation:
         p, tokenizer, policy = self.params, self.roles.tokenizer, self.roles.policy
         ids = [tokens for _, tokens in self.prompts]
-        responses = sample(policy, tokenizer, ids, p, torch.Generator().manual_seed(self.seed), len(ids))
+        responses = self.roles.sample(ids, p, torch.Generator().manual_seed(self.seed))
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         told = assess(
             policy,

@@ -108,7 +108,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
 def entropy(logits: Tensor) -> Tensor:
     """(N,) entropy in nats of (N, V) logits."""
     logprobs = logits.log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
+    return -torch.linalg.vecdot(logprobs.exp(), logprobs)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.generation import logprobs_of, response_logits, response_logprobs, scalar_head
+from stages.generation import logprobs_of, response_logits, response_logprobs, sample, scalar_head
 from stages.layers import common_layers, through
 from stages.lora import add_adapters
 from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
-from stages.packing import Packed, hidden_states
-from stages.params import Critic, Params
+from stages.packing import Packed, Tokens, hidden_states
+from stages.params import Critic, Params, PpoParams
 from stages.ppo.rewards import Rewards, load_rewards
 from stages.ppo.trunk import FrozenModel, trunk_of
 
@@ -44,13 +44,17 @@ class ValueHead(torch.nn.Linear):
 
 @dataclass
 class Roles:
-    """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else the critic is made of it."""
+    """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else the critic is made of it.
+
+    `vllm`: what samples instead of us (stages/ppo/vllm.py), if anything.
+    """
 
     policy: Any
     critic: Any
     tokenizer: PreTrainedTokenizerBase
     reward_model: Any = None
     rewards: Rewards = field(default_factory=Rewards)
+    vllm: Any = None
 
     def __post_init__(self) -> None:
         self.policy_trunk = trunk_of(self.policy)
@@ -58,6 +62,13 @@ class Roles:
         self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
         with self.policy_trunk.reference() as reference, self.reward_trunk.reference() as reward_model:
             self.common = common_layers(reference, reward_model)
+
+    def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
+        """One response a prompt by the policy as it is now, in one batch."""
+        if self.vllm:
+            responses: list[Tokens] = self.vllm.sample(prompt_ids, generator)
+            return responses
+        return sample(self.policy, self.tokenizer, prompt_ids, ppo, generator, len(prompt_ids))
 
     def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
         """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
@@ -105,11 +116,18 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     whole_critic = ppo.critic is Critic.reward
     reward_model = load_reward_model(reward, params.model)
     reward_model.score.float()
+    policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
+    tokenizer, vllm = load_tokenizer(sft), None
+    if ppo.use_vllm:
+        from stages.ppo.vllm import Vllm  # with TRL, seconds that others need not wait
+
+        vllm = Vllm(policy, tokenizer, ppo)
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     return Roles(
-        policy=add_adapters(policy, ppo.lora, "CAUSAL_LM").eval(),
+        policy=policy,
         critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval() if whole_critic else head,
-        tokenizer=load_tokenizer(sft),
+        tokenizer=tokenizer,
         reward_model=None if whole_critic else reward_model,
         rewards=load_rewards(params),
+        vllm=vllm,
     )

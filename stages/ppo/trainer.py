@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
-from stages.generation import sample
 from stages.packing import Packed, Tokens, pack, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
@@ -133,7 +132,7 @@ class PpoTrainer:
         p, tokenizer = self.params, self.roles.tokenizer
         # 1. + 2. prompts in, responses out
         prompts = [tokens for _, tokens in batch]
-        responses = sample(self.roles.policy, tokenizer, prompts, p, self.generator, p.batch_size)
+        responses = self.roles.sample(prompts, p, self.generator)
         ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
         # 3. + 4. what reward model, reference, policy and critic say of them
         with torch.set_grad_enabled(p.micro_batch_size == p.batch_size):

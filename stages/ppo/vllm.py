@@ -1,0 +1,60 @@
+"""Rollouts sampled by vLLM (`ppo.use_vllm`), through TRL's VLLMGeneration: in this process's GPU, or by a `vllm serve`.
+
+Needs `pip install 'trl[vllm]'`. Not measured yet: no GPU was at hand. Tested against a stand-in for vLLM (tests/stages/ppo/test_vllm.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.import_utils import is_vllm_available
+
+from stages.errors import BadInput
+from stages.lora import merged
+from stages.packing import Tokens, unwrap
+from stages.params import PpoParams
+
+
+class Generation(VLLMGeneration):
+    """TRL's merges adapters into the weights with peft and subtracts them again, which in bfloat16 moves the weights below."""
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        with merged(self.model):
+            for name, weight in unwrap(self.model).named_parameters():
+                if "lora_" not in name:
+                    yield name.replace(".base_layer", ""), weight.data
+
+
+class Vllm:
+    """Samples like stages.generation.sample, with other random numbers."""
+
+    def __init__(self, policy: Any, tokenizer: Any, ppo: PpoParams) -> None:
+        """
+        Raises:
+            BadInput: vLLM is not installed.
+        """
+        if not is_vllm_available():
+            raise BadInput("ppo.use_vllm: vLLM is not installed; `pip install 'trl[vllm]'` on a machine with a GPU, or set it to false")
+        self.generation = Generation(
+            policy,
+            Accelerator(),
+            tokenizer,
+            mode=ppo.vllm_mode.value,
+            server_base_url=ppo.vllm_server_base_url,
+            gpu_memory_utilization=ppo.vllm_gpu_memory_utilization,
+            temperature=ppo.temperature,
+            max_completion_length=ppo.response_length,
+            logprobs=None,  # the trainer's own pass says them, exactly
+        )
+        self.eos = tokenizer.eos_token_id
+
+    def sample(self, prompt_ids: list[Tokens], generator: torch.Generator) -> list[Tokens]:
+        """One response a prompt by the policy as it is now; EOS is kept where it was sampled."""
+        self.generation.sync_weights()
+        seed = int(torch.randint(2**31, (), generator=generator))
+        self.generation.generation_kwargs = {"seed": seed, "stop_token_ids": [self.eos]}
+        _, responses, _, _ = self.generation.generate(prompt_ids, images=None, num_generations=1)
+        return [list(response) for response in responses]
