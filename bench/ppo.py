@@ -19,8 +19,7 @@ from flows.config import resolve
 from stages.models import prepare_torch
 from stages.packing import unwrap
 from stages.params import LoraParams, Params
-from stages.ppo import trainer as module
-from stages.ppo.roles import load_roles
+from stages.ppo.roles import Roles, load_roles
 from stages.ppo.trainer import PpoTrainer
 from stages.prompts import encode
 from stages.records import read_jsonl, stage_dir
@@ -46,17 +45,19 @@ class Clock:
         return wrapper
 
 
-def flops(params: Params, model: Any, episodes: int, prompt: float) -> float:
+def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
     """Of one update's matrix products with weights (adapters' own and attention's left out): the least that the algorithm needs.
 
-    Per weight and token 2 forward; backward 2 for what passes a gradient on and 2 more for what is trained itself (r 0).
+    Per weight and token 2 forward; backward 2 for what passes a gradient on and 2 more for what is trained itself (r 0). Layers that
+    all roles have in common run once.
     """
-    ppo, config = params.ppo, unwrap(model).config
+    ppo, model = params.ppo, roles.policy
+    config = unwrap(model).config
     layers, response, whole = config.num_hidden_layers, ppo.response_length, prompt + ppo.response_length
     head = config.vocab_size * config.hidden_size
     trunk = sum(p.numel() for name, p in unwrap(model).base_model.layers.named_parameters() if "lora" not in name)
     generate = 2 * (trunk * whole + head * response)
-    frozen = 2 * 2 * trunk * whole + 2 * head * response  # reference and reward model
+    frozen = 2 * (2 - roles.common / layers) * trunk * whole + 2 * head * response  # reference and reward model
 
     def learning(lora: LoraParams) -> float:
         upper = min((lora.top_layers or layers) / layers, 1.0) if lora.r else 1.0
@@ -82,7 +83,7 @@ def main() -> None:
     rows = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "make run")
     prompts = [(row, encode(roles.tokenizer, row["prompt"], None, params.prepare.prompt_format)[0]) for row in rows]
     trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
-    for phase, owner, name in (("generate", module, "sample"), ("score", trainer, "forward"), ("learn", trainer, "optimise")):
+    for phase, owner, name in (("generate", roles, "sample"), ("score", trainer, "forward"), ("learn", trainer, "optimise")):
         setattr(owner, name, clock.timed(phase, getattr(owner, name)))
     step, tokens = clock.timed("update", trainer.step), 0
     for _ in range(options.updates):
@@ -91,7 +92,7 @@ def main() -> None:
         tokens = sum(map(len, rollout.prompts)) + sum(map(len, rollout.responses))
         updates.append(dict(clock.seconds))
     seconds = {phase: median(update[phase] for update in updates[1:]) for phase in updates[0]}
-    need = flops(params, roles.policy, options.episodes, sum(len(tokens) for _, tokens in prompts) / len(prompts))
+    need = flops(params, roles, options.episodes, sum(len(tokens) for _, tokens in prompts) / len(prompts))
     report = {
         "episodes": options.episodes,
         "seconds": {phase: round(value, 2) for phase, value in seconds.items()},

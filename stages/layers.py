@@ -57,8 +57,9 @@ def through(
     model: Any, packed: Packed, entering: Tensor | None = None, first: int = 0, keep: Sequence[int] = ()
 ) -> tuple[Tensor, list[Tensor]]:
     """(M, H) last hidden states, and the (M, H) states that enter layers `keep`; from the tokens, or from what enters layer `first`."""
-    with _only(model, first if entering is not None else 0), _watched(model, [number - first for number in keep]) as seen:
-        return hidden_states(model, packed, entering), [flat(packed, seen[number - first]) for number in keep]
+    skipped = 0 if entering is None else first
+    with _only(model, skipped), _watched(model, [number - skipped for number in keep]) as seen:
+        return hidden_states(model, packed, entering), [flat(packed, seen[number - skipped]) for number in keep]
 
 
 @contextmanager

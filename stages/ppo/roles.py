@@ -7,7 +7,7 @@ beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the p
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,11 +42,17 @@ class ValueHead(torch.nn.Linear):
         return super().forward(states.float()).squeeze(-1)
 
 
+class Engine(Protocol):
+    def sample(self, prompt_ids: list[Tokens], generator: torch.Generator) -> list[Tokens]:
+        """One response a prompt by the policy as it is now."""
+        ...
+
+
 @dataclass
 class Roles:
     """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else the critic is made of it.
 
-    `vllm`: what samples instead of us (stages/ppo/vllm.py), if anything.
+    `engine`: what samples instead of stages/generation.py, if anything.
     """
 
     policy: Any
@@ -54,7 +60,7 @@ class Roles:
     tokenizer: PreTrainedTokenizerBase
     reward_model: Any = None
     rewards: Rewards = field(default_factory=Rewards)
-    vllm: Any = None
+    engine: Engine | None = None
 
     def __post_init__(self) -> None:
         self.policy_trunk = trunk_of(self.policy)
@@ -65,9 +71,8 @@ class Roles:
 
     def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
         """One response a prompt by the policy as it is now, in one batch."""
-        if self.vllm:
-            responses: list[Tokens] = self.vllm.sample(prompt_ids, generator)
-            return responses
+        if self.engine:
+            return self.engine.sample(prompt_ids, generator)
         return sample(self.policy, self.tokenizer, prompt_ids, ppo, generator, len(prompt_ids))
 
     def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
@@ -117,11 +122,11 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     reward_model = load_reward_model(reward, params.model)
     reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
-    tokenizer, vllm = load_tokenizer(sft), None
+    tokenizer, engine = load_tokenizer(sft), None
     if ppo.use_vllm:
         from stages.ppo.vllm import Vllm  # with TRL, seconds that others need not wait
 
-        vllm = Vllm(policy, tokenizer, ppo)
+        engine = Vllm(policy, tokenizer, ppo)
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     return Roles(
         policy=policy,
@@ -129,5 +134,5 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
         tokenizer=tokenizer,
         reward_model=None if whole_critic else reward_model,
         rewards=load_rewards(params),
-        vllm=vllm,
+        engine=engine,
     )

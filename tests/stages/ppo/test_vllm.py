@@ -72,7 +72,7 @@ def roles(make_roles, shift, tiny_lm, tmp_path, vllm):
     tiny_lm(spread=0.3).save_pretrained(tmp_path)
     roles.policy.get_base_model().name_or_path = str(tmp_path)
     shift(roles.policy, 0.1)
-    roles.vllm = vllm(roles.policy, roles.tokenizer, PPO)
+    roles.engine = vllm(roles.policy, roles.tokenizer, PPO)
     return roles
 
 
@@ -88,7 +88,7 @@ def test_it_samples_from_the_policy_as_it_is_now(roles, shift):
         shift(roles.policy, 0.5)
         before = {name: weight.clone() for name, weight in roles.policy.state_dict().items()}
     assert sampled[0] != sampled[1]
-    engine = roles.vllm.generation.llm
+    engine = roles.engine.generation.llm
     assert engine.resets == 2 and engine.options["gpu_memory_utilization"] == 0.3
 
 
@@ -101,7 +101,7 @@ def test_an_update_on_what_it_sampled(roles):
     trainer = PpoTrainer(roles, [({"id": str(i), "prompt": ""}, prompt) for i, prompt in enumerate(PROMPTS)], PPO, seed=0)
     trainer.updates = 1  # at the first, policy and reference would have to be one
     rollout, metrics = trainer.step()
-    assert roles.vllm.generation.llm.resets == 1
+    assert roles.engine.generation.llm.resets == 1
     assert max(map(len, rollout.responses)) <= 6 and metrics["ratio_mean"] == pytest.approx(1, abs=0.2)
 
 
