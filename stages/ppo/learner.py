@@ -18,7 +18,7 @@ class Learner:
     def __init__(self, model: Any, learning_rate: float, rate: Callable[[int], float]) -> None:
         self.weights = dict(trainable_named(model))
         self.masters = {name: w.detach().float() if w.dtype is torch.bfloat16 else w for name, w in self.weights.items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def collect(self) -> None:
