@@ -68,7 +68,7 @@ def test_killed_at_three_moments_and_started_again(make_round):
 
     kill_after(1, signal.SIGKILL)
     assert kill_after(5, signal.SIGTERM) < 10
-    kill_after(UPDATES, signal.SIGKILL)
+    kill_after(UPDATES - 1, signal.SIGKILL)  # after the last one it may have ended before the signal arrives
     assert "goes on from here" in finish()
     assert outputs() == expected
     assert not list(Path(".rondo/work/r0/ppo").glob("*/"))
