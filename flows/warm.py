@@ -54,11 +54,13 @@ def started(environment: dict[str, str]) -> Iterator[None]:
         if not server:
             yield
             return
-        real, os.environ[VARIABLE] = python(), str(stand_in)
+        outer, os.environ[VARIABLE] = os.environ.get(VARIABLE), str(stand_in)
         try:
             yield
         finally:
-            os.environ[VARIABLE] = real
+            del os.environ[VARIABLE]
+            if outer:
+                os.environ[VARIABLE] = outer
             server.kill()
             server.communicate()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stages.layers import common_layers, through
-from stages.lora import merged
+from stages.lora import holding
 from stages.packing import Packed, Tokens, hidden_states, pack, precision, prefill, unwrap
 from stages.params import PpoParams
 
@@ -136,7 +136,7 @@ def generate(
     """
     uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
     responses: list[Tokens] = []
-    with merged(model), precision(model):
+    with holding(model), precision(model):
         for start in range(0, len(prompt_ids), batch_size):
             rows = slice(start, start + batch_size)
             responses += _generate_batch(unwrap(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id)

@@ -14,14 +14,24 @@ from torch import Tensor
 from stages.packing import Packed, flat, hidden_states, pack, unwrap
 
 
-def layers_of(model: Any) -> tuple[str, torch.nn.ModuleList]:
-    [(name, layers)] = [(n, m) for n, m in unwrap(model).base_model.named_children() if isinstance(m, torch.nn.ModuleList)]
-    return name, layers
+class Skipped(torch.nn.Module):
+    """In the place of a layer that has run already: what a layer is (its kind of attention) goes by its number."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def layers_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+    """The module that holds the layers, under which name, and they themselves."""
+    trunk, count = unwrap(model).base_model, unwrap(model).config.get_text_config().num_hidden_layers
+    path, layers = next((p, m) for p, m in trunk.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+    above, _, name = path.rpartition(".")
+    return trunk.get_submodule(above), name, layers
 
 
 def plain_layers(model: Any) -> int:
     """How many of the lowest layers have no adapters."""
-    _, layers = layers_of(model)
+    *_, layers = layers_of(model)
     adapted = (i for i, layer in enumerate(layers) if any(isinstance(m, BaseTunerLayer) for m in layer.modules()))
     return next(adapted, len(layers))
 
@@ -32,11 +42,11 @@ def common_layers(*models: Any) -> int:
     0 where states cannot be handed on, which is tried: some models do more with an embedding than pass it to their first layer.
     """
     first, *others = models
-    same = min(len(layers_of(first)[1]) - 1, *map(plain_layers, models))
+    same = min(len(layers_of(first)[2]) - 1, *map(plain_layers, models))
     for other in others:
         if not _equal(unwrap(first).get_input_embeddings(), unwrap(other).get_input_embeddings()):
             return 0
-        pairs = zip(layers_of(first)[1][:same], layers_of(other)[1][:same], strict=True)
+        pairs = zip(layers_of(first)[2][:same], layers_of(other)[2][:same], strict=True)
         same = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), same)
     return same if same and all(_handed_on(model, same) for model in models) else 0
 
@@ -57,26 +67,25 @@ def through(
     model: Any, packed: Packed, entering: Tensor | None = None, first: int = 0, keep: Sequence[int] = ()
 ) -> tuple[Tensor, list[Tensor]]:
     """(M, H) last hidden states, and the (M, H) states that enter layers `keep`; from the tokens, or from what enters layer `first`."""
-    skipped = 0 if entering is None else first
-    with _only(model, skipped), _watched(model, [number - skipped for number in keep]) as seen:
-        return hidden_states(model, packed, entering), [flat(packed, seen[number - skipped]) for number in keep]
+    with _without(model, 0 if entering is None else first), _watched(model, keep) as seen:
+        return hidden_states(model, packed, entering), [flat(packed, seen[number]) for number in keep]
 
 
 @contextmanager
-def _only(model: Any, first: int) -> Iterator[None]:
-    """Without the layers below `first`."""
-    (name, layers), trunk = layers_of(model), unwrap(model).base_model
-    setattr(trunk, name, layers[first:])
+def _without(model: Any, first: int) -> Iterator[None]:
+    """The layers below `first` do nothing."""
+    holder, name, layers = layers_of(model)
+    setattr(holder, name, torch.nn.ModuleList([*(Skipped() for _ in range(first)), *layers[first:]]))
     try:
         yield
     finally:
-        setattr(trunk, name, layers)
+        setattr(holder, name, layers)
 
 
 @contextmanager
 def _watched(model: Any, numbers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """What enters these layers in the next forward pass."""
-    _, layers = layers_of(model)
+    *_, layers = layers_of(model)
     seen: dict[int, Tensor] = {}
 
     def watch(number: int) -> Any:

@@ -17,6 +17,14 @@ from transformers import PreTrainedModel
 
 from stages.params import LoraParams
 
+Matrices = tuple[Tensor, Tensor]  # A (r, in) and scaled B (out, r), in the dtype that is computed in
+
+
+def product(tokens: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """(M, out) x W' + c + (x A') B' of (M, in) tokens, and the (M, r) x A'."""
+    inner = tokens @ low.T
+    return torch.nn.functional.linear(tokens, weight, bias).addmm_(inner, high.T), inner
+
 
 class Product(torch.autograd.Function):
     """x W' + c + s (x A') B' of x (..., in), W (out, in), c (out,) or None, A (r, in), B (out, r); W and c are frozen.
@@ -27,10 +35,10 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         tokens, low, high = x.reshape(-1, x.shape[-1]), a.to(x.dtype), (b * scaling).to(x.dtype)
-        inner = tokens @ low.T
+        outer, inner = product(tokens, weight, bias, low, high)
         ctx.save_for_backward(tokens, weight, low, high, inner)
         ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, a.dtype
-        return torch.nn.functional.linear(tokens, weight, bias).addmm_(inner, high.T).view(*x.shape[:-1], -1)
+        return outer.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
@@ -42,49 +50,44 @@ class Product(torch.autograd.Function):
 
 
 class FusedLinear(Linear):
-    """peft's layer where the adapter is off, merged, one of several, or anything but two matrices."""
+    """peft's layer where the adapter is off, merged, one of several, or anything but two matrices. `held`: see `holding`."""
+
+    held: Matrices | None = None
 
     def plain(self) -> bool:
         names = self.active_adapters
         unusual = self.disable_adapters or self.merged or self.lora_variant or self.base_layer.weight.requires_grad
         return not unusual and len(names) == 1 and names[0] in self.lora_A and isinstance(self.lora_dropout[names[0]], torch.nn.Identity)
 
-    def matrices(self) -> tuple[Tensor, Tensor, float]:
-        """A (r, in), B (out, r), scaling."""
+    def adapter(self) -> tuple[Tensor, Tensor, float]:
+        """A, B, scaling."""
         [name] = self.active_adapters
         return self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        weight = self.base_layer.weight
-        if kwargs or x.dtype != weight.dtype or not self.plain():
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        if kwargs or x.dtype != weight.dtype or not (self.held or self.plain()):
             return super().forward(x, *args, **kwargs)
-        product: Tensor = Product.apply(x, weight, self.base_layer.bias, *self.matrices())
-        return product
+        if self.held:
+            return product(x.reshape(-1, x.shape[-1]), weight, bias, *self.held)[0].view(*x.shape[:-1], -1)
+        outer: Tensor = Product.apply(x, weight, bias, *self.adapter())
+        return outer
 
 
 @contextmanager
 @torch.no_grad()
-def merged(model: Any) -> Iterator[None]:
-    """Adapters added into the weights, rounded to the weights' dtype, which are bit for bit what they were afterwards.
-
-    For many short products, as generation makes them: there an adapter is a quarter of the time. A model without adapters
-    that are on stays as it is.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
-    if not layers or not all(isinstance(layer, FusedLinear) and layer.plain() for layer in layers):
-        yield
-        return
-    weights = [layer.base_layer.weight for layer in layers]
-    were = [weight.data for weight in weights]
+def holding(model: Any) -> Iterator[None]:
+    """For many short products between which nothing is learnt, as in generation: adapters are cast and scaled once, not for each."""
+    layers = [layer for layer in model.modules() if isinstance(layer, FusedLinear) and layer.plain()]
+    for layer in layers:
+        low, high, scaling = layer.adapter()
+        dtype = layer.base_layer.weight.dtype
+        layer.held = low.to(dtype), (high * scaling).to(dtype)
     try:
-        for layer, weight in zip(layers, weights, strict=True):
-            low, high, scaling = layer.matrices()
-            weight.data = torch.addmm(weight, (high * scaling).to(weight.dtype), low.to(weight.dtype))
-        with model.disable_adapter():
-            yield
+        yield
     finally:
-        for weight, was in zip(weights, were, strict=True):
-            weight.data = was
+        for layer in layers:
+            layer.held = None
 
 
 def fused(config: PeftConfig) -> PeftConfig:

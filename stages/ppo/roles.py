@@ -20,7 +20,7 @@ from stages.models import calibrated, load_causal_lm, load_reward_model, load_to
 from stages.packing import Packed, Tokens, hidden_states
 from stages.params import Critic, Params, PpoParams
 from stages.ppo.rewards import Rewards, load_rewards
-from stages.ppo.trunk import FrozenModel, trunk_of
+from stages.ppo.trunk import FrozenModel, Trunk, trunk_of
 
 
 class Live(NamedTuple):
@@ -43,7 +43,7 @@ class ValueHead(torch.nn.Linear):
 
 
 class Engine(Protocol):
-    def sample(self, prompt_ids: list[Tokens], generator: torch.Generator) -> list[Tokens]:
+    def sample(self, prompt_ids: list[Tokens], _: torch.Generator) -> list[Tokens]:
         """One response a prompt by the policy as it is now."""
         ...
 
@@ -91,9 +91,9 @@ class Roles:
     def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, list[Tensor], Tensor]:
         """(B, T) log-probabilities under the reference; for each row the states from which the policy starts; what `raw_scores` shares."""
         with self.policy_trunk.reference() as reference:
-            hidden, [shared, entering] = through(reference, packed, keep=[self.common, self.policy_trunk.first])
+            hidden, [shared, *entering] = through(reference, packed, keep=[self.common, *starts(self.policy_trunk)])
             logprobs = response_logprobs(reference, packed, hidden, temperature)
-        return logprobs, list(entering.split(packed.lengths)), shared
+        return logprobs, by_row(packed, entering), shared
 
     @torch.no_grad()
     def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
@@ -105,13 +105,23 @@ class Roles:
         """(B,) raw scores of the reward model, and for each row the states from which the critic starts."""
         with self.reward_trunk.reference() as reward_model:
             start = shared if self.common else None
-            hidden, [entering] = through(reward_model, packed, start, self.common, keep=[max(self.reward_trunk.first, self.common)])
+            hidden, entering = through(reward_model, packed, start, self.common, keep=starts(self.reward_trunk))
             scores = scalar_head(reward_model, hidden[packed.last])
-        return scores, list(entering.split(packed.lengths))
+        return scores, by_row(packed, entering)
 
     def calibrated(self, raw: Tensor) -> Tensor:
         """Raw scores, and values with them, in the units of the reward stage's calibration."""
         return calibrated(raw, self.reward_model or self.critic)
+
+
+def starts(trunk: Trunk | FrozenModel) -> list[int]:
+    """The layer whose entering states are kept, if any."""
+    return [] if trunk.first is None else [trunk.first]
+
+
+def by_row(packed: Packed, states: list[Tensor]) -> list[Tensor]:
+    """The (M, H) states of `starts`, for each row; nothing for each row where there are none."""
+    return list((states[0] if states else packed.input_ids.new_empty(len(packed.input_ids), 0)).split(packed.lengths))
 
 
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:

@@ -13,7 +13,7 @@ from stages.packing import Packed, hidden_states
 
 
 class Trunk(Protocol):
-    first: int  # the lowest layer that is trained, where training starts from states that enter it
+    first: int | None  # the lowest layer that is trained, where training starts from states that enter it; None: from the tokens
 
     def reference(self) -> AbstractContextManager[Any]:
         """The model as it was before training."""
@@ -28,19 +28,20 @@ class SharedTrunk:
     """A PeftModel, whose layers from `first` on have adapters: those below are frozen, so computed once a rollout for both roles."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.first = model, plain_layers(model)
+        self.model = model
+        self.first: int | None = plain_layers(model)
 
     def reference(self) -> AbstractContextManager[Any]:
         return adapter_off(self.model)
 
     def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
-        return through(self.model, packed, entering, self.first)[0]
+        return through(self.model, packed, entering, self.first or 0)[0]
 
 
 class FrozenModel:
     """A model that is not trained at all."""
 
-    first = 0
+    first: int | None = None
 
     def __init__(self, model: Any) -> None:
         self.was = model.requires_grad_(False)

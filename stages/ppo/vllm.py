@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
 from stages.errors import BadInput
-from stages.lora import merged
 from stages.packing import Tokens, unwrap
 from stages.params import PpoParams
 
@@ -22,14 +22,24 @@ class Generation(VLLMGeneration):
     """TRL's merges adapters into the weights with peft and subtracts them again, which in bfloat16 moves the weights below."""
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        with merged(self.model):
-            for name, weight in unwrap(self.model).named_parameters():
-                if "lora_" not in name:
-                    yield name.replace(".base_layer", ""), weight.data
+        model = unwrap(self.model)
+        adapted = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+        for name, weight in model.named_parameters():
+            layer, whole = name.removesuffix(".base_layer.weight"), weight.detach()
+            if layer in adapted:
+                for adapter in adapted[layer].active_adapters:
+                    whole = whole.float() + adapted[layer].get_delta_weight(adapter).float()
+                yield f"{layer}.weight", whole.to(weight.dtype)
+            elif "lora_" not in name:
+                yield name.replace(".base_layer", ""), whole
 
 
 class Vllm:
-    """Samples like stages.generation.sample, with other random numbers."""
+    """Samples like stages.generation.sample, but never the same twice: one seed would be every prompt's own.
+
+    In bfloat16, what an adapter adds to a weight is lost where it is less than half of the weight's last place: with small learning rates
+    the policy that samples lags behind the one that learns.
+    """
 
     def __init__(self, policy: Any, tokenizer: Any, ppo: PpoParams) -> None:
         """
@@ -48,13 +58,12 @@ class Vllm:
             temperature=ppo.temperature,
             max_completion_length=ppo.response_length,
             logprobs=None,  # the trainer's own pass says them, exactly
+            # the tokenizer's EOS ends a response, not others of the model's generation_config
+            generation_kwargs={"ignore_eos": True, "stop_token_ids": [tokenizer.eos_token_id]},
         )
-        self.eos = tokenizer.eos_token_id
 
-    def sample(self, prompt_ids: list[Tokens], generator: torch.Generator) -> list[Tokens]:
+    def sample(self, prompt_ids: list[Tokens], _: torch.Generator) -> list[Tokens]:
         """One response a prompt by the policy as it is now; EOS is kept where it was sampled."""
         self.generation.sync_weights()
-        seed = int(torch.randint(2**31, (), generator=generator))
-        self.generation.generation_kwargs = {"seed": seed, "stop_token_ids": [self.eos]}
         _, responses, _, _ = self.generation.generate(prompt_ids, images=None, num_generations=1)
         return [list(response) for response in responses]

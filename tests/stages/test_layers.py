@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig, Qwen2Config
 
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.layers import common_layers, plain_layers, through
@@ -19,6 +19,14 @@ SHAPES = {
     "llama": LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2),
     "qwen2": Qwen2Config(**SIZES, intermediate_size=48, num_key_value_heads=2),
     "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=48),
+    "gemma3": Gemma3TextConfig(  # layers of two kinds, told apart by their number
+        **SIZES,
+        intermediate_size=48,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_local_base_freq=10.0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
 }
 
 
@@ -60,7 +68,16 @@ def test_one_other_weight_ends_what_is_common():
     assert common_layers(model, other) == 0
 
 
-def test_states_are_not_handed_on_where_positions_would_be_added_twice():
-    model = build(GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2), "eager")
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
+        OPTConfig(
+            vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32, init_std=0.2
+        ),
+    ],
+)
+def test_states_are_not_handed_on_where_positions_would_be_added_twice(config):
+    model = build(config, "eager")
     assert plain_layers(model) == 3
     assert common_layers(model, copy.deepcopy(model)) == 0
