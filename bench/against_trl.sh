@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One PPO update of ours against TRL 1.12.0's, on the same models and prompts, 4 epochs: `bench/against_trl.sh [ROUNDS]` after `make run`.
-# Makes .rondo/trl, an environment with trl==1.12.0 on the same torch. Interleaved; on 2 cores one round takes about 10 minutes.
+# Makes .rondo/trl, an environment with trl==1.12.0 on the same torch. Interleaved; on 2 cores one round takes about 11 minutes.
 # `bench/against_trl.sh curve` instead: the judge on held-out prompts against seconds of training, for both and for our slow path (seeds
 # 0 to 2, an hour and a half).
 set -euo pipefail
@@ -33,7 +33,7 @@ for _ in $(seq "${1:-5}"); do
     "$ours" bench/ppo.py --updates 4 --set ppo.num_ppo_epochs=4 | told adapters
     "$ours" bench/ppo.py --updates 3 --set ppo.num_ppo_epochs=4 --set ppo.lora.r=0 --set ppo.critic_lora.r=0 | told full
     for setting in fp32 lora autocast; do "$trl" bench/trl_ppo.py $setting --updates 2 2>> .rondo/trl.log | told "trl $setting"; done
-    "$trl" bench/trl_ppo.py bf16 2>> .rondo/trl.log | told "trl bf16"
+    for setting in bf16 lora-bf16; do "$trl" bench/trl_ppo.py $setting 2>> .rondo/trl.log | told "trl $setting"; done
 done
 "$ours" - "$results" <<'PY'
 import json, sys

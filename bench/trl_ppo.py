@@ -1,9 +1,10 @@
 """TRL 1.12.0's PPOTrainer on the models and prompts of a run, for bench/against_trl.sh, which makes its environment; JSON on stdout.
 
-`fp32` is its default on a CPU, `lora` the same with adapters, `autocast` multiplies in bfloat16 (on a CPU by environment variable alone:
-`bf16=True` does nothing), `bf16` has bfloat16 weights, its fastest setting and an unsafe one: small steps are rounded away.
-Without `--every`: seconds of updates whose responses have their full length. With it: the curve of bench/curve.py; responses end
-at EOS, and scores are in standard deviations; clipping, penalties and epochs are those of params.yaml.
+`fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains policy and critic with bfloat16 products (on a
+CPU by environment variable alone: `bf16=True` does nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16
+weights, which is unsafe: small steps are rounded away; `lora-bf16` is `lora` on bfloat16 weights, adapters in float32, its critic as unsafe.
+Without `--every`: seconds of updates whose responses have their full length. With it: the curve of bench/curve.py; responses end at EOS,
+scores are in standard deviations, and what both trainers know is as in params.yaml.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Times(TrainerCallback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("setting", choices=["fp32", "lora", "autocast", "bf16"])
+    parser.add_argument("setting", choices=["fp32", "lora", "autocast", "bf16", "lora-bf16"])
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4)
@@ -60,7 +61,7 @@ def main() -> None:
     ppo = params.ppo
     torch.manual_seed(params.seed)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if options.setting == "autocast" else "no"
-    dtype = torch.bfloat16 if options.setting == "bf16" else torch.float32
+    dtype = torch.bfloat16 if options.setting.endswith("bf16") else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(SFT, padding_side="left")
     train, held_out = episodes(params, tokenizer)
 
@@ -72,9 +73,11 @@ def main() -> None:
         model.score.weight.data /= model.config.std
         return model
 
-    reference = causal()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reference = causal().to(device) if options.every else None
     times = Times(Curve(params, tokenizer, held_out, lambda: nullcontext(reference)), options.every)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if options.setting == "lora" else None
+    adapters = LoraConfig(r=ppo.lora.r, lora_alpha=ppo.lora.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = adapters if options.setting.startswith("lora") else None
     prompts = Dataset.from_list([{"input_ids": tokens} for _, tokens in train])
     ending = {"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty} if options.every else {}
     trainer = PPOTrainer(
@@ -87,8 +90,13 @@ def main() -> None:
             total_episodes=options.episodes * options.updates,
             num_ppo_epochs=options.epochs,
             response_length=options.response_length,
-            temperature=1.0,
+            temperature=ppo.temperature,
             kl_coef=ppo.kl_coef,
+            gamma=ppo.gamma,
+            lam=ppo.lam,
+            cliprange=ppo.cliprange,
+            cliprange_value=ppo.cliprange_value,
+            vf_coef=ppo.vf_coef,
             num_sample_generations=0,
             learning_rate=options.learning_rate,
             seed=params.seed,
