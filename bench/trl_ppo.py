@@ -1,8 +1,8 @@
 """TRL 1.12.0's PPOTrainer on the models and prompts of a run, for bench/against_trl.sh, which makes its environment; JSON on stdout.
 
-`fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains policy and critic with bfloat16 products (on a
-CPU by environment variable alone: `bf16=True` does nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16
-weights, which is unsafe: small steps are rounded away; `lora-bf16` is `lora` on bfloat16 weights, adapters in float32, its critic as unsafe.
+`fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains policy and critic with bfloat16 products (on
+a CPU by environment variable alone: `bf16=True` does nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16
+weights, which is unsafe: small steps are rounded away; `lora-bf16` is `lora` on bfloat16 weights: adapters in float32, its critic unsafe.
 Without `--every`: seconds of updates whose responses have their full length. With it: the curve of bench/curve.py; responses end at EOS,
 scores are in standard deviations, and what both trainers know is as in params.yaml.
 """
