@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 trl=.rondo/trl/bin/python ours=.venv/bin/python
-export PYTHONPATH=. GLIBC_TUNABLES # malloc's settings for both: see MALLOC in flows/dag.py
+export GLIBC_TUNABLES # malloc's settings for both: see MALLOC in flows/dag.py
 GLIBC_TUNABLES=$("$ours" -c 'from flows.dag import MALLOC; print(MALLOC)')
 if [ ! -x "$trl" ]; then
     "$ours" -m venv .rondo/trl
@@ -14,6 +14,7 @@ if [ ! -x "$trl" ]; then
     grep -E "^($shared)==" requirements.lock > .rondo/trl.lock
     "$trl" -m pip install --quiet -r .rondo/trl.lock trl==1.12.0
 fi
+export PYTHONPATH=. # the project's code for TRL's interpreter too
 results=.rondo/against_trl_${1:-5}.jsonl
 : > "$results"
 told() { echo "{\"setting\": \"$1\", \"told\": $(cat)}" | tr -d '\n' >> "$results"; echo >> "$results"; }
