@@ -8,18 +8,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import torch
-
-from stages.generation import assess, sample
 from stages.judges import sentiment
 from stages.models import prepare_torch
 from stages.params import Params
 from stages.ppo.__main__ import split
+from stages.ppo.best import Best, Validation
 from stages.ppo.roles import load_roles
 from stages.ppo.trainer import Episode, PpoTrainer
 from stages.prompts import encode
@@ -38,27 +34,15 @@ def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episod
 
 
 class Curve:
-    """The judge's mean and KL (nats a sequence) on held-out prompts, against seconds of training; measuring does not count."""
+    """What `measure` finds after an update, against seconds of training; measuring does not count."""
 
-    def __init__(
-        self, params: Params, tokenizer: Any, held_out: list[Episode], reference: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
-        self.params, self.tokenizer, self.held_out, self.reference = params, tokenizer, held_out, reference
-        self.seconds, self.since = 0.0, time.perf_counter()
+    def __init__(self, measure: Callable[[int], Validation]) -> None:
+        self.measure, self.seconds, self.since = measure, 0.0, time.perf_counter()
         self.points: list[dict[str, float]] = []
 
-    def measure(self, policy: Any, update: int) -> None:
+    def point(self, update: int) -> None:
         self.seconds += time.perf_counter() - self.since if update else 0.0
-        ids = [tokens for _, tokens in self.held_out]
-        generator = torch.Generator().manual_seed(self.params.seed)
-        responses = sample(policy, self.tokenizer, ids, self.params.ppo, generator, len(ids))
-        eos = self.tokenizer.eos_token_id
-        told = assess(policy, self.reference, ids, responses, eos_token_id=eos, temperature=self.params.ppo.temperature, batch_size=32)
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        judged = fmean(sentiment([row["prompt"] for row, _ in self.held_out], texts))
-        self.points.append(
-            {"update": update, "seconds": round(self.seconds, 1), "judge": round(judged, 4), "kl": round(float(told.kl.mean()), 3)}
-        )
+        self.points.append({"seconds": round(self.seconds, 1), **self.measure(update)._asdict()})
         self.since = time.perf_counter()
 
 
@@ -74,12 +58,12 @@ def main() -> None:
     roles = load_roles(params, SFT, REWARD)
     train, held_out = episodes(params, roles.tokenizer)
     trainer = PpoTrainer(roles, train, params.ppo, params.seed)
-    curve = Curve(params, roles.tokenizer, held_out, roles.policy_trunk.reference)
-    curve.measure(roles.policy, 0)
+    curve = Curve(Best(roles, held_out, sentiment, params.ppo, params.seed).measure)
+    curve.point(0)
     while trainer.updates < trainer.planned_updates:
         _, metrics = trainer.step()
         if trainer.updates % options.every == 0:
-            curve.measure(roles.policy, trainer.updates)
+            curve.point(trainer.updates)
             curve.points[-1] |= {name: metrics[name] for name in ("score_mean", "entropy", "response_length")}
     print(json.dumps(curve.points))
 

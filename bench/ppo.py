@@ -10,9 +10,10 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
+
+from curve import REWARD, SFT, episodes
 
 from flows import estimate
 from flows.config import resolve
@@ -21,8 +22,6 @@ from stages.packing import unwrap
 from stages.params import LoraParams, Params
 from stages.ppo.roles import Roles, load_roles
 from stages.ppo.trainer import PpoTrainer
-from stages.prompts import encode
-from stages.records import read_jsonl, stage_dir
 
 NEVER = "<jupyter_start>"  # a token of SmolLM2 that ordinary text does not have
 Timed = Callable[..., Any]
@@ -78,10 +77,9 @@ def main() -> None:
     prepare_torch(params)
     machine = estimate.measure()
     rate = machine.rates[estimate.dtype_of(params, machine)]
-    roles = load_roles(params, stage_dir("r0", "sft") / "model", stage_dir("r0", "reward") / "model")
+    roles = load_roles(params, SFT, REWARD)
     roles.tokenizer.eos_token = NEVER
-    rows = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "make run")
-    prompts = [(row, encode(roles.tokenizer, row["prompt"], None, params.prepare.prompt_format)[0]) for row in rows]
+    prompts, _ = episodes(params, roles.tokenizer)
     trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
     for phase, owner, name in (("generate", roles, "sample"), ("score", trainer, "forward"), ("learn", trainer, "optimise")):
         setattr(owner, name, clock.timed(phase, getattr(owner, name)))

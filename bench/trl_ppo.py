@@ -14,8 +14,8 @@ import os
 import resource
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from curve import REWARD, SFT, Curve, episodes
@@ -24,26 +24,81 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+from stages.generation import sample
+from stages.judges import sentiment
 from stages.params import load_params
+from stages.ppo.best import Best
+from stages.ppo.trunk import FrozenModel
 
 
 class Times(TrainerCallback):
-    """When training began and each update ended; with `every`, points of a curve."""
+    """When training began and each update ended."""
 
-    def __init__(self, curve, every):
-        self.at, self.curve, self.every, self.trainer = [], curve, every, None
-
-    def measure(self, update):
-        if self.every and update % self.every == 0:
-            self.curve.measure(self.trainer.accelerator.unwrap_model(self.trainer.model).policy, update)
+    def __init__(self):
+        self.at = []
 
     def on_train_begin(self, args, state, control, **_):
-        self.measure(0)
         self.at.append(time.perf_counter())
 
     def on_step_end(self, args, state, control, **_):
         self.at.append(time.perf_counter())
-        self.measure(len(self.at) - 1)
+
+
+class Points(TrainerCallback):
+    """A point of the curve before training, and after every `every` updates."""
+
+    def __init__(self, curve, every):
+        self.curve, self.every, self.updates = curve, every, 0
+
+    def on_train_begin(self, args, state, control, **_):
+        self.curve.point(0)
+
+    def on_step_end(self, args, state, control, **_):
+        self.updates += 1
+        if self.updates % self.every == 0:
+            self.curve.point(self.updates)
+
+
+def curve_of(trainer, reference, tokenizer, held_out, params):
+    """Measured by what measures our own policies, which asks this much of its roles."""
+    policy = trainer.accelerator.unwrap_model(trainer.model).policy
+    roles = SimpleNamespace(
+        policy=policy,
+        tokenizer=tokenizer,
+        policy_trunk=FrozenModel(reference),
+        sample=lambda ids, ppo, generator: sample(policy, tokenizer, ids, ppo, generator, len(ids)),
+    )
+    return Curve(Best(roles, held_out, sentiment, params.ppo, params.seed).measure)
+
+
+def config_of(options, ppo):
+    return PPOConfig(
+        output_dir=".rondo/trl_ppo",
+        per_device_train_batch_size=options.episodes,
+        gradient_accumulation_steps=1,
+        num_mini_batches=1,
+        local_rollout_forward_batch_size=options.episodes,
+        total_episodes=options.episodes * options.updates,
+        num_ppo_epochs=options.epochs,
+        response_length=options.response_length,
+        temperature=ppo.temperature,
+        kl_coef=ppo.kl_coef,
+        gamma=ppo.gamma,
+        lam=ppo.lam,
+        cliprange=ppo.cliprange,
+        cliprange_value=ppo.cliprange_value,
+        vf_coef=ppo.vf_coef,
+        num_sample_generations=0,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **({"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty} if options.every else {}),
+    )
 
 
 def main() -> None:
@@ -73,41 +128,12 @@ def main() -> None:
         model.score.weight.data /= model.config.std
         return model
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    reference = causal().to(device) if options.every else None
-    times = Times(Curve(params, tokenizer, held_out, lambda: nullcontext(reference)), options.every)
     adapters = LoraConfig(r=ppo.lora.r, lora_alpha=ppo.lora.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     lora = adapters if options.setting.startswith("lora") else None
     prompts = Dataset.from_list([{"input_ids": tokens} for _, tokens in train])
-    ending = {"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty} if options.every else {}
+    times = Times()
     trainer = PPOTrainer(
-        args=PPOConfig(
-            output_dir=".rondo/trl_ppo",
-            per_device_train_batch_size=options.episodes,
-            gradient_accumulation_steps=1,
-            num_mini_batches=1,
-            local_rollout_forward_batch_size=options.episodes,
-            total_episodes=options.episodes * options.updates,
-            num_ppo_epochs=options.epochs,
-            response_length=options.response_length,
-            temperature=ppo.temperature,
-            kl_coef=ppo.kl_coef,
-            gamma=ppo.gamma,
-            lam=ppo.lam,
-            cliprange=ppo.cliprange,
-            cliprange_value=ppo.cliprange_value,
-            vf_coef=ppo.vf_coef,
-            num_sample_generations=0,
-            learning_rate=options.learning_rate,
-            seed=params.seed,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=not torch.cuda.is_available(),
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            **ending,
-        ),
+        args=config_of(options, ppo),
         processing_class=tokenizer,
         model=causal(),
         ref_model=None if lora else causal(),
@@ -118,12 +144,15 @@ def main() -> None:
         peft_config=lora,
         callbacks=[times],
     )
-    times.trainer = trainer
+    if options.every:
+        reference = causal().to(trainer.accelerator.device)
+        curve = curve_of(trainer, reference, tokenizer, held_out, params)
+        trainer.add_callback(Points(curve, options.every))
     stdout, sys.stdout = sys.stdout, sys.stderr
     trainer.train()
     sys.stdout = stdout
     if options.every:
-        print(json.dumps(times.curve.points))
+        print(json.dumps(curve.points))
     else:
         updates = [round(end - start, 2) for start, end in itertools.pairwise(times.at)]
         print(json.dumps({"updates": updates[1:], "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))

@@ -39,21 +39,26 @@ def plain_layers(model: Any) -> int:
 def common_layers(*models: Any) -> int:
     """How many of the lowest layers, with the embedding below them, are the same in all models, bit for bit.
 
-    0 where states cannot be handed on, which is tried: some models do more with an embedding than pass it to their first layer.
+    0 where states cannot be handed on, which is tried on the first model, since all are of one kind: some do more with an embedding than
+    pass it to their first layer.
     """
     first, *others = models
     same = min(len(layers_of(first)[2]) - 1, *map(plain_layers, models))
     for other in others:
+        if type(unwrap(first).base_model) is not type(unwrap(other).base_model):
+            return 0
         if not _equal(unwrap(first).get_input_embeddings(), unwrap(other).get_input_embeddings()):
             return 0
         pairs = zip(layers_of(first)[2][:same], layers_of(other)[2][:same], strict=True)
         same = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), same)
-    return same if same and all(_handed_on(model, same) for model in models) else 0
+    return same if same and _handed_on(first, same) else 0
 
 
 def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    if a is b:
+        return True
     ours, theirs = a.state_dict(), b.state_dict()
-    return a is b or (type(a) is type(b) and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours))
+    return type(a) is type(b) and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @torch.no_grad()

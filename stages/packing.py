@@ -88,32 +88,30 @@ def precision(model: Any) -> torch.autocast:
     return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
 
 
-def hidden_states(model: Any, packed: Packed, entering: Tensor | None = None) -> Tensor:
+def hidden_states(model: Any, packed: Packed, entering: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
     """(M, H) last hidden states, without the vocabulary's or the score's head; of tokens, or of (M, H) states that enter the layers.
 
     Stages.attention's `grouped` takes the rows apart where they meet, in attention; for other implementations they are padded.
+    `cache`: is given the keys and values, laid out as the model ran.
     """
     trunk = unwrap(model).base_model
     name, tokens = ("input_ids", packed.input_ids) if entering is None else ("inputs_embeds", entering)
+    caching = {"past_key_values": cache, "use_cache": cache is not None}
     with precision(model):
         if takes_packed(trunk):
-            return trunk(**packed_inputs(packed, trunk.dtype, name, tokens)).last_hidden_state[0]
+            return trunk(**packed_inputs(packed, trunk.dtype, name, tokens) | caching).last_hidden_state[0]
         mask = packed.pad(torch.ones_like(packed.input_ids))
-        return packed.unpad(trunk(**{name: packed.pad(tokens)}, attention_mask=mask, use_cache=False).last_hidden_state)
+        return packed.unpad(trunk(**{name: packed.pad(tokens)}, attention_mask=mask, **caching).last_hidden_state)
 
 
 def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
     """(B, H) hidden states of the rows' last tokens, and the cache to go on from, where rows are padded on the right."""
-    trunk, cache = unwrap(model).base_model, DynamicCache()
-    with precision(model):
-        if not takes_packed(trunk):
-            ids, mask, positions = (packed.pad(each) for each in (packed.input_ids, torch.ones_like(packed.input_ids), packed.position_ids))
-            output = trunk(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-            return packed.unpad(output.last_hidden_state)[packed.last], cache
-        inputs = packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
-        states = trunk(**inputs | {"past_key_values": cache, "use_cache": True}).last_hidden_state[0]
-    rows = [tuple(packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in (layer.keys, layer.values)) for layer in cache.layers]
-    return states[packed.last], DynamicCache(rows)
+    cache = DynamicCache()
+    states = hidden_states(model, packed, cache=cache)[packed.last]
+    if takes_packed(unwrap(model).base_model):
+        pairs = ((layer.keys, layer.values) for layer in cache.layers)
+        cache = DynamicCache([tuple(packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in pair) for pair in pairs])
+    return states, cache
 
 
 @contextmanager

@@ -63,7 +63,6 @@ def main(params: Params, round_: str) -> None:
     previous = Path(params.rounds[round_].previous) / "reward" / "model"
     start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
     model = load_reward_model(start, weights_params(params.model, params.reward.lora))
-    before = {"accuracy_before": accuracy(reward_scores(model, chosen), reward_scores(model, rejected))} if continues else {}
 
     # 3. train
     sides = zip(ids(train, "chosen"), ids(train, "rejected"), strict=True)
@@ -103,7 +102,6 @@ def main(params: Params, round_: str) -> None:
     )
     recorder.finish(
         measured
-        | before
         | {
             "train_pairs": len(train),
             "baseline_longest": longest_wins_accuracy(held_out),
@@ -161,10 +159,6 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params
     with without_padding(model):
         trainer.train()
     return trainer.model.eval()
-
-
-def accuracy(chosen: Tensor, rejected: Tensor) -> float:
-    return float((chosen > rejected).float().mean())
 
 
 def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:

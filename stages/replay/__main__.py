@@ -14,7 +14,7 @@ from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
 from stages.records import Recorder, Row, file_hash, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
-from stages.replay.exploits import Exploit, Score, candidates, chosen_scores, exploit_pairs, find_exploits, fooled, without
+from stages.replay.exploits import Exploit, Score, candidates, exploit_pairs, find_exploits, fooled, without
 from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
 from stages.replay.retry import repaired_by_cause, try_again
@@ -76,7 +76,7 @@ def main(params: Params, round_: str) -> None:
     recorder.say(4, "next round gets " + ", ".join(f"{len(made)} {name}" for name, made in rows.items()))
 
     # 6. the round before: its badcases tried again, its exploits under both reward models
-    chosen = chosen_scores(held_out, sampler.scorer)
+    chosen = chosen_scores(stage_dir(round_, "reward"))
     tried, progress = last_round(previous, sampler, params, limits, held_out, chosen)
     progress["fooled_now"] = share(fooled(suffixes, held_out, sampler.scorer, chosen))
 
@@ -202,8 +202,13 @@ def ask_again(badcases: list[Row], sampler: Sampler, seed: int, limits: Limits) 
     return try_again(badcases, answers, better, bad, limits)
 
 
+def chosen_scores(reward: Path) -> dict[str, float]:
+    """What a reward stage has found: calibrated scores of the held-out pairs' chosen texts, by the pairs' ids."""
+    return {row["id"]: row["chosen"] for row in read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{reward.parent.name}")}
+
+
 def last_round(
-    previous: Path, sampler: Sampler, params: Params, limits: Limits, held_out: list[Row], chosen: list[float]
+    previous: Path, sampler: Sampler, params: Params, limits: Limits, held_out: list[Row], chosen: dict[str, float]
 ) -> tuple[list[Row], dict[str, float | dict[str, int] | None]]:
     """Earlier badcases with their new state; how many are repaired, how far the earlier exploits fool the reward model then and now."""
     badcases: list[Row] = []
@@ -215,7 +220,7 @@ def last_round(
         suffixes = [row["suffix"] for row in exploits]
     if suffixes:
         earlier = Scorer(previous / "reward/model", sampler.tokenizer, params, BATCH)
-        before = fooled(suffixes, held_out, earlier, chosen_scores(held_out, earlier))
+        before = fooled(suffixes, held_out, earlier, chosen_scores(previous / "reward"))
         after = fooled(suffixes, held_out, sampler.scorer, chosen)
     falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
     fall, low, high = paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed) if falls else (None, None, None)

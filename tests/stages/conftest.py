@@ -72,13 +72,14 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     from stages.ppo.rollouts import RolloutLog
     from stages.prepare.split import evaluation_hash
     from stages.prompts import template_hash
-    from stages.records import write_json
+    from stages.records import read_jsonl, write_json, write_jsonl
+    from stages.scorer import Scorer
 
     monkeypatch.chdir(tmp_path)
     params = check_params(SMALL, "test")
     Path("assets").mkdir()
     Path("assets/model").symlink_to(tiny_folder)
-    for folder in ("prepare/data", "replay/data", "sft/model", "reward/model", "ppo/policy"):
+    for folder in ("prepare/data", "replay/data", "sft/model", "reward/model", "reward/scores.jsonl", "ppo/policy"):
         Path("assets/start", folder).mkdir(parents=True)
         Path("assets/start", folder, "EMPTY").touch()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
@@ -93,6 +94,9 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         reward.config.mean, reward.config.std = 0.5, 2.0
         save_model(sft, tokenizer, folder / "sft/model")
         save_model(reward, tokenizer, folder / "reward/model")
+        pairs, score = read_jsonl(folder / "prepare/data/pairs_eval.jsonl", ""), Scorer(folder / "reward/model", tokenizer, params, 8)
+        chosen = score([row["prompt"] for row in pairs], [row["chosen"] for row in pairs])
+        write_jsonl(folder / "reward/scores.jsonl", ({"id": row["id"], "chosen": s} for row, s in zip(pairs, chosen, strict=True)))
         for name, seed in {"policy": 1, "checkpoints/step_00002": 2, "checkpoints/step_00004": 1}.items():
             write_adapter(sft, folder / "ppo" / name, seed)
         template = {"template_hash": template_hash(tokenizer, params.prepare.prompt_format)}
