@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stages.layers import common_layers, through
+from stages.logprobs import logprobs_of
 from stages.lora import holding
 from stages.packing import Packed, Tokens, hidden_states, pack, precision, prefill, unwrap
 from stages.params import PpoParams
@@ -25,21 +26,16 @@ def scalar_head(model: Any, hidden: Tensor) -> Tensor:
     return torch.nn.functional.linear(hidden.float(), unwrap(model).score.weight.float()).squeeze(-1)
 
 
-def response_logits(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
-    """(N, V) float32 logits of (M, H) states at the positions that predict response tokens, divided by the temperature."""
+def response_logits(model: Any, packed: Packed, hidden: Tensor) -> Tensor:
+    """(N, V) logits of (M, H) states at the positions that predict response tokens, in the model's dtype."""
     with precision(model):
-        logits = unwrap(model).get_output_embeddings()(hidden[packed.predicts]).float()
-    return logits if temperature == 1 else logits / temperature
+        logits: Tensor = unwrap(model).get_output_embeddings()(hidden[packed.predicts])
+    return logits
 
 
 def response_logprobs(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
     """(B, T) log-probabilities in nats of response tokens, from (M, H) states."""
-    return packed.rows(logprobs_of(response_logits(model, packed, hidden, temperature), packed.targets))
-
-
-def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """(N,) log-probabilities in nats of `targets` under (N, V) logits."""
-    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # a quarter of the time of gather - logsumexp
+    return packed.rows(logprobs_of(response_logits(model, packed, hidden), packed.targets, temperature))
 
 
 def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
@@ -61,7 +57,7 @@ def token_logprobs(
     result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
     for batch in _by_length([len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size):
         packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], unwrap(model).device)
-        flat = logprobs_of(response_logits(model, packed, hidden_states(model, packed), temperature), packed.targets).cpu()
+        flat = logprobs_of(response_logits(model, packed, hidden_states(model, packed)), packed.targets, temperature).cpu()
         for i, row in zip(batch, flat.split([len(response_ids[i]) for i in batch]), strict=True):
             result[i] = row
     return result

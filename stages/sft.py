@@ -11,7 +11,8 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from stages.generation import generate, logprobs_of, token_logprobs
+from stages.generation import generate, token_logprobs
+from stages.logprobs import logprobs_of
 from stages.lora import add_adapters
 from stages.models import (
     load_causal_lm,
@@ -123,7 +124,7 @@ class ResponseTrainer(SFTTrainer):
         learnt = labels != -100
         with self.accelerator.autocast():
             states = inner.base_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
-            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][learnt]).float()
+            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][learnt])
         tokens = learnt.sum() if num_items_in_batch is None else num_items_in_batch
         return -logprobs_of(logits, labels[learnt]).sum() / tokens
 

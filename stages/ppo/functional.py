@@ -105,12 +105,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """(N,) entropy in nats of (N, V) logits."""
-    logprobs = logits.log_softmax(-1)
-    return -torch.linalg.vecdot(logprobs.exp(), logprobs)
-
-
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is no better than a constant. NaN if returns are constant."""
     kept = mask.bool()

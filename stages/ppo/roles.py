@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.generation import logprobs_of, response_logits, response_logprobs, sample, scalar_head
+from stages.generation import response_logits, response_logprobs, sample, scalar_head
 from stages.layers import common_layers, through
+from stages.logprobs import logprobs_of
 from stages.lora import add_adapters
 from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
 from stages.packing import Packed, Tokens, hidden_states
@@ -24,7 +25,7 @@ from stages.ppo.trunk import FrozenModel, Trunk, trunk_of
 
 
 class Live(NamedTuple):
-    """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T); logits (N, V)."""
+    """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T); logits (N, V), raw."""
 
     logprobs: Tensor
     logits: Tensor
@@ -78,14 +79,14 @@ class Roles:
     def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
         """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
         hidden = self.policy_trunk.adapted(packed, torch.cat([*policy_states]))
-        logits = response_logits(self.policy, packed, hidden, temperature)
+        logits = response_logits(self.policy, packed, hidden)
         if self.critic_trunk:
             values = self.calibrated(
                 scalar_head(self.critic, self.critic_trunk.adapted(packed, torch.cat([*critic_states]))[packed.predicts])
             )
         else:
             values = self.critic(hidden[packed.predicts])
-        return Live(packed.rows(logprobs_of(logits, packed.targets)), logits, packed.rows(values))
+        return Live(packed.rows(logprobs_of(logits, packed.targets, temperature)), logits, packed.rows(values))
 
     @torch.no_grad()
     def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stages.errors import Diverged, RondoError
+from stages.logprobs import entropies_of
 from stages.packing import Packed, Tokens, pack, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
@@ -187,7 +188,7 @@ class PpoTrainer:
         told = Told(
             raw_scores=raw_scores,
             logprobs=live.logprobs.detach(),
-            entropies=packed.rows(F.entropy(live.logits.detach())),
+            entropies=packed.rows(entropies_of(live.logits.detach(), temperature)),
             ref_logprobs=ref_logprobs,
             values=live.values.detach(),
             mask=packed.response_mask,
@@ -263,7 +264,7 @@ class PpoTrainer:
             policy_states, critic_states = ([states[i] for i in micro] for states in (rollout.policy_states, rollout.critic_states))
             now = live or self.roles.live(packed, policy_states, critic_states, p.temperature)
             policy_loss, clip_fraction = self.policy_loss(now.logprobs, old["logprobs"], old["advantages"], mask, tokens, len(rows))
-            bonus = p.entropy_coef * F.entropy(now.logits).sum() / tokens if p.entropy_coef else 0.0
+            bonus = p.entropy_coef * entropies_of(now.logits, p.temperature).sum() / tokens if p.entropy_coef else 0.0
             per_value, value_clipped = F.value_loss(now.values, old["values"], old["returns"], p.cliprange_value)
             value_loss = (per_value * mask).sum() / tokens
             (policy_loss - bonus + p.vf_coef * value_loss).backward()

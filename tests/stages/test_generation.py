@@ -1,13 +1,12 @@
 """Sampling and scoring: independent of padding, batch and order; sampled as often as the model says."""
 
-import math
 from statistics import mode
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
-from stages.generation import generate, logprobs_of, reward_scores, token_logprobs
+from stages.generation import generate, reward_scores, token_logprobs
 from stages.lora import add_adapters
 from stages.params import LoraParams
 
@@ -53,12 +52,6 @@ def test_logprobs_are_those_of_a_left_padded_batch(tiny_lm, amount):
     for i, response in enumerate(RESPONSES):
         theirs = [logits[i, width - len(response) - 1 + t, token].item() for t, token in enumerate(response)]
         assert ours[i].tolist() == pytest.approx(theirs, abs=1e-5)
-
-
-def test_temperature_divides_the_logits():
-    logits = torch.tensor([[0.0, math.log(4.0)]])
-    # at temperature 2 the odds 1:4 become 1:2
-    assert logprobs_of(logits / 2, torch.tensor([1])).exp().item() == pytest.approx(2 / 3)
 
 
 def test_scores_are_read_at_the_last_token(tiny_reward_model):
