@@ -6,6 +6,7 @@ bench/trl_ppo.py measures TRL's policies with the same `Curve`.
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ class Curve:
     def point(self, update: int) -> None:
         self.seconds += time.perf_counter() - self.since if update else 0.0
         self.points.append({"seconds": round(self.seconds, 1), **self.measure(update)._asdict()})
+        print(self.points[-1], file=sys.stderr, flush=True)
         self.since = time.perf_counter()
 
 

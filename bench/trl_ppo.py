@@ -2,7 +2,7 @@
 
 `fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains policy and critic with bfloat16 products (on
 a CPU by environment variable alone: `bf16=True` does nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16
-weights, which is unsafe: small steps are rounded away; `lora-bf16` is `lora` on bfloat16 weights: adapters in float32, its critic unsafe.
+weights, which is unsafe: small steps are rounded away.
 Without `--every`: seconds of updates whose responses have their full length. With it: the curve of bench/curve.py; responses end at EOS,
 scores are in standard deviations, and what both trainers know is as in params.yaml.
 """
@@ -103,7 +103,7 @@ def config_of(options, ppo):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("setting", choices=["fp32", "lora", "autocast", "bf16", "lora-bf16"])
+    parser.add_argument("setting", choices=["fp32", "lora", "autocast", "bf16"])
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4)
@@ -116,7 +116,7 @@ def main() -> None:
     ppo = params.ppo
     torch.manual_seed(params.seed)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if options.setting == "autocast" else "no"
-    dtype = torch.bfloat16 if options.setting.endswith("bf16") else torch.float32
+    dtype = torch.bfloat16 if options.setting == "bf16" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(SFT, padding_side="left")
     train, held_out = episodes(params, tokenizer)
 
@@ -129,7 +129,7 @@ def main() -> None:
         return model
 
     adapters = LoraConfig(r=ppo.lora.r, lora_alpha=ppo.lora.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    lora = adapters if options.setting.startswith("lora") else None
+    lora = adapters if options.setting == "lora" else None
     prompts = Dataset.from_list([{"input_ids": tokens} for _, tokens in train])
     times = Times()
     trainer = PPOTrainer(
