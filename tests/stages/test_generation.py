@@ -4,20 +4,10 @@ from statistics import mode
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from stages.generation import generate, reward_scores, token_logprobs
-from stages.lora import add_adapters
-from stages.params import LoraParams
+from tests.stages.shapes import PROMPTS, RESPONSES, SHAPES, build, with_adapters
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-SHAPES = {
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, initializer_range=0.3),
-    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, initializer_range=0.3),
-    "gpt_neox": GPTNeoXConfig(**SIZES, initializer_range=0.3),
-}
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
-RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
 SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2}
 
 
@@ -73,13 +63,7 @@ def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):
 @pytest.mark.parametrize("adapters", [False, True])
 def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, adapters):
     """Of one row, without cache, batch, padding or merged adapters; the same uniform numbers, turned into tokens by hand."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SHAPES[shape], attn_implementation=attention).eval()
-    if adapters:
-        model = add_adapters(model, LoraParams(r=2), "CAUSAL_LM")
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight)
+    model = with_adapters(build(SHAPES[shape], attention)) if adapters else build(SHAPES[shape], attention)
     prompts = PROMPTS * 4
     uniforms = torch.rand(len(prompts), 6, generator=torch.Generator().manual_seed(3)).tolist()
     rows: list[list[int]] = []

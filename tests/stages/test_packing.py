@@ -4,27 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import MistralConfig
 
-import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
 from stages.packing import closed, hidden_states, pack, without_padding
+from tests.stages.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build
 
 CPU = torch.device("cpu")
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
-RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-SHAPES = {
-    "llama": (LlamaConfig, {"num_key_value_heads": 2}),
-    "qwen2": (Qwen2Config, {"num_key_value_heads": 2}),
-    "gpt_neox": (GPTNeoXConfig, {}),
-}
-
-
-def build(shape: str, attention: str):
-    config, more = SHAPES[shape]
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config(**SIZES, **more, initializer_range=0.2), attn_implementation=attention).eval()
 
 
 def test_pack_by_hand():
@@ -58,7 +44,7 @@ def test_every_response_is_closed_by_one_eos():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
 def test_states_and_gradients_are_those_of_single_rows(shape, attention):
-    packing, alone = build(shape, attention), build(shape, "eager")
+    packing, alone = build(SHAPES[shape], attention), build(SHAPES[shape], "eager")
     states = hidden_states(packing, pack(PROMPTS, RESPONSES, CPU))
     single = [alone.base_model(torch.tensor([p + r])).last_hidden_state[0] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     torch.testing.assert_close(states, torch.cat(single))
@@ -69,8 +55,7 @@ def test_states_and_gradients_are_those_of_single_rows(shape, attention):
 
 
 def test_a_sliding_window_shorter_than_the_texts_is_refused():
-    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="grouped")
+    model = build(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4))
     with pytest.raises(BadInput, match="sdpa"):
         hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
 
@@ -78,7 +63,7 @@ def test_a_sliding_window_shorter_than_the_texts_is_refused():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]], ids=["left", "right"])
 def test_a_trainers_padded_batch_goes_through_without_its_padding(shape, mask):
-    model, ids, real = build(shape, "grouped"), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
+    model, ids, real = build(SHAPES[shape]), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
     widths: list[torch.Size] = []
     next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))[0].register_forward_pre_hook(
         lambda _, inputs: widths.append(inputs[0].shape[:2])
