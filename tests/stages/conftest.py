@@ -68,6 +68,7 @@ def write_adapter(model, folder: Path, seed: int) -> None:
 @pytest.fixture
 def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Params]:
     """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that -1 dislikes what 1 likes."""
+    from stages.assets.build import PREDECESSOR
     from stages.models import save_model
     from stages.ppo.rollouts import RolloutLog
     from stages.prepare.split import evaluation_hash
@@ -79,7 +80,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     params = check_params(SMALL, "test")
     Path("assets").mkdir()
     Path("assets/model").symlink_to(tiny_folder)
-    for folder in ("prepare/data", "replay/data", "sft/model", "reward/model", "reward/scores.jsonl", "ppo/policy"):
+    for folder in PREDECESSOR:
         Path("assets/start", folder).mkdir(parents=True)
         Path("assets/start", folder, "EMPTY").touch()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)

@@ -49,5 +49,10 @@ def test_temperature_by_hand():
     assert logprobs_of(torch.tensor([[0.0, math.log(4.0)]]), torch.tensor([1]), 2.0).exp().item() == pytest.approx(2 / 3)
 
 
+def test_entropies_are_scipys():
+    p = torch.tensor([[0.5, 0.3, 0.2], [1 / 3] * 3])
+    torch.testing.assert_close(entropies_of(p.log()), torch.tensor(scipy_entropy(p, axis=1)))
+
+
 def test_no_rows():
     assert logprobs_of(torch.empty(0, V), torch.empty(0, dtype=torch.long)).shape == entropies_of(torch.empty(0, V)).shape == (0,)
