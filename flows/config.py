@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from flows.tracking import flatten
 from stages.errors import BadInput
 from stages.params import (
     PARAMS_FILE,
@@ -30,6 +29,7 @@ from stages.params import (
     Section,
     SftParams,
     check_params,
+    flatten,
     load_params,
     rounds,
 )

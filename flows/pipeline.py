@@ -23,10 +23,11 @@ from pydantic import Field
 from flows import dag, estimate, summary, warm
 from flows.config import KEEP, Sections, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
-from flows.tracking import NoTracker, flatten, revision
+from flows.tracking import NoTracker, revision
 from flows.workspace import workspace
 from stages.assets.data import changed_sources
 from stages.errors import GateFailed
+from stages.params import flatten
 from stages.records import stage_dir
 
 Say = Callable[[str], None]

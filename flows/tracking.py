@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from flows.dag import split
+from stages.params import flatten
 from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
 
 MAX_ARTIFACT_BYTES = 1_000_000
@@ -68,15 +69,6 @@ class Record(BaseModel):
 
 def milliseconds() -> int:
     return int(time.time() * 1000)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "", separator: str = "/") -> Iterator[tuple[str, Any]]:
-    """`{"ppo": {"kl": 1}}` -> `("ppo/kl", 1)`."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}{separator}", separator)
-        else:
-            yield f"{prefix}{key}", value
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

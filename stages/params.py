@@ -4,6 +4,8 @@ Keys keep TRL's and transformers' names where these exist. Units: nats for KL an
 log-probabilities, tokens for lengths, episodes (one prompt with its response) for horizons.
 """
 
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -319,5 +321,20 @@ def check_params(values: dict[str, Any], source: str) -> Params:
     try:
         return Params.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'params'}: {e['msg']} (got {e['input']!r:.60})" for e in error.errors())
-        raise BadInput(f"{source}: {faults}") from None
+        raise BadInput(f"{source}: {'; '.join(map(_fault, error.errors()))}") from None
+
+
+def _fault(error: Any) -> str:
+    key = ".".join(map(str, error["loc"])) or "params"
+    known = [name for name, _ in flatten(Params().model_dump(), separator=".")] if error["type"] == "extra_forbidden" else []
+    near = get_close_matches(key, known, n=1, cutoff=0.7)
+    return f"{key}: {error['msg']} (got {error['input']!r:.60})" + "".join(f"; did you mean {name}?" for name in near)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "", separator: str = "/") -> Iterator[tuple[str, Any]]:
+    """`{"ppo": {"kl": 1}}` -> `("ppo/kl", 1)`."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}{separator}", separator)
+        else:
+            yield f"{prefix}{key}", value

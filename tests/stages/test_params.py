@@ -11,7 +11,10 @@ from stages.params import load_params, rounds
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("sft: {learning_rte: 1.0}", r"params.yaml: sft.learning_rte: Extra inputs"),
+        ("sft: {learning_rte: 1.0}", r"params.yaml: sft.learning_rte: Extra inputs .*; did you mean sft.learning_rate\?$"),
+        ("sft: {kl_coef: 1.0}", r"did you mean ppo.kl_coef\?$"),
+        ("sft: {lora: {rank: 4}}", r"did you mean sft.lora.r\?$"),
+        ("nonsense: 1", r"params.yaml: nonsense: Extra inputs are not permitted \(got 1\)$"),
         ("ppo: {lam: 2}", r"params.yaml: ppo.lam: .*less than or equal to 1.*got 2"),
         ("ppo: {batch_size: 32, mini_batch_size: 24}", r"batch_size 32 must be a multiple of mini_batch_size 24"),
         ("ppo: {rewards: [{name: mine}]}", "give exactly one of model, function, url"),
