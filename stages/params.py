@@ -180,7 +180,7 @@ class PpoParams(Section):
     vllm_gpu_memory_utilization: float = Field(0.3, gt=0, lt=1, description="Share of the GPU's memory that `colocate` takes.")
     learning_rate: float = Field(5e-4, gt=0)
     critic_learning_rate: float = Field(5e-4, gt=0)
-    warmup_updates: int = Field(2, ge=0, description="Updates over which the learning rates rise.")
+    warmup_updates: int = Field(0, ge=0, description="Updates over which the learning rates rise.")
     max_grad_norm: float = Field(1.0, gt=0)
     gamma: float = Field(1.0, gt=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)

@@ -136,10 +136,11 @@ class PpoTrainer:
         responses = self.roles.sample(prompts, p, self.generator)
         ended = torch.tensor([r[-1] == tokenizer.eos_token_id for r in responses])
         # 3. + 4. what reward model, reference, policy and critic say of them
-        with torch.set_grad_enabled(p.micro_batch_size == p.batch_size):
-            pieces = [self.forward(self.packed(prompts, responses, rows)) for rows in self.micro_batches(range(len(batch)))]
-        self.live = pieces[0][1] if p.micro_batch_size == p.batch_size else None
-        told = Told(*(join(list(column)) for column in zip(*(told for told, _ in pieces), strict=True)))
+        pieces = [
+            self.forward(self.packed(prompts, responses, rows), p.micro_batch_size == p.batch_size)
+            for rows in self.micro_batches(range(len(batch)))
+        ]
+        told = Told(*(join(list(column)) for column in zip(*pieces, strict=True)))
         calibrated = self.roles.calibrated(told.raw_scores)
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         parts = self.roles.rewards([row["prompt"] for row, _ in batch], texts)
@@ -179,13 +180,15 @@ class PpoTrainer:
             free_length=p.free_length,
         )
 
-    def forward(self, packed: Packed) -> tuple[Told, Live]:
-        """What the four roles say of a micro-batch, and the part that learns."""
+    def forward(self, packed: Packed, keep: bool) -> Told:
+        """What the four roles say of a micro-batch; `keep`: the part that learns too, for the first step."""
         roles, temperature = self.roles, self.params.temperature
         ref_logprobs, policy_states, shared = roles.ref_logprobs(packed, temperature)
         raw_scores, critic_states = roles.raw_scores(packed, shared)
-        live = roles.live(packed, policy_states, critic_states, temperature)
-        told = Told(
+        with torch.set_grad_enabled(keep):
+            live = roles.live(packed, policy_states, critic_states, temperature)
+        self.live = live if keep else None
+        return Told(
             raw_scores=raw_scores,
             logprobs=live.logprobs.detach(),
             entropies=packed.rows(entropies_of(live.logits.detach(), temperature)),
@@ -195,7 +198,6 @@ class PpoTrainer:
             policy_states=policy_states,
             critic_states=critic_states,
         )
-        return told, live
 
     def packed(self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]) -> Packed:
         """Every row closed with EOS, where the reward model reads it."""
@@ -258,34 +260,39 @@ class PpoTrainer:
         p, tokens = self.params, rollout.mask[rows].sum()
         sums: dict[str, Tensor] = {}
         for micro in self.micro_batches(rows):
-            packed = self.packed(rollout.prompts, rollout.responses, micro)
-            mask, width = packed.response_mask, packed.response_mask.shape[1]
-            old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
-            policy_states, critic_states = ([states[i] for i in micro] for states in (rollout.policy_states, rollout.critic_states))
-            now = live or self.roles.live(packed, policy_states, critic_states, p.temperature)
-            policy_loss, clip_fraction = self.policy_loss(now.logprobs, old["logprobs"], old["advantages"], mask, tokens, len(rows))
-            bonus = p.entropy_coef * entropies_of(now.logits, p.temperature).sum() / tokens if p.entropy_coef else 0.0
-            per_value, value_clipped = F.value_loss(now.values, old["values"], old["returns"], p.cliprange_value)
-            value_loss = (per_value * mask).sum() / tokens
-            (policy_loss - bonus + p.vf_coef * value_loss).backward()
-            for learner in self.learners:
-                learner.collect()
-            log_ratio = (now.logprobs - old["logprobs"]).detach()
-            shares = {
-                "policy_loss": policy_loss,
-                "value_loss": value_loss,
-                "clip_fraction": clip_fraction,
-                "value_clip_fraction": (value_clipped * mask).sum() / tokens,
-                "approx_kl": ((log_ratio.exp() - 1 - log_ratio) * mask).sum() / tokens,
-                "ratio_mean": (log_ratio.exp() * mask).sum() / tokens,
-            }
-            sums = {name: share.detach() + sums.get(name, 0.0) for name, share in shares.items()}
+            shares = self.backward(rollout, micro, live, tokens, len(rows))
+            sums = {name: share + sums.get(name, 0.0) for name, share in shares.items()}
         norms = [learner.clip(p.max_grad_norm) for learner in self.learners]
         sums |= {"policy_grad_norm": norms[0], "critic_grad_norm": norms[1]}
         self.check_finite(sums)
         for learner in self.learners:
             learner.step()
         return {name: float(value) for name, value in sums.items()}
+
+    def backward(self, rollout: Rollout, micro: range | list[int], live: Live | None, tokens: Tensor, episodes: int) -> dict[str, Tensor]:
+        """Gradients of a micro-batch's part of the loss over a mini-batch's `tokens` and `episodes`, and its parts of the metrics."""
+        p, packed = self.params, self.packed(rollout.prompts, rollout.responses, micro)
+        mask, width = packed.response_mask, packed.response_mask.shape[1]
+        old = {name: getattr(rollout, name)[micro, :width] for name in ("logprobs", "values", "advantages", "returns")}
+        policy_states, critic_states = ([states[i] for i in micro] for states in (rollout.policy_states, rollout.critic_states))
+        now = live or self.roles.live(packed, policy_states, critic_states, p.temperature)
+        policy_loss, clip_fraction = self.policy_loss(now.logprobs, old["logprobs"], old["advantages"], mask, tokens, episodes)
+        bonus = p.entropy_coef * entropies_of(now.logits, p.temperature).sum() / tokens if p.entropy_coef else 0.0
+        per_value, value_clipped = F.value_loss(now.values, old["values"], old["returns"], p.cliprange_value)
+        value_loss = (per_value * mask).sum() / tokens
+        (policy_loss - bonus + p.vf_coef * value_loss).backward()
+        for learner in self.learners:
+            learner.collect()
+        log_ratio = (now.logprobs - old["logprobs"]).detach()
+        shares = {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "clip_fraction": clip_fraction,
+            "value_clip_fraction": (value_clipped * mask).sum() / tokens,
+            "approx_kl": ((log_ratio.exp() - 1 - log_ratio) * mask).sum() / tokens,
+            "ratio_mean": (log_ratio.exp() * mask).sum() / tokens,
+        }
+        return {name: share.detach() for name, share in shares.items()}
 
     def policy_loss(
         self, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, tokens: Tensor, episodes: int
