@@ -295,6 +295,16 @@ class Params(Section):
     replay: ReplayParams = Field(default_factory=ReplayParams)
     gates: GatesParams = Field(default_factory=GatesParams)
 
+    @model_validator(mode="after")
+    def rounds_follow_each_other(self) -> "Params":
+        before: list[str] = []
+        for name, each in self.rounds.items():
+            if each.previous.startswith("rounds/") and each.previous not in before:
+                expected = ", ".join(["assets/start", *before])
+                raise ValueError(f"rounds.{name}.previous is {each.previous}, which is no round before it; expected one of {expected}")
+            before.append(f"rounds/{name}")
+        return self
+
 
 def rounds(number: int) -> dict[str, RoundParams]:
     """`number` rounds r0, r1, ..., each after the one before."""

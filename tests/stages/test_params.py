@@ -19,6 +19,11 @@ from stages.params import load_params, rounds
         ("ppo: {batch_size: 32, mini_batch_size: 24}", r"batch_size 32 must be a multiple of mini_batch_size 24"),
         ("ppo: {rewards: [{name: mine}]}", "give exactly one of model, function, url"),
         ("sft: [", r"params.yaml: not YAML"),
+        (
+            "rounds: {r0: {previous: assets/start}, r1: {previous: rounds/r9}}",
+            r"rounds.r1.previous is rounds/r9, which is no round before it; expected one of assets/start, rounds/r0",
+        ),
+        ("rounds: {r0: {previous: rounds/r0}}", r"rounds.r0.previous is rounds/r0.*expected one of assets/start"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, text: str, named: str) -> None:
