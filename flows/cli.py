@@ -1,4 +1,4 @@
-"""`rondo run | serve | report`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+"""`rondo run | serve | report | approve`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
-        code = {"run": run, "serve": serve, "report": report}[options.command](options)
+        code = {"run": run, "serve": serve, "report": report, "approve": approve}[options.command](options)
     except RondoError as error:
         print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
         code = error.exit_code
@@ -42,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
     commands.add_parser("serve", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
     commands.add_parser("report", help="print the table of what is there, write reports/summary.md")
+    word = commands.add_parser("approve", help="let a round go on past a gate that asks (gates.<gate>.policy: ask), or refuse it")
+    word.add_argument("gate", choices=["sft", "reward", "promote"])
+    word.add_argument("round", metavar="ROUND", help="e.g. r0")
+    word.add_argument("--reason", required=True, help="why; it is kept in the verdict, in approvals/ and in MLflow")
+    word.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
+    word.add_argument("--refuse", action="store_true", help="say no, with the reason")
     return top
 
 
@@ -96,6 +102,14 @@ def report(_: argparse.Namespace) -> int:
     rounds = summary.known_rounds()
     summary.write(rounds)
     print(summary.text(rounds))
+    return 0
+
+
+def approve(options: argparse.Namespace) -> int:
+    from flows.approval import decide_here
+
+    path = decide_here(options.gate, options.round, not options.refuse, options.by, options.reason)
+    print(f"{path} written; `rondo run` (or `dvc repro`) goes on from there")
     return 0
 
 

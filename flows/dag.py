@@ -19,7 +19,7 @@ import yaml
 
 from flows import guard, warm
 from stages.errors import BadInput, GateFailed, RondoError
-from stages.gate import said
+from stages.gate import decision, said
 from stages.records import REPORTS
 
 SHOWN_LINES = 15
@@ -166,11 +166,11 @@ def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
 
 
 def gate_message(round_: str, gate: str) -> str:
-    """The failed checks of a gate, one a line: metric, value, band, next step; empty when there is no verdict."""
+    """The failed checks of a gate, one a line: metric, value, band, next step, and what can be decided; empty when there is no verdict."""
     verdict = read_gate(round_, gate)
     if verdict is None:
         return ""
-    return "\n".join([f"gate {gate} of {round_} failed:", *failed_checks(verdict)])
+    return "\n".join([f"gate {gate} of {round_} failed:", *failed_checks(verdict), *filter(None, [decision(verdict)])])
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import dag, estimate, summary, warm
+from flows import approval, dag, estimate, summary, warm
 from flows.config import KEEP, Sections, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.tracking import NoTracker, revision
@@ -85,7 +85,8 @@ def gate_markdown(verdict: dict[str, Any]) -> str:
     """A gate's checks as a markdown table."""
     columns = ("metric", "value", "band", "passed", "next_step")
     rows = [columns, ["---"] * len(columns), *([check[column] for column in columns] for check in verdict["checks"])]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+    table = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+    return f"{summary.outcome(verdict)}\n\n{table}"
 
 
 @flow(name="rlhf-pipeline", flow_run_name="{preset}", persist_result=False)
@@ -126,7 +127,12 @@ def rlhf_pipeline(
         left = list(addresses)
         try:
             while left:
-                run_stage(left[0], tracker, force=left[0] == "assets" and bool(changed))
+                try:
+                    run_stage(left[0], tracker, force=left[0] == "assets" and bool(changed))
+                except GateFailed:
+                    if not approval.decided_in_the_ui(left[0]):
+                        raise
+                    continue  # the gate reads the decision
                 left.pop(0)
             return Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
         except GateFailed as error:

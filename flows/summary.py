@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.dag import failed_checks, read_gate
+from stages.gate import said
 from stages.records import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
@@ -88,20 +89,32 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def verdict(rounds: list[str]) -> list[str]:
-    """A line a round: which of SFT, reward model and PPO is at fault, by the first gate that failed."""
+    """A line a round: which of SFT, reward model and PPO is at fault, by the first gate that is shut, and what was let through."""
     lines = []
     for name in rounds:
         verdicts = {gate: read_gate(name, gate) for gate in GATES}
-        failed = [(gate, found) for gate, found in verdicts.items() if found and not found["passed"]]
-        if failed:
-            gate, found = failed[0]
-            lines.append(f"{name}: {GATES[gate]} is at fault: {'; '.join(failed_checks(found))}")
-        elif all(verdicts.values()):
-            lines.append(f"{name}: all gates passed")
+        reached = {gate: found for gate, found in verdicts.items() if found}
+        shut = next((gate for gate, found in reached.items() if not found["opened"]), None)
+        let_through = "".join(
+            f"; {gate} gate: {outcome(found)}" for gate, found in reached.items() if found["opened"] and not found["passed"]
+        )
+        if shut:
+            lines.append(f"{name}: {GATES[shut]} is at fault: {'; '.join(failed_checks(reached[shut]))}{let_through}")
+        elif len(reached) == len(GATES):
+            lines.append(f"{name}: all gates {'opened' if let_through else 'passed'}{let_through}")
         else:
-            waiting = next(gate for gate, found in verdicts.items() if not found)
-            lines.append(f"{name}: has not reached the {waiting} gate")
+            lines.append(f"{name}: has not reached the {next(gate for gate in GATES if gate not in reached)} gate{let_through}")
     return lines
+
+
+def outcome(verdict: Mapping[str, Any]) -> str:
+    """How a gate ended, and who has decided so where its policy is not to block."""
+    failed = ", ".join(said(check) for check in verdict["checks"] if not check["passed"])
+    if verdict["passed"]:
+        return "passed"
+    if approval := verdict["approval"]:
+        return f"{'approved' if approval['approved'] else 'refused'} by {approval['by']} ({approval['reason']}): {failed}"
+    return f"{'warned of' if verdict['opened'] else 'failed'}: {failed}"
 
 
 def markdown(rounds: list[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel
 
-from flows.dag import split
+from flows.dag import read_gate, split
 from stages.params import flatten
 from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
 
@@ -125,6 +125,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
             "dvc": outcome,
             "params_hash": hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12],
             **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
+            **_decision(stage, round_),
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
         },
         steps=steps,
@@ -141,6 +142,15 @@ def _texts(folder: Path, stage: str, round_: str) -> Iterator[tuple[str, str]]:
     for path in (*(folder / name for name in ARTIFACTS), report):
         if path.exists() and path.stat().st_size <= MAX_ARTIFACT_BYTES:
             yield path.name, path.read_text(encoding="utf-8")
+
+
+def _decision(stage: str, round_: str) -> dict[str, str]:
+    """Of a gate: whether it passed and opened, and who decided otherwise, why."""
+    verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
+    if verdict is None:
+        return {}
+    said = {f"approval.{key}": str(value) for key, value in (verdict["approval"] or {}).items() if key != "failed"}
+    return {"passed": str(verdict["passed"]), "opened": str(verdict["opened"]), "policy": verdict["policy"], **said}
 
 
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:

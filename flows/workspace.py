@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.dag import open_repo
 from stages.errors import BadInput, RondoError
 
-COMMITTED = ("params.yaml", "dvc.lock", "rounds")
+COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals")
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
 
 

@@ -1,5 +1,9 @@
-"""SFT: teach the base model the demonstrations, and measure what that changed on held-out ones."""
+"""SFT: teach the base model the demonstrations, and measure what that changed: the loss on held-out ones, and what it writes.
 
+Base and SFT answer the frozen evaluation prompts with the same random numbers, side by side in samples.jsonl.
+"""
+
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from stages.generation import generate, token_logprobs
+from stages.generation import sample, token_logprobs
+from stages.imitation import Written, compare
+from stages.judges import sentiment
 from stages.logprobs import logprobs_of
 from stages.lora import add_adapters
 from stages.models import (
@@ -28,10 +34,11 @@ from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
 from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_jsonl, write_manifest
+from stages.statistics import paired_bootstrap
 from stages.training import RecordSteps, starting_model, trainer_arguments
 
 Pairs = tuple[list[Tokens], list[Tokens]]
-SHOWN_PROMPTS, SHOWN_TOKENS = 12, 24
+BATCH = 128  # responses at once
 
 
 def main(params: Params, round_: str) -> None:
@@ -41,14 +48,14 @@ def main(params: Params, round_: str) -> None:
     recorder = Recorder("sft", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
-    train = tokens(tokenizer, read_jsonl(data / "sft_train.jsonl", made_by), params)
-    held_out = tokens(tokenizer, read_jsonl(data / "sft_eval.jsonl", made_by), params)
-    shown = read_jsonl(data / "eval_prompts.jsonl", made_by)[:SHOWN_PROMPTS]
+    demonstrations, held_out_rows = (read_jsonl(data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval"))
+    train, held_out = tokens(tokenizer, demonstrations, params), tokens(tokenizer, held_out_rows, params)
+    asked = read_jsonl(data / "eval_prompts.jsonl", made_by)
 
     # 2. the base model, before: always the base, so that rounds compare
     base = load_causal_lm(ASSETS / "model", params.model)
     loss_before = mean_nll(base, held_out)
-    before = continuations(base, tokenizer, shown, params)
+    before = answers(base, tokenizer, asked, params)
 
     # 3. train, from the base or from the round before
     previous = Path(params.rounds[round_].previous) / "sft" / "model"
@@ -60,11 +67,11 @@ def main(params: Params, round_: str) -> None:
     save_model(merge_adapter(trained, resolve_dtype(params.model.dtype)), tokenizer, folder / "model")
     saved = load_causal_lm(folder / "model", params.model)
     loss_after = mean_nll(saved, held_out)
-    after = continuations(saved, tokenizer, shown, params)
-    write_jsonl(
-        folder / "samples.jsonl",
-        ({"prompt": row["prompt"], "base": b, "sft": a} for row, b, a in zip(shown, before, after, strict=True)),
-    )
+    after = answers(saved, tokenizer, asked, params)
+    judged_before, judged_after = (sentiment([row["prompt"] for row in asked], each.texts) for each in (before, after))
+    write_jsonl(folder / "samples.jsonl", side_by_side(asked, {"base": (before, judged_before), "sft": (after, judged_after)}))
+    gains = [[b - a] for a, b in zip(judged_before, judged_after, strict=True)]
+    gain, gain_low, gain_high = paired_bootstrap(gains, params.evaluate.bootstrap_resamples, params.seed)
     write_manifest(
         folder,
         stage="sft",
@@ -78,13 +85,21 @@ def main(params: Params, round_: str) -> None:
         {
             "loss_before": loss_before,
             "loss_after": loss_after,
-            "perplexity_after": float(torch.tensor(loss_after).exp()),
+            "perplexity_before": math.exp(loss_before),
+            "perplexity_after": math.exp(loss_after),
+            "judged_before": sum(judged_before) / len(asked),
+            "judged_after": sum(judged_after) / len(asked),
+            "judged_gain": gain,
+            "judged_gain_low": gain_low,
+            "judged_gain_high": gain_high,
+            **compare(after, cut(held_out_rows, held_out[1], params.ppo.response_length), (row["completion"] for row in demonstrations)),
             "train_rows": len(train[0]),
             "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
             "steps": len(recorder.steps),
         }
     )
-    print(f"[sft@{round_}] held-out loss {loss_before:.3f} -> {loss_after:.3f} nats a token", flush=True)
+    judged = f"judged {gain:+.3f} [{gain_low:.3f}, {gain_high:.3f}]"
+    print(f"[sft@{round_}] held-out loss {loss_before:.3f} -> {loss_after:.3f} nats a token, {judged}", flush=True)
 
 
 def tokens(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Pairs:
@@ -135,19 +150,30 @@ def mean_nll(model: Any, pairs: Pairs) -> float:
     return -float(torch.cat(logprobs).mean())
 
 
-def continuations(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> list[str]:
-    """The model's continuation of each prompt, with the same random numbers for every model."""
+def answers(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Written:
+    """The model's response to each prompt, with the same random numbers for every model."""
     prompts = [encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0] for r in rows]
-    responses = generate(
-        model,
-        prompts,
-        response_length=SHOWN_TOKENS,
-        temperature=1.0,
-        generator=torch.Generator().manual_seed(params.seed),
-        batch_size=SHOWN_PROMPTS,
-        eos_token_id=tokenizer.eos_token_id,
+    responses = sample(model, tokenizer, prompts, params.ppo, torch.Generator().manual_seed(params.seed), BATCH)
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return Written(texts, [len(each) for each in responses], [each[-1] == tokenizer.eos_token_id for each in responses])
+
+
+def cut(rows: list[Row], completions: list[Tokens], response_length: int) -> Written:
+    """Demonstrations as far as a model that may write `response_length` tokens would get with them."""
+    lengths = [len(each) for each in completions]
+    return Written(
+        [row["completion"] for row in rows], [min(length, response_length) for length in lengths], [n <= response_length for n in lengths]
     )
-    return tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+
+def side_by_side(rows: list[Row], found: dict[str, tuple[Written, list[float]]]) -> list[Row]:
+    """One row a prompt: each model's text, and the judge's opinion of it."""
+    return [
+        {"id": row["id"], "prompt": row["prompt"]}
+        | {name: written.texts[place] for name, (written, _) in found.items()}
+        | {f"{name}_sentiment": round(judged[place], 4) for name, (_, judged) in found.items()}
+        for place, row in enumerate(rows)
+    ]
 
 
 if __name__ == "__main__":

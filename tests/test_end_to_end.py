@@ -47,7 +47,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
                 assert (clone / "rounds" / name / stage / file).stat().st_size > 0
         for gate in ("sft", "reward", "promote"):
             assert (clone / "gates" / name / f"{gate}.ok").read_text() == "passed\n"
-            assert read(clone / "reports" / name / f"gate_{gate}.json")["passed"]
+            assert read(clone / "reports" / name / f"gate_{gate}.json")["opened"]
 
     first, second = clone / "rounds/r0", clone / "rounds/r1"
     # one template and one evaluation set in all stages and rounds
@@ -65,22 +65,22 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     frozen = {json.loads(line)["prompt"] for line in (second / "prepare/data/eval_prompts.jsonl").read_text().splitlines()}
     assert not frozen & {row["prompt"] for row in replayed}
 
-    # by hand: nothing to do; a changed threshold reruns its two gates alone; one that no model passes stops with the gate's name
+    # by hand: nothing to do; a changed threshold reruns its two gates alone; one that blocks stops with the gate's name
     assert "Data and pipelines are up to date" in run(sys.executable, "-m", "dvc", "repro", cwd=clone)
     params = (clone / "params.yaml").read_text()
-    (clone / "params.yaml").write_text(params.replace("loss_drop: -10.0", "loss_drop: -9.0"))
+    (clone / "params.yaml").write_text(params.replace("loss_drop: 0.2", "loss_drop: 0.3"))
     output = run(sys.executable, "-m", "dvc", "repro", cwd=clone)
     assert [line for line in output.splitlines() if line.startswith("Running stage")] == [
         "Running stage 'gate_sft@r0':",
         "Running stage 'gate_sft@r1':",
     ]
-    (clone / "params.yaml").write_text(params.replace("loss_drop: -10.0", "loss_drop: 10.0"))
+    (clone / "params.yaml").write_text(params.replace("policy: warn", "policy: block"))
     run(sys.executable, "-m", "dvc", "repro", cwd=clone, code=255)
     assert not (clone / "gates/r0/sft.ok").exists() and not read(clone / "reports/r0/gate_sft.json")["passed"]
     # put back, the gate comes from DVC's cache, with the verdict of that time
     (clone / "params.yaml").write_text(params)
     assert "Stage 'gate_sft@r0' is cached" in run(sys.executable, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone)
-    assert read(clone / "reports/r0/gate_sft.json")["passed"]
+    assert read(clone / "reports/r0/gate_sft.json")["opened"]
     # and so does every stage that has once been run: the lock is gone, the results are not computed again
     (clone / "dvc.lock").unlink()
     output = run(sys.executable, "-m", "dvc", "repro", "ppo@r0", cwd=clone)

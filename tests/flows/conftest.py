@@ -1,4 +1,4 @@
-"""A small real DVC project: the stages and addresses of the real dvc.yaml, with a few lines of Python for each."""
+"""A small real DVC project: the stages and addresses of the real dvc.yaml, with a few lines of Python for each but the real gate."""
 
 import subprocess
 import sys
@@ -15,20 +15,6 @@ name, key = sys.argv[1], sys.argv[2]
 params = yaml.safe_load(open("params.yaml"))
 folder = pathlib.Path("rounds", key, name)
 folder.mkdir(parents=True, exist_ok=True)
-if name.startswith("gate_"):
-    gate = name.removeprefix("gate_")
-    wanted = params["gates"]["sft"]["loss_drop"]
-    passed = gate != "sft" or wanted <= 0.5
-    report = pathlib.Path("reports", key)
-    report.mkdir(parents=True, exist_ok=True)
-    check = {"metric": "loss_drop", "value": 0.5, "band": f">= {wanted}", "passed": passed, "next_step": "Train longer."}
-    verdict = {"gate": gate, "round": key, "passed": passed, "checks": [check]}
-    (report / f"gate_{gate}.json").write_text(json.dumps(verdict))
-    if not passed:
-        sys.exit(3)
-    pathlib.Path("gates", key).mkdir(parents=True, exist_ok=True)
-    pathlib.Path("gates", key, f"{gate}.ok").write_text("passed")
-    sys.exit(0)
 work = pathlib.Path(".rondo/work", key, name)
 work.mkdir(parents=True, exist_ok=True)
 clock = open(work / "clock.jsonl", "w")
@@ -45,7 +31,8 @@ if name == "sft" and params["sft"]["max_steps"] == 2:
     time.sleep(60)
 if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")
-metrics = {"loss_before": 5.17, "loss_after": 4.5, "stopped": "completed"}
+metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "judged_gain_low": 0.1, "memorised": 0.0}
+metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0, "repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
 if name == "evaluate":
     metrics = {"win_rate": 0.8, **{model: {"sentiment": value} for model, value in (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))}}
     metrics["checkpoints"] = {"step_00009": {"sentiment": 0.5}}
@@ -73,10 +60,10 @@ def dvc_yaml() -> dict[str, object]:
         return {"foreach": "${rounds}", "do": do}
 
     gate = {
-        "cmd": "python stage.py gate_sft ${key}",
-        "deps": ["stage.py", "rounds/${key}/sft/metrics.json"],
+        "cmd": "python -m stages.gate --gate sft --round ${key}",
+        "deps": ["approvals", "rounds/${key}/sft/metrics.json"],
         "params": ["gates.sft"],
-        "outs": ["gates/${key}/sft.ok"],
+        "outs": ["gates/${key}/sft.ok", "reports/${key}/gate_sft.json"],
     }
     start = "import pathlib; pathlib.Path('assets').mkdir(exist_ok=True); pathlib.Path('assets/start').write_text('EMPTY')"
     return {
@@ -97,6 +84,8 @@ def make_project(folder: Path, number: int = 1) -> Path:
     (folder / "params.yaml").write_text("# what a run is made of\n" + yaml.safe_dump(params, sort_keys=False))
     (folder / ".gitignore").write_text(".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n!/rounds/**/metrics.json\n")
     (folder / ".dvcignore").write_text(".rondo\n")
+    (folder / "approvals").mkdir()
+    (folder / "approvals/.gitkeep").touch()
     for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"], ["git", "add", "."]):
         subprocess.run(command, cwd=folder, check=True)
     identity = ["-c", "user.name=t", "-c", "user.email=t@t"]

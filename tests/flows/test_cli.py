@@ -93,8 +93,21 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         assert failed.returncode == 3
         assert "[sft@r0] unchanged" in failed.stdout
         assert "Ended at gate_sft@r0: what is shown of the stages after it" in failed.stdout
-        assert "gate sft of r0 failed:\nloss_drop 0.5, wanted >= 0.9. Train longer." in failed.stderr
+        assert "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little" in failed.stderr
         assert "GateFailed" in {run["state_name"] for run in request(f"{api}/flow_runs/filter", {})}
+
+        asks = {"parameters": {"settings": ["gates.sft.loss_drop=0.9", "gates.sft.policy=ask"]}}
+        paused = request(f"{api}/deployments/{deployment['id']}/create_flow_run", asks)["id"]
+        until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Paused", 90)
+        keyset = request(f"{api}/flow_runs/{paused}")["state"]["state_details"]["run_input_keyset"]
+        form = json.loads(json.loads(request(f"{api}/flow_runs/{paused}/input/{keyset['schema']}")))
+        assert set(form["properties"]) == {"approve", "by", "reason"}
+        word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
+        assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"] == "REJECT"
+        assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"
+        assert finished(api, paused) == "Completed"
+        verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
+        assert verdict["opened"] and not verdict["passed"] and verdict["approval"]["reason"] == word["reason"]
 
         settings = {"parameters": {"settings": ["gates.sft.loss_drop=0.4", "sft.max_steps=2"]}}  # sleeps
         request(f"{api}/deployments/{deployment['id']}/create_flow_run", settings)

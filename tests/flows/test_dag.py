@@ -44,7 +44,9 @@ def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
 
 def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
     set_params("gates.sft.loss_drop=0.9")
-    with pytest.raises(GateFailed, match=r"gate sft of r0 failed:\nloss_drop 0.5, wanted >= 0.9. Train longer."):
+    with pytest.raises(
+        GateFailed, match=r"gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
+    ):
         run_to("gate_sft@r0")
     with pytest.raises(RondoError, match=r"gates/r0/sft\.ok"):
         dag.run("evaluate@r0", print)

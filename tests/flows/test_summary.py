@@ -54,18 +54,24 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table["RM fooled, before -> after"] == ["-", "-"]
 
 
-def gate(passed: bool) -> dict[str, Any]:
-    check = {"metric": "accuracy_low", "value": 0.7, "band": ">= 0.8", "passed": passed, "next_step": "Look at the data."}
-    return {"passed": passed, "checks": [check]}
+def gate(passed: bool, opened: bool, approval: dict[str, Any] | None = None) -> dict[str, Any]:
+    check = {"metric": "reward.accuracy_low", "value": 0.7, "band": ">= 0.8", "passed": passed, "next_step": "Look at the data."}
+    facts = {"gate": "reward", "round": "r0", "policy": "ask" if approval else "warn" if opened else "block"}
+    return {**facts, "passed": passed, "opened": opened, "approval": approval, "checks": [check]}
 
 
-def test_the_first_gate_that_failed_names_who_is_at_fault(files: Path) -> None:
+def test_the_first_gate_that_is_shut_names_who_is_at_fault(files: Path) -> None:
     for name in ("sft", "reward", "promote"):
-        write(files / f"reports/r0/gate_{name}.json", gate(passed=True))
-    write(files / "reports/r1/gate_sft.json", gate(passed=True))
-    write(files / "reports/r1/gate_reward.json", gate(passed=False))
-    assert summary.verdict(["r0", "r1", "r2"]) == [
+        write(files / f"reports/r0/gate_{name}.json", gate(passed=True, opened=True))
+        write(files / f"reports/r3/gate_{name}.json", gate(passed=name != "reward", opened=True))
+    write(files / "reports/r1/gate_sft.json", gate(passed=True, opened=True))
+    write(files / "reports/r1/gate_reward.json", gate(passed=False, opened=False))
+    approval = {"approved": True, "by": "Ada", "reason": "seen by hand", "failed": {"reward.accuracy_low": 0.7}}
+    write(files / "reports/r4/gate_sft.json", gate(passed=False, opened=True, approval=approval))
+    assert summary.verdict(["r0", "r1", "r2", "r3", "r4"]) == [
         "r0: all gates passed",
-        "r1: the reward model is at fault: accuracy_low 0.7, wanted >= 0.8. Look at the data.",
+        "r1: the reward model is at fault: reward.accuracy_low 0.7, wanted >= 0.8. Look at the data.",
         "r2: has not reached the sft gate",
+        "r3: all gates opened; reward gate: warned of: reward.accuracy_low 0.7, wanted >= 0.8",
+        "r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): reward.accuracy_low 0.7, wanted >= 0.8",
     ]

@@ -1,0 +1,79 @@
+"""A gate that asks (gates.<gate>.policy `ask`): a person decides, in the Prefect UI or with `rondo approve`, and says why."""
+
+import getpass
+import subprocess
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.flow_runs import pause_flow_run
+from prefect.input import RunInput
+from prefect.runtime import deployment
+from pydantic import Field
+
+from flows.dag import failed_checks, read_gate, split
+from stages.approvals import Approval, write_approval
+from stages.errors import BadInput
+from stages.gate import values
+from stages.params import Policy
+
+WAIT_SECONDS = 7 * 24 * 3600
+POLL_SECONDS = 3
+
+
+class Decision(RunInput):
+    """The form that a paused run shows."""
+
+    approve: bool = Field(False, description="Go on although these numbers are out of their bands.")
+    by: str = Field(min_length=1, description="Who decides.")
+    reason: str = Field(min_length=1, description="Why; it is kept in the verdict, in approvals/ and in MLflow.")
+
+
+def waiting(address: str) -> dict[str, Any] | None:
+    """The verdict of a gate that is shut and waits for a decision; None for any other stage, and for one that was refused."""
+    stage, round_ = split(address)
+    verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
+    asks = verdict and not verdict["opened"] and verdict["policy"] == Policy.ask.value and not verdict["approval"]
+    return verdict if asks else None
+
+
+def decided_in_the_ui(address: str) -> bool:
+    """Pause a run that was started in the Prefect UI until somebody has decided on its gate; whether there is a decision."""
+    verdict = waiting(address)
+    if verdict is None or not deployment.id:  # a run of the terminal has nobody who looks at the UI
+        return False
+    get_run_logger().info(f"{address} waits for a decision: press Resume in this run's page")
+    told = "\n".join([f"The {verdict['gate']} gate of {verdict['round']} is shut:", *(f"- {line}" for line in failed_checks(verdict))])
+    form = Decision.with_initial_data(description=told)
+    decision = pause_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, poll_interval=POLL_SECONDS, key=address)
+    decide(verdict, decision.approve, decision.by, decision.reason)
+    return True
+
+
+def decide(verdict: dict[str, Any], approve: bool, by: str, reason: str) -> str:
+    """Write the decision down; returns the path."""
+    failed = values([check for check in verdict["checks"] if not check["passed"]])
+    approval = Approval(approved=approve, by=by, reason=reason, failed=failed)
+    return str(write_approval(verdict["round"], verdict["gate"], approval))
+
+
+def decide_here(gate: str, round_: str, approve: bool, by: str | None, reason: str) -> str:
+    """`rondo approve`.
+
+    Raises:
+        BadInput: the gate was not reached, or has nothing to be decided.
+    """
+    verdict = read_gate(round_, gate)
+    if verdict is None:
+        raise BadInput(f"reports/{round_}/gate_{gate}.json: no such verdict; run `dvc repro gate_{gate}@{round_}` first")
+    if verdict["passed"]:
+        raise BadInput(f"the {gate} gate of {round_} has passed: there is nothing to approve")
+    if verdict["policy"] != Policy.ask.value:
+        raise BadInput(f"gates.{gate}.policy is `{verdict['policy']}`: set it to `ask` in params.yaml, run again, then decide")
+    if not reason.strip():
+        raise BadInput('--reason is empty: say why, e.g. --reason "the slice has 31 pairs, seen by hand"')
+    return decide(verdict, approve, by or _me(), reason)
+
+
+def _me() -> str:
+    named = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False).stdout.strip()
+    return named or getpass.getuser()
