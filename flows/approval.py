@@ -10,7 +10,7 @@ from prefect.input import RunInput
 from prefect.runtime import deployment
 from pydantic import Field
 
-from flows.dag import failed_checks, read_gate, split
+from flows.dag import failed_checks, read_gate, slug, split
 from stages.approvals import Approval, write_approval
 from stages.errors import BadInput
 from stages.gate import values
@@ -44,7 +44,7 @@ def decided_in_the_ui(address: str) -> bool:
     get_run_logger().info(f"{address} waits for a decision: press Resume in this run's page")
     told = "\n".join([f"The {verdict['gate']} gate of {verdict['round']} is shut:", *(f"- {line}" for line in failed_checks(verdict))])
     form = Decision.with_initial_data(description=told)
-    decision = pause_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, poll_interval=POLL_SECONDS, key=address)
+    decision = pause_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, poll_interval=POLL_SECONDS, key=slug(address))
     decide(verdict, decision.approve, decision.by, decision.reason)
     return True
 

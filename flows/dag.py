@@ -37,6 +37,11 @@ def split(address: str) -> tuple[str, str]:
     return stage, round_
 
 
+def slug(address: str) -> str:
+    """`gate_sft@r0` -> `gate-sft-r0`: a key in Prefect."""
+    return re.sub(r"[^a-z0-9]+", "-", address)
+
+
 @contextmanager
 def open_repo() -> Iterator[Any]:
     """DVC's view of the working directory; its errors become BadInput."""

@@ -5,7 +5,6 @@ Started by `rondo run`, or from the Prefect UI through the deployment in prefect
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -70,7 +69,7 @@ def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
 def publish(address: str) -> None:
     """The stage's metrics as a table, a gate's verdict as markdown."""
     stage, round_ = dag.split(address)
-    key = re.sub(r"[^a-z0-9]+", "-", address)
+    key = dag.slug(address)
     if stage.startswith("gate_"):
         verdict = dag.read_gate(round_, stage.removeprefix("gate_"))
         if verdict:
