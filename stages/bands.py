@@ -60,7 +60,7 @@ SFT = (
         "SFT repeats itself: lower sft.learning_rate, add demonstrations, or look for repeated texts in reports/{round}/data.html",
     ),
     Band(
-        "sft.memorised",
+        "sft.memorised - sft.memorised_demonstrations",
         "<=",
         "memorised",
         "SFT recites its demonstrations: lower sft.num_train_epochs or sft.lora.r, add demonstrations, look for near duplicates "

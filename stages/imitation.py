@@ -19,13 +19,13 @@ class Written:
 
 
 def compare(responses: Written, demonstrations: Written, training_texts: Iterable[str]) -> dict[str, float]:
-    """SFT's responses beside demonstrations, of which none are SFT's own training texts but the last ones.
+    """SFT's responses beside held-out demonstrations, which say what is usual.
 
-    eos_rate: share that ended; length_ratio: of mean lengths; repetition_3: mean share of repeated 3-grams; memorised: share of responses
-    with RECITED words in a row from one training text; memorised_words: the longest such run of all.
+    eos_rate: share that ended; length_ratio: of mean lengths; repetition_3: mean share of repeated 3-grams; memorised: share of texts
+    with RECITED words in a row from one training text; memorised_words: the longest such run of the responses.
     """
     sources = Verbatim(training_texts)
-    runs = [sources.longest(text) for text in responses.texts]
+    runs, usual = ([sources.longest(text) for text in each.texts] for each in (responses, demonstrations))
     return {
         "eos_rate": mean(responses.ended),
         "eos_rate_demonstrations": mean(demonstrations.ended),
@@ -34,6 +34,7 @@ def compare(responses: Written, demonstrations: Written, training_texts: Iterabl
         "repetition_3": mean([repetition_n(text, 3) for text in responses.texts]),
         "repetition_3_demonstrations": mean([repetition_n(text, 3) for text in demonstrations.texts]),
         "memorised": mean([run >= RECITED for run in runs]),
+        "memorised_demonstrations": mean([run >= RECITED for run in usual]),
         "memorised_words": max(runs),
     }
 

@@ -278,7 +278,9 @@ class SftGate(Gate):
     length_low: float = Field(0.5, ge=0, description="Least mean length of responses, as a multiple of the demonstrations'.")
     length_high: float = Field(1.5, gt=0, description="Most of the same.")
     repetition_rise: float = Field(0.05, ge=0, description="Most rise of the share of repeated 3-grams over the demonstrations'.")
-    memorised: float = Field(0.05, ge=0, le=1, description="Most share of responses that copy 8 words in a row from a demonstration.")
+    memorised: float = Field(
+        0.05, ge=0, le=1, description="Most share of responses that copy 8 words in a row, over the held-out texts that do."
+    )
 
 
 class RewardGate(Gate):

@@ -31,7 +31,8 @@ if name == "sft" and params["sft"]["max_steps"] == 2:
     time.sleep(60)
 if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")
-metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "judged_gain_low": 0.1, "memorised": 0.0}
+metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "judged_gain_low": 0.1}
+metrics |= {"memorised": 0.02, "memorised_demonstrations": 0.01}
 metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0, "repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
 if name == "evaluate":
     metrics = {"win_rate": 0.8, **{model: {"sentiment": value} for model, value in (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))}}

@@ -24,7 +24,8 @@ SFT = {
     "length_ratio": 1.1,
     "repetition_3": 0.03,
     "repetition_3_demonstrations": 0.01,
-    "memorised": 0.0,
+    "memorised": 0.02,
+    "memorised_demonstrations": 0.01,
 }
 REWARD = {"accuracy": 0.89, "accuracy_low": 0.85, "margin": 1.4, "baseline_longest": 0.47, "baseline_tfidf": 0.82, "ece": 0.04}
 BATTERY = {
@@ -81,7 +82,7 @@ def test_good_numbers_pass(attempt, gate):
         ("sft", "sft", {"length_ratio": 0.4}, "sft.length_ratio", "far shorter"),
         ("sft", "sft", {"length_ratio": 1.6}, "sft.length_ratio", "far longer"),
         ("sft", "sft", {"repetition_3": 0.2}, "sft.repetition_3 - sft.repetition_3_demonstrations", "sft.learning_rate"),
-        ("sft", "sft", {"memorised": 0.06}, "sft.memorised", "near duplicates"),
+        ("sft", "sft", {"memorised": 0.07}, "sft.memorised - sft.memorised_demonstrations", "near duplicates"),
         ("reward", "reward", {"accuracy_low": 0.79}, "reward.accuracy_low", "reports/r0/data.html"),
         ("reward", "reward", {"margin": 0.4}, "reward.margin", "reward.learning_rate"),
         ("reward", "reward", {"baseline_longest": 0.9}, "reward.accuracy - reward.baseline_longest", "length"),
@@ -151,35 +152,43 @@ def test_what_could_not_be_measured_is_told_and_no_failure(attempt):
 
 
 def test_warn_opens_and_says_what_is_wrong(attempt, capsys):
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.5}}, "warn")
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "warn")
     assert opened and not verdict["passed"]
-    assert "FAIL  sft.memorised 0.5, wanted <= 0.05" in capsys.readouterr().out
+    assert "FAIL  sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05" in capsys.readouterr().out
 
 
 def test_ask_opens_for_the_numbers_that_a_person_approved_and_no_others(attempt, capsys):
-    bad = {"sft": SFT | {"memorised": 0.5}}
+    bad = {"sft": SFT | {"memorised": 0.51}}
     verdict, opened = attempt("sft", bad, "ask")
     assert not opened and verdict["approval"] is None and "rondo approve sft r0" in decision(verdict)
-    write_approval("r0", "sft", Approval(approved=True, by="Ada", reason="a parrot is wanted", failed={"sft.memorised": 0.5}))
+    write_approval(
+        "r0",
+        "sft",
+        Approval(approved=True, by="Ada", reason="a parrot is wanted", failed={"sft.memorised - sft.memorised_demonstrations": 0.5}),
+    )
     verdict, opened = attempt("sft", bad, "ask")
     assert opened and not verdict["passed"] and verdict["approval"]["reason"] == "a parrot is wanted"
     assert "approved by Ada: a parrot is wanted" in capsys.readouterr().out
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.6}}, "ask")
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.61}}, "ask")
     assert not opened and verdict["approval"] is None
     verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.01}}, "ask")
     assert opened and verdict["passed"]
 
 
 def test_ask_stays_shut_where_a_person_refused(attempt):
-    write_approval("r0", "sft", Approval(approved=False, by="Ada", reason="no parrots", failed={"sft.memorised": 0.5}))
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.5}}, "ask")
+    write_approval(
+        "r0", "sft", Approval(approved=False, by="Ada", reason="no parrots", failed={"sft.memorised - sft.memorised_demonstrations": 0.5})
+    )
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
     assert not opened and decision(verdict) == "Refused by Ada: no parrots"
 
 
 def test_an_approval_opens_no_gate_that_blocks(attempt):
-    write_approval("r0", "sft", Approval(approved=True, by="Ada", reason="why not", failed={"sft.memorised": 0.5}))
+    write_approval(
+        "r0", "sft", Approval(approved=True, by="Ada", reason="why not", failed={"sft.memorised - sft.memorised_demonstrations": 0.5})
+    )
     with pytest.raises(GateFailed):
-        attempt("sft", {"sft": SFT | {"memorised": 0.5}})
+        attempt("sft", {"sft": SFT | {"memorised": 0.51}})
 
 
 def test_a_gate_that_was_open_closes(attempt):

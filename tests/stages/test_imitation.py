@@ -28,7 +28,7 @@ def test_a_run_does_not_go_on_from_one_text_into_the_next():
 
 def test_compare():
     responses = Written(["no no no no no", DEMONSTRATION, "well done", "it is fine"], [24, 12, 2, 2], [False, True, True, False])
-    demonstrations = Written(["all is well", "it was a day"], [4, 6], [True, True])
+    demonstrations = Written(["all is well", "see: the quick brown fox jumps over the lazy dog"], [4, 6], [True, True])
     found = compare(responses, demonstrations, [DEMONSTRATION])
     assert found == {
         "eos_rate": 0.5,
@@ -38,5 +38,6 @@ def test_compare():
         "repetition_3": pytest.approx((2 / 3) / 4),  # of "no no no no no" two of three 3-grams were there before
         "repetition_3_demonstrations": 0.0,
         "memorised": 0.25,
+        "memorised_demonstrations": 0.5,  # nine words
         "memorised_words": 12,
     }
