@@ -17,6 +17,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from stages.errors import BadInput
 from stages.params import (
     PARAMS_FILE,
+    AnnotateParams,
     AssetsParams,
     EvaluateParams,
     GatesParams,
@@ -48,6 +49,7 @@ class Sections(Section):
     prepare: PrepareParams | None = None
     model: ModelParams | None = None
     sft: SftParams | None = None
+    annotate: AnnotateParams | None = None
     reward: RewardParams | None = None
     ppo: PpoParams | None = None
     evaluate: EvaluateParams | None = None

@@ -17,13 +17,14 @@ import psutil
 
 from flows import warm
 from flows.dag import split
-from stages.params import InitFrom, LoraParams, Params, TrainParams
+from stages.params import Annotator, InitFrom, JudgeName, LoraParams, Params, TrainParams
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a measured run of the defaults.
 TRAINING = {"sft": 0.24, "reward": 0.4}  # SFT's vocabulary head is not counted in its FLOPs
 PPO_LEARNING, FORWARD, GENERATION = 0.75, 0.7, 0.28
 STAGE_SECONDS = 4.0  # DVC, loading and saving of models; per stage
-START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
+START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "annotate": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
+ANSWER_SECONDS = 2.0  # of a language model as judge, guessed: it depends on the server
 LAYERS = 30  # of the embedded model; the presets' have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 FULL_BYTES = 20  # of a role whose weights are all trained: weights, frozen copy, gradient, float32 master, two moments of Adam
@@ -104,6 +105,8 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
         "replay": params.replay.max_badcases * (params.replay.best_of + 8) * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
     }
+    if params.annotate.annotator is Annotator.judge:
+        work["annotate"] = _annotating(params, length, weights, rate)
     bytes_per_weight = BYTES_PER_WEIGHT[dtype]
     return Estimate(
         seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
@@ -121,6 +124,16 @@ def _training(section: TrainParams, rows: int, texts_a_row: int, weights: float,
     batch = section.per_device_train_batch_size * section.gradient_accumulation_steps * texts_a_row
     texts = min(rows * texts_a_row * epochs, batch * (section.max_steps or sys.maxsize))
     return texts * section.max_length / 3 * weights * (_lora_flops(section.lora) if section.lora.r else 6) / rate
+
+
+def _annotating(params: Params, length: float, weights: float, rate: float) -> float:
+    """Seconds of sampling, and of a language model's answers to both orders of every two samples; the lexicon takes none."""
+    asked = params.annotate
+    seconds = asked.prompts * asked.samples * length * weights * 2 / GENERATION / rate
+    if asked.judge is JudgeName.endpoint:
+        questions = asked.prompts * asked.samples * (asked.samples - 1) + 2 * asked.agreement_pairs
+        seconds += questions * ANSWER_SECONDS / asked.endpoint.concurrency
+    return seconds
 
 
 def _adapted_flops(lora: LoraParams) -> float:

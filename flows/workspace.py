@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows.dag import open_repo
 from stages.errors import BadInput, RondoError
+from stages.records import JUDGE_CACHE
 
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals")
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
@@ -36,11 +37,19 @@ def workspace(run: str, home: Path) -> Iterator[Path]:
     git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
     (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
     (folder / "params.yaml").write_text(params)
+    _share(JUDGE_CACHE, root, folder)
     with chdir(folder):
         yield folder
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
         if git("status", "--porcelain"):
             git(*_identity(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
+
+
+def _share(cache: Path, root: Path, folder: Path) -> None:
+    """Answers of a judge that were paid for once are not paid for again."""
+    (root / cache).mkdir(parents=True, exist_ok=True)
+    (folder / cache.parent).mkdir(exist_ok=True)
+    (folder / cache).symlink_to(root / cache)
 
 
 def _identity() -> list[str]:

@@ -117,6 +117,55 @@ class SftParams(TrainParams):
     continue_epochs: float | None = Field(0.25, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
 
 
+class Annotator(str, Enum):
+    dataset = "dataset"
+    judge = "judge"
+
+
+class JudgeName(str, Enum):
+    lexicon = "lexicon"
+    endpoint = "endpoint"
+
+
+class EndpointParams(Section):
+    """A language model as judge, behind OpenAI's chat completions protocol."""
+
+    base_url: str | None = Field(None, pattern="^https?://", description="Of the server, with its /v1, e.g. http://127.0.0.1:8000/v1.")
+    model: str | None = Field(None, description="The model's name there.")
+    api_key_env: str = Field("OPENAI_API_KEY", description="Environment variable that holds the key; it may be unset for a server without.")
+    rubric: str = Field(
+        "The response continues the prompt, a short text. Prefer the response that, read with its prompt, is the more positive in mood; "
+        "of two alike, the one that reads more naturally. Length, emoji and exclamation marks are no merit.",
+        description="What makes a response the better one.",
+    )
+    concurrency: int = Field(4, ge=1, le=64, description="Questions at once.")
+    max_retries: int = Field(3, ge=0, description="Tries again after no answer, a 429 or a 5xx, waiting longer each time.")
+    timeout: float = Field(60.0, gt=0, description="Seconds for one answer.")
+    price_per_million_input: float | None = Field(None, ge=0, description="Money for 1,000,000 tokens read; null: unknown.")
+    price_per_million_output: float | None = Field(None, ge=0, description="Money for 1,000,000 tokens written; null: unknown.")
+
+
+class AnnotateParams(Section):
+    annotator: Annotator = Field(
+        Annotator.dataset,
+        description="Who says which response is better: `dataset`: people, as the data has it; `judge`: a judge, of SFT samples.",
+    )
+    judge: JudgeName = Field(JudgeName.lexicon, description="`lexicon`: sentiment; `endpoint`: a language model, see annotate.endpoint.")
+    prompts: int = Field(256, ge=1, description="Training prompts at most; each gives one pair, or none.")
+    samples: int = Field(4, ge=2, le=8, description="SFT responses a prompt, each compared with each in both orders: n (n - 1) questions.")
+    temperature: float = Field(1.0, gt=0, description="Of these responses.")
+    agreement_pairs: int = Field(64, ge=1, description="Held-out human pairs at most on which the judge is measured against people.")
+    endpoint: EndpointParams = Field(default_factory=EndpointParams)
+
+    @model_validator(mode="after")
+    def endpoint_is_named(self) -> "AnnotateParams":
+        if self.annotator is Annotator.judge and self.judge is JudgeName.endpoint:
+            missing = [f"annotate.endpoint.{key}" for key in ("base_url", "model") if getattr(self.endpoint, key) is None]
+            if missing:
+                raise ValueError(f"annotate.judge is endpoint: set {' and '.join(missing)} (docs/annotate.md)")
+        return self
+
+
 class RewardParams(TrainParams):
     learning_rate: float = Field(5e-4, gt=0)
     per_device_train_batch_size: int = Field(16, ge=2)
@@ -325,6 +374,7 @@ class Params(Section):
     prepare: PrepareParams = Field(default_factory=PrepareParams)
     model: ModelParams = Field(default_factory=ModelParams)
     sft: SftParams = Field(default_factory=SftParams)
+    annotate: AnnotateParams = Field(default_factory=AnnotateParams)
     reward: RewardParams = Field(default_factory=RewardParams)
     ppo: PpoParams = Field(default_factory=PpoParams)
     evaluate: EvaluateParams = Field(default_factory=EvaluateParams)

@@ -18,6 +18,7 @@ from typing import Any
 from stages.errors import BadInput
 
 ROUNDS, REPORTS, GATES, ASSETS, WORK = Path("rounds"), Path("reports"), Path("gates"), Path("assets"), Path(".rondo/work")
+JUDGE_CACHE = Path(".rondo/judge_cache")  # what language models answered, for all rounds and runs
 Row = dict[str, Any]
 
 

@@ -50,7 +50,8 @@ def main(params: Params, round_: str) -> None:
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     check_template(stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format)
-    train, held_out = (read_jsonl(data / f"pairs_{part}.jsonl", made_by) for part in ("train", "eval"))
+    labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
+    train, held_out = read_jsonl(labelled, f"dvc repro annotate@{round_}"), read_jsonl(data / "pairs_eval.jsonl", made_by)
     demonstrations = read_jsonl(data / "sft_train.jsonl", made_by)[:CALIBRATION_ROWS]
 
     def ids(rows: list[Row], side: str) -> list[Tokens]:
@@ -95,7 +96,7 @@ def main(params: Params, round_: str) -> None:
         stage="reward",
         round_=round_,
         seed=params.seed,
-        inputs=[data / "pairs_train.jsonl", data / "pairs_eval.jsonl"],
+        inputs=[labelled, data / "pairs_eval.jsonl"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         started_from=str(start),
         calibration={"mean": merged.config.mean, "std": merged.config.std},

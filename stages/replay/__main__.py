@@ -1,16 +1,13 @@
 """The replay stage, top to bottom."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stages.errors import BadInput
 from stages.judges import Fluency, judge
 from stages.models import prepare_torch
 from stages.params import Params
 from stages.ppo.rollouts import read_rollouts
-from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
 from stages.records import Recorder, Row, file_hash, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
@@ -21,6 +18,7 @@ from stages.replay.retry import repaired_by_cause, try_again
 from stages.replay.sampling import BATCH, PolicyDraw, Sampler
 from stages.scorer import Scorer
 from stages.statistics import paired_bootstrap
+from stages.training_prompts import once, refuse_evaluation_prompts, shuffled
 
 FRESH_PROMPTS = 96
 HELD_OUT_PAIRS = 512  # at most
@@ -106,32 +104,10 @@ def main(params: Params, round_: str) -> None:
     print(f"[replay@{round_}] {len(badcases)} badcases; " + "  ".join(f"{name} {value}" for name, value in progress.items()), flush=True)
 
 
-def once(rows: list[Row]) -> list[Row]:
-    """The rows of distinct prompts: replayed prompts are there twice."""
-    return list({str(row["prompt"]): row for row in reversed(rows)}.values())
-
-
 def late(rollouts: list[Row]) -> list[Row]:
     """The last third of the updates: what the policy has become."""
     last = max((row["update"] for row in rollouts), default=0)
     return [row for row in rollouts if row["update"] > 2 / 3 * last]
-
-
-def shuffled(rows: list[Row], seed: int) -> list[Row]:
-    return random.Random(seed).sample(rows, len(rows))
-
-
-def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
-    """
-    Raises:
-        BadInput: a prompt to be mined is in the frozen evaluation set.
-    """
-    frozen = {prompt_key(row["prompt"]): row["id"] for row in evaluation}
-    for row in rows:
-        if hit := frozen.get(prompt_key(row["prompt"])):
-            raise BadInput(
-                f"training prompt {row['id']} is evaluation prompt {hit}, which no round may train on; run `dvc repro prepare` again"
-            )
 
 
 def short(pairs: list[Row], sampler: Sampler, params: Params) -> list[Row]:

@@ -16,7 +16,8 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
         config.write_params(config.resolve(settings=["seed=4"]))
         assert dag.run("assets", print) == dag.Outcome.restored  # from the shared cache
         assert dag.run("prepare@r0", print) == dag.Outcome.ran
-    assert Path.cwd() == project
+        Path(".rondo/judge_cache/answers").touch()
+    assert Path.cwd() == project and (project / ".rondo/judge_cache/answers").exists()  # what a judge was paid for stays
     assert git("status", "--porcelain", "--untracked-files=no") == ""
     assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
         "Run",

@@ -1,7 +1,11 @@
 """A round on disk as evaluate and replay find it: the tiny random model with random adapters, and a few made-up rows."""
 
+import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -88,6 +92,8 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     def make(round_: str, taste: float) -> Params:
         folder = Path("rounds") / round_
         write_data(folder / "prepare/data")
+        (folder / "annotate/data").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "prepare/data/pairs_train.jsonl", folder / "annotate/data")
         sft = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
         torch.manual_seed(7)
         reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1, dtype=torch.float32)
@@ -134,3 +140,45 @@ def adapter_and_whole() -> Callable[[str, Callable[[], Any]], tuple[Any, Any]]:
         return adapter, measure()
 
     return both
+
+
+@dataclass
+class ChatServer:
+    """Stands in for a language model behind OpenAI's chat completions protocol: `answer` gives a text, or a status and a message.
+
+    seen: the requests, keys: what authorised them. Each answer is counted as 100 tokens in and 10 out.
+    """
+
+    url: str
+    answer: Callable[[dict[str, Any]], str | tuple[int, str]] = lambda _: '{"preference": "tie"}'
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+
+
+@pytest.fixture
+def chat_server() -> Iterator[ChatServer]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            chat.seen.append(asked)
+            chat.keys.append(self.headers["Authorization"])
+            told = chat.answer(asked) if self.path == "/v1/chat/completions" else (404, "no such path")
+            status, text = told if isinstance(told, tuple) else (200, told)
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+            usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+            whole = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice], "usage": usage}
+            body = json.dumps(whole if status == 200 else {"error": {"message": text}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        chat = ChatServer(f"http://127.0.0.1:{server.server_address[1]}/v1")
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield chat
+        server.shutdown()

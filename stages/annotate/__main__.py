@@ -1,0 +1,31 @@
+"""The annotate stage: the pairs that the reward model learns from. The data's own pass through as they are, and nothing is loaded."""
+
+import shutil
+
+from stages.params import Annotator, Params
+from stages.program import run_stage
+from stages.records import Recorder, read_jsonl, stage_dir, write_manifest
+
+
+def main(params: Params, round_: str) -> None:
+    if params.annotate.annotator is Annotator.judge:
+        from stages.annotate.judged import label  # torch and models, which people's labels do not need
+
+        label(params, round_)
+    else:
+        pass_on(params, round_)
+
+
+def pass_on(params: Params, round_: str) -> None:
+    """prepare's pairs, byte for byte."""
+    folder, source = stage_dir(round_, "annotate"), stage_dir(round_, "prepare") / "data/pairs_train.jsonl"
+    pairs = len(read_jsonl(source, f"dvc repro prepare@{round_}"))
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, folder / "data" / source.name)
+    write_manifest(folder, stage="annotate", round_=round_, seed=params.seed, inputs=[source])
+    Recorder("annotate", round_).finish({"annotator": "dataset", "pairs": pairs})
+    print(f"[annotate@{round_}] {pairs} pairs as the data labels them", flush=True)
+
+
+if __name__ == "__main__":
+    run_stage("annotate", main)

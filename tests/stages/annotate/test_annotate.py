@@ -1,0 +1,160 @@
+"""The stage on a round from disk: people's labels passed through, and a judge's on the tiny model's responses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stages.annotate.__main__ import main
+from stages.annotate.judged import compare_all
+from stages.annotate.judging import Lexicon
+from stages.errors import BadInput, RondoError
+from stages.judges import judge, outcome
+from stages.params import Params, check_params
+from stages.records import read_jsonl, write_jsonl
+
+DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
+LABELS = FOLDER / "data/pairs_train.jsonl"
+KEY = "sk-very-secret"
+
+
+def asking(params: Params, **annotate: object) -> Params:
+    return check_params(params.model_dump() | {"annotate": {"annotator": "judge", "samples": 3, **annotate}}, "test")
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def replay_one() -> dict:
+    """A pair that replay made, appended to people's."""
+    row = {"id": "replay-1", "prompt": "The dinner", "chosen": " was great.", "rejected": " was!!!", "source": "replay", "badcase": "1"}
+    write_jsonl(DATA / "pairs_train.jsonl", [*read_jsonl(DATA / "pairs_train.jsonl", ""), row])
+    return row
+
+
+def test_peoples_labels_pass_through_and_nothing_is_loaded(make_round):
+    params = make_round("r0", 1.0)
+    replay_one()
+    main(params, "r0")
+    assert LABELS.read_bytes() == (DATA / "pairs_train.jsonl").read_bytes()
+    assert read(FOLDER / "metrics.json") == {"annotator": "dataset", "pairs": 6 * 9 + 1}
+    command = "import sys, stages.annotate.__main__; sys.exit('torch' in sys.modules or 'openai' in sys.modules)"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", command], cwd=root, check=False).returncode == 0
+
+
+def test_no_data_names_what_makes_it(make_round):
+    params = make_round("r0", 1.0)
+    (DATA / "pairs_train.jsonl").unlink()
+    with pytest.raises(BadInput, match="run `dvc repro prepare@r0`"):
+        main(params, "r0")
+
+
+def test_a_pair_with_where_it_comes_from():
+    """Of four responses two are the same: three are compared, each with each."""
+    said = [" was there.", " was awful.", " was wonderful.", " was awful."]
+    rows = [{"id": "p", "prompt": "The walk"}, {"id": "q", "prompt": "The trip"}]
+    first, second = compare_all(Lexicon(0.05), rows, [said, [" was on.", " was off."]])
+    bad, good = judge(["The walk"] * 2, said[1:3])
+    assert first.pair == {
+        "id": "judge-p",
+        "prompt": "The walk",
+        "chosen": " was wonderful.",
+        "rejected": " was awful.",
+        "source": "judge",
+        "annotator": {
+            "judge": "lexicon",
+            "samples": [" was there.", " was awful.", " was wonderful."],
+            "scores": [1.0, 0.0, 2.0],
+            "confidence": (good.sentiment - bad.sentiment) / 2,
+        },
+    }
+    assert (len(first.judgements), second.pair, len(second.judgements)) == (3, None, 1)
+
+
+def teach(texts: list[str]) -> None:
+    """Overfit the round's SFT model on them: a random one babbles bytes, of which no lexicon knows any."""
+    folder = Path("rounds/r0/sft/model")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer([text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True)
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        model(**batch, labels=labels).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    model.save_pretrained(folder)
+
+
+def test_the_lexicon_labels_what_sft_says(make_round):
+    params, replayed = asking(make_round("r0", 1.0), samples=4), replay_one()
+    teach([f"The {noun} was {word}" for noun in ("dinner", "match", "party", "movie", "walk", "trip") for word in ("sad", "fun", "bad")])
+    main(params, "r0")
+    *pairs, last = read_jsonl(LABELS, "")
+    assert last == replayed and {row["source"] for row in pairs} == {"judge"}
+    for row in pairs:
+        good, bad = judge([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
+        assert outcome(good, bad, params.evaluate.tie_margin) == 1
+    metrics = read(FOLDER / "metrics.json")
+    assert metrics["pairs"] == len(pairs) >= 3 and metrics["pairs"] + metrics["ties"] == metrics["prompts"] == 6
+    assert (metrics["replayed"], metrics["position_consistency"], metrics["unparsable"]) == (1, 1.0, 0)
+    # people prefer the wonderful to the awful, and so does the lexicon
+    assert metrics["human_agreement"]["rate"] == 1.0
+
+
+def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_server, monkeypatch):
+    """It likes the response with more characters."""
+
+    def longer(asked: dict) -> str:
+        a, b = (asked["messages"][1]["content"].split(f"<response_{it}>\n")[1].split(f"\n</response_{it}>")[0] for it in "AB")
+        return json.dumps({"reason": "length", "preference": "A" if len(a) > len(b) else "B" if len(b) > len(a) else "tie"})
+
+    chat_server.answer = longer
+    monkeypatch.setenv("MY_KEY", KEY)
+    where = {"base_url": chat_server.url, "model": "wise", "api_key_env": "MY_KEY"}
+    params = asking(make_round("r0", 1.0), judge="endpoint", prompts=5, samples=4, agreement_pairs=100, endpoint=where)
+    main(params, "r0")
+    files = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+    calls, usage = len(chat_server.seen), Path(".rondo/work/r0/annotate/usage.json")
+    assert read(usage)["calls"] == calls > 0
+
+    pairs = read_jsonl(LABELS, "")
+    metrics = read(FOLDER / "metrics.json")
+    assert len(pairs) == metrics["pairs"] == 5 - metrics["ties"] > 0
+    for row in pairs:
+        lengths = [len(text) for text in row["annotator"]["samples"]]
+        assert (len(row["chosen"]), len(row["rejected"])) == (max(lengths), min(lengths))
+        assert row["annotator"]["model"] == "wise" and row["prompt"].startswith("The ")
+    # people's pairs, of two prompts: wonderful, great and lovely have more letters than awful, sad and dull, but for great and awful
+    agreement = metrics["human_agreement"]
+    assert (agreement["pairs"], agreement["rate"], agreement["ties"]) == (2 * 8, 1.0, 2)
+    assert (metrics["position_consistency"], metrics["kappa"], metrics["unparsable"]) == (1.0, 1.0, 0)
+    assert metrics["answers"] == 2 * (metrics["comparisons"] + 18) and metrics["tokens_out"] == 10 * metrics["answers"]
+    assert metrics["cost"] is None
+
+    # again: no call, the same files to the byte; the key is in none
+    main(params, "r0")
+    assert len(chat_server.seen) == calls and read(usage)["cached"] == metrics["answers"]
+    assert files == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+    assert all(KEY.encode() not in path.read_bytes() for path in Path().rglob("*") if path.is_file())
+
+
+def test_a_judge_that_tells_nothing_apart_is_an_error_with_its_numbers(make_round, chat_server):
+    chat_server.answer = lambda _: '{"preference": "A"}'
+    params = asking(make_round("r0", 1.0), judge="endpoint", endpoint={"base_url": chat_server.url, "model": "wise"})
+    with pytest.raises(RondoError, match=r"no two of 3 responses apart, for any of 6 prompts \(.* both orders agree in 0\.0 of"):
+        main(params, "r0")
+    assert not (FOLDER / "metrics.json").exists()
+
+
+def test_an_evaluation_prompt_is_refused(make_round):
+    params = asking(make_round("r0", 1.0))
+    path = DATA / "prompts_train.jsonl"
+    write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
+    with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
+        main(params, "r0")
