@@ -54,6 +54,9 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     stages = ("prepare", "sft", "reward", "ppo", "evaluate", "replay")
     assert len({read(folder / stage / "manifest.json")["template_hash"] for folder in (first, second) for stage in stages}) == 1
     assert read(first / "prepare/manifest.json")["evaluation_hash"] == read(second / "prepare/manifest.json")["evaluation_hash"]
+    # people label what the reward models learn from, replayed pairs among it
+    for folder in (first, second):
+        assert (folder / "annotate/data/pairs_train.jsonl").read_bytes() == (folder / "prepare/data/pairs_train.jsonl").read_bytes()
     # the second round goes on from the first, meets its champion, and tries its badcases again
     assert read(second / "sft/manifest.json")["started_from"] == "rounds/r0/sft/model"
     assert "champion" not in read(first / "evaluate/metrics.json") and "champion" in read(second / "evaluate/metrics.json")

@@ -19,6 +19,19 @@ def test_sft_time_is_four_flops_a_weight_and_token() -> None:
     assert full.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(1.5 * expected, rel=1e-6)
 
 
+def test_labels_by_a_judge_take_time_and_peoples_take_none() -> None:
+    """100 prompts, 4 samples each of 6 + 24 tokens by 135e6 weights at 2 FLOP and 0.28 of 1e12 a second; 12 answers a prompt, 2 for each
+    of 64 human pairs, 2 s an answer, 8 at once."""
+    asked = {"annotator": "judge", "prompts": 100, "samples": 4}
+    endpoint = {"base_url": "http://localhost/v1", "model": "wise", "concurrency": 8}
+    drawn = 100 * 4 * 30 * 135e6 * 2 / 0.28e12
+    lexicon = estimate.estimate(params(annotate=asked), MACHINE).seconds["annotate"]
+    wise = estimate.estimate(params(annotate={**asked, "judge": "endpoint", "endpoint": endpoint}), MACHINE).seconds["annotate"]
+    assert lexicon - estimate.STAGE_SECONDS == pytest.approx(drawn)
+    assert wise - lexicon == pytest.approx((100 * 12 + 128) * 2 / 8)
+    assert "annotate" not in estimate.estimate(Params(), MACHINE).seconds
+
+
 def test_auto_is_what_the_stages_choose() -> None:
     from stages.models import resolve_dtype
     from stages.params import Dtype

@@ -18,6 +18,11 @@ from stages.params import load_params, rounds
         ("ppo: {lam: 2}", r"params.yaml: ppo.lam: .*less than or equal to 1.*got 2"),
         ("ppo: {batch_size: 32, mini_batch_size: 24}", r"batch_size 32 must be a multiple of mini_batch_size 24"),
         ("ppo: {rewards: [{name: mine}]}", "give exactly one of model, function, url"),
+        (
+            "annotate: {annotator: judge, judge: endpoint, endpoint: {model: wise}}",
+            r"annotate.judge is endpoint: set annotate.endpoint.base_url \(docs/annotate.md\)",
+        ),
+        ("annotate: {endpoint: {base_url: localhost}}", r"annotate.endpoint.base_url: String should match pattern"),
         ("sft: [", r"params.yaml: not YAML"),
         (
             "rounds: {r0: {previous: assets/start}, r1: {previous: rounds/r9}}",
