@@ -146,7 +146,9 @@ class Endpoint:
             told = self.client.chat.completions.create(**asked)
         except openai.OpenAIError as error:
             self._refuse(error)
-        if not isinstance(told, ChatCompletion) or not told.choices:
+        except json.JSONDecodeError:
+            told = None
+        if not isinstance(told, ChatCompletion) or not told.choices or not told.choices[0].message:
             raise RondoError(
                 f"annotate.endpoint.base_url {self.params.base_url}: no chat completion came back; it usually ends in /v1. "
                 "Correct it and run the stage again"
@@ -169,6 +171,11 @@ class Endpoint:
             raise BadInput(
                 f"annotate.endpoint.model {params.model}: {params.base_url} does not have it ({said}); its models are listed at "
                 f"{params.base_url}/models; it may also be that annotate.endpoint.base_url lacks its /v1"
+            ) from None
+        if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
+            raise BadInput(
+                f"annotate.endpoint.model {params.model}: {params.base_url} does not take the question ({said}), which may be too long for "
+                "it, or its temperature of 0 unknown to it; choose another model"
             ) from None
         raise RondoError(
             f"annotate.endpoint.base_url {params.base_url}: no answer after up to {params.max_retries} more tries ({said}); start the "

@@ -146,11 +146,12 @@ def adapter_and_whole() -> Callable[[str, Callable[[], Any]], tuple[Any, Any]]:
 class ChatServer:
     """Stands in for a language model behind OpenAI's chat completions protocol: `answer` gives a text, or a status and a message.
 
-    seen: the requests, keys: what authorised them. Each answer is counted as 100 tokens in and 10 out.
+    raw: the whole body instead. seen: the requests, keys: what authorised them. Each answer is counted as 100 tokens in and 10 out.
     """
 
     url: str
     answer: Callable[[dict[str, Any]], str | tuple[int, str]] = lambda _: '{"preference": "tie"}'
+    raw: bytes = b""
     seen: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
 
@@ -167,7 +168,7 @@ def chat_server() -> Iterator[ChatServer]:
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
             whole = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice], "usage": usage}
-            body = json.dumps(whole if status == 200 else {"error": {"message": text}}).encode()
+            body = chat.raw or json.dumps(whole if status == 200 else {"error": {"message": text}}).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

@@ -109,6 +109,19 @@ def test_a_model_that_is_not_there(endpoint, chat_server):
         endpoint().compare([PAIR])
 
 
+def test_a_question_that_the_model_does_not_take(endpoint, chat_server):
+    chat_server.answer = lambda _: (400, "4096 tokens at most")
+    with pytest.raises(BadInput, match=r"annotate\.endpoint\.model wise: .*does not take the question .*4096 tokens at most"):
+        endpoint().compare([PAIR])
+
+
+@pytest.mark.parametrize("body", [b"{not json", b"{}", b"[]", b'{"choices": [{"message": null}]}'])
+def test_a_server_that_is_none_of_this_protocol(endpoint, chat_server, body):
+    chat_server.raw = body
+    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*: no chat completion came back"):
+        endpoint().compare([PAIR])
+
+
 def test_a_server_that_is_down_loses_no_answer(endpoint, chat_server):
     chat_server.answer = lambda asked: (500, "out of memory") if len(chat_server.seen) > 3 else SAY_A
     pairs = [Comparison("The day", f" was {number}.", " was bad.") for number in range(5)]
