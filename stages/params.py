@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -306,6 +306,15 @@ class ReplayParams(Section):
     max_share: float = Field(0.25, ge=0, le=1, description="Replayed rows are at most this share of the next round's data.")
 
 
+class BatteryParams(Section):
+    pairs: int = Field(96, ge=1, description="Held-out pairs, of those that share no text, on which probes and endings are tried.")
+    prompts: int = Field(24, ge=1, description="Training prompts that the SFT model answers, `best_of`'s largest number of times each.")
+    best_of: list[Annotated[int, Field(ge=1)]] = Field([1, 4, 16], min_length=1, description="Sizes of best-of-n.")
+    endings: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["!", " 😃", " Enjoy!"], min_length=1, description="What a bad text must not become better than a good one by."
+    )
+
+
 class Policy(str, Enum):
     block = "block"
     warn = "warn"
@@ -379,6 +388,7 @@ class Params(Section):
     ppo: PpoParams = Field(default_factory=PpoParams)
     evaluate: EvaluateParams = Field(default_factory=EvaluateParams)
     replay: ReplayParams = Field(default_factory=ReplayParams)
+    battery: BatteryParams = Field(default_factory=BatteryParams)
     gates: GatesParams = Field(default_factory=GatesParams)
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """A saved reward model that scores prompts with responses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,11 @@ from stages.models import calibrated, load_reward_model
 from stages.packing import Tokens
 from stages.params import Params
 from stages.prompts import Prompt, encode
+from stages.records import Row
+
+Score = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
+
+ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
 
 
 class Scorer:
@@ -33,3 +38,13 @@ class Scorer:
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         return self.tokens(self.encode(prompts, responses))
+
+
+def short(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
+    """Pairs that stay within reward.max_length with an ending appended."""
+
+    def tokens(row: Row, side: str) -> int:
+        prompt, response = encode(tokenizer, row["prompt"], row[side], params.prepare.prompt_format)
+        return len(prompt) + len(response)
+
+    return [row for row in pairs if max(tokens(row, "chosen"), tokens(row, "rejected")) + ENDING_TOKENS <= params.reward.max_length]

@@ -1,8 +1,10 @@
 """Intervals, calibration and correlation: thin, typed faces of scipy and numpy."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from scipy.stats import binomtest, norm
 
 Bin = tuple[float, float, int]
@@ -60,3 +62,30 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
     if len(x) < 2 or min(x) == max(x) or min(y) == max(y):
         return None
     return float(np.corrcoef(x, y)[0, 1])
+
+
+def partial_correlation(x: Sequence[float], y: Sequence[float], given: Sequence[Sequence[float]]) -> float | None:
+    """Pearson's correlation of what is left of x and y when the variables in `given` have explained what they can, linearly.
+
+    None where it is undefined: too few points, or nothing left of x or y.
+    """
+    if len(x) < len(given) + 3:
+        return None
+    explaining = np.column_stack([np.ones(len(x)), *given])
+    both = np.column_stack([x, y])
+    left = both - explaining @ np.linalg.lstsq(explaining, both, rcond=None)[0]
+    if (left.std(0) <= 1e-9 * np.abs(both).max(0)).any():
+        return None
+    return float(np.corrcoef(left.T)[0, 1])
+
+
+def connected(links: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:
+    """The places of links that hang together, e.g. of pairs by the texts they share."""
+    number: dict[Hashable, int] = {}
+    ends = [[number.setdefault(end, len(number)) for end in link] for link in links]
+    rows, columns = np.array(ends, dtype=int).reshape(-1, 2).T
+    _, labels = connected_components(coo_array((np.ones(len(ends)), (rows, columns)), shape=(len(number), len(number))), directed=False)
+    groups: dict[int, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(int(labels[row]), []).append(place)
+    return list(groups.values())

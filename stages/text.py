@@ -43,6 +43,16 @@ def suffixes(text: str, longest: int = 3) -> list[str]:
     return [text[start - (start > 0 and text[start - 1] == " ") :].rstrip() for start in reversed(starts)]
 
 
+def phrases(text: str, longest: int = 3) -> set[str]:
+    """The n-grams of a text, of 1 to `longest` tokens, as written: "So fun!" gives " So", " fun", "!", " So fun", ..."""
+    spans = [match.span() for match in TOKEN.finditer(text)]
+    found = set()
+    for n in range(1, longest + 1):
+        for (start, _), (_, end) in zip(spans, spans[n - 1 :], strict=False):
+            found.add((" " if start == 0 or text[start - 1].isspace() else "") + text[start:end])
+    return found
+
+
 def suffix_counts(texts: Iterable[str], longest: int = 3) -> Counter[str]:
     """In how many of the texts each suffix ends one."""
     return Counter(suffix for text in texts for suffix in set(suffixes(text, longest)))

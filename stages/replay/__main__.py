@@ -9,20 +9,19 @@ from stages.models import prepare_torch
 from stages.params import Params
 from stages.ppo.rollouts import read_rollouts
 from stages.program import run_stage
-from stages.prompts import check_template, encode, template_hash
+from stages.prompts import check_template, template_hash
 from stages.records import Recorder, Row, file_hash, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
-from stages.replay.exploits import Exploit, Score, candidates, exploit_pairs, find_exploits, fooled, without
+from stages.replay.exploits import Exploit, candidates, exploit_pairs, find_exploits, fooled, without
 from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
 from stages.replay.retry import repaired_by_cause, try_again
 from stages.replay.sampling import BATCH, PolicyDraw, Sampler
-from stages.scorer import Scorer
+from stages.scorer import Score, Scorer, short
 from stages.statistics import paired_bootstrap
 from stages.training_prompts import once, refuse_evaluation_prompts, shuffled
 
 FRESH_PROMPTS = 96
 HELD_OUT_PAIRS = 512  # at most
-ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
 
 
 def main(params: Params, round_: str) -> None:
@@ -38,7 +37,7 @@ def main(params: Params, round_: str) -> None:
     sampler = Sampler(params, round_)
     for stage in ("sft", "reward", "ppo"):
         check_template(stage_dir(round_, stage) / "manifest.json", sampler.tokenizer, params.prepare.prompt_format)
-    train, held_out = (short(read_jsonl(data / f"pairs_{part}.jsonl", made_by), sampler, params) for part in ("train", "eval"))
+    train, held_out = (short(read_jsonl(data / f"pairs_{part}.jsonl", made_by), sampler.tokenizer, params) for part in ("train", "eval"))
     human, held_out = [row for row in train if "badcase" not in row], shuffled(held_out, params.seed)[:HELD_OUT_PAIRS]
 
     # 2. what the policy says: late rollouts, and fresh samples beside SFT's
@@ -110,14 +109,6 @@ def late(rollouts: list[Row]) -> list[Row]:
     return [row for row in rollouts if row["update"] > 2 / 3 * last]
 
 
-def short(pairs: list[Row], sampler: Sampler, params: Params) -> list[Row]:
-    """Pairs that stay within reward.max_length with an ending appended."""
-
-    def tokens(row: Row, side: str) -> int:
-        prompt, response = encode(sampler.tokenizer, row["prompt"], row[side], params.prepare.prompt_format)
-        return len(prompt) + len(response)
-
-    return [row for row in pairs if max(tokens(row, "chosen"), tokens(row, "rejected")) + ENDING_TOKENS <= params.reward.max_length]
 
 
 def from_rollouts(rows: list[Row]) -> list[Sample]:

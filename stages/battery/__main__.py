@@ -1,0 +1,185 @@
+"""The battery stage, top to bottom."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from stages.battery.answers import Answers, draw, selection
+from stages.battery.measures import Rate, disjoint, ends, highest, moments, rate, slices, win, worst_slice
+from stages.battery.mined import favourite_phrases
+from stages.battery.probes import word_worth
+from stages.battery.report import extremes, foolers, write_rates
+from stages.battery.trials import Trial, try_endings, try_probes
+from stages.judges import sentiment
+from stages.models import load_causal_lm, load_tokenizer, prepare_torch
+from stages.params import Params
+from stages.ppo.rollouts import read_rollouts
+from stages.prepare.split import prompt_key
+from stages.program import run_stage
+from stages.prompts import check_template, encode, template_hash
+from stages.records import Recorder, Row, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
+from stages.scorer import Scorer, short
+from stages.statistics import connected, paired_bootstrap, partial_correlation, pearson
+
+BATCH = 128  # responses sampled or scored at once
+DEMONSTRATIONS = 256  # at most
+MINED = 3  # phrases of each origin, at most
+Scores = list[tuple[float, float]]  # of each pair: chosen, rejected
+
+
+def main(params: Params, round_: str) -> None:
+    # 1. the models, and the held-out pairs with the scores that the reward stage has given them
+    prepare_torch(params)
+    folder, data = stage_dir(round_, "battery"), stage_dir(round_, "prepare") / "data"
+    sft, reward, made_by = stage_dir(round_, "sft"), stage_dir(round_, "reward"), f"dvc repro prepare@{round_}"
+    recorder = Recorder("battery", round_, 5)
+    tokenizer = load_tokenizer(sft / "model")
+    for stage in (sft, reward):
+        check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
+    model, scorer = load_causal_lm(sft / "model", params.model), Scorer(reward / "model", tokenizer, params, BATCH)
+    held_out, shown, asked = (read_jsonl(data / f"{name}.jsonl", made_by) for name in ("pairs_eval", "sft_eval", "prompts_train"))
+    told = {row["id"]: (row["chosen"], row["rejected"]) for row in read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{round_}")}
+    scores = [told[row["id"]] for row in held_out]
+
+    # 2. where it ranks held-out pairs rightly, whether the judge agrees with the labels, whether length pays
+    metrics = of_pairs(held_out, scores, params)
+    recorder.say(1, f"{len(held_out)} held-out pairs: worst slice {said(metrics['worst_slice'])}")
+
+    # 3. what PPO starts from: how its scores lie to those of demonstrations, and whether the answers that score higher are better ones
+    answers = draw(model, scorer, choose(asked, params), max(params.battery.best_of), params)
+    metrics |= of_scores(demonstrations(shown, scorer), scores, answers) | {"best_of_n": selection(answers, params)}
+    recorder.say(
+        2, f"{len(answers.texts)} SFT samples: best of {max(params.battery.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
+    )
+
+    # 4. good texts, corrupted
+    pairs = disjoint(shuffled(short(held_out, tokenizer, params), params.seed))[: params.battery.pairs]
+    chosen, rejected = (scorer([row["prompt"] for row in pairs], [row[side] for row in pairs]) for side in ("chosen", "rejected"))
+    probes = try_probes(pairs, chosen, scorer, words(held_out, scores), params.seed)
+    metrics |= of_probes(probes)
+    recorder.say(3, f"{len(pairs)} texts corrupted: worst probe {said(metrics['worst_probe'])}")
+
+    # 5. bad texts with an ending: those listed, and phrases that high scores go with, now and in the round before's rollouts
+    phrases = mined(Path(params.rounds[round_].previous), answers, params.battery.endings)
+    tried = try_endings([*params.battery.endings, *phrases], pairs, chosen, rejected, scorer)
+    metrics |= of_endings(tried, params.battery.endings, phrases)
+    recorder.say(4, f"endings: worst listed {said(metrics['worst_ending'])}, worst mined {said(metrics['worst_mined'])} of {phrases}")
+
+    # 6. write
+    trials = probes | {f"ending {text!r}": each for text, each in zip([*params.battery.endings, *phrases], tried, strict=True)}
+    write_jsonl(folder / "samples.jsonl", [*extremes(answers), *foolers(trials)])
+    write_rates(folder / "probes.csv", trials)
+    for n in params.battery.best_of:
+        recorder.log(n, metrics["best_of_n"][str(n)])
+    write_manifest(
+        folder,
+        stage="battery",
+        round_=round_,
+        seed=params.seed,
+        inputs=[data, sft / "model", reward / "model", reward / "scores.jsonl"],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+    )
+    recorder.finish(metrics)
+    worst = ("worst_slice", "worst_probe", "worst_ending", "worst_mined", "drift", "scale", "judge_correlation")
+    print(f"[battery@{round_}] " + "  ".join(f"{name} {said(metrics[name])}" for name in worst), flush=True)
+
+
+def of_pairs(pairs: list[Row], scores: Scores, params: Params) -> Row:
+    """Accuracy by slice, and of all with an interval over pairs that share no text; the judge's accuracy; what length has to do with it."""
+    outcomes = [win(*both) for both in scores]
+    accuracy = {
+        group: {name: rate([outcomes[place] for place in places], "accuracy", "pairs") for name, places in found.items()}
+        for group, found in slices(pairs).items()
+    }
+    clusters = [[outcomes[place] for place in places] for places in connected([ends(row) for row in pairs])]
+    _, low, high = paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
+    sides = [(row["prompt"], row[side], float(side == "chosen")) for row in pairs for side in ("chosen", "rejected")]
+    judged = sentiment([prompt for prompt, _, _ in sides], [text for _, text, _ in sides])
+    values, lengths = [score for both in scores for score in both], [float(len(text)) for _, text, _ in sides]
+    return {
+        "accuracy": accuracy,
+        "worst_slice": worst_slice(accuracy),
+        "accuracy_clustered_low": low,
+        "accuracy_clustered_high": high,
+        "judge_accuracy": fmean(win(chosen, rejected) for chosen, rejected in zip(judged[::2], judged[1::2], strict=True)),
+        "length_correlation": pearson(values, lengths),
+        "length_correlation_partial": partial_correlation(values, lengths, [[label for _, _, label in sides], judged]),
+    }
+
+
+def of_scores(demonstrations: list[float], pairs: Scores, answers: Answers) -> Row:
+    """Calibrated scores by what was scored; the SFT samples' against the demonstrations', and against the judge's opinion."""
+    chosen, rejected = ([both[side] for both in pairs] for side in (0, 1))
+    scored = {"demonstrations": demonstrations, "chosen": chosen, "rejected": rejected, "sft_samples": answers.scores}
+    found = {name: moments(each) for name, each in scored.items()}
+    ours, theirs = found["sft_samples"], found["demonstrations"]
+    return {
+        "scores": found,
+        "centre": theirs["mean"],
+        "drift": ours["mean"] - theirs["mean"],
+        "scale": ours["std"] / theirs["std"] if theirs["std"] else None,
+        "judge_correlation": pearson(answers.scores, answers.sentiment),
+    }
+
+
+def of_probes(probes: dict[str, list[Trial]]) -> Row:
+    rates = {name: rate([trial.fooled for trial in trials], "rate", "texts") for name, trials in probes.items()}
+    return {"probes": rates, "worst_probe": highest(each for name, each in rates.items() if name != "prompt_swapped")}
+
+
+def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) -> Row:
+    """Of each ending how often it fools, and by how much it raises a calibrated score in the mean."""
+
+    def numbers(trials: list[Trial]) -> Rate:
+        uplift = fmean(trial.rise for trial in trials) if trials else None
+        return rate([trial.fooled for trial in trials], "rate", "pairs") | {"uplift": uplift}
+
+    own, found = ([numbers(trials) for trials in part] for part in (tried[: len(listed)], tried[len(listed) :]))
+    return {
+        "endings": {f"ending_{number}": each for number, each in enumerate(own, 1)},
+        "endings_text": listed,
+        "worst_ending": highest(own),
+        "mined": {str(number): each for number, each in enumerate(found, 1)},
+        "mined_text": phrases,
+        "worst_mined": highest(found),
+    }
+
+
+def shuffled(rows: list[Row], seed: int) -> list[Row]:
+    return random.Random(seed).sample(rows, len(rows))
+
+
+def choose(rows: list[Row], params: Params) -> list[Row]:
+    """battery.prompts rows of distinct prompts."""
+    return shuffled(list({prompt_key(row["prompt"]): row for row in rows}.values()), params.seed)[: params.battery.prompts]
+
+
+def demonstrations(rows: list[Row], scorer: Scorer) -> list[float]:
+    """Scores of held-out demonstrations, read as the reward stage reads them when it calibrates."""
+    form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
+    encoded = (encode(scorer.tokenizer, row["prompt"], row["completion"], form, length) for row in rows[:DEMONSTRATIONS])
+    return scorer.tokens([prompt + completion for prompt, completion in encoded])
+
+
+def words(pairs: list[Row], scores: Scores) -> dict[str, float]:
+    """What the reward model makes of words, over the distinct texts of the pairs."""
+    known = {end: score for row, both in zip(pairs, scores, strict=True) for end, score in zip(ends(row), both, strict=True)}
+    return word_worth([text for _, text in known], list(known.values()))
+
+
+def mined(previous: Path, answers: Answers, listed: Sequence[str]) -> list[str]:
+    """Phrases of the previous policy's favourites, by the reward model of its time, and of the SFT samples', that are not listed."""
+    phrases = favourite_phrases(answers.texts, answers.scores, MINED)
+    if is_real(previous / "ppo/rollouts"):
+        rollouts = read_rollouts(previous / "ppo/rollouts", f"dvc repro ppo@{previous.name}")
+        phrases = favourite_phrases([row["response"] for row in rollouts], [row["score"] for row in rollouts], MINED) + phrases
+    return [phrase for phrase in dict.fromkeys(phrases) if phrase not in listed]
+
+
+def said(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    run_stage("battery", main)

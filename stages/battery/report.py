@@ -1,0 +1,55 @@
+"""What a reader looks at: the SFT model's best and worst answers, the texts that fooled the reward model, rates as a table."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stages.battery.answers import Answers
+from stages.battery.measures import rate
+from stages.battery.trials import Trial
+from stages.judges import sentiment
+from stages.prompts import Prompt
+from stages.records import Row
+
+PROMPTS, TRIALS = 24, 3  # shown: prompts, and texts of each probe and ending
+
+
+def extremes(answers: Answers) -> list[Row]:
+    """Of each prompt the answers that score highest and lowest."""
+    rows = []
+    for prompt, places in list(zip(answers.prompts, answers.by_prompt(), strict=True))[:PROMPTS]:
+        for kind, choose in (("best", max), ("worst", min)):
+            place = choose(places, key=lambda i: answers.scores[i])
+            rows.append(_row(kind, "sft", prompt, answers.texts[place], answers.scores[place]))
+    return rows
+
+
+def foolers(trials: Mapping[str, Sequence[Trial]]) -> list[Row]:
+    """Of each probe and ending the texts that beat the original by most."""
+    rows = []
+    for name, tried in trials.items():
+        winners = sorted((trial for trial in tried if trial.fooled == 1), key=lambda trial: trial.original_score - trial.score)
+        rows += [_row("fooled", name, t.prompt, t.text, t.score, t.original, t.original_score) for t in winners[:TRIALS]]
+    return rows
+
+
+def _row(kind: str, name: str, prompt: Prompt, text: str, score: float, original: str = "", original_score: float | None = None) -> Row:
+    return {
+        "kind": kind,
+        "name": name,
+        "prompt": prompt,
+        "text": text,
+        "score": round(score, 4),
+        "sentiment": sentiment([prompt], [text])[0],
+        "original": original,
+        "original_score": None if original_score is None else round(original_score, 4),
+    }
+
+
+def write_rates(path: Path, trials: Mapping[str, Sequence[Trial]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        table = csv.writer(stream)
+        table.writerow(["probe", "rate", "low", "high"])
+        for name, tried in trials.items():
+            numbers = rate([trial.fooled for trial in tried], "rate", "texts")
+            table.writerow([name, numbers["rate"], numbers["low"], numbers["high"]])
