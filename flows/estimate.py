@@ -25,6 +25,7 @@ PPO_LEARNING, FORWARD, GENERATION = 0.75, 0.7, 0.28
 STAGE_SECONDS = 4.0  # DVC, loading and saving of models; per stage
 START_SECONDS = {"assets": 25.0, "gate_sft": 1.0, "annotate": 1.0, "gate_reward": 1.0, "gate_promote": 1.0}  # stages that do nothing else
 ANSWER_SECONDS = 2.0  # of a language model as judge, guessed: it depends on the server
+TRIALS = 11  # texts scored of each pair in the battery, without its listed endings: its own two, five probes, mined phrases
 LAYERS = 30  # of the embedded model; the presets' have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 FULL_BYTES = 20  # of a role whose weights are all trained: weights, frozen copy, gradient, float32 master, two moments of Adam
@@ -93,6 +94,8 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     rollouts = updates * ppo.batch_size * length
     validated = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length
     evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates + 1)
+    answered = params.battery.prompts * max(params.battery.best_of)
+    tried = params.battery.pairs * (TRIALS + len(params.battery.endings))
     learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
     # a sample is read twice (by reference and reward model, or policy and reference); the adapted layers of policy and critic learn
     # from a rollout's num_ppo_epochs times
@@ -100,6 +103,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
         "prepare": 0.0,
         "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
         "reward": _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
+        "battery": weights * answered * length * (2 / GENERATION + 2 / FORWARD) / rate + weights * tried * length * 2 / FORWARD / rate,
         "ppo": weights * (rollouts + validated) * (2 / GENERATION + 2 * 2 / FORWARD) / rate
         + weights * rollouts * ppo.num_ppo_epochs * learning / PPO_LEARNING / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,

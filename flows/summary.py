@@ -16,6 +16,7 @@ from stages.records import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = "Where to look next: `make ui` (runs, curves, checkpoints), `dvc metrics show`, `dvc plots show`, reports/<round>/."
+STAGES = ("sft", "reward", "battery", "ppo", "evaluate", "replay")
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "PPO"}
 
 # Row title -> the cell's text, with the metrics of one round by `stage.key` or `stage.group.key`.
@@ -23,6 +24,8 @@ ROWS = {
     "SFT loss, nats a token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
     "RM held-out accuracy [95%]": "{reward.accuracy:.3f} [{reward.accuracy_low:.3f}, {reward.accuracy_high:.3f}]",
     "RM margin": "{reward.margin:.2f}",
+    "RM best-of-n rise, judged [95%]": "{battery.best_of_n.rise:.3f} [{battery.best_of_n.rise_low:.3f}, {battery.best_of_n.rise_high:.3f}]",
+    "RM fooled by its worst ending": "{battery.worst_ending:.2f}",
     "PPO reward, first -> kept": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
     "PPO policy kept": "update {ppo.policy_update} of {ppo.updates}, {ppo.health}",
     "PPO KL from SFT, nats": "{evaluate.ppo.kl:.2f}",
@@ -77,7 +80,7 @@ def table(rounds: list[str], markdown: bool = False) -> Table:
 
 
 def _cells(round_: str) -> dict[str, str]:
-    metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in ("sft", "reward", "ppo", "evaluate", "replay")}
+    metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in STAGES}
     texts = {title: cell.format_map(metrics) for title, cell in ROWS.items()}
     return {title: text if any(sign.isdigit() for sign in text) else "-" for title, text in texts.items()}
 

@@ -39,7 +39,7 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(number: int, tmp_path: Path,
     Path("dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
     Path("params.yaml").write_text(yaml.safe_dump(Params(rounds=rounds(number)).model_dump(mode="json")))
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
-    names = ("prepare", "sft", "gate_sft", "annotate", "reward", "gate_reward", "ppo", "evaluate", "replay", "gate_promote")
+    names = ("prepare", "sft", "gate_sft", "annotate", "reward", "battery", "gate_reward", "ppo", "evaluate", "replay", "gate_promote")
     expected = ["assets", *(f"{name}@r{i}" for i in range(number) for name in names)]
     assert dag.stage_order([f"r{i}" for i in range(number)]) == expected
     listed = subprocess.run([sys.executable, "-m", "dvc", "stage", "list", "--name-only"], capture_output=True, text=True, check=True)

@@ -42,7 +42,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
 
     # every stage of every round left its three files, and every gate its mark
     for name in ("r0", "r1"):
-        for stage in ("sft", "reward", "ppo", "evaluate"):
+        for stage in ("sft", "reward", "battery", "ppo", "evaluate"):
             for file in ("metrics.json", "metrics.jsonl", "manifest.json"):
                 assert (clone / "rounds" / name / stage / file).stat().st_size > 0
         for gate in ("sft", "reward", "promote"):
@@ -51,7 +51,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
 
     first, second = clone / "rounds/r0", clone / "rounds/r1"
     # one template and one evaluation set in all stages and rounds
-    stages = ("prepare", "sft", "reward", "ppo", "evaluate", "replay")
+    stages = ("prepare", "sft", "reward", "battery", "ppo", "evaluate", "replay")
     assert len({read(folder / stage / "manifest.json")["template_hash"] for folder in (first, second) for stage in stages}) == 1
     assert read(first / "prepare/manifest.json")["evaluation_hash"] == read(second / "prepare/manifest.json")["evaluation_hash"]
     # people label what the reward models learn from, replayed pairs among it

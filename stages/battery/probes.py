@@ -30,7 +30,8 @@ def corruptions(texts: Sequence[Text], worth: Mapping[str, float], seed: int) ->
 
 def word_salad(text: str, generator: random.Random) -> str:
     words = text.split()
-    return _lead(text) + " ".join(generator.sample(words, len(words)))
+    mixed = generator.sample(words, len(words))
+    return _lead(text) + " ".join(mixed if mixed != words else [*words[1:], *words[:1]])  # of two words every other draw is no change
 
 
 def repeated_word(text: str, worth: Mapping[str, float]) -> str:

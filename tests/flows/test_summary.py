@@ -9,6 +9,7 @@ from flows import summary
 METRICS: dict[str, dict[str, Any]] = {
     "sft": {"loss_before": 5.17, "loss_after": 4.5},
     "reward": {"accuracy": 0.893, "accuracy_low": 0.855, "accuracy_high": 0.922, "margin": 3.1},
+    "battery": {"best_of_n": {"1": {"sentiment": 0.28}, "rise": 0.397, "rise_low": 0.306, "rise_high": 0.478}, "worst_ending": 0.405},
     "ppo": {"score_mean": 2.58, "score_mean_first": -0.61, "kl": 6.3, "response_length": 12.4},
     "evaluate": {
         "win_rate": 0.81,
@@ -46,6 +47,8 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table[""] == ["r0", "r1"]
     assert table["SFT loss, nats a token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
     assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
+    assert table["RM best-of-n rise, judged [95%]"] == ["0.397 [0.306, 0.478]", "-"]
+    assert table["RM fooled by its worst ending"] == ["0.41", "-"]
     assert table["PPO reward, first -> kept"] == ["-0.61 -> 2.58", "-"]
     assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
     assert table["judged sentiment, SFT -> PPO"] == ["0.26 -> 0.74", "-"]

@@ -1,4 +1,4 @@
-"""A round on disk as evaluate and replay find it: the tiny random model with random adapters, and a few made-up rows."""
+"""A round on disk as battery, evaluate and replay find it: the tiny random model with random adapters, and a few made-up rows."""
 
 import json
 import shutil
@@ -21,6 +21,7 @@ SMALL = {
     "model": {"dtype": "float32", "threads": 1},
     "ppo": {"response_length": 8, "validation_prompts": 2, "validation_updates": 2},
     "evaluate": {"samples_per_prompt": 2, "bootstrap_resamples": 200},
+    "battery": {"pairs": 6, "prompts": 3, "best_of": [1, 2]},
     "replay": {"max_badcases": 12, "score_high": 10, "best_of": 2, "pairs_per_exploit": 6, "max_share": 0.5},
 }
 GOOD, BAD = ("wonderful", "great", "lovely"), ("awful", "sad", "dull")
@@ -102,8 +103,9 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         save_model(sft, tokenizer, folder / "sft/model")
         save_model(reward, tokenizer, folder / "reward/model")
         pairs, score = read_jsonl(folder / "prepare/data/pairs_eval.jsonl", ""), Scorer(folder / "reward/model", tokenizer, params, 8)
-        chosen = score([row["prompt"] for row in pairs], [row["chosen"] for row in pairs])
-        write_jsonl(folder / "reward/scores.jsonl", ({"id": row["id"], "chosen": s} for row, s in zip(pairs, chosen, strict=True)))
+        sides = {side: score([row["prompt"] for row in pairs], [row[side] for row in pairs]) for side in ("chosen", "rejected")}
+        rows = [{"id": row["id"]} | {side: scores[place] for side, scores in sides.items()} for place, row in enumerate(pairs)]
+        write_jsonl(folder / "reward/scores.jsonl", rows)
         for name, seed in {"policy": 1, "checkpoints/step_00002": 2, "checkpoints/step_00004": 1}.items():
             write_adapter(sft, folder / "ppo" / name, seed)
         template = {"template_hash": template_hash(tokenizer, params.prepare.prompt_format)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stages.statistics import calibration, paired_bootstrap, pearson, wilson_interval
+from stages.statistics import calibration, connected, paired_bootstrap, partial_correlation, pearson, wilson_interval
 
 
 def test_wilson_by_hand():
@@ -74,3 +74,24 @@ def test_pearson():
     assert pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic)
     assert pearson(x, [1.0] * 4) is None
     assert pearson([1.0], [1.0]) is None
+
+
+def test_partial_correlation_is_that_of_the_inverse_covariance():
+    """-P_xy / sqrt(P_xx P_yy), the other definition (Whittaker 1990): nothing is regressed there."""
+    z, w, e, f = np.random.default_rng(0).normal(size=(4, 300))
+    x, y = 2 * z + e, 3 * z - w + 0.5 * e + f
+    precision = np.linalg.inv(np.cov([x, y, z, w]))
+    expected = -precision[0, 1] / math.sqrt(precision[0, 0] * precision[1, 1])
+    assert partial_correlation(x, y, [z, w]) == pytest.approx(expected)
+    assert 0.3 < expected < 0.6 < pearson(x, y)
+
+
+def test_partial_correlation_of_what_is_explained_whole_is_undefined():
+    x, z = [1.0, 2.0, 3.0, 5.0], [2.0, 4.0, 6.0, 10.0]
+    assert partial_correlation(x, [1.0, 0.0, 2.0, 1.0], [z]) is None
+    assert partial_correlation([1.0, 2.0, 4.0], [3.0, 1.0, 2.0], [[1.0, 0.0, 1.0]]) is None  # three points, two of them used up
+
+
+def test_links_that_hang_together():
+    assert connected([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [[0, 2], [1, 3], [4]]
+    assert connected([("a", "a")]) == [[0]]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from stages.text import distinct_n, plain, repetition_n, suffix_counts, suffixes, tokens
+from stages.text import distinct_n, phrases, plain, repetition_n, suffix_counts, suffixes, tokens
 
 
 def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
@@ -40,6 +40,11 @@ def test_suffixes_keep_the_space_before_them():
     assert suffixes("So. Enjoy! 😃") == [" 😃", "! 😃", " Enjoy! 😃"]
     assert suffixes("Hi") == ["Hi"]
     assert suffixes("") == []
+
+
+def test_phrases_are_as_written_and_can_follow_a_text():
+    assert phrases("So fun! 😃", longest=2) == {" So", " fun", "!", " 😃", " So fun", " fun!", "! 😃"}
+    assert phrases("") == set()
 
 
 def test_suffix_counts_are_of_texts():
