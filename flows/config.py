@@ -19,6 +19,7 @@ from stages.params import (
     PARAMS_FILE,
     AnnotateParams,
     AssetsParams,
+    BatteryParams,
     EvaluateParams,
     GatesParams,
     ModelParams,
@@ -54,6 +55,7 @@ class Sections(Section):
     ppo: PpoParams | None = None
     evaluate: EvaluateParams | None = None
     replay: ReplayParams | None = None
+    battery: BatteryParams | None = None
     gates: GatesParams | None = None
 
 

@@ -172,6 +172,9 @@ class RewardParams(TrainParams):
     num_train_epochs: float = Field(1.0, gt=0)
     continue_epochs: float | None = Field(0.5, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
+    hard_negatives: float = Field(
+        0.25, ge=0, le=1, description="Pairs to add, as a share of the pairs: good texts against themselves broken, and borrowed endings."
+    )
     center_rewards_coefficient: float | None = Field(0.01, ge=0, description="Weight of the squared mean reward of a pair (TRL).")
 
 

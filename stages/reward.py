@@ -19,6 +19,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 from stages.baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.errors import RondoError
 from stages.generation import reward_scores
+from stages.hard_negatives import hard_negatives
 from stages.lora import add_adapters
 from stages.models import (
     calibrated,
@@ -65,8 +66,9 @@ def main(params: Params, round_: str) -> None:
     start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
     model = load_reward_model(start, weights_params(params.model, params.reward.lora))
 
-    # 3. train
-    sides = zip(ids(train, "chosen"), ids(train, "rejected"), strict=True)
+    # 3. train, on broken texts and borrowed endings too
+    more = hard_negatives([row for row in train if "badcase" not in row], params.reward.hard_negatives, params.seed)
+    sides = zip(ids(train + more, "chosen"), ids(train + more, "rejected"), strict=True)
     pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in sides]
     trained = fit(model, tokenizer, pairs, params, recorder, continues)
 
@@ -105,6 +107,7 @@ def main(params: Params, round_: str) -> None:
         measured
         | {
             "train_pairs": len(train),
+            "hard_negatives": len(more),
             "baseline_longest": longest_wins_accuracy(held_out),
             "baseline_tfidf": tfidf_accuracy(train, held_out, params.seed),
             "score_mean": merged.config.mean,

@@ -1,6 +1,5 @@
 """The battery stage, top to bottom."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -8,19 +7,19 @@ from statistics import fmean
 from stages.battery.answers import Answers, draw, selection
 from stages.battery.measures import Rate, disjoint, ends, highest, moments, rate, slices, win, worst_slice
 from stages.battery.mined import favourite_phrases
-from stages.battery.probes import word_worth
 from stages.battery.report import extremes, foolers, write_rates
 from stages.battery.trials import Trial, try_endings, try_probes
+from stages.corruptions import word_worth
 from stages.judges import sentiment
 from stages.models import load_causal_lm, load_tokenizer, prepare_torch
 from stages.params import Params
 from stages.ppo.rollouts import read_rollouts
-from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
 from stages.records import Recorder, Row, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
 from stages.scorer import Scorer, short
 from stages.statistics import connected, paired_bootstrap, partial_correlation, pearson
+from stages.training_prompts import once, shuffled
 
 BATCH = 128  # responses sampled or scored at once
 DEMONSTRATIONS = 256  # at most
@@ -47,7 +46,7 @@ def main(params: Params, round_: str) -> None:
     recorder.say(1, f"{len(held_out)} held-out pairs: worst slice {said(metrics['worst_slice'])}")
 
     # 3. what PPO starts from: how its scores lie to those of demonstrations, and whether the answers that score higher are better ones
-    answers = draw(model, scorer, choose(asked, params), max(params.battery.best_of), params)
+    answers = draw(model, scorer, shuffled(once(asked), params.seed)[: params.battery.prompts], max(params.battery.best_of), params)
     metrics |= of_scores(demonstrations(shown, scorer), scores, answers) | {"best_of_n": selection(answers, params)}
     recorder.say(
         2, f"{len(answers.texts)} SFT samples: best of {max(params.battery.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
@@ -144,15 +143,6 @@ def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) 
         "mined_text": phrases,
         "worst_mined": highest(found),
     }
-
-
-def shuffled(rows: list[Row], seed: int) -> list[Row]:
-    return random.Random(seed).sample(rows, len(rows))
-
-
-def choose(rows: list[Row], params: Params) -> list[Row]:
-    """battery.prompts rows of distinct prompts."""
-    return shuffled(list({prompt_key(row["prompt"]): row for row in rows}.values()), params.seed)[: params.battery.prompts]
 
 
 def demonstrations(rows: list[Row], scorer: Scorer) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.battery.measures import win
-from stages.battery.probes import Text, corruptions
+from stages.corruptions import Text, corruptions
 from stages.prompts import Prompt
 from stages.records import Row
 from stages.scorer import Score

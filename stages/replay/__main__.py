@@ -109,8 +109,6 @@ def late(rollouts: list[Row]) -> list[Row]:
     return [row for row in rollouts if row["update"] > 2 / 3 * last]
 
 
-
-
 def from_rollouts(rows: list[Row]) -> list[Sample]:
     judged = judge([row["prompt"] for row in rows], [row["response"] for row in rows])
     return [

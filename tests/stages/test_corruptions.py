@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from stages.battery.probes import corruptions, repeated_word, truncated, word_salad, word_worth
+from stages.corruptions import corruptions, repeated_word, truncated, word_salad, word_worth
 
 CHAT = [{"role": "user", "content": "How are you?"}]
 

@@ -1,0 +1,44 @@
+"""Worse texts made of good ones."""
+
+from collections import Counter
+
+from stages.hard_negatives import hard_negatives
+
+PAIRS = [
+    {
+        "id": f"p{n}",
+        "prompt": "It",
+        "chosen": f" is a fine day, number {n}!",
+        "rejected": f" was a bad day, number {n}.",
+        "source": "people",
+    }
+    for n in range(60)
+]
+
+
+def test_each_kind_in_turn_and_the_label_stays():
+    rows = hard_negatives(PAIRS, 0.5, seed=1)
+    assert len(rows) == 30
+    kinds = Counter(row["id"].split("-")[1] for row in rows)
+    assert kinds == {"borrowed_ending": 10, "word_salad": 5, "repeated_word": 5, "truncated": 5, "empty": 5}
+    for row in rows:
+        original, kind = PAIRS[int(row["id"].split("-")[0][1:])], row["id"].split("-")[1]
+        assert (row["prompt"], row["chosen"], row["source"]) == ("It", original["chosen"], "hard_negative")
+        expected = {
+            "borrowed_ending": row["rejected"].startswith(original["rejected"]) and row["rejected"].endswith("!"),
+            "word_salad": sorted(row["rejected"].split()) == sorted(row["chosen"].split()) and row["rejected"] != row["chosen"],
+            "repeated_word": row["rejected"] in (" fine fine fine fine fine fine", " is is is is is is"),  # both in chosen texts alone
+            "truncated": row["rejected"] == " is a fine",
+            "empty": row["rejected"] == "",
+        }
+        assert expected[kind], row
+
+
+def test_the_same_by_the_same_seed_and_none_of_none():
+    assert hard_negatives(PAIRS, 0.2, seed=3) == hard_negatives(PAIRS, 0.2, seed=3) != hard_negatives(PAIRS, 0.2, seed=4)
+    assert hard_negatives(PAIRS, 0.0, seed=0) == [] == hard_negatives([], 0.5, seed=0)
+
+
+def test_what_a_kind_leaves_as_it_is_is_left_out():
+    one_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 6
+    assert {row["id"] for row in hard_negatives(one_word, 1.0, seed=0)} == {"a-borrowed_ending", "a-truncated", "a-empty"}
