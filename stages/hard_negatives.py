@@ -15,7 +15,7 @@ KINDS = ("borrowed_ending", "word_salad", "borrowed_ending", "repeated_word", "t
 
 
 def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
-    """`share` of the pairs at random, the chosen text against a worse one, by kinds in turn; without those that a kind leaves as they are."""
+    """`share` of the pairs at random, the chosen text against a worse one, by kinds in turn; without those that stay as they are."""
     generator = random.Random(seed)
     drawn = generator.sample(pairs, round(share * len(pairs)))
     texts, labels = [row[side] for row in pairs for side in ("chosen", "rejected")], [1.0, 0.0] * len(pairs)
