@@ -102,7 +102,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     work = {
         "prepare": 0.0,
         "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
-        "reward": _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
+        "reward": params.reward.ensemble * _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
         "battery": weights * answered * length * (2 / GENERATION + 2 / FORWARD) / rate + weights * tried * length * 2 / FORWARD / rate,
         "ppo": weights * (rollouts + validated) * (2 / GENERATION + 2 * 2 / FORWARD) / rate
         + weights * rollouts * ppo.num_ppo_epochs * learning / PPO_LEARNING / rate,

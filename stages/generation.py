@@ -5,6 +5,7 @@ Dimensions: B sequences, T response tokens of one, N of all, M prompt and respon
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from stages.layers import common_layers, through
 from stages.logprobs import logprobs_of
 from stages.lora import holding
+from stages.models import combined, members
 from stages.packing import Packed, Tokens, hidden_states, pack, precision, prefill, unwrap
 from stages.params import PpoParams
 
@@ -24,6 +26,11 @@ LEAVE = 0.75  # share of a batch still being sampled, at which the others leave 
 def scalar_head(model: Any, hidden: Tensor) -> Tensor:
     """(...) scores of (..., H) states, in float32: in bfloat16 a score near 3 moves in steps of 0.016."""
     return torch.nn.functional.linear(hidden.float(), unwrap(model).score.weight.float()).squeeze(-1)
+
+
+def last_scores(model: Any, packed: Packed, entering: Tensor | None, first: int) -> Tensor:
+    """(B,) raw scores at the rows' last tokens, from the (M, H) states that enter layer `first`, or from the tokens."""
+    return scalar_head(model, through(model, packed, entering, first)[0][packed.last])
 
 
 def response_logits(model: Any, packed: Packed, hidden: Tensor) -> Tensor:
@@ -89,7 +96,8 @@ def assess(
     """
     told = Assessed(*(torch.zeros(len(prompt_ids)) for _ in Assessed._fields))
     with reference() as model:
-        common, device = common_layers(*(each for each in (model, policy, reward_model) if each)), unwrap(model).device
+        together = [model, *([policy] if policy else []), *(members(reward_model) if reward_model else [])]
+        common, device = common_layers(*together), unwrap(model).device
     for batch in _by_length([len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size):
         packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, eos_token_id)
         with reference() as model:
@@ -100,12 +108,17 @@ def assess(
             own = response_logprobs(policy, packed, through(policy, packed, start, common)[0], temperature)
         told.kl[batch], told.ref_logprobs[batch] = (own - theirs).sum(1).cpu(), theirs.sum(1).cpu()
         if reward_model:
-            told.scores[batch] = scalar_head(reward_model, through(reward_model, packed, start, common)[0][packed.last]).cpu()
+            told.scores[batch] = combined(reward_model, partial(last_scores, packed=packed, entering=start, first=common)).cpu()
     return told
 
 
-@torch.no_grad()
 def reward_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64) -> Tensor:
+    """(B,) raw scores of a reward model or its ensemble, as `own_scores` has them of one member."""
+    return combined(model, lambda member: own_scores(member, sequences, batch_size=batch_size))
+
+
+@torch.no_grad()
+def own_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64) -> Tensor:
     """(B,) raw scores, float32 on the CPU, read at each sequence's last token (EOS, where it was trained with EOS)."""
     scores = torch.empty(len(sequences))
     for batch in _by_length([len(s) for s in sequences], batch_size):

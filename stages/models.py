@@ -1,6 +1,6 @@
 """Loading, adapting and saving models: safetensors only, no remote code, dropout off."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.errors import BadInput
 from stages.lora import load_adapters
-from stages.params import Dtype, LoraParams, ModelParams, Params
+from stages.packing import unwrap
+from stages.params import Dtype, LoraParams, ModelParams, Params, Reduce
 from stages.records import read_json, write_json
 
+MEMBERS = "members"  # folder, within a reward model's, of the further members of its ensemble
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of Gemma 2, Cohere, Granite
 
 
@@ -103,9 +105,43 @@ def weights_params(model: ModelParams, lora: LoraParams) -> ModelParams:
     return model if lora.r else model.model_copy(update={"dtype": Dtype.float32})
 
 
-def load_reward_model(path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
-    """A scalar-head model. `config.mean` and `config.std` calibrate its scores to SFT demonstrations (see stages/reward.py)."""
-    return _load(AutoModelForSequenceClassification, path, params, num_labels=1, **more)
+def load_scalar_model(path: Path, params: ModelParams) -> PreTrainedModel:
+    """A model with one number as its head, alone."""
+    return _load(AutoModelForSequenceClassification, path, params, num_labels=1)
+
+
+def load_reward_model(path: Path, params: ModelParams) -> PreTrainedModel:
+    """A reward model, with the further members of its ensemble where it has any.
+
+    `config.mean` and `config.std` calibrate its scores to SFT demonstrations (see stages/reward.py).
+    """
+    members = sorted((path / MEMBERS).glob("*"))
+    return in_ensemble(load_scalar_model(path, params), [load_scalar_model(member, params) for member in members])
+
+
+def in_ensemble(reward_model: PreTrainedModel, others: list[PreTrainedModel]) -> PreTrainedModel:
+    """The model that now knows the further members: `members` and `combined` find them again, nothing that trains or saves it does."""
+    reward_model.ensemble = others
+    return reward_model
+
+
+def members(reward_model: Any) -> list[Any]:
+    """A reward model and the further members of its ensemble."""
+    return [reward_model, *getattr(unwrap(reward_model), "ensemble", [])]
+
+
+def combined(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """(B,) raw scores of an ensemble, in the units of its first member, so that nothing else need know that there are several.
+
+    `read` gives one member's raw scores; the members' calibrated scores are reduced as `config.ensemble_reduce` says.
+    """
+    first, *others = members(reward_model)
+    raw = read(first)
+    if not others:
+        return raw
+    scores = torch.stack([calibrated(raw, first), *(calibrated(read(member), member) for member in others)])
+    reduced = scores.amin(0) if first.config.ensemble_reduce == Reduce.min.value else scores.mean(0)
+    return reduced * first.config.std + first.config.mean
 
 
 def calibrated(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:

@@ -38,6 +38,11 @@ class InitFrom(str, Enum):
     previous = "previous"
 
 
+class Reduce(str, Enum):
+    mean = "mean"
+    min = "min"
+
+
 class PromptFormat(str, Enum):
     plain = "plain"
     chat = "chat"
@@ -175,6 +180,10 @@ class RewardParams(TrainParams):
     hard_negatives: float = Field(
         0.25, ge=0, le=1, description="Pairs to add, as a share of the pairs: good texts against themselves broken, and borrowed endings."
     )
+    ensemble: int = Field(
+        1, ge=1, le=8, description="Reward models that are trained, each with a seed of its own; all score together (Coste et al. 2024)."
+    )
+    ensemble_reduce: Reduce = Field(Reduce.mean, description="`mean` of the members' calibrated scores, or the worst case: `min`.")
     center_rewards_coefficient: float | None = Field(0.01, ge=0, description="Weight of the squared mean reward of a pair (TRL).")
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,10 @@ from stages.generation import reward_scores
 from stages.hard_negatives import hard_negatives
 from stages.lora import add_adapters
 from stages.models import (
+    MEMBERS,
     calibrated,
-    load_reward_model,
+    in_ensemble,
+    load_scalar_model,
     load_tokenizer,
     merge_adapter,
     prepare_torch,
@@ -32,7 +35,7 @@ from stages.models import (
     weights_params,
 )
 from stages.packing import Tokens, without_padding
-from stages.params import Params
+from stages.params import Params, Reduce
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
 from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_jsonl, write_manifest
@@ -64,19 +67,23 @@ def main(params: Params, round_: str) -> None:
     # 2. where training starts: the SFT model, or the reward model of the round before
     previous = Path(params.rounds[round_].previous) / "reward" / "model"
     start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
-    model = load_reward_model(start, weights_params(params.model, params.reward.lora))
 
-    # 3. train, on broken texts and borrowed endings too
+    # 3. train the members of the ensemble, of which there is usually one, on broken texts and borrowed endings too; centre each on the
+    # SFT demonstrations
     more = hard_negatives([row for row in train if "badcase" not in row], params.reward.hard_negatives, params.seed)
     sides = zip(ids(train + more, "chosen"), ids(train + more, "rejected"), strict=True)
     pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in sides]
-    trained = fit(model, tokenizer, pairs, params, recorder, continues)
+    ensemble = []
+    for seed in range(params.seed, params.seed + params.reward.ensemble):
+        torch.manual_seed(seed)
+        model = load_scalar_model(start, weights_params(params.model, params.reward.lora))
+        member = merge_adapter(fit(model, tokenizer, pairs, params, seed, recorder, continues), resolve_dtype(params.model.dtype))
+        centre = reward_scores(member, ids(demonstrations, "completion"))
+        member.config.mean, member.config.std = float(centre.mean()), float(centre.std())
+        ensemble.append(member)
 
-    # 4. centre on the SFT demonstrations, save merged
-    merged = merge_adapter(trained, resolve_dtype(params.model.dtype))
-    centre = reward_scores(merged, ids(demonstrations, "completion"))
-    merged.config.mean, merged.config.std = float(centre.mean()), float(centre.std())
-    save_model(merged, tokenizer, folder / "model")
+    # 4. save, merged
+    merged = save_ensemble(ensemble, tokenizer, params.reward.ensemble_reduce, folder / "model")
 
     # 5. a fresh process must give the saved model the same scores, of the same batch: in bfloat16 another one rounds otherwise
     some = chosen[:RELOAD_ROWS]
@@ -142,11 +149,13 @@ def quality(margins: Tensor, folder: Path) -> dict[str, float]:
     }
 
 
-def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params: Params, recorder: Recorder, continues: bool) -> Any:
+def fit(
+    model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params: Params, seed: int, recorder: Recorder, continues: bool
+) -> Any:
     """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
     model.score.float()  # a bfloat16 head would not move by steps of 1e-4
     model = add_adapters(model, params.reward.lora, "SEQ_CLS")
-    arguments = trainer_arguments(params.reward, params.model, params.seed, work_dir(recorder.round, "reward"), continues)
+    arguments = trainer_arguments(params.reward, params.model, seed, work_dir(recorder.round, "reward"), continues)
     names = {name: name for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")}
     trainer = RewardTrainer(
         model=model,
@@ -163,6 +172,18 @@ def fit(model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params
     with without_padding(model):
         trainer.train()
     return trainer.model.eval()
+
+
+def save_ensemble(ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduce: Reduce, folder: Path) -> Any:
+    """The first member in `folder`, the others in a folder within; returns the first, with the others."""
+    first, *others = ensemble
+    if others:
+        first.config.ensemble_reduce = reduce.value
+    save_model(first, tokenizer, folder)
+    shutil.rmtree(folder / MEMBERS, ignore_errors=True)
+    for number, member in enumerate(others, 1):
+        save_model(member, tokenizer, folder / MEMBERS / str(number))
+    return in_ensemble(first, others)
 
 
 def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:

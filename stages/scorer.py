@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from stages.generation import reward_scores
-from stages.models import calibrated, load_reward_model
+from stages.generation import own_scores, reward_scores
+from stages.models import calibrated, load_reward_model, members
 from stages.packing import Tokens
 from stages.params import Params
 from stages.prompts import Prompt, encode
@@ -31,6 +32,11 @@ class Scorer:
     def tokens(self, sequences: Sequence[Tokens]) -> list[float]:
         scores: list[float] = calibrated(self.raw(sequences), self.model).tolist()
         return scores
+
+    def apart(self, sequences: Sequence[Tokens]) -> Tensor:
+        """(K, B) calibrated scores of each of K members of an ensemble."""
+        each = (calibrated(own_scores(m, sequences, batch_size=self.batch_size), m) for m in members(self.model))
+        return torch.stack(list(each))
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Tokens]:
         encoded = (encode(self.tokenizer, p, r, self.params.prepare.prompt_format) for p, r in zip(prompts, responses, strict=True))

@@ -52,11 +52,12 @@ class RecordSteps(TrainerCallback):
 
     def __init__(self, recorder: Recorder, names: dict[str, str], show: list[str]) -> None:
         self.recorder, self.names, self.show = recorder, names, show
+        self.before = len(recorder.steps)  # of an ensemble's members that were trained before
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.recorder.total_steps = state.max_steps
+        self.recorder.total_steps = self.before + state.max_steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         metrics = {ours: float(logs[theirs]) for theirs, ours in self.names.items() if logs and theirs in logs}
         if "loss" in metrics:
-            self.recorder.log(state.global_step, metrics, self.show)
+            self.recorder.log(self.before + state.global_step, metrics, self.show)

@@ -119,6 +119,7 @@ def of_scores(demonstrations: list[float], pairs: Scores, answers: Answers) -> R
         "drift": ours["mean"] - theirs["mean"],
         "scale": ours["std"] / theirs["std"] if theirs["std"] else None,
         "judge_correlation": pearson(answers.scores, answers.sentiment),
+        **({"ensemble_disagreement": answers.disagreement} if answers.disagreement is not None else {}),
     }
 
 

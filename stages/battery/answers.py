@@ -9,6 +9,7 @@ import torch
 from stages.battery.measures import best_of_n
 from stages.generation import sample
 from stages.judges import sentiment
+from stages.models import members
 from stages.packing import closed
 from stages.params import Params
 from stages.prompts import Prompt, encode
@@ -19,12 +20,16 @@ from stages.statistics import paired_bootstrap
 
 @dataclass(frozen=True)
 class Answers:
-    """P prompts; P x N texts, their calibrated scores and judged sentiments, those of one prompt beside each other."""
+    """P prompts; P x N texts, their calibrated scores and judged sentiments, those of one prompt beside each other.
+
+    disagreement: the standard deviation of a text's calibrated score over the members of an ensemble, in the mean.
+    """
 
     prompts: list[Prompt]
     texts: list[str]
     scores: list[float]
     sentiment: list[float]
+    disagreement: float | None = None
 
     def by_prompt(self) -> list[range]:
         """For each prompt the places of its texts."""
@@ -45,8 +50,9 @@ def draw(model: Any, scorer: Scorer, rows: list[Row], each: int, params: Params)
     responses = sample(model, scorer.tokenizer, ids, params.ppo, generator, scorer.batch_size)
     ended = closed(responses, scorer.tokenizer.eos_token_id)
     texts = scorer.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    scores = scorer.tokens([prompt + response for prompt, response in zip(ids, ended, strict=True)])
-    return Answers(prompts, texts, scores, sentiment(asked, texts))
+    whole = [prompt + response for prompt, response in zip(ids, ended, strict=True)]
+    disagreement = float(scorer.apart(whole).std(0).mean()) if len(members(scorer.model)) > 1 else None
+    return Answers(prompts, texts, scorer.tokens(whole), sentiment(asked, texts), disagreement)
 
 
 def selection(answers: Answers, params: Params) -> dict[str, Any]:

@@ -6,6 +6,7 @@ beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.generation import response_logits, response_logprobs, sample, scalar_head
+from stages.generation import last_scores, response_logits, response_logprobs, sample, scalar_head
 from stages.layers import common_layers, through
 from stages.logprobs import logprobs_of
 from stages.lora import add_adapters
-from stages.models import calibrated, load_causal_lm, load_reward_model, load_tokenizer
+from stages.models import calibrated, combined, load_causal_lm, load_reward_model, load_tokenizer, members
 from stages.packing import Packed, Tokens, hidden_states
 from stages.params import Critic, Params, PpoParams
 from stages.ppo.rewards import Rewards, load_rewards
@@ -68,7 +69,7 @@ class Roles:
         self.critic_trunk = None if self.reward_model else trunk_of(self.critic)
         self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
         with self.policy_trunk.reference() as reference, self.reward_trunk.reference() as reward_model:
-            self.common = common_layers(reference, reward_model)
+            self.common = common_layers(reference, *members(reward_model))
 
     def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
         """One response a prompt by the policy as it is now, in one batch."""
@@ -103,11 +104,13 @@ class Roles:
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(B,) raw scores of the reward model, and for each row the states from which the critic starts."""
+        """(B,) raw scores of the reward model or its ensemble, and for each row the states from which the critic starts."""
         with self.reward_trunk.reference() as reward_model:
             start = shared if self.common else None
             hidden, entering = through(reward_model, packed, start, self.common, keep=starts(self.reward_trunk))
-            scores = scalar_head(reward_model, hidden[packed.last])
+            own = scalar_head(reward_model, hidden[packed.last])
+            read = partial(last_scores, packed=packed, entering=start, first=self.common)
+            scores = combined(reward_model, lambda member: own if member is reward_model else read(member))
         return scores, by_row(packed, entering)
 
     def calibrated(self, raw: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -102,6 +103,22 @@ def test_prompts_of_messages(make_round):
     told = metrics("r0")
     assert told["judge_accuracy"] == 1.0 and told["probes"]["prompt_swapped"]["texts"] == 6
     assert read_jsonl(Path("rounds/r0/battery/samples.jsonl"), "")[0]["prompt"][0]["role"] == "user"
+
+
+def test_how_far_the_members_of_an_ensemble_disagree(make_round):
+    params, model = make_round("r0", 1.0), Path("rounds/r0/reward/model")
+    main(params, "r0")
+    alone = metrics("r0")
+    shutil.copytree(model, work := Path("second"))
+    for folder, changes in ((model, {"ensemble_reduce": "mean"}), (work, {"mean": 2.5})):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+    shutil.copytree(work, model / "members/1")
+    main(params, "r0")
+    told = metrics("r0")
+    # the same weights, centred at 2.5 instead of 0.5 with a deviation of 2: 1 lower, so that the standard deviation of two is 1 / sqrt(2)
+    assert told["ensemble_disagreement"] == pytest.approx(0.70711, abs=1e-4) and "ensemble_disagreement" not in alone
+    assert told["scores"]["sft_samples"]["mean"] == pytest.approx(alone["scores"]["sft_samples"]["mean"] - 0.5, abs=1e-4)
 
 
 def test_another_prompt_template_is_refused(make_round):

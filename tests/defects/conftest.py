@@ -1,0 +1,103 @@
+"""The pipeline from the data to the reward model's gate, on a small world: all of it once, and from where a defect is planted."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import chdir
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stages import reward, sft
+from stages.annotate import __main__ as annotate
+from stages.assets import build as assets
+from stages.battery import __main__ as battery
+from stages.errors import RondoError
+from stages.gate import run_gate
+from stages.params import Params, check_params
+from stages.prepare import build as prepare
+
+from tests.defects.world import World, world
+
+STEPS: dict[str, Callable[[Params, str], None]] = {
+    "assets": assets.build,
+    "prepare": prepare.build,
+    "sft": sft.main,
+    "gate_sft": lambda params, round_: run_gate(params, "sft", round_),
+    "annotate": annotate.main,
+    "reward": reward.main,
+    "battery": battery.main,
+    "gate_reward": lambda params, round_: run_gate(params, "reward", round_),
+}
+SETTINGS: dict[str, Any] = {
+    "assets": {"model": "tiny", "data": "files"},
+    "prepare": {"max_eval_prompts": 40},
+    "model": {"dtype": "float32", "threads": 1},
+    "sft": {"learning_rate": 3e-3, "per_device_train_batch_size": 32, "num_train_epochs": 8, "max_length": 48, "lora": {"r": 0}},
+    "reward": {"learning_rate": 2e-3, "per_device_train_batch_size": 32, "num_train_epochs": 8, "max_length": 48, "lora": {"r": 0}},
+    "ppo": {"response_length": 16},
+}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where the pipeline stopped, and what it said; `failed`: a gate's metrics that were out of their bands."""
+
+    step: str
+    said: str
+    failed: tuple[str, ...] = ()
+
+
+def settings(sources: World, changes: dict[str, Any]) -> Params:
+    listed = [{"path": name, "use": name.split("_")[0]} for name in sources]
+    values = {section: dict(keys) for section, keys in SETTINGS.items()}
+    for section, keys in {"prepare": {"sources": listed}, **changes}.items():
+        values[section] = {**values.get(section, {}), **keys}
+    return check_params(values, "test")
+
+
+def go(params: Params, start: str) -> Stop | None:
+    """The steps from `start` on, here; None where nothing stops them."""
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))  # for the process that reloads the reward model
+    names = list(STEPS)
+    for step in names[names.index(start) :]:
+        try:
+            STEPS[step](params, "r0")
+        except RondoError as error:
+            verdict = Path("reports/r0") / f"{step}.json"
+            checks = json.loads(verdict.read_text())["checks"] if step.startswith("gate_") else []
+            return Stop(step, str(error), tuple(check["metric"] for check in checks if not check["passed"]))
+    return None
+
+
+def write(sources: World) -> None:
+    for name, rows in sources.items():
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stop | None]:
+    """A folder in which the pipeline ran on the world as it is, and where it stopped."""
+    folder, sources = tmp_path_factory.mktemp("clean"), world()
+    with chdir(folder):
+        write(sources)
+        return folder, go(settings(sources, {}), "assets")
+
+
+@pytest.fixture
+def planted(clean: tuple[Path, Stop | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stop | None]:
+    """Run from `start` on in a copy of that folder, with other sources or settings: `planted("reward", {"train_pairs.jsonl": rows}, reward={...})`."""
+    folder = tmp_path / "world"
+    shutil.copytree(clean[0], folder)
+    monkeypatch.chdir(folder)
+
+    def run(start: str, sources: World | None = None, **changes: Any) -> Stop | None:
+        everything = world() | (sources or {})
+        write(sources or {})
+        return go(settings(everything, changes), start)
+
+    return run
