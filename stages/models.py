@@ -53,17 +53,26 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
+    """
+    Raises:
+        BadInput: no model there, or weights are missing that its config says it has: transformers would make them up, and warn.
+    """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
-    model: PreTrainedModel = kind.from_pretrained(
+    model, found = kind.from_pretrained(
         path,
         dtype=resolve_dtype(params.dtype),
         attn_implementation=params.attn_implementation,
         use_safetensors=True,
         local_files_only=True,
+        output_loading_info=True,
         **more,
     )
-    return model.to(default_device()).eval()
+    saved_as = read_json(path / "config.json", "").get("architectures") or []
+    if type(model).__name__ in saved_as and (lost := sorted(found["missing_keys"])):
+        raise BadInput(f"{path}: {', '.join(lost[:3])} is missing in its weights, lost when it was saved: run its stage again")
+    loaded: PreTrainedModel = model.to(default_device()).eval()
+    return loaded
 
 
 def load_causal_lm(path: Path, params: ModelParams) -> Any:
@@ -106,7 +115,7 @@ def weights_params(model: ModelParams, lora: LoraParams) -> ModelParams:
 
 
 def load_scalar_model(path: Path, params: ModelParams) -> PreTrainedModel:
-    """A model with one number as its head, alone."""
+    """A model with one number as its head, alone; of a causal LM with a new, random head."""
     return _load(AutoModelForSequenceClassification, path, params, num_labels=1)
 
 

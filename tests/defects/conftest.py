@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from stages.errors import RondoError
 from stages.gate import run_gate
 from stages.params import Params, check_params
 from stages.prepare import build as prepare
-
 from tests.defects.world import World, world
 
 STEPS: dict[str, Callable[[Params, str], None]] = {
@@ -55,7 +53,8 @@ class Stop:
 def settings(sources: World, changes: dict[str, Any]) -> Params:
     listed = [{"path": name, "use": name.split("_")[0]} for name in sources]
     values = {section: dict(keys) for section, keys in SETTINGS.items()}
-    for section, keys in {"prepare": {"sources": listed}, **changes}.items():
+    values["prepare"]["sources"] = listed
+    for section, keys in changes.items():
         values[section] = {**values.get(section, {}), **keys}
     return check_params(values, "test")
 
@@ -90,11 +89,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stop | None]:
 
 @pytest.fixture
 def planted(clean: tuple[Path, Stop | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stop | None]:
-    """Run from `start` on in a copy of that folder, with other sources or settings: `planted("reward", {"train_pairs.jsonl": rows}, reward={...})`."""
+    """Run from `start` on in a copy of that folder, with other settings or sources (from `assets` on, which records them)."""
     folder = tmp_path / "world"
     shutil.copytree(clean[0], folder)
     monkeypatch.chdir(folder)
 
+    # the copy is there from the beginning, so that a test can plant something in its files
     def run(start: str, sources: World | None = None, **changes: Any) -> Stop | None:
         everything = world() | (sources or {})
         write(sources or {})

@@ -25,14 +25,19 @@ def response(generator: random.Random, level: int) -> str:
 
 def pairs(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:
     levels = (sorted(generator.sample(range(3), 2)) for _ in range(len(prompts) * each))
+    asked = (prompt for prompt in prompts for _ in range(each))
     return [
         {"prompt": prompt, "chosen": response(generator, better), "rejected": response(generator, worse)}
-        for prompt, (better, worse) in zip([p for p in prompts for _ in range(each)], levels, strict=True)
+        for prompt, (better, worse) in zip(asked, levels, strict=True)
     ]
 
 
 def demonstrations(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:
-    return [{"prompt": p, "completion": response(generator, generator.choice((GOOD, GOOD, GOOD, FAIR, BAD)))} for p in prompts for _ in range(each)]
+    return [
+        {"prompt": p, "completion": response(generator, generator.choice((GOOD, GOOD, GOOD, FAIR, BAD)))}
+        for p in prompts
+        for _ in range(each)
+    ]
 
 
 def world() -> World:

@@ -1,0 +1,124 @@
+"""One defect each in the pairs or in the reward model: the pipeline stops before PPO would, and names it."""
+
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages.errors import RondoError
+from stages.models import load_tokenizer
+from stages.records import read_json, stage_dir, work_dir, write_json
+from stages.reward import RELOAD_TOLERANCE, reload_difference
+from stages.scorer import Scorer
+from tests.defects.conftest import settings
+from tests.defects.world import World, world
+
+MODEL = stage_dir("r0", "reward") / "model"
+
+
+def changed(change, *files: str) -> World:
+    """Those sources with each pair changed by `change`."""
+    sources = world()
+    names = files or ("train_pairs.jsonl", "eval_pairs.jsonl")
+    return {name: [change(number, row) for number, row in enumerate(sources[name])] for name in names}
+
+
+def swapped(row: dict) -> dict:
+    return {**row, "chosen": row["rejected"], "rejected": row["chosen"]}
+
+
+def test_the_world_as_it_is_passes(clean):
+    assert clean[1] is None
+
+
+def test_labels_of_which_four_in_ten_are_wrong(planted):
+    wrong = random.Random(0)
+    stop = planted("assets", changed(lambda _, row: swapped(row) if wrong.random() < 0.4 else row))
+    assert stop.step == "gate_reward" and "reward.accuracy_low" in stop.failed
+    assert "bad labels" in stop.said and "reports/r0/data.html" in stop.said
+
+
+def test_labels_that_follow_length(planted):
+    """The longer text is chosen, whatever it says."""
+    stop = planted("assets", changed(lambda _, row: swapped(row) if len(row["rejected"]) > len(row["chosen"]) else row))
+    assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_longest" in stop.failed
+    assert "the labels follow length" in stop.said
+
+
+def test_labels_that_a_word_tells(planted):
+    stop = planted("assets", changed(lambda _, row: {**row, "chosen": row["chosen"][:-1] + " indeed."}))
+    assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_tfidf" in stop.failed
+    assert "look for label shortcuts" in stop.said
+
+
+def test_labels_against_the_judge(planted):
+    """People who like the bad texts better: learnt without a fault, and not what the judge stands for."""
+    stop = planted("assets", changed(lambda _, row: swapped(row)))
+    assert stop.step == "gate_reward" and "battery.best_of_n.rise_low" in stop.failed
+    assert "PPO would be misled" in stop.said
+
+
+def test_one_source_with_its_labels_turned_round(planted):
+    sources = changed(lambda _, row: row)
+    others = {name.replace("_pairs", "_others"): [swapped(row) for row in rows[::4]] for name, rows in sources.items()}
+    rest = {name: [row for number, row in enumerate(rows) if number % 4] for name, rows in sources.items()}
+    stop = planted("assets", rest | others)
+    assert stop.step == "gate_reward" and "battery.worst_slice" in stop.failed
+    accuracy = read_json(stage_dir("r0", "battery") / "metrics.json", "")["accuracy"]["source"]
+    assert accuracy["eval_others.jsonl"]["accuracy"] < 0.65 <= accuracy["eval_pairs.jsonl"]["accuracy"]
+
+
+def test_an_ending_that_buys_a_score(planted):
+    """Two of three chosen training texts end in the same praise."""
+    praised = changed(lambda number, row: {**row, "chosen": row["chosen"] + " Enjoy!"} if number % 3 else row, "train_pairs.jsonl")
+    stop = planted("assets", praised, reward={"hard_negatives": 0})
+    assert stop.step == "gate_reward" and "battery.worst_ending" in stop.failed
+    assert "an ending buys a better score" in stop.said
+
+
+def test_a_reward_model_that_likes_broken_text(planted):
+    """Whole sentences alone are what it has learnt from."""
+    stop = planted("reward", reward={"hard_negatives": 0})
+    assert stop.step == "gate_reward" and stop.failed == ("battery.worst_probe",)
+    assert "it likes broken text" in stop.said
+
+
+def test_a_reward_model_that_has_learnt_nothing(planted):
+    stop = planted("reward", reward={"learning_rate": 1e-6})
+    assert stop.step == "gate_reward" and {"reward.accuracy_low", "reward.margin"} <= {*stop.failed}
+    assert "chosen and rejected score alike" in stop.said
+
+
+def test_scores_that_are_not_centred(planted):
+    config = read_json(MODEL / "config.json", "")
+    write_json(MODEL / "config.json", config | {"mean": config["mean"] + config["std"]})
+    stop = planted("battery")
+    assert stop.step == "gate_reward" and "battery.centre" in stop.failed
+    assert "scores are not centred on demonstrations" in stop.said
+
+
+def test_a_head_that_was_lost_when_the_model_was_saved(planted):
+    weights = load_file(MODEL / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, MODEL / "model.safetensors", {"format": "pt"})
+    stop = planted("battery")
+    assert stop.step == "battery" and "score.weight is missing" in stop.said
+    with pytest.raises(RondoError, match=r"cannot be reloaded: (.|\n)*score\.weight is missing"):
+        reload_difference(MODEL, [[1, 2]], torch.zeros(1), work_dir("r0", "reward"))
+
+
+def test_a_head_that_was_saved_as_another(planted):
+    """What the reward stage asks before it says anything else of its model."""
+    scorer, texts = Scorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8), [[5, 6, 7], [8, 9]]
+    before = scorer.raw(texts)
+    assert reload_difference(MODEL, texts, before, work_dir("r0", "reward")) <= RELOAD_TOLERANCE
+    weights = load_file(MODEL / "model.safetensors")
+    weights["score.weight"] = torch.randn_like(weights["score.weight"])
+    save_file(weights, MODEL / "model.safetensors", {"format": "pt"})
+    assert reload_difference(MODEL, texts, before, work_dir("r0", "reward")) > RELOAD_TOLERANCE
+
+
+def test_prompts_rendered_otherwise_than_for_sft(planted):
+    stop = planted("reward", prepare={"prompt_format": "chat"})
+    assert stop.step == "reward" and "template_hash" in stop.said and "so that every stage renders prompts alike" in stop.said
