@@ -133,7 +133,8 @@ class Endpoint:
         ]
 
     def _answer(self, messages: Messages) -> str:
-        asked = {"model": self.params.model, "messages": messages, "temperature": 0}  # the rubric is in the messages
+        most = self.params.max_completion_tokens
+        asked = {"model": self.params.model, "messages": messages, "temperature": 0, "max_completion_tokens": most}
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         known = self.answers.get(key)
         answer = known or self.answers.keep(key, self._call(asked))

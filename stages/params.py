@@ -143,6 +143,7 @@ class EndpointParams(Section):
         "of two alike, the one that reads more naturally. Length, emoji and exclamation marks are no merit.",
         description="What makes a response the better one.",
     )
+    max_completion_tokens: int = Field(1024, ge=16, description="Of one answer, thoughts included.")
     concurrency: int = Field(4, ge=1, le=64, description="Questions at once.")
     max_retries: int = Field(3, ge=0, description="Tries again after no answer, a 429 or a 5xx, waiting longer each time.")
     timeout: float = Field(60.0, gt=0, description="Seconds for one answer.")
@@ -152,8 +153,7 @@ class EndpointParams(Section):
 
 class AnnotateParams(Section):
     annotator: Annotator = Field(
-        Annotator.dataset,
-        description="Who says which response is better: `dataset`: people, as the data has it; `judge`: a judge, of SFT samples.",
+        Annotator.dataset, description="Who labels: `dataset`: people, in the data; `judge`: a judge, SFT's samples."
     )
     judge: JudgeName = Field(JudgeName.lexicon, description="`lexicon`: sentiment; `endpoint`: a language model, see annotate.endpoint.")
     prompts: int = Field(256, ge=1, description="Training prompts at most; each gives one pair, or none.")

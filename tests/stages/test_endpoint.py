@@ -38,7 +38,7 @@ def test_a_preference_that_both_orders_share(endpoint, chat_server):
     assert [each.preference for each in judgements] == [Preference.a, Preference.b, Preference.tie]
     assert all(each.first == each.second for each in judgements)
     asked = chat_server.seen[0]
-    assert (asked["model"], asked["temperature"]) == ("wise", 0)
+    assert (asked["model"], asked["temperature"], asked["max_completion_tokens"]) == ("wise", 0, 1024)
     assert "Be fair." in asked["messages"][0]["content"]
     assert chat_server.keys[0] == f"Bearer {KEY}"
 
