@@ -180,7 +180,8 @@ class Endpoint:
             ) from None
         raise RondoError(
             f"annotate.endpoint.base_url {params.base_url}: no answer after up to {params.max_retries} more tries ({said}); start the "
-            "server, or lower annotate.endpoint.concurrency where it is overrun, and run the stage again: what was answered is kept"
+            "server, or, where it is slow or overrun, raise annotate.endpoint.timeout or lower annotate.endpoint.concurrency, and run the "
+            "stage again: what was answered is kept"
         ) from None
 
 
