@@ -66,7 +66,7 @@ def test_one_source_with_its_labels_turned_round(planted):
     stop = planted("assets", rest | others)
     assert stop.step == "gate_reward" and "battery.worst_slice" in stop.failed
     accuracy = read_json(stage_dir("r0", "battery") / "metrics.json", "")["accuracy"]["source"]
-    assert accuracy["eval_others.jsonl"]["accuracy"] < 0.65 <= accuracy["eval_pairs.jsonl"]["accuracy"]
+    assert accuracy["eval_others_jsonl"]["accuracy"] < 0.65 <= accuracy["eval_pairs_jsonl"]["accuracy"]
 
 
 def test_an_ending_that_buys_a_score(planted):
