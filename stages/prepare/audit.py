@@ -1,67 +1,123 @@
-"""What prepare found: every bad row by its line, and everything it dropped, by cause."""
+"""What prepare found: every row that it lost, by cause, with its place."""
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stages.errors import BadInput
 from stages.params import PrepareParams
+from stages.prepare.contamination import Leak
 from stages.prepare.duplicates import find_duplicates
-from stages.prompts import Prompt, encode
+from stages.prepare.formats import excerpt, source_texts
+from stages.prepare.split import prompt_key
+from stages.prompts import Prompt, render_prompt
 from stages.records import Row
 
 SHOWN = 5
+BATCH = 1000  # prompts in one call of the tokenizer
+BAD, TIE, CONTRADICTION, LEAK = "bad row", "tie", "contradiction", "leak"
+EXACT, NEAR = "exact duplicate", "near duplicate"
+LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is held out"
 
 
 @dataclass
 class Audit:
-    """Counts and places; `where` is file:line of a source."""
+    """Rows read, by source; rows lost, by cause: each with `where` (file:line of a source), the first few with their text,
+    and with `of` (the row for which it was dropped) and `reason` where there is one."""
 
-    rows_read: Counter[str] = field(default_factory=Counter)  # by source
-    bad: list[dict[str, str]] = field(default_factory=list)  # {where, reason}
-    dropped: Counter[str] = field(default_factory=Counter)  # by cause, e.g. profanity
-    exact_duplicates: list[dict[str, str]] = field(default_factory=list)  # {where, of}
-    near_duplicates: list[dict[str, str]] = field(default_factory=list)
+    rows_read: Counter[str] = field(default_factory=Counter)
+    rows_kept: int = 0  # before the split
+    lost: dict[str, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
 
-    def add_bad(self, where: str, reason: str) -> None:
-        self.bad.append({"where": where, "reason": reason})
+    def lose(self, cause: str, where: str, text: str = "", **why: str) -> None:
+        shown = {"text": excerpt(text)} if text and len(self.lost[cause]) < SHOWN else {}
+        self.lost[cause].append({"where": where, **why, **shown})
+
+    def count(self, cause: str) -> int:
+        return len(self.lost[cause]) if cause in self.lost else 0
+
+    def by_cause(self) -> dict[str, int]:
+        return {cause: len(rows) for cause, rows in self.lost.items()}
 
     def check_bad_share(self, most: float) -> None:
         """
         Raises:
             BadInput: more than the share `most` of the rows read are bad, or there are no rows.
         """
-        total = sum(self.rows_read.values())
+        total, bad = sum(self.rows_read.values()), self.count(BAD)
         if not total:
             raise BadInput(f"no rows in {', '.join(self.rows_read) or 'prepare.sources'}; expected one JSON object a line")
-        if len(self.bad) > most * total:
-            first = "\n".join(f"  {row['where']}: {row['reason']}" for row in self.bad[:SHOWN])
+        if bad > most * total:
+            first = "\n".join(f"  {row['where']}: {row['reason']}" for row in self.lost[BAD][:SHOWN])
             raise BadInput(
-                f"{len(self.bad)} of {total} rows are bad, more than prepare.max_bad_share {most}; the first:\n{first}\n"
-                f"mend the rows, or raise prepare.max_bad_share to go on without them"
+                f"{bad} of {total} rows are bad, more than prepare.max_bad_share {most}; the first:\n{first}\n"
+                f"mend the rows (`rondo check-data FILE` lists them all), or raise prepare.max_bad_share to go on without them"
             )
 
-    def drop_duplicates(self, rows: list[Row], texts: Iterable[str], similarity: float) -> list[Row]:
-        """Rows (with their texts) but for exact and near duplicates of earlier ones, which are noted by `where`."""
+    def drop_contradictions(self, rows: list[Row]) -> list[Row]:
+        """Rows but for pairs of which another says the opposite: one of the two must be wrong, and nobody knows which."""
+        opposite = contradictions(rows)
+        for index, other in opposite.items():
+            self.lose(CONTRADICTION, rows[index]["where"], text_of(rows[index]), of=rows[other]["where"])
+        return [row for index, row in enumerate(rows) if index not in opposite]
+
+    def drop_duplicates(self, rows: list[Row], texts: Sequence[str], similarity: float) -> list[Row]:
+        """Rows (with their texts) but for exact and near duplicates of earlier ones."""
         exact, near = find_duplicates(texts, similarity)
-        for noted, found in ((self.exact_duplicates, exact), (self.near_duplicates, near)):
-            noted += [{"where": rows[index]["where"], "of": rows[kept]["where"]} for index, kept in found.items()]
+        for cause, found in ((EXACT, exact), (NEAR, near)):
+            for index, kept in found.items():
+                self.lose(cause, rows[index]["where"], texts[index], of=rows[kept]["where"])
         return [row for index, row in enumerate(rows) if index not in exact and index not in near]
 
     def drop_long_prompts(self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams) -> list[Row]:
         """Rows (with their prompts) whose prompt has at most prepare.max_prompt_tokens tokens."""
-        lengths = (len(encode(tokenizer, prompt, None, config.prompt_format)[0]) for prompt in prompts)
-        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= config.max_prompt_tokens]
-        self.dropped["prompt longer than prepare.max_prompt_tokens"] = len(rows) - len(kept)
+        kept = []
+        for row, length in zip(rows, prompt_lengths(prompts, tokenizer, config), strict=True):
+            if length <= config.max_prompt_tokens:
+                kept.append(row)
+            else:
+                self.lose(LONG, row["where"], text_of(row), reason=f"{length} tokens")
         return kept
+
+    def drop_leaks(self, name: str, rows: list[Row], leaks: Iterable[Leak]) -> list[Row]:
+        """The rows of the training set `name` but for the leaking ones."""
+        leaking = {leak.row for leak in leaks}
+        for leak in leaks:
+            row = rows[leak.row]
+            self.lose(LEAK, row["id"], text_of(row), of=leak.held_out["id"], set=name, shared=leak.shared)
+        return [row for index, row in enumerate(rows) if index not in leaking]
 
     def report(self) -> dict[str, Any]:
         return {
             "rows_read": dict(self.rows_read),
-            "bad_rows": self.bad,
-            "bad_reasons": dict(Counter(row["reason"] for row in self.bad)),
-            "dropped": {cause: count for cause, count in self.dropped.items() if count},
-            "exact_duplicates": self.exact_duplicates,
-            "near_duplicates": self.near_duplicates,
+            "rows_kept": self.rows_kept,
+            "by_cause": self.by_cause(),
+            "bad_reasons": dict(Counter(row["reason"] for row in self.lost.get(BAD, []))),
+            "lost": dict(self.lost),
         }
+
+
+def contradictions(rows: Sequence[Row]) -> dict[int, int]:
+    """{index: index of the first that says the opposite} of the pairs with one prompt and two texts, chosen and rejected swapped."""
+    first: dict[tuple[str, str, str], int] = {}
+    keys = []
+    for index, row in enumerate(rows):
+        if "chosen" in row:
+            key = (prompt_key(row["prompt"]), prompt_key(row["chosen"]), prompt_key(row["rejected"]))
+            first.setdefault(key, index)
+            keys.append((index, (key[0], key[2], key[1])))
+    return {index: first[swapped] for index, swapped in keys if swapped in first}
+
+
+def prompt_lengths(prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams) -> Iterator[int]:
+    """Each prompt's number of tokens, as `stages.prompts.encode` makes them."""
+    texts = [render_prompt(tokenizer, prompt, config.prompt_format) for prompt in prompts]
+    for start in range(0, len(texts), BATCH):
+        encoded = tokenizer(texts[start : start + BATCH], add_special_tokens=False, return_attention_mask=False)
+        yield from map(len, encoded.input_ids)
+
+
+def text_of(row: Row) -> str:
+    """A row's texts in one line; of a tweet, its text."""
+    return " | ".join(source_texts(row)) if "prompt" in row else str(row["text"])

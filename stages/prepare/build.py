@@ -5,16 +5,18 @@ from typing import Any
 
 from stages.errors import BadInput
 from stages.params import Params
-from stages.prepare.audit import Audit
-from stages.prepare.formats import source_texts
-from stages.prepare.sources import source_sets
-from stages.prepare.split import FROZEN, check_frozen, evaluation_hash, merge_replay
+from stages.prepare.audit import BAD, CONTRADICTION, EXACT, LEAK, NEAR, TIE, Audit
+from stages.prepare.contamination import find_leaks, refuse_leaks
+from stages.prepare.merge import merge_replay
+from stages.prepare.page import page
+from stages.prepare.shortcuts import languages, lengths, shortcuts
+from stages.prepare.sources import declared_files, source_sets
+from stages.prepare.split import FROZEN, HELD_OUT, TRAIN, check_frozen, evaluation_hash
 from stages.prepare.tweets import tweet_sets
 from stages.prompts import template_hash
-from stages.records import ASSETS, REPORTS, Row, stage_dir, write_json, write_jsonl, write_manifest
+from stages.records import ASSETS, REPORTS, Row, stage_dir, write_json, write_jsonl, write_manifest, write_text
 
 MODEL, TWEETS = ASSETS / "model", ASSETS / "data/tweets.tsv"
-TRAIN = ("sft", "pairs", "prompts")
 EXAMPLES = 3
 
 
@@ -27,21 +29,29 @@ def build(params: Params, round_: str) -> None:
     folder, audit, previous = stage_dir(round_, "prepare"), Audit(), Path(params.rounds[round_].previous)
     tokenizer = read_tokenizer()
 
-    # 1. load, normalise, drop duplicates, split by prompt
+    # 1. load, normalise, drop contradictions and duplicates, split by prompt
     sets = tweet_sets(TWEETS, params, tokenizer, audit) if TWEETS.exists() else source_sets(params, tokenizer, audit)
+
+    # 2. leave nothing of the held-out texts in the training files
+    clear_leaks(sets, declared_files(params), params.prepare.near_duplicate, audit)
     if empty := [name for name, rows in sets.items() if not rows]:
-        raise BadInput(f"no rows left for {', '.join(empty)} (dropped: {dict(audit.dropped)}); add data, or see prepare.* in params.yaml")
+        raise BadInput(f"no rows left for {', '.join(empty)} (lost: {audit.by_cause()}); add data, or see prepare.* in params.yaml")
 
-    # 2. merge the previous round's replay into the training files
-    replayed = merge_replay({name: sets[f"{name}_train"] for name in TRAIN}, sets["eval_prompts"], previous, params.replay.max_share)
+    # 3. merge the previous round's replay into the training files
+    train, held_out = ({name: sets[file] for name, file in files.items()} for files in (TRAIN, HELD_OUT))
+    replayed = merge_replay(train, held_out, previous, params.replay.max_share, params.prepare.near_duplicate)
 
-    # 3. write, and check that the evaluation set is the previous round's
+    # 4. write, and check that the evaluation set is the previous round's
     for name, rows in sets.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     check_frozen(folder / "data", previous)
-    report = {**audit.report(), "replayed": replayed, "sets": {name: describe(rows) for name, rows in sets.items()}}
+
+    # 5. report
+    report = {**audit.report(), "replayed": replayed, **describe(sets, params.seed)}
     write_json(folder / "data" / "audit.json", report)
-    write_json(REPORTS / round_ / "data.json", {**report, "examples": {name: rows[:EXAMPLES] for name, rows in sets.items()}})
+    shown = {**report, "examples": {name: rows[:EXAMPLES] for name, rows in sets.items()}}
+    write_json(REPORTS / round_ / "data.json", shown)
+    write_text(REPORTS / round_ / "data.html", page(shown, round_))
     write_json(folder / "metrics.json", metrics(audit, sets, replayed))
     write_manifest(
         folder,
@@ -55,7 +65,7 @@ def build(params: Params, round_: str) -> None:
         evaluation_files=list(FROZEN),
     )
     counts = ", ".join(f"{name} {len(rows)}" for name, rows in sets.items())
-    print(f"[prepare@{round_}] {counts}, of them replayed {sum(replayed.values())}", flush=True)
+    print(f"[prepare@{round_}] {counts}, of them replayed {sum(replayed.values())}; lost {sum(audit.by_cause().values())}", flush=True)
 
 
 def read_tokenizer() -> Any:
@@ -67,18 +77,51 @@ def read_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
 
 
-def describe(rows: list[Row]) -> dict[str, float]:
-    """Rows, and the mean number of words of prompt and responses."""
-    words = sum(len(text.split()) for row in rows for text in source_texts(row))
-    return {"rows": len(rows), "distinct_prompts": len({str(row["prompt"]) for row in rows}), "mean_words": round(words / len(rows), 2)}
+def clear_leaks(sets: dict[str, list[Row]], declared: frozenset[str], similarity: float, audit: Audit) -> None:
+    """Drop from the training sets what is in a held-out one, where both were made here.
+
+    Raises:
+        BadInput: it is in one of the user's `declared` files of held-out rows.
+    """
+
+    def is_declared(row: Row) -> bool:
+        return row["id"].rpartition(":")[0] in declared
+
+    train = [(name, row) for name in TRAIN.values() for row in sets[name]]
+    held_out = sorted((row for name in HELD_OUT.values() for row in sets[name]), key=lambda row: not is_declared(row))
+    leaks = find_leaks([row for _, row in train], held_out, similarity)
+    refuse_leaks(
+        [leak for leak in leaks if is_declared(leak.held_out)],
+        [f"{row['id']} ({name})" for name, row in train],
+        "remove the rows from one of the two files; `use: eval` files are yours to keep clean",
+    )
+    start = 0
+    for name in TRAIN.values():
+        end = start + len(sets[name])
+        sets[name] = audit.drop_leaks(name, sets[name], [leak._replace(row=leak.row - start) for leak in leaks if start <= leak.row < end])
+        start = end
+
+
+def describe(sets: dict[str, list[Row]], seed: int) -> dict[str, Any]:
+    """What the sets are like."""
+    everything = [row for name in ("pairs_train", "sft_train", "pairs_eval", "sft_eval") for row in sets[name]]
+    return {
+        "sets": {
+            name: {"rows": len(rows), "distinct_prompts": len({str(row["prompt"]) for row in rows}), "lengths": lengths(rows)}
+            for name, rows in sets.items()
+        },
+        "languages": languages(everything, seed),
+        "shortcuts": shortcuts(sets["pairs_train"], sets["pairs_eval"], seed),
+    }
 
 
 def metrics(audit: Audit, sets: dict[str, list[Row]], replayed: dict[str, int]) -> dict[str, int]:
+    counted = {"rows_bad": BAD, "ties": TIE, "contradictions": CONTRADICTION, "exact_duplicates": EXACT, "near_duplicates": NEAR}
     return {
         "rows_read": sum(audit.rows_read.values()),
-        "rows_bad": len(audit.bad),
-        "exact_duplicates": len(audit.exact_duplicates),
-        "near_duplicates": len(audit.near_duplicates),
+        "rows_kept": audit.rows_kept,
+        **{name: audit.count(cause) for name, cause in counted.items()},
+        "leaks": audit.count(LEAK),
         **{name: len(rows) for name, rows in sets.items()},
         "replayed": sum(replayed.values()),
     }

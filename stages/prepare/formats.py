@@ -5,6 +5,7 @@ that chosen and rejected share; and Anthropic's transcripts "\\n\\nHuman: ...\\n
 https://huggingface.co/docs/trl/dataset_formats
 """
 
+import math
 import re
 from collections.abc import Iterator
 from itertools import takewhile
@@ -17,17 +18,47 @@ from stages.records import Row
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {name: role for role, name in ROLES.items()}
+# Of Anthropic's transcripts, ChatML, Llama 2 and Alpaca: within a text they are a turn that was not cut off, or a template applied twice.
+ROLE_MARKERS = ("\n\nHuman:", "\n\nAssistant:", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "### Instruction:", "### Response:")
+NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+SHOWN_CHARACTERS = 200
+SAME = "chosen and rejected are the same"
 
 
 class Defect(Exception):
     """Why a row cannot be used."""
 
 
+class Tie(Defect):
+    """The pair says that neither text is the better one."""
+
+
+def form(raw: Any) -> str:
+    """Which of the forms a row has, in the words of TRL's documentation; `unknown` where it has none.
+
+    Raises nothing: a row of a known form may still have a Defect.
+    """
+    if not isinstance(raw, dict):
+        return "unknown"
+    answers = [raw[name] for name in ("chosen", "rejected")] if raw.keys() >= {"chosen", "rejected"} else []
+    if not answers and raw.keys() >= {"prompt", "completion"}:
+        kind, answers = "prompt-completion", [raw["completion"]]
+    elif answers:
+        kind = f"preference, {'implicit' if raw.get('prompt') is None else 'explicit'} prompt"
+    else:
+        return "unknown"
+    if all(isinstance(answer, list) for answer in answers):
+        return f"conversational {kind}"
+    if any(isinstance(text, str) and text.startswith("\n\nHuman:") for text in (raw.get("prompt"), *answers)):
+        return f"Anthropic transcript, {kind}"
+    return f"standard {kind}" if all(isinstance(answer, str) for answer in answers) else "unknown"
+
+
 def normalise(raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[str] = frozenset()) -> Row:
-    """A source row as {prompt, completion} or {prompt, chosen, rejected}, shaped for `prompt_format`.
+    """A source row as {prompt, completion} or {prompt, chosen, rejected} (and margin, if it has one), shaped for `prompt_format`.
 
     Raises:
-        Defect: with the reason.
+        Defect: with the reason; Tie for a pair without a better text.
     """
     if not isinstance(raw, dict):
         raise Defect("not a JSON object")
@@ -39,18 +70,66 @@ def normalise(raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[s
         raise Defect("expected the keys prompt and completion, or chosen and rejected (with or without prompt)")
     answers = [parse(raw[name], name) for name in names]
     prompt, responses = split_prompt(parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None, answers, names)
-    if not (prompt.strip() if isinstance(prompt, str) else prompt):
-        raise Defect("the prompt is empty")
+    check_prompt(prompt)
     for name, response in zip(names, responses, strict=True):
         if not response.strip():
             raise Defect(f"`{name}` is empty")
-    if len({" ".join(response.split()) for response in responses}) < len(responses):
-        raise Defect("chosen and rejected are the same")
+        check_text(response, f"`{name}`")
     for token in special_tokens:
         if token in " ".join([prompt if isinstance(prompt, str) else transcript(prompt), *responses]):
             raise Defect(f"contains the tokenizer's special token {token}")
+    margin = read_margin(raw) if "chosen" in names else {}
+    if len({" ".join(response.split()) for response in responses}) < len(responses):
+        raise Tie(SAME)
     prompt, *responses = shape(prompt, *responses, prompt_format=prompt_format)
-    return {"prompt": prompt, **dict(zip(names, responses, strict=True))}
+    return {"prompt": prompt, **dict(zip(names, responses, strict=True)), **margin}
+
+
+def read_margin(raw: dict[str, Any]) -> dict[str, float]:
+    """TRL's `margin`, by how much the reward of chosen should be above that of rejected; {} where there is none."""
+    margin = raw.get("margin")
+    if margin is None:
+        return {}
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin) or margin < 0:
+        raise Defect(f"`margin` is {margin!r:.20}; expected a number of at least 0")
+    if margin == 0:
+        raise Tie("`margin` is 0")
+    return {"margin": float(margin)}
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """A text, or turns that alternate, after at most one of the system, and end with the user's."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise Defect("the prompt is empty")
+        return check_characters(prompt, "the prompt")
+    if not prompt:
+        raise Defect("the prompt is empty")
+    roles = [message["role"] for message in prompt]
+    turns = roles[1:] if roles[0] == "system" else roles
+    skipped = len(roles) - len(turns)
+    for number, role in enumerate(turns):
+        expected = ("user", "assistant")[number % 2]
+        if role == "system":
+            raise Defect(f"turn {number + skipped + 1} of the prompt is the system's; it may only be the first")
+        if role != expected:
+            raise Defect(f"turn {number + skipped + 1} of the prompt is the {role}'s; expected the {expected}'s")
+    if len(turns) % 2 == 0:
+        raise Defect(f"the prompt ends with the {roles[-1]}'s turn; expected the user's")
+    for number, message in enumerate(prompt, 1):
+        check_text(message["content"], f"turn {number} of the prompt")
+
+
+def check_text(text: str, name: str) -> None:
+    check_characters(text, name)
+    for marker in ROLE_MARKERS:
+        if marker in text:
+            raise Defect(f"{name} contains the role marker {marker.strip()}: cut the text there, or make turns of it")
+
+
+def check_characters(text: str, name: str) -> None:
+    if found := NOT_TEXT.search(text):
+        raise Defect(f"{name} contains {'a NUL character' if found[0] == chr(0) else f'half of a surrogate pair, U+{ord(found[0]):X}'}")
 
 
 def shape(prompt: Prompt, *responses: str, prompt_format: PromptFormat) -> list[Any]:
@@ -114,7 +193,7 @@ def split_prompt(prompt: str | Messages | None, answers: list[str | Messages], n
 def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
     """The words that both texts begin with, and the rests, each with the white space before it."""
     if chosen == rejected:
-        raise Defect("chosen and rejected are the same")
+        raise Tie(SAME)
     words = [re.findall(r"\s*\S+", text) for text in (chosen, rejected)]
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*words, strict=False))))
     return "".join(words[0][:same]), ["".join(rest[same:]) for rest in words]
@@ -124,3 +203,9 @@ def source_texts(row: Row) -> Iterator[str]:
     """The texts of a normalised row: prompt, then responses."""
     yield row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
     yield from (row[name] for name in ("completion", "chosen", "rejected") if name in row)
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text in one line, safe to write: what is no Unicode is replaced."""
+    line = " ".join(text[: 4 * SHOWN_CHARACTERS].split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 1] + "…"

@@ -10,8 +10,9 @@ from typing import Any
 from stages.assets.data import changed_sources
 from stages.errors import BadInput
 from stages.params import Params, PrepareParams, SourceParams
-from stages.prepare.audit import Audit
-from stages.prepare.formats import Defect, normalise, source_texts
+from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit
+from stages.prepare.duplicates import near_groups
+from stages.prepare.formats import Defect, Tie, normalise, source_texts
 from stages.prepare.split import Prompts, hold_out, overlapping, prompt_key, refuse_overlap
 from stages.prompts import Prompt
 from stages.records import ASSETS, Row
@@ -28,19 +29,22 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
     config = params.prepare
     rows = read_rows(listed_sources(params), config, frozenset(tokenizer.all_special_tokens), audit)
     audit.check_bad_share(config.max_bad_share)
+    rows = audit.drop_contradictions(rows)
     rows.sort(key=lambda row: row["use"] != "eval")  # of duplicates the held-out one stays, so that no copy is trained on
-    rows = audit.drop_duplicates(rows, ("\n".join(source_texts(row)) for row in rows), config.near_duplicate)
+    rows = audit.drop_duplicates(rows, ["\n".join(source_texts(row)) for row in rows], config.near_duplicate)
     rows = audit.drop_long_prompts(rows, (row["prompt"] for row in rows), tokenizer, config)
     rows = separate(rows, own=params.assets.data == "files", audit=audit)
-    held_out = held_out_groups(rows, config.eval_share, params.seed)
+    audit.rows_kept = len(rows)
+    groups = prompt_groups(rows, config.near_duplicate)
+    held_out = held_out_groups(rows, groups, config.eval_share, params.seed)
 
     demonstrated = any("completion" in row for row in rows)
     sets: dict[str, list[Row]] = {}
     for part in ("train", "eval"):
-        here = [row for row in rows if (row["use"] == "eval" or group(row["prompt"]) in held_out) == (part == "eval")]
+        here = [row for row, of in zip(rows, groups, strict=True) if (row["use"] == "eval" or of in held_out) == (part == "eval")]
         pairs = [row for row in here if "chosen" in row]
         shown = [row for row in here if "completion" in row] if demonstrated else chosen_once(pairs)
-        sets[f"pairs_{part}"] = [select(row, "prompt", "chosen", "rejected", "source") for row in pairs]
+        sets[f"pairs_{part}"] = [select(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs]
         sets[f"sft_{part}"] = [select(row, "prompt", "completion", "source") for row in shown]
         sets[f"prompts_{part}"] = [select(row, "prompt", "source") for row in once(here)]
     return frozen_prompts(sets, config.max_eval_prompts, params.seed)
@@ -58,7 +62,7 @@ def read_rows(sources: list[SourceParams], config: PrepareParams, special_tokens
                 row = normalise(raw, config.prompt_format, special_tokens)
                 rows.append({**row, "where": where, "source": source.path, "use": source.use})
             except Defect as defect:
-                audit.add_bad(where, str(defect))
+                audit.lose(TIE if isinstance(defect, Tie) else BAD, where, raw_text(raw), reason=str(defect))
     return rows
 
 
@@ -80,6 +84,12 @@ def listed_sources(params: Params) -> list[SourceParams]:
     for path in changed_sources(params):
         raise BadInput(f"{path} changed since the assets stage recorded it; run `dvc repro --force assets`")
     return params.prepare.sources
+
+
+def declared_files(params: Params) -> frozenset[str]:
+    """The user's own files of held-out rows: what leaks from them is for the user to mend."""
+    own = params.prepare.sources if params.assets.data == "files" else []
+    return frozenset(source.path for source in own if source.use == "eval")
 
 
 def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[str, Any]]:
@@ -126,8 +136,9 @@ def separate(rows: list[Row], own: bool, audit: Audit) -> list[Row]:
     if own:
         refuse_overlap(eval_rows, train_rows)
         return rows
-    leaked = {train["where"] for _, train in overlapping(eval_rows, train_rows)}
-    audit.dropped["prompt is held out"] = len(leaked)
+    leaked = {train["where"]: held_out["where"] for held_out, train in overlapping(eval_rows, train_rows)}
+    for where, held_out in leaked.items():
+        audit.lose(SHARED_PROMPT, where, of=held_out)
     return [row for row in rows if row["where"] not in leaked]
 
 
@@ -138,14 +149,22 @@ def group(prompt: Prompt) -> str:
     return prompt_key(next((message["content"] for message in prompt if message["role"] == "user"), ""))
 
 
-def held_out_groups(rows: list[Row], share: float, seed: int) -> set[str]:
+def prompt_groups(rows: list[Row], similarity: float) -> list[str]:
+    """The group of each row; those whose keys are near duplicates are one group."""
+    keys = [group(row["prompt"]) for row in rows]
+    distinct = list(dict.fromkeys(keys))
+    first = {key: distinct[leader] for key, leader in zip(distinct, near_groups(distinct, similarity), strict=True)}
+    return [first[key] for key in keys]
+
+
+def held_out_groups(rows: list[Row], groups: list[str], share: float, seed: int) -> set[str]:
     """Groups to hold out for each kind of row (pairs, demonstrations) of which no source is held out."""
-    groups: set[str] = set()
+    held_out: set[str] = set()
     for kind in ("chosen", "completion"):
-        mine = [row for row in rows if kind in row]
-        if mine and all(row["use"] == "train" for row in mine):
-            groups |= hold_out((group(row["prompt"]) for row in mine), share, seed)
-    return groups
+        mine = [(row, of) for row, of in zip(rows, groups, strict=True) if kind in row]
+        if mine and all(row["use"] == "train" for row, _ in mine):
+            held_out |= hold_out((of for _, of in mine), share, seed)
+    return held_out
 
 
 def chosen_once(pairs: list[Row]) -> list[Row]:
@@ -160,4 +179,8 @@ def once(rows: list[Row]) -> list[Row]:
 
 
 def select(row: Row, *names: str) -> Row:
-    return {"id": row["where"], **{name: row[name] for name in names}}
+    return {"id": row["where"], **{name: row[name] for name in names if name in row}}
+
+
+def raw_text(raw: Any) -> str:
+    return str(raw) if isinstance(raw, Defect) else json.dumps(raw, ensure_ascii=False, default=str)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from stages.errors import BadInput
 from stages.prompts import Prompt, transcript
-from stages.records import Row, is_real, read_jsonl
+from stages.records import Row, is_real
 
-FROZEN = ("eval_prompts.jsonl", "sft_eval.jsonl", "pairs_eval.jsonl")
+# the sets by what they are for: demonstrations, preference pairs, prompts
+TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
+HELD_OUT = {"prompts": "eval_prompts", "sft": "sft_eval", "pairs": "pairs_eval"}
+FROZEN = tuple(f"{name}.jsonl" for name in HELD_OUT.values())
 SHOWN = 5
 
 
@@ -64,29 +67,6 @@ def refuse_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> N
             f"{len(pairs)} training rows have a held-out row's prompt or go on from it; the first:\n{first}\n"
             f"remove them from one of the sources"
         )
-
-
-def merge_replay(train: dict[str, list[Row]], eval_prompts: list[Row], previous: Path, max_share: float) -> dict[str, int]:
-    """Append the previous round's replay to the training files, to at most `max_share` of each; returns how many rows each got.
-
-    Raises:
-        BadInput: a replayed row's prompt is in the evaluation set.
-    """
-    folder = previous / "replay/data"
-    if not is_real(folder):
-        return dict.fromkeys(train, 0)
-    frozen = {prompt_key(row["prompt"]): row["id"] for row in eval_prompts}
-    counts = {}
-    for name, rows in train.items():
-        path = folder / f"{name}.jsonl"
-        replayed = read_jsonl(path, f"dvc repro replay@{previous.name}")
-        for line, row in enumerate(replayed, 1):
-            if key := frozen.get(prompt_key(row["prompt"])):
-                raise BadInput(f"{path}:{line}: its prompt is evaluation prompt {key}, which no round may train on; remove the row")
-        most = int(max_share * len(rows) / (1 - max_share)) if max_share < 1 else len(replayed)
-        rows.extend(replayed[:most])
-        counts[name] = len(replayed[:most])
-    return counts
 
 
 def check_frozen(folder: Path, previous: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.params import Params, PromptFormat
-from stages.prepare.audit import Audit
+from stages.prepare.audit import BAD, Audit
 from stages.prepare.formats import shape
 from stages.prepare.split import hold_out
 from stages.records import Row
@@ -39,9 +39,10 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
     config = params.prepare
     texts = clean(read(path, config.max_rows, audit), config.prompt_words, audit)
     audit.check_bad_share(config.max_bad_share)
-    texts = audit.drop_duplicates(texts, (" ".join(text["words"]) for text in texts), config.near_duplicate)
+    texts = audit.drop_duplicates(texts, [" ".join(text["words"]) for text in texts], config.near_duplicate)
     prompts = (shape(" ".join(text["words"][: config.prompt_words]), prompt_format=config.prompt_format)[0] for text in texts)
     texts = audit.drop_long_prompts(texts, prompts, tokenizer, config)
+    audit.rows_kept = len(texts)
     held_out = hold_out((opening(text["words"], config.prompt_words) for text in texts), config.eval_share, params.seed)
     sets: dict[str, list[Row]] = {}
     for part in ("train", "eval"):
@@ -66,11 +67,11 @@ def read(path: Path, max_rows: int | None, audit: Audit) -> list[Row]:
         fields = line.split("\t", 2)
         where = f"{path.name}:{number}"
         if len(fields) != 3 or not re.fullmatch(r"-?\d+(\.\d+)?", fields[1]):
-            audit.add_bad(where, "expected id, rating and text, separated by tabs")
+            audit.lose(BAD, where, line, reason="expected id, rating and text, separated by tabs")
         elif abs(float(fields[1])) > 4:
-            audit.add_bad(where, "the rating is not within -4..4")
+            audit.lose(BAD, where, line, reason="the rating is not within -4..4")
         elif not fields[2].strip():
-            audit.add_bad(where, "the text is empty")
+            audit.lose(BAD, where, line, reason="the text is empty")
         else:
             rows.append({"id": fields[0], "rating": float(fields[1]), "text": fields[2], "where": where})
     return rows
@@ -86,11 +87,11 @@ def clean(rows: list[Row], prompt_words: int, audit: Audit) -> list[Row]:
     for row in rows:
         text = AT_THE_ENDS.sub("", " ".join(html.unescape(row["text"]).split())).strip()
         if re.search(LINK_OR_HANDLE, text, re.IGNORECASE):
-            audit.dropped["link or handle within the text"] += 1
+            audit.lose("link or handle within the text", row["where"], row["text"])
         elif PROFANITY.search(text):
-            audit.dropped["profanity"] += 1
+            audit.lose("profanity", row["where"], row["text"])
         elif len(words := text.split()) < prompt_words + LEFT_TO_CONTINUE:
-            audit.dropped["too short"] += 1
+            audit.lose("too short", row["where"], row["text"])
         else:
             kept.append({**row, "words": words})
     return kept
