@@ -1,4 +1,4 @@
-"""`rondo run | serve | report | approve`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+"""`rondo run | serve | report | approve | check-data`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
 
 import argparse
 import logging
@@ -18,9 +18,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not the default, which would leave Prefect's server behind
     try:
-        if not Path("dvc.yaml").exists():
+        if options.command != "check-data" and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
-        code = {"run": run, "serve": serve, "report": report, "approve": approve}[options.command](options)
+        code = {"run": run, "serve": serve, "report": report, "approve": approve, "check-data": check_data}[options.command](options)
     except RondoError as error:
         print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
         code = error.exit_code
@@ -48,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     word.add_argument("--reason", required=True, help="why; it is kept in the verdict, in approvals/ and in MLflow")
     word.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
     word.add_argument("--refuse", action="store_true", help="say no, with the reason")
+    checked = commands.add_parser("check-data", help="say what a file of pairs or demonstrations is, and which rows are bad")
+    checked.add_argument("file", metavar="FILE", help=".jsonl or .parquet")
     return top
 
 
@@ -111,6 +113,12 @@ def approve(options: argparse.Namespace) -> int:
     path = decide_here(options.gate, options.round, not options.refuse, options.by, options.reason)
     print(f"{path} written; `rondo run` (or `dvc repro`) goes on from there")
     return 0
+
+
+def check_data(options: argparse.Namespace) -> int:
+    from stages.prepare.check import check
+
+    return check(options.file)
 
 
 if __name__ == "__main__":

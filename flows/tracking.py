@@ -138,8 +138,8 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
 
 
 def _texts(folder: Path, stage: str, round_: str) -> Iterator[tuple[str, str]]:
-    report = REPORTS / round_ / ("data.json" if stage == "prepare" else f"{stage}.json")
-    for path in (*(folder / name for name in ARTIFACTS), report):
+    reports = ("data.json", "data.html") if stage == "prepare" else (f"{stage}.json",)
+    for path in (*(folder / name for name in ARTIFACTS), *(REPORTS / round_ / name for name in reports)):
         if path.exists() and path.stat().st_size <= MAX_ARTIFACT_BYTES:
             yield path.name, path.read_text(encoding="utf-8")
 

@@ -34,6 +34,8 @@ LIBRARIES = (
     "datasketch",
     "sklearn.feature_extraction.text",
     "sklearn.linear_model",
+    "py3langid.langid",
+    "jinja2",
     "vaderSentiment.vaderSentiment",
     "dvc.cli",
     "dvc.commands.repro",

@@ -73,4 +73,5 @@ def at_random(rows: list[Row], most: int, seed: int) -> list[Row]:
 
 
 def flat(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
+    """The prompt as a text that a response can follow: messages do not end with the space before it."""
+    return prompt if isinstance(prompt, str) else "".join(message["content"] + " " for message in prompt)

@@ -73,6 +73,8 @@ def main(params: Params, round_: str) -> None:
     more = hard_negatives([row for row in train if "badcase" not in row], params.reward.hard_negatives, params.seed)
     sides = zip(ids(train + more, "chosen"), ids(train + more, "rejected"), strict=True)
     pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in sides]
+    if any("margin" in row for row in train):  # without one, as of replayed pairs: any lead will do
+        pairs = [pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, train + more, strict=True)]
     ensemble = []
     for seed in range(params.seed, params.seed + params.reward.ensemble):
         torch.manual_seed(seed)

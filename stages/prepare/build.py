@@ -14,7 +14,7 @@ from stages.prepare.sources import declared_files, source_sets
 from stages.prepare.split import FROZEN, HELD_OUT, TRAIN, check_frozen, evaluation_hash
 from stages.prepare.tweets import tweet_sets
 from stages.prompts import template_hash
-from stages.records import ASSETS, REPORTS, Row, stage_dir, write_json, write_jsonl, write_manifest, write_text
+from stages.records import ASSETS, REPORTS, Row, read_json, stage_dir, write_json, write_jsonl, write_manifest, write_text
 
 MODEL, TWEETS = ASSETS / "model", ASSETS / "data/tweets.tsv"
 EXAMPLES = 3
@@ -72,9 +72,12 @@ def read_tokenizer() -> Any:
     """The base model's tokenizer; without the weights, so that preparing data stays quick."""
     if not (MODEL / "tokenizer.json").exists():
         raise BadInput(f"{MODEL}/tokenizer.json is missing: run `dvc repro assets`")
-    from transformers import AutoTokenizer
+    import transformers
 
-    return AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    # AutoTokenizer would come to the same class, but reads the model's configuration first, which imports torch: 3 seconds
+    plain = read_json(MODEL / "tokenizer_config.json", "dvc repro assets").get("tokenizer_class") == "TokenizersBackend"
+    kind = transformers.TokenizersBackend if plain else transformers.AutoTokenizer
+    return kind.from_pretrained(MODEL, local_files_only=True)
 
 
 def clear_leaks(sets: dict[str, list[Row]], declared: frozenset[str], similarity: float, audit: Audit) -> None:

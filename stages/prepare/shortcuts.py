@@ -12,6 +12,7 @@ import numpy as np
 from stages.baselines import at_random, longest_wins_accuracy, more_wins_accuracy, word_model
 from stages.prepare.formats import source_texts
 from stages.records import Row
+from stages.statistics import wilson_interval
 from stages.text import EMOJI
 
 PERCENTILES = (5, 50, 95)
@@ -85,30 +86,34 @@ def language_identifier() -> Any:
 
 
 def shortcuts(train: list[Row], held_out: list[Row], seed: int) -> dict[str, Any]:
-    """Accuracies of the rules, on at most 20,000 pairs of each side, and the words that tell; TF-IDF is held out only."""
+    """Accuracies of the rules, on at most 20,000 pairs of each side, what they mean, and the words that tell.
+
+    What a rule means is said of all pairs together, for it learns nothing; of TF-IDF, of the held-out ones.
+    """
     words = word_model(train, held_out, seed)
     train, held_out = at_random(train, PAIRS, seed), at_random(held_out, PAIRS, seed)
     rules = []
     for shortcut in SHORTCUTS:
-        accuracy = shortcut.measure(held_out)
-        said = meaning(shortcut, accuracy)
-        rules.append(rule(shortcut.rule, shortcut.measure(train), accuracy, said, pays=abs(accuracy - 0.5) >= TELLING - 0.5))
-    pays = words.accuracy >= TELLING
+        accuracies = {"train": shortcut.measure(train), "held_out": shortcut.measure(held_out)}
+        rules.append({"rule": shortcut.rule, **accuracies, **meaning(shortcut, shortcut.measure([*train, *held_out]), len(train) + len(held_out))})
+    pays = predicts(words.accuracy, len(held_out)) and words.accuracy > 0.5
     said = f"{WORDS_RULE} {words.accuracy:.2f}: {WORDS_MEANING if pays else 'words alone say little'}"
-    rules.append(rule(WORDS_RULE, None, words.accuracy, said, pays))
-    counted = {"train_pairs": len(train), "held_out_pairs": len(held_out)}
-    return {**counted, "rules": rules, "words": {"chosen": words.chosen, "rejected": words.rejected}}
+    rules.append({"rule": WORDS_RULE, "train": None, "held_out": words.accuracy, "pays": pays, "meaning": said})
+    counts = {"train_pairs": len(train), "held_out_pairs": len(held_out)}
+    return {**counts, "rules": rules, "words": {"chosen": words.chosen, "rejected": words.rejected}}
 
 
-def rule(name: str, train: float | None, held_out: float, said: str, pays: bool) -> Row:
-    accuracies = {"train": train if train is None else round(train, 4), "held_out": round(held_out, 4)}
-    return {"rule": name, **accuracies, "pays": pays, "meaning": said}
+def meaning(shortcut: Shortcut, accuracy: float, pairs: int) -> dict[str, Any]:
+    """{pays, meaning}: a sentence on what the accuracy says of a reward model that is trained on such pairs."""
+    pays = predicts(accuracy, pairs)
+    if pays and accuracy < 0.5:
+        said = f"{shortcut.reversed_rule} {1 - accuracy:.2f}: {shortcut.meaning}"
+    else:
+        said = f"{shortcut.rule} {accuracy:.2f}: {shortcut.meaning if pays else 'no shortcut'}"
+    return {"pays": pays, "meaning": said}
 
 
-def meaning(shortcut: Shortcut, accuracy: float) -> str:
-    """A sentence on what the accuracy says of a reward model that is trained on such pairs."""
-    if accuracy >= TELLING:
-        return f"{shortcut.rule} {accuracy:.2f}: {shortcut.meaning}"
-    if accuracy <= 1 - TELLING:
-        return f"{shortcut.reversed_rule} {1 - accuracy:.2f}: {shortcut.meaning}"
-    return f"{shortcut.rule} {accuracy:.2f}: no shortcut, since it is near the 0.50 of a coin"
+def predicts(accuracy: float, pairs: int) -> bool:
+    """Whether the accuracy is far from 0.5, and not by chance (95%)."""
+    low, high = wilson_interval(round(accuracy * pairs), pairs)
+    return abs(accuracy - 0.5) >= TELLING - 0.5 and not low <= 0.5 <= high

@@ -8,6 +8,8 @@ from stages.judges import Fluency, judge
 from stages.models import prepare_torch
 from stages.params import Params
 from stages.ppo.rollouts import read_rollouts
+from stages.prepare.contamination import find_leaks
+from stages.prepare.split import HELD_OUT
 from stages.program import run_stage
 from stages.prompts import check_template, template_hash
 from stages.records import Recorder, Row, file_hash, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
@@ -33,7 +35,8 @@ def main(params: Params, round_: str) -> None:
     prompts = once(read_jsonl(data / "prompts_train.jsonl", made_by))
     human_sft = [row for row in read_jsonl(data / "sft_train.jsonl", made_by) if "badcase" not in row]
     rollouts = late(read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}"))
-    refuse_evaluation_prompts([*prompts, *rollouts], read_jsonl(data / "eval_prompts.jsonl", made_by))
+    evaluation = {name: read_jsonl(data / f"{name}.jsonl", made_by) for name in HELD_OUT.values()}
+    refuse_evaluation_prompts([*prompts, *rollouts], evaluation["eval_prompts"])
     sampler = Sampler(params, round_)
     for stage in ("sft", "reward", "ppo"):
         check_template(stage_dir(round_, stage) / "manifest.json", sampler.tokenizer, params.prepare.prompt_format)
@@ -65,12 +68,10 @@ def main(params: Params, round_: str) -> None:
     by_chance = ask_again(badcases, sampler, params.seed + 3, limits)
     badcases = [case | {"by_chance": row["state"] == "repaired"} for case, row in zip(badcases, by_chance, strict=True)]
     against = exploit_pairs(exploits, human, params.replay.pairs_per_exploit, params.seed)
-    rows = {
-        "pairs": capped([*against, *pairs], len(human), params.replay.max_share),
-        "sft": capped(demonstrations, len(human_sft), params.replay.max_share),
-        "prompts": capped(again, len(prompts), params.replay.max_share),
-    }
-    recorder.say(4, "next round gets " + ", ".join(f"{len(made)} {name}" for name, made in rows.items()))
+    made, leaked = clean({"pairs": [*against, *pairs], "sft": demonstrations, "prompts": again}, evaluation, params.prepare.near_duplicate)
+    own = {"pairs": len(human), "sft": len(human_sft), "prompts": len(prompts)}
+    rows = {name: capped(some, own[name], params.replay.max_share) for name, some in made.items()}
+    recorder.say(4, "next round gets " + ", ".join(f"{len(some)} {name}" for name, some in rows.items()) + f"; {leaked} leaked")
 
     # 6. the round before: its badcases tried again, its exploits under both reward models
     chosen = chosen_scores(stage_dir(round_, "reward"))
@@ -78,8 +79,8 @@ def main(params: Params, round_: str) -> None:
     progress["fooled_now"] = share(fooled(suffixes, held_out, sampler.scorer, chosen))
 
     # 7. write
-    for name, made in {**rows, "badcases": [*tried, *badcases], "exploits": [row_of(exploit) for exploit in exploits]}.items():
-        write_jsonl(folder / "data" / f"{name}.jsonl", made)
+    for name, some in {**rows, "badcases": [*tried, *badcases], "exploits": [row_of(exploit) for exploit in exploits]}.items():
+        write_jsonl(folder / "data" / f"{name}.jsonl", some)
     write_manifest(
         folder,
         stage="replay",
@@ -95,6 +96,7 @@ def main(params: Params, round_: str) -> None:
             "causes": {cause: sum(row["cause"] == cause for row in badcases) for cause in CAUSES},
             "exploits": suffixes,
             **progress,
+            "leaked": leaked,
             "pairs": len(rows["pairs"]),
             "demonstrations": len(rows["sft"]),
             "prompts": len(rows["prompts"]),
@@ -107,6 +109,14 @@ def late(rollouts: list[Row]) -> list[Row]:
     """The last third of the updates: what the policy has become."""
     last = max((row["update"] for row in rollouts), default=0)
     return [row for row in rollouts if row["update"] > 2 / 3 * last]
+
+
+def clean(made: dict[str, list[Row]], evaluation: dict[str, list[Row]], similarity: float) -> tuple[dict[str, list[Row]], int]:
+    """The rows made of which nothing is in an evaluation text, so that the next round's prepare will take them; how many are left out."""
+    held_out = [row for rows in evaluation.values() for row in rows]
+    leaks = {name: {leak.row for leak in find_leaks(rows, held_out, similarity)} for name, rows in made.items()}
+    kept = {name: [row for index, row in enumerate(rows) if index not in leaks[name]] for name, rows in made.items()}
+    return kept, sum(map(len, leaks.values()))
 
 
 def from_rollouts(rows: list[Row]) -> list[Sample]:
