@@ -43,19 +43,15 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
 
     train, held_out = at_random(train, TFIDF_PAIRS, seed), at_random(held_out, TFIDF_PAIRS, seed)
 
-    def text(row: Row, side: str) -> str:
-        return flat(row["prompt"]) + row[side]
+    def texts(rows: list[Row]) -> list[str]:
+        return [flat(row["prompt"]) + row[side] for side in ("chosen", "rejected") for row in rows]
 
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
-    vectorizer.fit([text(row, side) for row in train for side in ("chosen", "rejected")])
-
-    def differences(rows: list[Row]):  # type: ignore[no-untyped-def]  # scipy.sparse matrices have no stubs
-        return vectorizer.transform([text(r, "chosen") for r in rows]) - vectorizer.transform([text(r, "rejected") for r in rows])
-
-    better = differences(train)
+    features, new = vectorizer.fit_transform(texts(train)), vectorizer.transform(texts(held_out))
+    better = features[: len(train)] - features[len(train) :]
     model = LogisticRegression(fit_intercept=False, C=10.0, max_iter=1000, random_state=seed)
     model.fit(vstack([better, -better]), [1] * len(train) + [0] * len(train))
-    margins = model.decision_function(differences(held_out))
+    margins = model.decision_function(new[: len(held_out)] - new[len(held_out) :])
     names, weights = vectorizer.get_feature_names_out(), model.coef_[0]
     order = weights.argsort(kind="stable")
     return WordModel(

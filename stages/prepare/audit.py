@@ -62,9 +62,9 @@ class Audit:
             self.lose(CONTRADICTION, rows[index]["where"], text_of(rows[index]), of=rows[other]["where"])
         return [row for index, row in enumerate(rows) if index not in opposite]
 
-    def drop_duplicates(self, rows: list[Row], texts: Sequence[str], similarity: float) -> list[Row]:
-        """Rows (with their texts) but for exact and near duplicates of earlier ones."""
-        exact, near = find_duplicates(texts, similarity)
+    def drop_duplicates(self, rows: list[Row], texts: Sequence[str], similarity: float, answers: Sequence[str] | None = None) -> list[Row]:
+        """Rows (with their texts, and what of these answers the prompt) but for exact and near duplicates of earlier ones."""
+        exact, near = find_duplicates(texts, similarity, answers)
         for cause, found in ((EXACT, exact), (NEAR, near)):
             for index, kept in found.items():
                 self.lose(cause, rows[index]["where"], texts[index], of=rows[kept]["where"])

@@ -8,6 +8,7 @@ Looked at are a prompt alone, a prompt with a response, and a long response alon
 "Yes.", do not leak. Equal prompts are the split's business (stages/prepare/split.py).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 from stages.errors import BadInput
 from stages.prepare.duplicates import Index, gram_sets, jaccard, may_match, signatures
 from stages.prepare.windows import Hashes, HashSet, Numbers, Words, batches, filled, runs, words_of
-from stages.prompts import transcript
+from stages.prompts import ROLES, transcript
 from stages.records import Row
 
 RUN = 13  # words
 BOILERPLATE = 10  # held-out texts
 BATCH_WORDS = 4_000_000
-SHOWN = 5
+SHOWN, LISTED = 5, 100  # in an error: with what they share, and by place alone
+SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # of transcripts: nobody's words
 RESPONSES = ("completion", "chosen", "rejected")
 
 
@@ -58,7 +60,7 @@ def pools(rows: Sequence[Row], words: Words) -> tuple[Pool, Pool]:
 
     def numbers(text: str) -> Numbers:
         if text not in read:
-            read[text] = words.read(text)
+            read[text] = words.read(SPEAKER.sub("\n\n", text))
         return read[text]
 
     for index, row in enumerate(rows):
@@ -157,11 +159,16 @@ def near_duplicates(texts: Sequence[Numbers], held_out: Sequence[Numbers], simil
 def refuse_leaks(leaks: Sequence[Leak], places: Sequence[str], next_step: str) -> None:
     """
     Raises:
-        BadInput: there are leaks; names the first rows (`places` has the training rows') with what they share.
+        BadInput: there are leaks; names the training rows (`places` has where each is), the first with what they share.
     """
     if leaks:
-        first = "\n".join(f"  training {places[leak.row]} and held-out {leak.held_out['id']}: “{leak.shared}”" for leak in leaks[:SHOWN])
+        by_place = {places[leak.row]: leak for leak in reversed(leaks)}
+        named = list(reversed(by_place))
+        first = "\n".join(
+            f"  training {place} and held-out {by_place[place].held_out['id']}: “{by_place[place].shared}”" for place in named[:SHOWN]
+        )
+        others = f"\n  also {', '.join(named[SHOWN:LISTED])}{', ...' if len(named) > LISTED else ''}" if len(named) > SHOWN else ""
         raise BadInput(
-            f"{len(leaks)} training rows have {RUN} words in a row, or nearly the whole text, in common with a held-out row; "
-            f"the first:\n{first}\n{next_step}"
+            f"{len(named)} training rows have {RUN} words in a row, or nearly the whole text, in common with a held-out row; "
+            f"the first:\n{first}{others}\n{next_step}"
         )

@@ -14,7 +14,7 @@ EXPLAINED = {
     "tie": "the pair names no better text, so that a reward model has nothing to learn from it",
     "contradiction": "another pair says the opposite of the same two texts: one must be wrong, so both are left out",
     "exact duplicate": "equal to an earlier row, but for case and white space",
-    "near duplicate": "shares most of its word 3-grams with an earlier row (prepare.near_duplicate)",
+    "near duplicate": "prompt and answers share most of their word 3-grams with an earlier row's (prepare.near_duplicate)",
     "leak": "13 words in a row, or nearly the whole text, are in an evaluation text; left out of the training set that is named",
     "prompt is held out": "its prompt is an evaluation prompt, or goes on from one",
 }
