@@ -23,7 +23,6 @@ from stages.records import Row
 
 RUN = 13  # words
 BOILERPLATE = 10  # held-out texts
-BATCH_WORDS = 4_000_000
 SHOWN, LISTED = 5, 100  # in an error: with what they share, and by place alone
 SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # of transcripts: nobody's words
 RESPONSES = ("completion", "chosen", "rejected")
@@ -110,7 +109,7 @@ def shared_runs(texts: Sequence[Numbers], held_out: Sequence[Numbers]) -> dict[i
     """{text: (held-out text, where in `text` the run begins)} of the texts that share a run that is no boilerplate."""
     hashes, first_text = telling_runs(held_out)
     known, shared = HashSet(hashes), dict[int, tuple[int, int]]()
-    for first, batch in batches(texts, BATCH_WORDS):
+    for first, batch in batches(texts):
         found_hashes, owner, position = runs(batch, RUN)
         found, place = known.find(found_hashes)
         order = np.argsort(found)
@@ -140,7 +139,7 @@ def near_duplicates(texts: Sequence[Numbers], held_out: Sequence[Numbers], simil
     theirs = gram_sets(held_out)
     known = HashSet(np.concatenate([np.empty(0, np.uint64), *theirs]))
     ours: dict[int, Hashes] = {}
-    for first, batch in batches(texts, BATCH_WORDS):
+    for first, batch in batches(texts):
         sets = gram_sets(batch)
         ours |= {first + int(at): sets[at] for at in may_match(sets, known, similarity)}
     if not ours:

@@ -9,7 +9,7 @@ import numpy as np
 from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
 
-from stages.prepare.windows import Hashes, HashSet, Numbers, Words, filled, runs
+from stages.prepare.windows import Hashes, HashSet, Numbers, Words, batches, filled, runs
 
 GRAM = 3
 PERMUTATIONS = 128
@@ -17,10 +17,11 @@ PERMUTATIONS = 128
 
 def gram_sets(texts: Sequence[Numbers]) -> list[Hashes]:
     """Each text's distinct 3-grams of words and symbols, sorted; of a shorter text, all its words as one."""
-    if not texts:
-        return []
-    hashes, owner, _ = runs([filled(text, GRAM) for text in texts], GRAM)
-    return [distinct(grams) for grams in np.split(hashes, np.flatnonzero(np.diff(owner)) + 1)]
+    sets: list[Hashes] = []
+    for _, batch in batches([filled(text, GRAM) for text in texts]):
+        hashes, owner, _ = runs(batch, GRAM)
+        sets += [distinct(grams) for grams in np.split(hashes, np.flatnonzero(np.diff(owner)) + 1)]
+    return sets
 
 
 def distinct(grams: Hashes) -> Hashes:

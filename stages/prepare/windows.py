@@ -1,7 +1,7 @@
 """Texts as word numbers, and the runs of n words in them as 64-bit hashes: what duplicates and leaks are found by."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +14,7 @@ CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # wri
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+(?:['\u2019][^\W{CJK}]+)*|[^\w\s]")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 BITS = 27  # of the table that answers most questions of a `HashSet`: 128 MiB at most
+BATCH_WORDS = 2_000_000
 PAD = 0  # fills up a text that is shorter than a run
 
 
@@ -75,7 +76,7 @@ def runs(texts: Sequence[Numbers], length: int) -> tuple[Hashes, NDArray[np.int6
     return hashes[within], owner[within], position[within]
 
 
-def batches(texts: Sequence[Numbers], words: int) -> Iterable[tuple[int, Sequence[Numbers]]]:
+def batches(texts: Sequence[Numbers], words: int = BATCH_WORDS) -> Iterator[tuple[int, Sequence[Numbers]]]:
     """The texts in slices of about so many words, each with the index of its first."""
     slices = [total // words for total in accumulate(len(text) for text in texts)]
     start = 0

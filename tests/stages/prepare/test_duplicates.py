@@ -1,11 +1,17 @@
-from stages.prepare.duplicates import find_duplicates, shingles
+import re
+
+from stages.prepare.duplicates import find_duplicates, gram_sets, near_groups
+from stages.prepare.windows import Words
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
-def test_shingles_by_hand() -> None:
-    assert shingles("The sky, the Sky") == {"the sky ,", "sky , the", ", the sky"}
-    assert shingles("Hi there") == {"hi there"}
+def test_3_grams_are_distinct_and_a_short_text_is_one() -> None:
+    """the-sky-, sky-,-the and ,-the-sky; the text of two words; nothing at all."""
+    words = Words()
+    sets = gram_sets([words.read(text) for text in ("The sky, the Sky", "Hi there", "", "hi THERE", "a b c d a b c")])
+    assert [len(grams) for grams in sets] == [3, 1, 1, 1, 4]
+    assert sets[1].tolist() == sets[3].tolist() != sets[2].tolist()
 
 
 def test_exact_duplicates_are_equal_but_for_case_and_space() -> None:
@@ -19,14 +25,35 @@ def test_near_duplicates_at_a_known_similarity() -> None:
     assert find_duplicates(texts, 0.82) == ({}, {})
 
 
+def test_answers_have_to_be_alike_by_themselves() -> None:
+    texts = [" ".join([*WORDS, answer]) for answer in ("yes", "no", "yes!")]
+    assert find_duplicates(texts, 0.7) == ({}, {1: 0, 2: 0})
+    assert find_duplicates(texts, 0.7, ["yes", "no", "Yes"]) == ({}, {2: 0})
+
+
+def jaccard(one: str, other: str) -> float:
+    """Of 3-grams, as sets of strings."""
+
+    def grams(text: str) -> set[tuple[str, ...]]:
+        words = re.findall(r"\w+", text)
+        return set(zip(words, words[1:], words[2:], strict=False))
+
+    return len(grams(one) & grams(other)) / len(grams(one) | grams(other))
+
+
 def test_the_texts_kept_are_not_alike() -> None:
     """Against all pairs by brute force: nothing above the threshold stays, nothing below it goes."""
-    texts = [" ".join([*WORDS[: 12 - i % 7], *(f"w{i}{j}" for j in range(i % 7))]) for i in range(60)]
+    texts = [" ".join([*WORDS[: 12 - i % 7], *(f"w{i}j{j}" for j in range(i % 7))]) for i in range(60)]
     exact, near = find_duplicates(texts, 0.5)
     kept = [i for i in range(60) if i not in exact and i not in near]
+    assert all(jaccard(texts[i], texts[j]) <= 0.5 for i in kept for j in kept if i < j)
+    assert near and all(jaccard(texts[i], texts[j]) > 0.5 for i, j in near.items())
 
-    def jaccard(i: int, j: int) -> float:
-        return len(shingles(texts[i]) & shingles(texts[j])) / len(shingles(texts[i]) | shingles(texts[j]))
 
-    assert all(jaccard(i, j) <= 0.5 for i in kept for j in kept if i < j)
-    assert near and all(jaccard(i, j) > 0.5 for i, j in near.items())
+def test_groups_join_what_is_alike_through_others() -> None:
+    """A chain: each is like the next (9 of 11 grams), the ends are not (8 of 12)."""
+    chain = [" ".join(WORDS), " ".join([*WORDS[1:], "more"]), " ".join([*WORDS[2:], "more", "words"])]
+    assert jaccard(chain[0], chain[1]) == jaccard(chain[1], chain[2]) == 9 / 11
+    assert jaccard(chain[0], chain[2]) == 8 / 12
+    assert near_groups([chain[0], "alone in the world", chain[2], chain[1]], 0.8) == [0, 1, 0, 0]
+    assert near_groups(chain, 0.9) == [0, 1, 2]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stages.params import PromptFormat
-from stages.prepare.formats import Defect, normalise
+from stages.prepare.formats import Defect, Tie, excerpt, form, normalise
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
 
@@ -18,6 +18,10 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
 SKY = {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
 TALK = [user("Sky?"), assistant("Up."), user("Colour?")]
 TALK_TEXT = "\n\nHuman: Sky?\n\nAssistant: Up.\n\nHuman: Colour?\n\nAssistant:"
@@ -28,7 +32,10 @@ TALK_CHAT = {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."}
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        pytest.param({**SKY, "id": 7, "margin": 1.5}, SKY, id="standard, explicit prompt"),
+        pytest.param({**SKY, "id": 7}, SKY, id="standard, explicit prompt"),
+        pytest.param({**SKY, "margin": 2}, {**SKY, "margin": 2.0}, id="a margin"),
+        pytest.param({**SKY, "margin": None}, SKY, id="an empty margin, as Parquet has it"),
+        pytest.param({"prompt": "a", "completion": "b", "margin": -1}, {"prompt": "a", "completion": "b"}, id="no pair, no margin"),
         pytest.param({"chosen": "The sky is blue.", "rejected": "The sky is green."}, SKY, id="standard, implicit prompt"),
         pytest.param(
             {"chosen": "The sky is black", "rejected": "The sky is blue"},
@@ -98,6 +105,29 @@ def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> No
         ),
         ({"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": "\n\nHuman: a\n\nAssistant: d"}, "`chosen` is empty"),
         ({"chosen": "\n\nHuman:\n\nAssistant: b", "rejected": "\n\nHuman:\n\nAssistant: d"}, "turn 1 of `chosen` is empty"),
+        ({**SKY, "margin": -0.5}, "`margin` is -0.5; expected a number of at least 0"),
+        ({**SKY, "margin": "2"}, "`margin` is '2'; expected a number"),
+        ({**SKY, "margin": True}, "`margin` is True; expected a number"),
+        ({**SKY, "margin": float("nan")}, "`margin` is nan; expected a number"),
+        ({**SKY, "margin": 0}, "`margin` is 0"),
+        ({**SKY, "chosen": " blue.\n\nHuman: And?"}, "`chosen` contains the role marker Human:"),
+        ({**SKY, "rejected": " a\n\nAssistant: b"}, "`rejected` contains the role marker Assistant:"),
+        ({**SKY, "rejected": "<|im_start|>user"}, r"`rejected` contains the role marker <\|im_start\|>"),
+        ({**SKY, "chosen": "[INST] Go on"}, r"`chosen` contains the role marker \[INST\]"),
+        ({"prompt": "a", "completion": "### Response: b"}, "`completion` contains the role marker ### Response:"),
+        ({"prompt": [user("### Instruction: a")], "completion": "b"}, "turn 1 of the prompt contains the role marker"),
+        ({"prompt": [user("a"), user("b")], "completion": "c"}, "turn 2 of the prompt is the user's; expected the assistant's"),
+        ({"prompt": [assistant("a"), user("b")], "completion": "c"}, "turn 1 of the prompt is the assistant's; expected the user's"),
+        ({"prompt": [user("a"), system("b"), user("c")], "completion": "d"}, "turn 2 of the prompt is the system's; it may only be the"),
+        ({"prompt": [system("a"), assistant("b")], "completion": "c"}, "turn 2 of the prompt is the assistant's; expected the user's"),
+        ({"prompt": [user("a"), assistant("b")], "completion": "c"}, "the prompt ends with the assistant's turn"),
+        ({"prompt": [system("a")], "completion": "c"}, "the prompt ends with the system's turn"),
+        (
+            {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d"},
+            "turn 2 of the prompt is the user's",
+        ),
+        ({**SKY, "chosen": " blue\x00"}, "`chosen` contains a NUL character"),
+        ({**SKY, "prompt": "The \ud83d sky"}, r"the prompt contains half of a surrogate pair, U\+D83D"),
         ({**SKY, "chosen": " blue<eos>"}, "special token <eos>"),
         ({"prompt": [user("a <eos>")], "completion": "b"}, "special token <eos>"),
     ],
@@ -105,3 +135,42 @@ def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> No
 def test_defects(raw: Any, reason: str) -> None:
     with pytest.raises(Defect, match=reason):
         normalise(raw, PLAIN, frozenset({"<eos>"}))
+
+
+@pytest.mark.parametrize("raw", [{**SKY, "margin": 0.0}, {**SKY, "rejected": "blue.\n"}, {"chosen": "The sky", "rejected": "The sky"}])
+def test_a_pair_without_a_better_text_is_a_tie(raw: dict[str, Any]) -> None:
+    with pytest.raises(Tie):
+        normalise(raw, PLAIN)
+
+
+def test_what_may_be_within_a_prompt() -> None:
+    """A template that the user has filled in, and a system's turn."""
+    alpaca = {"prompt": "### Instruction:\nSky?\n### Response:\n", "completion": "Blue."}
+    assert normalise(alpaca, PLAIN) == alpaca
+    raw = {"prompt": [system("Be brief."), *TALK], "completion": [assistant("Blue.")]}
+    assert normalise(raw, CHAT) == {"prompt": raw["prompt"], "completion": "Blue."}
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        (SKY, "standard preference, explicit prompt"),
+        ({"chosen": "a b", "rejected": "a c"}, "standard preference, implicit prompt"),
+        ({"prompt": TALK, "chosen": [assistant("a")], "rejected": [assistant("b")]}, "conversational preference, explicit prompt"),
+        ({"chosen": [*TALK, assistant("a")], "rejected": [*TALK, assistant("b")]}, "conversational preference, implicit prompt"),
+        ({"prompt": "a", "completion": "b"}, "standard prompt-completion"),
+        ({"prompt": TALK, "completion": [assistant("b")]}, "conversational prompt-completion"),
+        ({"chosen": TALK_TEXT + " a", "rejected": TALK_TEXT + " b"}, "Anthropic transcript, preference, implicit prompt"),
+        ({"prompt": TALK_TEXT, "chosen": "a", "rejected": "b"}, "Anthropic transcript, preference, explicit prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "unknown"),
+        ({"text": "a"}, "unknown"),
+        (7, "unknown"),
+    ],
+)
+def test_the_forms_have_names(raw: Any, name: str) -> None:
+    assert form(raw) == name
+
+
+def test_an_excerpt_can_be_written() -> None:
+    assert excerpt("a \n b\ud83d") == "a b?"
+    assert excerpt("x" * 300) == "x" * 199 + "…"
