@@ -82,7 +82,9 @@ def main() -> None:
         prepare = {"sources": [{"path": "pairs.jsonl"}], "max_prompt_tokens": 512}
         (folder / "params.yaml").write_text(yaml.safe_dump({"assets": {"data": "files"}, "prepare": prepare}))
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "stages.prepare"], cwd=folder, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        subprocess.run(
+            [sys.executable, "-m", "stages.prepare"], cwd=folder, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
         seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         found = json.loads((folder / "rounds/r0/prepare/metrics.json").read_text())
     cost = {"seconds": round(seconds, 1), "user_seconds": round(used.ru_utime, 1), "peak_gib": round(used.ru_maxrss / 2**20, 2)}

@@ -71,10 +71,7 @@ def main(params: Params, round_: str) -> None:
     # 3. train the members of the ensemble, of which there is usually one, on broken texts and borrowed endings too; centre each on the
     # SFT demonstrations
     more = hard_negatives([row for row in train if "badcase" not in row], params.reward.hard_negatives, params.seed)
-    sides = zip(ids(train + more, "chosen"), ids(train + more, "rejected"), strict=True)
-    pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in sides]
-    if any("margin" in row for row in train):  # without one, as of replayed pairs: any lead will do
-        pairs = [pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, train + more, strict=True)]
+    pairs = training_pairs(train + more, ids(train + more, "chosen"), ids(train + more, "rejected"))
     ensemble = []
     for seed in range(params.seed, params.seed + params.reward.ensemble):
         torch.manual_seed(seed)
@@ -149,6 +146,14 @@ def quality(margins: Tensor, folder: Path) -> dict[str, float]:
         "ece": ece,
         "pairs": total,
     }
+
+
+def training_pairs(rows: list[Row], chosen: list[Tokens], rejected: list[Tokens]) -> list[Row]:
+    """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those without (as replayed ones are)."""
+    pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in zip(chosen, rejected, strict=True)]
+    if not any("margin" in row for row in rows):
+        return pairs
+    return [pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, rows, strict=True)]
 
 
 def fit(

@@ -32,7 +32,9 @@ def check(file: str) -> int:
     if not read:
         raise BadInput(f"{file}: no rows; expected one JSON object a line (docs/data.schema.json)")
     rows, bad = normalised(read)
-    bad += [(rows[index]["where"], f"contradiction: {rows[other]['where']} says the opposite") for index, other in contradictions(rows).items()]
+    bad += [
+        (rows[index]["where"], f"contradiction: {rows[other]['where']} says the opposite") for index, other in contradictions(rows).items()
+    ]
     print(f"{file}: {len(read)} rows, {len(read) - len(bad)} of them can be used")
     for name, said in [*whole_file([raw for _, raw in read]), *(of_rows(rows) if rows else [])]:
         print(f"  {name:<11}{said}")

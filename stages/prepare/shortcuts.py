@@ -95,7 +95,9 @@ def shortcuts(train: list[Row], held_out: list[Row], seed: int) -> dict[str, Any
     rules = []
     for shortcut in SHORTCUTS:
         accuracies = {"train": shortcut.measure(train), "held_out": shortcut.measure(held_out)}
-        rules.append({"rule": shortcut.rule, **accuracies, **meaning(shortcut, shortcut.measure([*train, *held_out]), len(train) + len(held_out))})
+        rules.append(
+            {"rule": shortcut.rule, **accuracies, **meaning(shortcut, shortcut.measure([*train, *held_out]), len(train) + len(held_out))}
+        )
     pays = predicts(words.accuracy, len(held_out)) and words.accuracy > 0.5
     said = f"{WORDS_RULE} {words.accuracy:.2f}: {WORDS_MEANING if pays else 'words alone say little'}"
     rules.append({"rule": WORDS_RULE, "train": None, "held_out": words.accuracy, "pays": pays, "meaning": said})

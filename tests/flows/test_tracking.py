@@ -10,6 +10,7 @@ from mlflow.entities import Run
 from flows import dag, tracking
 from flows.mlflow_store import MlflowTracker, open_tracker
 from flows.tracking import NoTracker
+from stages.records import write_text
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -120,3 +121,11 @@ def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(tracker) is NoTracker
     tracker.close(True, "")
     assert not (project / ".rondo").exists()
+
+
+def test_the_pages_of_prepare_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data.json", "data.html", "gate_sft.json"):
+        write_text(Path("reports/r0") / name, f"of {name}")
+    assert tracking.read_record("run", "prepare@r0", "ran", {}).texts == {"data.json": "of data.json", "data.html": "of data.html"}
+    assert tracking.read_record("run", "gate_sft@r0", "ran", {}).texts == {"gate_sft.json": "of gate_sft.json"}

@@ -81,6 +81,7 @@ def test_outputs_are_the_same_bytes_twice(tiny_params: MakeParams) -> None:
     assert rows_of("r0", "eval_prompts")[0]["prompt"][0]["role"] == "user"
     report = read("reports/r0/data.json")
     assert report["examples"]["sft_train"] == rows_of("r0", "sft_train")[:3]
+    assert "<title>Data of round r0</title>" in Path("reports/r0/data.html").read_text()
 
 
 def test_pairs_alone_make_all_sets(tiny_params: MakeParams) -> None:
@@ -115,19 +116,22 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
     sources = {"mine.jsonl": [*PAIRS[:10], "{not json", "", pair(10, chosen=""), *PAIRS[11:], pair(3), pair(90, prompt="Z" * 70)]}
     build(tiny_params(sources, max_bad_share=0.1), "r0")
     audit = read("rounds/r0/prepare/data/audit.json")
-    assert [row["where"] for row in audit["bad_rows"]] == ["mine.jsonl:11", "mine.jsonl:13"]
-    assert "not JSON" in audit["bad_rows"][0]["reason"] and audit["bad_rows"][1]["reason"] == "`chosen` is empty"
-    assert audit["exact_duplicates"] == [{"where": "mine.jsonl:23", "of": "mine.jsonl:4"}]
-    assert audit["dropped"] == {"prompt longer than prepare.max_prompt_tokens": 1}
+    lost = audit["lost"]
+    assert [row["where"] for row in lost["bad row"]] == ["mine.jsonl:11", "mine.jsonl:13"]
+    assert "not JSON" in lost["bad row"][0]["reason"] and lost["bad row"][1]["reason"] == "`chosen` is empty"
+    assert '"chosen": ""' in lost["bad row"][1]["text"]
+    text = "Tell me of snow sun 3 It is snow sun. No snow sun."
+    assert lost["exact duplicate"] == [{"where": "mine.jsonl:23", "of": "mine.jsonl:4", "text": text}]
+    assert [row["where"] for row in lost["prompt longer than prepare.max_prompt_tokens"]] == ["mine.jsonl:24"]
+    assert audit["by_cause"] == {"bad row": 2, "exact duplicate": 1, "prompt longer than prepare.max_prompt_tokens": 1}
+    assert (audit["rows_read"], audit["rows_kept"]) == ({"mine.jsonl": 23}, 19)
     counts = read("rounds/r0/prepare/metrics.json")
     assert (counts["rows_read"], counts["rows_bad"], counts["exact_duplicates"]) == (23, 2, 1)
 
 
 def test_too_many_bad_rows_stop_the_stage(tiny_params: MakeParams) -> None:
-    sources = {"mine.jsonl": [*PAIRS[:18], pair(18, rejected=7), pair(19, rejected=PAIRS[19]["chosen"])]}
-    with pytest.raises(
-        BadInput, match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: chosen and rejected are the"
-    ):
+    sources = {"mine.jsonl": [*PAIRS[:18], pair(18, rejected=7), pair(19, margin=-1)]}
+    with pytest.raises(BadInput, match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1"):
         build(tiny_params(sources, max_bad_share=0.09), "r0")
     assert not Path("rounds").exists()
 
@@ -147,7 +151,66 @@ def test_a_hub_data_set_loses_the_shared_prompts_instead(tiny_params: MakeParams
     write_jsonl(Path("assets/data/eval.jsonl"), [pair(5, chosen=" Quite another answer to it.")])
     build(params, "r0")
     assert len(rows_of("r0", "pairs_train")) == 19
-    assert read("rounds/r0/prepare/data/audit.json")["dropped"]["prompt is held out"] == 1
+    lost = read("rounds/r0/prepare/data/audit.json")["lost"]["prompt is held out"]
+    assert lost == [{"where": "assets/data/train.jsonl:6", "of": "assets/data/eval.jsonl:1"}]
+
+
+TALE = "once upon a time there were two moons above a sea of glass and sand"
+
+
+def test_what_is_in_the_users_own_held_out_file_is_refused(tiny_params: MakeParams) -> None:
+    sources = {"pairs.jsonl": [*PAIRS, pair(20, rejected=f" So: {TALE}")], "pairs_eval.jsonl": [pair(30, chosen=f" Hear: {TALE.upper()}!")]}
+    with pytest.raises(BadInput, match=r"(?s)1 training rows.*pairs\.jsonl:21 and held-out pairs_eval\.jsonl:1: “once upon .* of glass”"):
+        build(tiny_params(sources), "r0")
+    assert not Path("rounds").exists()
+
+
+def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(tiny_params: MakeParams) -> None:
+    """Every response has the tale in at most 10 held-out texts: what is left for training has it nowhere."""
+    rows = [pair(i, chosen=f" Hear {i}: {TALE}") if i < 5 else pair(i) for i in range(20)]
+    leaks = 0
+    for seed in range(4):
+        build(tiny_params({"mine.jsonl": rows}, seed=seed), "r0")
+        held_out = [row for row in rows_of("r0", "pairs_eval") if TALE in row["chosen"]]
+        train = [row for row in rows_of("r0", "pairs_train", "sft_train") if TALE in str(row)]
+        lost = read("rounds/r0/prepare/data/audit.json")["lost"].get("leak", [])
+        assert bool(train) != bool(held_out)
+        assert len(lost) == (2 * (5 - len(held_out)) if held_out else 0) == read("rounds/r0/prepare/metrics.json")["leaks"]
+        for row in lost:
+            assert row["of"] in {row["id"] for row in held_out} and row["shared"] == " ".join(TALE.split()[:13])
+            assert row["set"] in ("pairs_train", "sft_train")
+        leaks += len(lost)
+    assert leaks
+
+
+def test_ties_and_pairs_that_contradict_each_other_are_left_out(tiny_params: MakeParams) -> None:
+    swapped = {**PAIRS[2], "chosen": PAIRS[2]["rejected"], "rejected": PAIRS[2]["chosen"]}
+    rows = [*PAIRS, swapped, pair(20, margin=0), pair(21, chosen=" Rain.", rejected="Rain. "), pair(22, margin=1)]
+    build(tiny_params({"mine.jsonl": rows}), "r0")
+    lost = read("rounds/r0/prepare/data/audit.json")["lost"]
+    assert [(row["where"], row["reason"]) for row in lost["tie"]] == [
+        ("mine.jsonl:22", "`margin` is 0"),
+        ("mine.jsonl:23", "chosen and rejected are the same"),
+    ]
+    places = [("mine.jsonl:3", "mine.jsonl:21"), ("mine.jsonl:21", "mine.jsonl:3")]
+    assert [(row["where"], row["of"]) for row in lost["contradiction"]] == places
+    kept = {row["id"]: row for row in rows_of("r0", "pairs_train", "pairs_eval")}
+    assert len(kept) == 20 and kept["mine.jsonl:24"]["margin"] == 1.0 and "margin" not in kept["mine.jsonl:1"]
+
+
+def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams) -> None:
+    """Ten prompts of 41 words, each three times with another last word: they share 38 of 40 3-grams, 0.95."""
+    texts = [" ".join(f"n{number}w{i}" for i in range(40)) for number in range(10)]
+    rows = [
+        {"prompt": f"{text} {last}", "chosen": f" yes {number} {last}", "rejected": " no"}
+        for last in ("red", "green", "blue")
+        for number, text in enumerate(texts)
+    ]
+    for seed in range(3):
+        build(tiny_params({"mine.jsonl": rows}, seed=seed, max_prompt_tokens=999), "r0")
+        sides = [{row["prompt"].split()[0] for row in rows_of("r0", f"pairs_{part}")} for part in ("train", "eval")]
+        assert not sides[0] & sides[1] and len(sides[1]) == 2
+        assert read("rounds/r0/prepare/metrics.json")["leaks"] == 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ PLAIN = PromptFormat.plain
     ],
 )
 def test_links_and_handles_at_the_ends_are_cut(text: str, words: str) -> None:
-    kept = clean([{"text": text}], 4, Audit())
+    kept = clean([{"text": text, "where": "x"}], 4, Audit())
     assert [" ".join(row["words"]) for row in kept] == [words]
 
 
@@ -38,13 +38,13 @@ def test_links_and_handles_at_the_ends_are_cut(text: str, words: str) -> None:
 )
 def test_what_is_dropped_is_counted_by_cause(text: str, cause: str) -> None:
     audit = Audit()
-    assert clean([{"text": text}], 4, audit) == []
-    assert audit.dropped == {cause: 1}
+    assert clean([{"text": text, "where": "tweets.tsv:7"}], 4, audit) == []
+    assert audit.lost == {cause: [{"where": "tweets.tsv:7", "text": text}]}
 
 
 @pytest.mark.parametrize("text", ["Glass, grass and Dickens in my class", "Hello shell, my assistant passed the assessment"])
 def test_harmless_words_are_no_profanity(text: str) -> None:
-    assert len(clean([{"text": text}], 4, Audit())) == 1
+    assert len(clean([{"text": text, "where": "x"}], 4, Audit())) == 1
 
 
 def test_bad_lines_are_named(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
         ("1", 2.5, "Good"),
         ("6", -1.25, "Bad\twith a tab"),
     ]
-    assert [row["where"] for row in audit.bad] == ["tweets.tsv:2", "tweets.tsv:3", "tweets.tsv:4", "tweets.tsv:5"]
+    assert [row["where"] for row in audit.lost["bad row"]] == ["tweets.tsv:2", "tweets.tsv:3", "tweets.tsv:4", "tweets.tsv:5"]
     assert audit.rows_read == {"tweets.tsv": 6}
     assert len(read(path, 1, Audit())) == 1
 

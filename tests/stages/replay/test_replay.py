@@ -7,7 +7,7 @@ import pytest
 
 from stages.errors import BadInput
 from stages.records import read_jsonl, write_jsonl
-from stages.replay.__main__ import late, main, once
+from stages.replay.__main__ import clean, late, main, once
 
 DATA = Path("rounds/r0/replay/data")
 
@@ -25,7 +25,7 @@ def test_two_rounds(make_round):
     assert files == {path.name: path.read_bytes() for path in DATA.iterdir()}
 
     # found in 3 of the 4 late rollouts, and liked by this reward model
-    assert zero["exploits"] == [" Enjoy!"]
+    assert zero["exploits"] == [" Enjoy!"] and zero["leaked"] == 0
     assert zero["fooled_now"] > 0 and zero["fooled_before"] is None and zero["tried_again"] == 0
     badcases = {row["id"]: row for row in read_jsonl(DATA / "badcases.jsonl", "")}
     assert len(badcases) == zero["badcases"] == sum(zero["causes"].values()) <= params.replay.max_badcases
@@ -61,6 +61,16 @@ def test_an_evaluation_prompt_is_refused(make_round):
     write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
     with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
         main(params, "r0")
+
+
+def test_what_would_leak_in_the_next_round_is_left_out_and_counted():
+    tale = "once upon a time there were two moons above a sea of glass"  # 13 words
+    evaluation = {"sft_eval": [{"id": "e", "prompt": "Our meeting", "completion": f" began: {tale}."}]}
+    told = {"id": "a", "prompt": "The walk", "completion": f", {tale}!"}
+    other = {"id": "b", "prompt": "The walk", "completion": " was great."}
+    pair = {"id": "c", "prompt": "The trip", "chosen": " was fine.", "rejected": f" {tale}"}
+    made = {"pairs": [pair], "sft": [told, other], "prompts": [{"id": "d", "prompt": "The trip"}]}
+    assert clean(made, evaluation, 0.9) == ({"pairs": [], "sft": [other], "prompts": made["prompts"]}, 2)
 
 
 def test_late_rollouts_and_prompts_once():

@@ -1,0 +1,78 @@
+"""Lengths, languages and shortcuts on texts written by hand."""
+
+import pytest
+
+from stages.baselines import at_random, longest_wins_accuracy, more_wins_accuracy, word_model
+from stages.prepare.shortcuts import languages, lengths, shortcuts, spread
+from stages.records import Row
+
+
+def pair(chosen: str, rejected: str, prompt: str = "Say:") -> Row:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_equal_ones_count_half() -> None:
+    pairs = [pair("aaa", "b"), pair("a", "bb"), pair("a", "b"), pair("aa", "b")]
+    assert longest_wins_accuracy(pairs) == (1 + 0 + 0.5 + 1) / 4
+    assert more_wins_accuracy(pairs, lambda text: text.count("b")) == (0 + 0 + 0 + 0) / 4
+    assert more_wins_accuracy(pairs, lambda text: text.count("x")) == 0.5
+
+
+def test_lengths_by_hand() -> None:
+    """1, 2, ..., 101 words: the p-th percentile is p + 1."""
+    rows = [{"prompt": [{"role": "user", "content": "Hi"}], "completion": " ".join(["ab"] * count)} for count in range(1, 102)]
+    measured = lengths(rows)
+    assert measured["completion"]["words"] == {"p5": 6, "p50": 51, "p95": 96, "max": 101, "mean": 51}
+    assert measured["completion"]["characters"]["max"] == 101 * 3 - 1
+    assert measured["prompt"]["words"]["max"] == len("Human: Hi Assistant:".split())
+    assert measured.keys() == {"prompt", "completion"}
+    assert spread([3]) == {"p5": 3, "p50": 3, "p95": 3, "max": 3, "mean": 3}
+
+
+def test_languages_are_shares_of_rows() -> None:
+    english, german = "The weather is fine today and we are going for a walk.", "Das Wetter ist heute schön und wir gehen spazieren."
+    rows = [{"prompt": english, "completion": " " + english}] * 3 + [{"prompt": german, "completion": " " + german}]
+    assert languages(rows, 0) == {"sampled": 4, "shares": {"en": 0.75, "de": 0.25}}
+    assert languages([{"prompt": "!", "completion": "?"}], 0)["shares"] == {"unsure": 1.0}
+
+
+def mixed(count: int, first: int = 0) -> list[Row]:
+    """Chosen: one more "!" in nine of ten, shorter in all, as many commas, and the word `good` against `bad`."""
+    return [
+        pair(f"good {i}, yes{'!' if i % 10 else ''} 😀", f"bad {i}, indeed, sadly it is so 😀😀", prompt=f"Is it {i}?")
+        for i in range(first, first + count)
+    ]
+
+
+def test_what_predicts_the_label_is_said() -> None:
+    found = shortcuts(mixed(100), mixed(50, first=100), seed=0)
+    rules = {rule["rule"]: rule for rule in found["rules"]}
+    assert (found["train_pairs"], found["held_out_pairs"]) == (100, 50)
+    assert rules["longest wins"] == {
+        "rule": "longest wins",
+        "train": 0.0,
+        "held_out": 0.0,
+        "pays": True,
+        "meaning": "shortest wins 1.00: lengths alone predict the label; balance them",
+    }
+    assert rules["more ! wins"]["held_out"] == pytest.approx((45 + 5 * 0.5) / 50)
+    assert rules["more ! wins"]["meaning"].startswith("more ! wins 0.95: exclamation marks alone")
+    assert rules["more emoji wins"]["meaning"].startswith("fewer emoji wins 1.00: emoji alone")
+    assert rules["TF-IDF"]["held_out"] == 1.0 and rules["TF-IDF"]["pays"]
+    assert "good" in found["words"]["chosen"] and "bad" in found["words"]["rejected"]
+    assert not {"good", "yes"} & set(found["words"]["rejected"])
+
+
+def test_few_pairs_show_no_shortcut() -> None:
+    """4 of 6 is 0.67, but chance as well: Wilson's interval begins at 0.30."""
+    pairs = [pair("longer", "short")] * 2 + [pair("a", "bb")]
+    rules = {rule["rule"]: rule for rule in shortcuts(pairs, pairs, seed=0)["rules"]}
+    assert rules["longest wins"]["meaning"] == "longest wins 0.67: no shortcut" and not rules["longest wins"]["pays"]
+
+
+def test_words_generalise_and_a_sample_keeps_its_order() -> None:
+    model = word_model(mixed(40), [pair("good enough", "bad enough"), pair("bad", "good")], seed=0)
+    assert model.accuracy == 0.5 and len(model.chosen) <= 10
+    rows = [{"id": i} for i in range(100)]
+    some = [row["id"] for row in at_random(rows, 10, seed=1)]
+    assert len(some) == 10 == len(set(some)) and some == sorted(some) and at_random(rows, 100, 1) == rows
