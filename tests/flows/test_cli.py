@@ -37,6 +37,18 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
     assert not (project / ".rondo").exists()
 
 
+def test_data_are_checked_anywhere(tmp_path: Path) -> None:
+    row = {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
+    (tmp_path / "good.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "chosen": ""}) + "\n")
+    environment = {"PYTHONPATH": str(ROOT)}
+    assert rondo(tmp_path, "check-data", "good.jsonl", **environment).returncode == 0
+    done = rondo(tmp_path, "check-data", "bad.jsonl", **environment)
+    assert done.returncode == 2 and "bad.jsonl:2: `chosen` is empty" in done.stdout and done.stderr == ""
+    done = rondo(tmp_path, "check-data", "none.jsonl", **environment)
+    assert done.returncode == 2 and "none.jsonl: expected a file" in done.stderr
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
