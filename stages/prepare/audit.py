@@ -62,12 +62,12 @@ class Audit:
             self.lose(CONTRADICTION, rows[index]["where"], text_of(rows[index]), of=rows[other]["where"])
         return [row for index, row in enumerate(rows) if index not in opposite]
 
-    def drop_duplicates(self, rows: list[Row], texts: Sequence[str], similarity: float, answers: Sequence[str] | None = None) -> list[Row]:
-        """Rows (with their texts, and what of these answers the prompt) but for exact and near duplicates of earlier ones."""
-        exact, near = find_duplicates(texts, similarity, answers)
+    def drop_duplicates(self, rows: list[Row], texts: Sequence[tuple[str, str]], similarity: float) -> list[Row]:
+        """Rows (with their prompt and answers) but for exact and near duplicates of earlier ones."""
+        exact, near = find_duplicates(texts, similarity)
         for cause, found in ((EXACT, exact), (NEAR, near)):
             for index, kept in found.items():
-                self.lose(cause, rows[index]["where"], texts[index], of=rows[kept]["where"])
+                self.lose(cause, rows[index]["where"], "\n".join(texts[index]), of=rows[kept]["where"])
         return [row for index, row in enumerate(rows) if index not in exact and index not in near]
 
     def drop_long_prompts(self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams) -> list[Row]:

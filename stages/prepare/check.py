@@ -11,7 +11,7 @@ from stages.prepare.audit import contradictions
 from stages.prepare.duplicates import find_duplicates
 from stages.prepare.formats import Defect, form, normalise
 from stages.prepare.shortcuts import languages, lengths, shortcuts
-from stages.prepare.sources import SUFFIXES, prompt_groups, read_source, row_texts
+from stages.prepare.sources import SUFFIXES, asked_and_said, prompt_groups, read_source
 from stages.prepare.split import hold_out
 from stages.records import Row
 
@@ -78,8 +78,7 @@ def of_rows(rows: list[Row]) -> Iterator[tuple[str, str]]:
         said = (f"{unit} {of['p5']:g} / {of['p50']:g} / {of['p95']:g} / {of['max']:g}" for unit, of in units.items())
         yield field, ", ".join(said) + " (5% / median / 95% / longest)"
     yield "languages", ", ".join(f"{name} {share:.1%}" for name, share in languages(rows, SEED)["shares"].items())
-    texts, answers = row_texts(rows)
-    exact, near = find_duplicates(texts, SIMILARITY, answers)
+    exact, near = find_duplicates(asked_and_said(rows), SIMILARITY)
     yield "duplicates", f"{len(exact)} exact, {len(near)} near (prepare leaves them out)"
     yield from predictable(pairs)
 

@@ -2,7 +2,7 @@
 
 A leak is a run of 13 words that both have (Brown et al. 2020, GPT-3, appendix C; case and symbols aside, each CJK character a word
 of its own), or all words of a prompt with its response, where these are fewer; or two texts that are near duplicates as
-prepare.near_duplicate says. A run in more than 10 held-out texts is boilerplate and no leak.
+prepare.near_duplicate says. A run, or 3-gram, in more than 10 held-out texts is boilerplate, and is left out of the comparison.
 
 Looked at are a prompt alone, a prompt with a response, and a long response alone: two rows that share a short prompt, or the answer
 "Yes.", do not leak. Equal prompts are the split's business (stages/prepare/split.py).
@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.errors import BadInput
-from stages.prepare.duplicates import Index, gram_sets, jaccard, may_match, signatures
+from stages.prepare.duplicates import BOILERPLATE, Index, gram_sets, in_more_than, jaccard, joined, may_match, signatures, without
 from stages.prepare.windows import Hashes, HashSet, Numbers, Words, batches, filled, runs, words_of
 from stages.prompts import ROLES, transcript
 from stages.records import Row
 
 RUN = 13  # words
-BOILERPLATE = 10  # held-out texts
 SHOWN, LISTED = 5, 100  # in an error: with what they share, and by place alone
 SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # of transcripts: nobody's words
 RESPONSES = ("completion", "chosen", "rejected")
@@ -135,17 +134,17 @@ def telling_runs(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int64]]:
 
 
 def near_duplicates(texts: Sequence[Numbers], held_out: Sequence[Numbers], similarity: float) -> Iterator[tuple[int, int]]:
-    """(text, first held-out text that it is a near duplicate of)."""
+    """(text, first held-out text that it is a near duplicate of), boilerplate aside."""
     theirs = gram_sets(held_out)
-    known = HashSet(np.concatenate([np.empty(0, np.uint64), *theirs]))
+    boilerplate = in_more_than(theirs, BOILERPLATE)
+    theirs = without(theirs, boilerplate)
+    known = HashSet(joined(theirs))
     ours: dict[int, Hashes] = {}
     for first, batch in batches(texts):
-        sets = gram_sets(batch)
+        sets = without(gram_sets(batch), boilerplate)
         ours |= {first + int(at): sets[at] for at in may_match(sets, known, similarity)}
-    if not ours:
-        return
     index = Index(similarity)
-    possible = may_match(theirs, HashSet(np.concatenate(list(ours.values()))), similarity).tolist()
+    possible = may_match(theirs, HashSet(joined(list(ours.values()))), similarity).tolist()
     for at, signature in zip(possible, signatures(theirs[at] for at in possible), strict=True):
         index.add(at, signature)
     for (at, grams), signature in zip(ours.items(), signatures(ours.values()), strict=True):

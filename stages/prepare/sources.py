@@ -31,8 +31,7 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
     audit.check_bad_share(config.max_bad_share)
     rows = audit.drop_contradictions(rows)
     rows.sort(key=lambda row: row["use"] != "eval")  # of duplicates the held-out one stays, so that no copy is trained on
-    texts, answers = row_texts(rows)
-    rows = audit.drop_duplicates(rows, texts, config.near_duplicate, answers)
+    rows = audit.drop_duplicates(rows, asked_and_said(rows), config.near_duplicate)
     rows = audit.drop_long_prompts(rows, (row["prompt"] for row in rows), tokenizer, config)
     rows = separate(rows, own=params.assets.data == "files", audit=audit)
     audit.rows_kept = len(rows)
@@ -168,10 +167,10 @@ def held_out_groups(rows: list[Row], groups: list[str], share: float, seed: int)
     return held_out
 
 
-def row_texts(rows: list[Row]) -> tuple[list[str], list[str]]:
-    """What duplicates are found by: each row's texts, and those that answer the prompt alone."""
-    texts = [list(source_texts(row)) for row in rows]
-    return ["\n".join(some) for some in texts], ["\n".join(some[1:]) for some in texts]
+def asked_and_said(rows: list[Row]) -> list[tuple[str, str]]:
+    """Each row's prompt, and its responses."""
+    texts = (list(source_texts(row)) for row in rows)
+    return [(prompt, "\n".join(responses)) for prompt, *responses in texts]
 
 
 def chosen_once(pairs: list[Row]) -> list[Row]:

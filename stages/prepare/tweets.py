@@ -39,7 +39,7 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
     config = params.prepare
     texts = clean(read(path, config.max_rows, audit), config.prompt_words, audit)
     audit.check_bad_share(config.max_bad_share)
-    texts = audit.drop_duplicates(texts, [" ".join(text["words"]) for text in texts], config.near_duplicate)
+    texts = audit.drop_duplicates(texts, [("", " ".join(text["words"])) for text in texts], config.near_duplicate)
     prompts = (shape(" ".join(text["words"][: config.prompt_words]), prompt_format=config.prompt_format)[0] for text in texts)
     texts = audit.drop_long_prompts(texts, prompts, tokenizer, config)
     audit.rows_kept = len(texts)

@@ -64,6 +64,13 @@ def test_a_run_in_more_than_ten_held_out_texts_is_boilerplate() -> None:
     assert found(train, *held_out(11)) == []
 
 
+def test_a_system_prompt_that_all_rows_have_is_no_leak() -> None:
+    system = " ".join(f"s{i}" for i in range(80))
+    held_out = [shown(f"e{i}", f"{system} held {i}", f" answer {i}") for i in range(11)]
+    assert found(shown("t", f"{system} train 1", " another"), *held_out) == []
+    assert found(shown("t", f"{system} held 3", " answer 3"), *held_out) != []
+
+
 def test_near_duplicates_leak_without_a_run() -> None:
     """A word changed after every eight: 40 words, of 38 3-grams 26 stay; 26 of 50 is 0.52."""
     words = [f"w{i}" for i in range(40)]
