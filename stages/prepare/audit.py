@@ -9,7 +9,7 @@ from stages.errors import BadInput
 from stages.params import PrepareParams
 from stages.prepare.contamination import Leak
 from stages.prepare.duplicates import find_duplicates
-from stages.prepare.formats import excerpt, source_texts
+from stages.prepare.formats import excerpt, row_excerpt
 from stages.prepare.split import prompt_key
 from stages.prompts import Prompt, render_prompt
 from stages.records import Row
@@ -67,7 +67,7 @@ class Audit:
         exact, near = find_duplicates(texts, similarity)
         for cause, found in ((EXACT, exact), (NEAR, near)):
             for index, kept in found.items():
-                self.lose(cause, rows[index]["where"], "\n".join(texts[index]), of=rows[kept]["where"])
+                self.lose(cause, rows[index]["where"], text_of(rows[index]), of=rows[kept]["where"])
         return [row for index, row in enumerate(rows) if index not in exact and index not in near]
 
     def drop_long_prompts(self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams) -> list[Row]:
@@ -120,4 +120,4 @@ def prompt_lengths(prompts: Iterable[Prompt], tokenizer: Any, config: PreparePar
 
 def text_of(row: Row) -> str:
     """A row's texts in one line; of a tweet, its text."""
-    return " | ".join(source_texts(row)) if "prompt" in row else str(row["text"])
+    return row_excerpt(row) if "prompt" in row else str(row["text"])

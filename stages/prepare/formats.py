@@ -205,7 +205,13 @@ def source_texts(row: Row) -> Iterator[str]:
     yield from (row[name] for name in ("completion", "chosen", "rejected") if name in row)
 
 
-def excerpt(text: str) -> str:
+def excerpt(text: str, most: int = SHOWN_CHARACTERS) -> str:
     """The beginning of a text in one line, safe to write: what is no Unicode is replaced."""
-    line = " ".join(text[: 4 * SHOWN_CHARACTERS].split()).encode("utf-8", "replace").decode()
-    return line if len(line) <= SHOWN_CHARACTERS else line[: SHOWN_CHARACTERS - 1] + "…"
+    line = " ".join(text[: 4 * most].split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def row_excerpt(row: Row) -> str:
+    """The beginnings of a normalised row's texts in one line."""
+    texts = list(source_texts(row))
+    return " | ".join(excerpt(text, SHOWN_CHARACTERS // len(texts) - 3) for text in texts)

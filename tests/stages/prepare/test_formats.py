@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stages.params import PromptFormat
-from stages.prepare.formats import Defect, Tie, excerpt, form, normalise
+from stages.prepare.formats import Defect, Tie, excerpt, form, normalise, row_excerpt
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
 
@@ -174,3 +174,5 @@ def test_the_forms_have_names(raw: Any, name: str) -> None:
 def test_an_excerpt_can_be_written() -> None:
     assert excerpt("a \n b\ud83d") == "a b?"
     assert excerpt("x" * 300) == "x" * 199 + "…"
+    long = {"prompt": "p" * 300, "chosen": "c" * 300, "rejected": " no"}
+    assert row_excerpt(long) == "p" * 62 + "… | " + "c" * 62 + "… | no"

@@ -120,7 +120,7 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
     assert [row["where"] for row in lost["bad row"]] == ["mine.jsonl:11", "mine.jsonl:13"]
     assert "not JSON" in lost["bad row"][0]["reason"] and lost["bad row"][1]["reason"] == "`chosen` is empty"
     assert '"chosen": ""' in lost["bad row"][1]["text"]
-    text = "Tell me of snow sun 3 It is snow sun. No snow sun."
+    text = "Tell me of snow sun 3 | It is snow sun. | No snow sun."
     assert lost["exact duplicate"] == [{"where": "mine.jsonl:23", "of": "mine.jsonl:4", "text": text}]
     assert [row["where"] for row in lost["prompt longer than prepare.max_prompt_tokens"]] == ["mine.jsonl:24"]
     assert audit["by_cause"] == {"bad row": 2, "exact duplicate": 1, "prompt longer than prepare.max_prompt_tokens": 1}
