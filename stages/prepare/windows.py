@@ -11,7 +11,7 @@ Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int32]
 
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # written without spaces: each character is a word
-WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+(?:['\u2019][^\W{CJK}]+)*|[^\w\s]")
+WORD = re.compile(rf"[^\W{CJK}]+(?:['\u2019][^\W{CJK}]+)*|[{CJK}]|[^\w\s]")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 BITS = 27  # of the table that answers most questions of a `HashSet`: 128 MiB at most
 BATCH_WORDS = 2_000_000
@@ -28,7 +28,7 @@ class Words(dict[str, int]):
 
     def read(self, text: str) -> Numbers:
         """(words,) the text's words and symbols."""
-        return np.array([self[word] for word in WORD.findall(text.casefold())], dtype=np.int32)
+        return np.array(list(map(self.__getitem__, WORD.findall(text.casefold()))), dtype=np.int32)
 
     def spell(self, numbers: Numbers) -> str:
         spelled = list(self)
