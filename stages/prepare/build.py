@@ -46,12 +46,12 @@ def build(params: Params, round_: str) -> None:
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     check_frozen(folder / "data", previous)
 
-    # 5. report
-    report = {**audit.report(), "replayed": replayed, **describe(sets, params.seed)}
-    write_json(folder / "data" / "audit.json", report)
-    shown = {**report, "examples": {name: rows[:EXAMPLES] for name, rows in sets.items()}}
-    write_json(REPORTS / round_ / "data.json", shown)
-    write_text(REPORTS / round_ / "data.html", page(shown, round_))
+    # 5. report: what was lost beside the data, and what the data are like
+    lost = {**audit.report(), "replayed": replayed}
+    write_json(folder / "data" / "audit.json", lost)
+    report = {**lost, **describe(sets, params.seed), "examples": {name: rows[:EXAMPLES] for name, rows in sets.items()}}
+    write_json(REPORTS / round_ / "data.json", report)
+    write_text(REPORTS / round_ / "data.html", page(report, round_))
     write_json(folder / "metrics.json", metrics(audit, sets, replayed))
     write_manifest(
         folder,
