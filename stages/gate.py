@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.approvals import read_approval
-from stages.bands import BANDS, STAGES, Band
+from stages.bands import BANDS, STAGES, Band, shown
 from stages.errors import BadInput, GateFailed, RondoError
 from stages.params import Params, Policy, load_params
 from stages.records import GATES, REPORTS, read_json, stage_dir, write_json, write_text
@@ -58,9 +58,10 @@ def check(gate: str, band: Band, metrics: Any, bound: float, round_: str) -> Che
     return {
         "metric": band.metric,
         "value": value,
-        "band": f"{'within +-' if band.compare == 'within' else f'{band.compare} '}{bound:.4g}",
+        "band": shown(band, bound),
         "bound": f"gates.{gate}.{band.bound}",
         "passed": passed,
+        "why": band.why,
         "next_step": fix,
     }
 

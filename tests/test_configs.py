@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from flows import config, dag
-from stages.params import Params, PpoParams, load_params, rounds
+from stages.bands import BANDS, markdown
+from stages.params import GatesParams, Params, PpoParams, load_params, rounds
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,6 +28,12 @@ def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
 def test_every_key_of_ppo_is_explained() -> None:
     text = (ROOT / "docs/ppo.md").read_text()
     assert [key for key in PpoParams.model_fields if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize("gate", BANDS)
+def test_every_band_is_explained(gate: str) -> None:
+    """Paste what `python -m stages.bands` prints."""
+    assert markdown(gate, GatesParams()) in (ROOT / "docs/gates.md").read_text()
 
 
 def test_presets_are_those_of_the_folder() -> None:
