@@ -25,7 +25,7 @@ SFT = (
         "sft.loss_before - sft.loss_after",
         ">=",
         "loss_drop",
-        "Nats a token on held-out demonstrations, from the base model. 0.2 is a fifth of what 0.7 epochs bring on the default "
+        "Nats a token on held-out demonstrations, from the base model. 0.2 is a third of what 0.7 epochs bring on the default "
         "(0.6); less is noise of a few hundred texts, or a learning rate that does nothing.",
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv, raise sft.num_train_epochs (in later "
         "rounds sft.continue_epochs) or sft.learning_rate, or add demonstrations",
