@@ -95,7 +95,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     validated = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length
     evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates + 1)
     answered = params.battery.prompts * max(params.battery.best_of)
-    tried = params.battery.pairs * (TRIALS + len(params.battery.endings))
+    tried = params.battery.pairs * (TRIALS + len(params.battery.endings)) / 2  # human texts, some cut, are half as long
     learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
     # a sample is read twice (by reference and reward model, or policy and reference); the adapted layers of policy and critic learn
     # from a rollout's num_ppo_epochs times

@@ -124,8 +124,8 @@ def load_reward_model(path: Path, params: ModelParams) -> PreTrainedModel:
 
     `config.mean` and `config.std` calibrate its scores to SFT demonstrations (see stages/reward.py).
     """
-    members = sorted((path / MEMBERS).glob("*"))
-    return in_ensemble(load_scalar_model(path, params), [load_scalar_model(member, params) for member in members])
+    others = sorted((path / MEMBERS).glob("*"))
+    return in_ensemble(load_scalar_model(path, params), [load_scalar_model(other, params) for other in others])
 
 
 def in_ensemble(reward_model: PreTrainedModel, others: list[PreTrainedModel]) -> PreTrainedModel:
