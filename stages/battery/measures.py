@@ -37,7 +37,7 @@ def slices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
     margins = [row["margin"] for row in pairs if row.get("margin") is not None]
     groups: dict[str, Callable[[Row], str | None]] = {
         "length": lambda row: by_length(len(row["chosen"]), len(row["rejected"])),
-        "source": lambda row: re.sub(r"[^\w/-]+", "_", row.get("source", "unknown")),  # a dot would be a level of metrics.json
+        "source": lambda row: re.sub(r"[^\w-]+", "_", row.get("source", "unknown")).strip("_"),  # a path is no name of a metric
     }
     if margins:
         groups["margin"] = third(margins)

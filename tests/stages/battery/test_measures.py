@@ -25,12 +25,12 @@ def test_highest_looks_past_what_was_not_measured():
 def test_slices_by_length_and_source():
     pairs = [
         pair("x" * 10, "x" * 8),  # differs by 20% of the longer one
-        pair("x" * 10, "x" * 7, source="my.data/a.jsonl"),
-        pair("x" * 7, "x" * 10, source="my.data/a.jsonl"),
+        pair("x" * 10, "x" * 7, source="/data/a.jsonl"),
+        pair("x" * 7, "x" * 10, source="/data/a.jsonl"),
     ]
     assert slices(pairs) == {
         "length": {"alike": [0], "chosen_longer": [1], "chosen_shorter": [2]},
-        "source": {"unknown": [0], "my_data/a_jsonl": [1, 2]},
+        "source": {"unknown": [0], "data_a_jsonl": [1, 2]},
     }
 
 
