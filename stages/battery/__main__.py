@@ -69,7 +69,7 @@ def main(params: Params, round_: str) -> None:
     trials = probes | {f"ending {text!r}": each for text, each in zip([*params.battery.endings, *phrases], tried, strict=True)}
     write_jsonl(folder / "samples.jsonl", [*extremes(answers), *foolers(trials)])
     write_rates(folder / "probes.csv", trials)
-    for n in params.battery.best_of:
+    for n in sorted(params.battery.best_of):
         recorder.log(n, metrics["best_of_n"][str(n)])
     write_manifest(
         folder,
