@@ -36,7 +36,10 @@ def tfidf_accuracy(train: list[Row], held_out: list[Row], seed: int) -> float:
 
 
 def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
-    """Bradley-Terry on TF-IDF features: logistic regression on the difference of a pair's vectors, without intercept."""
+    """Bradley-Terry on TF-IDF features: logistic regression on the difference of a pair's vectors, without intercept.
+
+    On at most `TFIDF_PAIRS` pairs of each side, at random by `seed`. Texts without a word are as good as a coin.
+    """
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -47,7 +50,11 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
         return [flat(row["prompt"]) + row[side] for side in ("chosen", "rejected") for row in rows]
 
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
-    features, new = vectorizer.fit_transform(texts(train)), vectorizer.transform(texts(held_out))
+    try:
+        features = vectorizer.fit_transform(texts(train))
+    except ValueError:  # its vocabulary is empty
+        return WordModel(0.5, [], [])
+    new = vectorizer.transform(texts(held_out))
     better = features[: len(train)] - features[len(train) :]
     model = LogisticRegression(fit_intercept=False, C=10.0, max_iter=1000, random_state=seed)
     model.fit(vstack([better, -better]), [1] * len(train) + [0] * len(train))

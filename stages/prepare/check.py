@@ -55,7 +55,7 @@ def normalised(read: list[tuple[str, Any]]) -> tuple[list[Row], list[tuple[str, 
         try:
             if isinstance(raw, Defect):
                 raise raw
-            rows.append({**normalise(raw, PromptFormat.chat), "where": where, "use": "train"})
+            rows.append({**normalise(raw, PromptFormat.chat), "where": where})
         except Defect as defect:
             bad.append((where, str(defect)))
     return rows, bad

@@ -73,6 +73,7 @@ def test_few_pairs_show_no_shortcut() -> None:
 def test_words_generalise_and_a_sample_keeps_its_order() -> None:
     model = word_model(mixed(40), [pair("good enough", "bad enough"), pair("bad", "good")], seed=0)
     assert model.accuracy == 0.5 and len(model.chosen) <= 10
+    assert word_model([pair("!", "?", prompt="-")], [pair("!", "?", prompt="-")], seed=0) == (0.5, [], [])
     rows = [{"id": i} for i in range(100)]
     some = [row["id"] for row in at_random(rows, 10, seed=1)]
     assert len(some) == 10 == len(set(some)) and some == sorted(some) and at_random(rows, 100, 1) == rows
