@@ -34,9 +34,10 @@ SFT = (
         "sft.judged_gain_low",
         ">=",
         "judged_gain",
-        "Base and SFT answer the frozen prompts with the same random numbers; the judge's gain with its paired 95% interval "
-        "over prompts. Below 0, what is learnt is not what is judged, and PPO would start from a worse model than it could.",
-        "the judge does not find SFT better than the base model: read rounds/{round}/sft/samples.jsonl side by side; are the "
+        "Base and SFT answer the frozen prompts with the same random numbers; the judge's gain, lower bound of its paired 95% "
+        "interval over prompts. SFT need not please the judge (+0.05 [-0.05, 0.16] on the default, whose base is an instruct model), "
+        "but must not be worse: -0.15 is what 88 prompts can tell from no difference.",
+        "the judge may find SFT worse than the base model: read rounds/{round}/sft/samples.jsonl side by side; are the "
         "demonstrations (reports/{round}/data.html) what you want to read? If they are, and the judge is not of your task "
         "(stages/judges.py), lower this bound",
     ),

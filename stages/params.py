@@ -343,7 +343,9 @@ class Gate(Section):
 
 class SftGate(Gate):
     loss_drop: float = Field(0.2, description="Least fall of held-out loss from the base model, nats a token.")
-    judged_gain: float = Field(0.0, description="Least lower bound of the 95% interval of judged sentiment, SFT - base, on fixed prompts.")
+    judged_gain: float = Field(
+        -0.15, description="Least lower bound of the 95% interval of judged sentiment, SFT - base, on fixed prompts."
+    )
     eos_gap: float = Field(0.4, ge=0, le=1, description="Most that the share of ended responses may lack of the demonstrations'.")
     length_low: float = Field(0.5, ge=0, description="Least mean length of responses, as a multiple of the demonstrations'.")
     length_high: float = Field(1.5, gt=0, description="Most of the same.")

@@ -29,7 +29,7 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
 
     stop = planted("assets", demonstrations(spoilt, held_out=True))
     assert stop.step == "gate_sft" and stop.failed == ("sft.judged_gain_low",)
-    assert "the judge does not find SFT better than the base model" in stop.said
+    assert "the judge may find SFT worse than the base model" in stop.said
 
 
 def test_demonstrations_that_are_cut_off_before_they_end(planted):
