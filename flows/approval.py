@@ -14,7 +14,7 @@ from flows.dag import failed_checks, read_gate, slug, split
 from stages.approvals import Approval, write_approval
 from stages.errors import BadInput
 from stages.gate import values
-from stages.params import Policy
+from stages.gate_params import Policy
 
 WAIT_SECONDS = 7 * 24 * 3600
 POLL_SECONDS = 3

@@ -15,20 +15,19 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.errors import BadInput
+from stages.gate_params import GatesParams
 from stages.params import (
     PARAMS_FILE,
     AnnotateParams,
     AssetsParams,
     BatteryParams,
     EvaluateParams,
-    GatesParams,
     ModelParams,
     Params,
     PpoParams,
     PrepareParams,
     ReplayParams,
     RewardParams,
-    Section,
     SftParams,
     check_params,
     flatten,
@@ -37,6 +36,7 @@ from stages.params import (
 )
 from stages.ppo.sources import files
 from stages.records import write_text
+from stages.section import Section
 
 PRESETS = Path(__file__).parent.parent / "presets"
 KEEP, DEFAULT = "keep", "default"

@@ -16,7 +16,8 @@ from typing import Any
 from stages.approvals import read_approval
 from stages.bands import BANDS, STAGES, Band, shown
 from stages.errors import BadInput, GateFailed, RondoError
-from stages.params import Params, Policy, load_params
+from stages.gate_params import Policy
+from stages.params import Params, load_params
 from stages.records import GATES, REPORTS, read_json, stage_dir, write_json, write_text
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
