@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stages.baselines import at_random, longest_wins_accuracy, more_wins_accuracy, word_model
+from stages.baselines import at_random, flat, longest_wins_accuracy, more_wins_accuracy, word_model
 from stages.prepare.formats import source_texts
 from stages.records import Row
 from stages.statistics import wilson_interval
@@ -50,7 +50,7 @@ def lengths(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """{text: {unit: {p5, p50, p95, max, mean}}} of prompt, completion, chosen and rejected, in words and in characters."""
     measured = {}
     for field in FIELDS:
-        texts = [next(source_texts(row)) if field == "prompt" else row[field] for row in rows if field in row]
+        texts = [flat(row["prompt"]) if field == "prompt" else row[field] for row in rows if field in row]
         if texts:
             counts = {"words": [len(text.split()) for text in texts], "characters": [len(text) for text in texts]}
             measured[field] = {unit: spread(values) for unit, values in counts.items()}

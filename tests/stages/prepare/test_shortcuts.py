@@ -24,7 +24,7 @@ def test_lengths_by_hand() -> None:
     measured = lengths(rows)
     assert measured["completion"]["words"] == {"p5": 6, "p50": 51, "p95": 96, "max": 101, "mean": 51}
     assert measured["completion"]["characters"]["max"] == 101 * 3 - 1
-    assert measured["prompt"]["words"]["max"] == 3  # Human: Hi Assistant:
+    assert measured["prompt"]["words"]["max"] == 1  # who speaks is no word of the prompt
     assert measured.keys() == {"prompt", "completion"}
     assert spread([3]) == {"p5": 3, "p50": 3, "p95": 3, "max": 3, "mean": 3}
 
