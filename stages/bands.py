@@ -146,6 +146,16 @@ REWARD = (
         "reward.learning_rate or epochs when it is too sure, raise them when it is too unsure",
     ),
     Band(
+        "reward.reload_max_difference",
+        "<=",
+        "reload",
+        "Largest difference of scores between the model that was trained and the one that a fresh process loads from its files: a lost "
+        "or rounded head, another tokenizer. The same weights in the same batches give the same bits; the reward stage itself stops "
+        "above 0.001.",
+        "do not use this model: run `dvc repro --force reward@{round}`, and if it stays, look at what differs in "
+        "rounds/{round}/reward/model (config.json, missing weights)",
+    ),
+    Band(
         "battery.centre",
         "within",
         "centre",

@@ -42,6 +42,7 @@ class RewardGate(Gate):
     judge_lead: float = Field(-0.1, description="Accuracy may be below the independent judge's by at most this (negative).")
     worst_slice: float = Field(0.65, ge=0, le=1, description="Least accuracy in any slice of 30 or more held-out pairs.")
     ece: float = Field(0.1, ge=0, le=1, description="Most expected calibration error of sigmoid(margin).")
+    reload: float = Field(0.001, ge=0, description="Most difference of raw scores between the trained model and the saved one.")
     centre: float = Field(0.5, ge=0, description="Most distance from 0 of held-out demonstrations' mean score, standard deviations.")
     drift: float = Field(4.0, gt=0, description="Most distance of SFT samples' mean score from demonstrations', standard deviations.")
     scale_low: float = Field(0.33, ge=0, description="Least spread of scores of SFT's samples, as a multiple of the demonstrations'.")

@@ -27,7 +27,8 @@ SFT = {
     "memorised": 0.02,
     "memorised_demonstrations": 0.01,
 }
-REWARD = {"accuracy": 0.89, "accuracy_low": 0.85, "margin": 1.4, "baseline_longest": 0.47, "baseline_tfidf": 0.82, "ece": 0.04}
+REWARD = {"accuracy": 0.89, "accuracy_low": 0.85, "margin": 1.4, "baseline_longest": 0.47, "baseline_tfidf": 0.82}
+REWARD |= {"ece": 0.04, "reload_max_difference": 0.0}
 BATTERY = {
     "judge_accuracy": 0.91,
     "worst_slice": 0.8,
@@ -88,6 +89,7 @@ def test_good_numbers_pass(attempt, gate):
         ("reward", "reward", {"baseline_longest": 0.9}, "reward.accuracy - reward.baseline_longest", "length"),
         ("reward", "reward", {"baseline_tfidf": 0.89}, "reward.accuracy - reward.baseline_tfidf", "shortcuts"),
         ("reward", "reward", {"ece": 0.2}, "reward.ece", "calibration.csv"),
+        ("reward", "reward", {"reload_max_difference": 0.1}, "reward.reload_max_difference", "do not use this model"),
         ("reward", "battery", {"judge_accuracy": 1.0}, "reward.accuracy - battery.judge_accuracy", "ppo.rewards"),
         ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
         ("reward", "battery", {"centre": -0.6}, "battery.centre", "reward@r0"),
