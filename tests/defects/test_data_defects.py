@@ -92,5 +92,5 @@ def test_rows_that_say_nothing_are_left_out_and_reported(planted):
     report, page = read_json(REPORTS / "r0/data.json", ""), (REPORTS / "r0/data.html").read_text()
     assert report["by_cause"] == {"contradiction": 2, "tie": 1, "exact duplicate": before + 1}  # of a contradiction both, for who is right?
     for number, cause in enumerate(added, len(rows) + 1):
-        assert report["lost"][cause][-1]["where"] == f"train_pairs.jsonl:{number}"
-        assert cause in page and f"train_pairs.jsonl:{number}" in page
+        assert f"train_pairs.jsonl:{number}" in {row["where"] for row in report["lost"][cause]}
+        assert cause in page and (cause == "exact duplicate" or f"train_pairs.jsonl:{number}" in page)  # the page shows the first five

@@ -80,7 +80,7 @@ def test_an_ending_that_buys_a_score(planted):
 def test_a_reward_model_that_likes_broken_text(planted):
     """Whole sentences alone are what it has learnt from."""
     stop = planted("reward", reward={"hard_negatives": 0})
-    assert stop.step == "gate_reward" and stop.failed == ("battery.worst_probe",)
+    assert stop.step == "gate_reward" and "battery.worst_probe" in stop.failed
     assert "it likes broken text" in stop.said
 
 

@@ -10,7 +10,7 @@ from mlflow.entities import Run
 from flows import dag, tracking
 from flows.mlflow_store import MlflowTracker, open_tracker
 from flows.tracking import NoTracker
-from stages.records import write_text
+from stages.records import write_json, write_text
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -50,7 +50,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
     assert sft.data.params["sft.lora.r"] == "16"
     history = [(point.step, point.value, point.timestamp) for point in client.get_metric_history(sft.info.run_id, "loss")]
     assert history == [(1, 1.0, 1001000), (2, 0.5, 1002000), (3, 1 / 3, 1003000)]
-    assert sft.data.metrics["final/loss_after"] == 4.5
+    assert sft.data.metrics["final/loss_after"] == 4.67
     (data,) = [used.dataset for used in sft.inputs.dataset_inputs]
     locked = tracking.read_lock("prepare@r0")["outs"]
     assert (data.name, data.digest) == ("rounds/r0/prepare/data", next(out["md5"] for out in locked if out["path"] == data.name))
@@ -65,7 +65,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
 
     run_all(MlflowTracker("again", database, project / ".rondo", {}, said.append))
     assert {run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"} == {"unchanged"}
-    assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.5
+    assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
 
 
 def client_text(client: MlflowClient, run: Run, name: str) -> str:
@@ -125,7 +125,24 @@ def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pages_of_prepare_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("data.json", "data.html", "gate_sft.json"):
+    for name in ("data.json", "data.html"):
         write_text(Path("reports/r0") / name, f"of {name}")
     assert tracking.read_record("run", "prepare@r0", "ran", {}).texts == {"data.json": "of data.json", "data.html": "of data.html"}
-    assert tracking.read_record("run", "gate_sft@r0", "ran", {}).texts == {"gate_sft.json": "of gate_sft.json"}
+
+
+def test_who_let_a_gate_open_and_why_are_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    approval = {"approved": True, "by": "Ada", "reason": "seen by hand", "failed": {"sft.memorised": 0.1}}
+    verdict = {"passed": False, "opened": True, "policy": "ask", "approval": approval, "checks": []}
+    write_json(Path("reports/r0/gate_sft.json"), verdict)
+    record = tracking.read_record("run", "gate_sft@r0", "ran", {})
+    assert json.loads(record.texts["gate_sft.json"]) == verdict
+    told = {key: record.tags[key] for key in ("passed", "opened", "policy", "approval.approved", "approval.by", "approval.reason")}
+    assert told == {
+        "passed": "False",
+        "opened": "True",
+        "policy": "ask",
+        "approval.approved": "True",
+        "approval.by": "Ada",
+        "approval.reason": "seen by hand",
+    }
