@@ -1,5 +1,5 @@
 """battery: does this reward model deserve to be optimised against?
 
-`measures` are numbers from scores, `probes` corrupts texts, `mined` finds phrases that high scores go with, `trials` tries
-them on a reward model.
+`answers` are the SFT model's, `trials` puts corrupted texts (stages/corruptions.py) and endings before a reward model, `mined` finds
+phrases that high scores go with, `measures` are numbers from scores, `report` is what a reader looks at.
 """

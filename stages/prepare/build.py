@@ -6,7 +6,7 @@ from typing import Any
 from stages.errors import BadInput
 from stages.params import Params
 from stages.prepare.audit import BAD, CONTRADICTION, EXACT, LEAK, NEAR, TIE, Audit
-from stages.prepare.contamination import find_leaks, refuse_leaks
+from stages.prepare.contamination import leaks_by_set, refuse_leaks
 from stages.prepare.merge import merge_replay
 from stages.prepare.page import page
 from stages.prepare.shortcuts import languages, lengths, shortcuts
@@ -90,19 +90,15 @@ def clear_leaks(sets: dict[str, list[Row]], declared: frozenset[str], similarity
     def is_declared(row: Row) -> bool:
         return row["id"].rpartition(":")[0] in declared
 
-    train = [row for name in TRAIN.values() for row in sets[name]]
+    train = {name: sets[name] for name in TRAIN.values()}
     held_out = sorted((row for name in HELD_OUT.values() for row in sets[name]), key=lambda row: not is_declared(row))
-    leaks = find_leaks(train, held_out, similarity)
+    leaks = leaks_by_set(train, held_out, similarity)
     refuse_leaks(
-        [leak for leak in leaks if is_declared(leak.held_out)],
-        [row["id"] for row in train],
+        [(train[name][leak.row]["id"], leak) for name, some in leaks.items() for leak in some if is_declared(leak.held_out)],
         "remove these rows from one of the two files: of what was trained on, an evaluation says nothing",
     )
-    start = 0
-    for name in TRAIN.values():
-        end = start + len(sets[name])
-        sets[name] = audit.drop_leaks(name, sets[name], [leak._replace(row=leak.row - start) for leak in leaks if start <= leak.row < end])
-        start = end
+    for name, rows in train.items():
+        sets[name] = audit.drop_leaks(name, rows, leaks[name])
 
 
 def describe(sets: dict[str, list[Row]], seed: int) -> dict[str, Any]:

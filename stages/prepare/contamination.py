@@ -9,7 +9,7 @@ Looked at are a prompt alone, a prompt with a response, and a long response alon
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +104,17 @@ def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float)
     return leaks
 
 
+def leaks_by_set(sets: Mapping[str, Sequence[Row]], held_out: Sequence[Row], similarity: float) -> dict[str, list[Leak]]:
+    """`find_leaks` of several training sets, whose held-out rows (and what the sets have in common) are read once."""
+    found = find_leaks([row for rows in sets.values() for row in rows], held_out, similarity)
+    leaks, start = {}, 0
+    for name, rows in sets.items():
+        end = start + len(rows)
+        leaks[name] = [leak._replace(row=leak.row - start) for leak in found if start <= leak.row < end]
+        start = end
+    return leaks
+
+
 def shared_runs(texts: Sequence[Numbers], held_out: Sequence[Numbers]) -> dict[int, tuple[int, int]]:
     """{text: (held-out text, where in `text` the run begins)} of the texts that share a run that is no boilerplate."""
     hashes, first_text = telling_runs(held_out)
@@ -154,13 +165,13 @@ def near_duplicates(texts: Sequence[Numbers], held_out: Sequence[Numbers], simil
                 break
 
 
-def refuse_leaks(leaks: Sequence[Leak], places: Sequence[str], next_step: str) -> None:
+def refuse_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
     """
     Raises:
-        BadInput: there are leaks; names the training rows (`places` has where each is), the first with what they share.
+        BadInput: there are leaks; names the training rows by their places, the first with what they share.
     """
     if leaks:
-        by_place = {places[leak.row]: leak for leak in reversed(leaks)}
+        by_place = dict(reversed(leaks))
         named = list(reversed(by_place))
         first = "\n".join(
             f"  training {place} and held-out {by_place[place].held_out['id']}: “{by_place[place].shared}”" for place in named[:SHOWN]

@@ -30,7 +30,7 @@ def merge_replay(
             if key := frozen.get(prompt_key(row["prompt"])):
                 raise BadInput(f"{places[-1]}: its prompt is evaluation prompt {key}, which no round may train on; remove the row")
     leaks = find_leaks(rows, [row for some in held_out.values() for row in some], similarity)
-    refuse_leaks(leaks, places, f"run `{made_by}` again, which leaves such rows out, or remove them")
+    refuse_leaks([(places[leak.row], leak) for leak in leaks], f"run `{made_by}` again, which leaves such rows out, or remove them")
     counts = {}
     for name, own in train.items():
         most = int(max_share * len(own) / (1 - max_share)) if max_share < 1 else len(replayed[name])

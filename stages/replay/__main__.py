@@ -8,7 +8,7 @@ from stages.judges import Fluency, judge
 from stages.models import prepare_torch
 from stages.params import Params
 from stages.ppo.rollouts import read_rollouts
-from stages.prepare.contamination import find_leaks
+from stages.prepare.contamination import leaks_by_set
 from stages.prepare.split import HELD_OUT
 from stages.program import run_stage
 from stages.prompts import check_template, template_hash
@@ -114,7 +114,7 @@ def late(rollouts: list[Row]) -> list[Row]:
 def clean(made: dict[str, list[Row]], evaluation: dict[str, list[Row]], similarity: float) -> tuple[dict[str, list[Row]], int]:
     """The rows made of which nothing is in an evaluation text, so that the next round's prepare will take them; how many are left out."""
     held_out = [row for rows in evaluation.values() for row in rows]
-    leaks = {name: {leak.row for leak in find_leaks(rows, held_out, similarity)} for name, rows in made.items()}
+    leaks = {name: {leak.row for leak in some} for name, some in leaks_by_set(made, held_out, similarity).items()}
     kept = {name: [row for index, row in enumerate(rows) if index not in leaks[name]] for name, rows in made.items()}
     return kept, sum(map(len, leaks.values()))
 

@@ -93,5 +93,5 @@ def test_the_refusal_names_each_row_once() -> None:
     leaks = find_leaks(train, held_out, 0.9)
     assert [leak.row for leak in leaks] == [0, 1]
     with pytest.raises(BadInput, match=r"(?s)1 training rows.*training t\.jsonl:8 and held-out e\.jsonl:3: “the quick.*\nmend it"):
-        refuse_leaks(leaks, [row["id"] for row in train], "mend it")
-    refuse_leaks([], [], "nothing to mend")
+        refuse_leaks([(train[leak.row]["id"], leak) for leak in leaks], "mend it")
+    refuse_leaks([], "nothing to mend")
