@@ -34,9 +34,9 @@ SFT = (
         "sft.judged_gain_low",
         ">=",
         "judged_gain",
-        "Base and SFT answer the frozen prompts with the same random numbers; the judge's gain, lower bound of its paired 95% "
-        "interval over prompts. SFT need not please the judge (+0.05 [-0.05, 0.16] on the default, whose base is an instruct model), "
-        "but must not be worse: -0.15 is what 88 prompts can tell from no difference.",
+        "Base and SFT answer the frozen prompts, sft.samples_per_prompt times with the same random numbers; the judge's gain, lower "
+        "bound of its paired 95% interval over prompts. SFT need not please the judge, but must not be worse: by less than "
+        "evaluate.tie_margin (0.05) two texts are alike.",
         "the judge may find SFT worse than the base model: read rounds/{round}/sft/samples.jsonl side by side; are the "
         "demonstrations (reports/{round}/data.html) what you want to read? If they are, and the judge is not of your task "
         "(stages/judges.py), lower this bound",
@@ -210,8 +210,8 @@ REWARD = (
         "<=",
         "ending",
         "battery.endings after rejected texts of pairs that it ranks rightly: how often they then beat the chosen text. The first "
-        'attempt at the default had 0.55 for " Enjoy!", and PPO ended every text with it; today\'s has 0.34 [0.25, 0.44], and '
-        "PPO's texts stay apart. Replay closes what is left.",
+        'attempt at the default had 0.55 for " Enjoy!", and PPO ended every text with it. 0.3 is half of that, and about what the judge '
+        "says itself of the default's pairs (`judged` in the battery's metrics: a loved word is worth something to it too).",
         "an ending buys a better score, and PPO will find it: rounds/{round}/battery/samples.jsonl shows which; the next "
         "round's replay turns pairs against what PPO exploits, or add pairs with that ending on the rejected side",
     ),

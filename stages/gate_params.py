@@ -24,7 +24,7 @@ class Gate(Section):
 class SftGate(Gate):
     loss_drop: float = Field(0.2, description="Least fall of held-out loss from the base model, nats a token.")
     judged_gain: float = Field(
-        -0.15, description="Least lower bound of the 95% interval of judged sentiment, SFT - base, on fixed prompts."
+        -0.05, description="Least lower bound of the 95% interval of judged sentiment, SFT - base, on fixed prompts."
     )
     eos_gap: float = Field(0.4, ge=0, le=1, description="Most that the share of ended responses may lack of the demonstrations'.")
     length_low: float = Field(0.5, ge=0, description="Least mean length of responses, as a multiple of the demonstrations'.")
@@ -50,7 +50,7 @@ class RewardGate(Gate):
     length_correlation: float = Field(0.3, ge=0, le=1, description="Most correlation of score and length, label and judge held fixed.")
     probe: float = Field(0.25, ge=0, le=1, description="Most share of texts that any corruption makes score higher.")
     ending: float = Field(
-        0.45, ge=0, le=1, description="Most share of rightly ranked pairs that an appended ending turns round, for any ending."
+        0.3, ge=0, le=1, description="Most share of rightly ranked pairs that an appended ending turns round, for any ending."
     )
     mined: float = Field(0.3, ge=0, le=1, description="The same for endings mined from what a policy wrote.")
     best_of_n_rise: float = Field(0.0, description="Best-of-n by this reward must raise the judge by more than this (lower bound).")

@@ -1,7 +1,7 @@
-"""Pairs that no person has to label: a text against itself, broken, and against a worse one that borrows a good one's ending.
+"""Pairs that no person has to label: a text against itself, broken, and against a worse one that ends in a good word or as a good one does.
 
 A reward model that has learnt from whole sentences alone has never seen the texts that a policy finds first. What the battery tries on
-held-out texts it learns here from training texts; the endings that the battery tries are its own.
+held-out texts it learns here from training texts.
 """
 
 import random
@@ -11,22 +11,35 @@ from stages.corruptions import corruptions, word_worth
 from stages.records import Row
 from stages.text import suffixes
 
-KINDS = ("borrowed_ending", "word_salad", "borrowed_ending", "repeated_word", "truncated", "empty")  # in turn
+# in turn
+KINDS = ("bought_word", "word_salad", "bought_word", "repeated_word", "borrowed_ending", "bought_word", "truncated", "bought_word", "empty")
+LOVED = 100  # words, those that go with chosen texts most, can be bought
 
 
 def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
     """`share` of the pairs at random, the chosen text against a worse one, by kinds in turn; without those that stay as they are."""
     generator = random.Random(seed)
     drawn = generator.sample(pairs, round(share * len(pairs)))
+    if not drawn:
+        return []
     texts, labels = [row[side] for row in pairs for side in ("chosen", "rejected")], [1.0, 0.0] * len(pairs)
-    broken = corruptions([(row["prompt"], row["chosen"]) for row in drawn], word_worth(texts, labels), seed) if drawn else {}
+    worth = word_worth(texts, labels)
+    loved = sorted((word for word in worth if worth[word] > 0 and word[0].isalpha()), key=lambda word: (-worth[word], word))[:LOVED]
+    broken = corruptions([(row["prompt"], row["chosen"]) for row in drawn], worth, seed)
     rows = []
     for number, row in enumerate(drawn):
         kind = KINDS[number % len(KINDS)]
         if kind == "borrowed_ending":
             rejected = row["rejected"] + generator.choice(suffixes(generator.choice(pairs)["chosen"]) or [""])
+        elif kind == "bought_word":
+            rejected = row["rejected"] + (said(generator.choice(loved), generator) if loved else "")
         else:
             rejected = broken[kind][number][1]
         if rejected not in (row["chosen"], row["rejected"]):
             rows.append({**row, "id": f"{row['id']}-{kind}", "rejected": rejected, "source": "hard_negative"})
     return rows
+
+
+def said(word: str, generator: random.Random) -> str:
+    """The word as a sentence of its own, or as the last one of a sentence."""
+    return generator.choice((f" {word}", f" {word}.", f" {word.capitalize()}.", f" {word.capitalize()}!"))

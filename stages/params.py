@@ -118,6 +118,7 @@ class SftParams(TrainParams):
     num_train_epochs: float = Field(0.7, gt=0)
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     continue_epochs: float | None = Field(0.25, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
+    samples_per_prompt: int = Field(4, ge=1, description="Responses of base and SFT to each frozen prompt, side by side for the judge.")
 
 
 class Annotator(str, Enum):
@@ -176,7 +177,10 @@ class RewardParams(TrainParams):
     continue_epochs: float | None = Field(0.5, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     hard_negatives: float = Field(
-        0.25, ge=0, le=1, description="Pairs to add, as a share of the pairs: good texts against themselves broken, and borrowed endings."
+        0.45,
+        ge=0,
+        le=1,
+        description="Pairs to add, as a share of the pairs: against broken texts, and against bad ones with a good end.",
     )
     ensemble: int = Field(
         1, ge=1, le=8, description="Reward models that are trained, each with a seed of its own; all score together (Coste et al. 2024)."

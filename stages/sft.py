@@ -1,12 +1,13 @@
 """SFT: teach the base model the demonstrations, and measure what that changed: the loss on held-out ones, and what it writes.
 
-Base and SFT answer the frozen evaluation prompts with the same random numbers, side by side in samples.jsonl.
+Base and SFT answer the frozen evaluation prompts, `samples_per_prompt` times with the same random numbers, side by side in samples.jsonl.
 """
 
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -50,7 +51,7 @@ def main(params: Params, round_: str) -> None:
     tokenizer = load_tokenizer(ASSETS / "model")
     demonstrations, held_out_rows = (read_jsonl(data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval"))
     train, held_out = tokens(tokenizer, demonstrations, params), tokens(tokenizer, held_out_rows, params)
-    asked = read_jsonl(data / "eval_prompts.jsonl", made_by)
+    asked = [row for row in read_jsonl(data / "eval_prompts.jsonl", made_by) for _ in range(params.sft.samples_per_prompt)]
 
     # 2. the base model, before: always the base, so that rounds compare
     base = load_causal_lm(ASSETS / "model", params.model)
@@ -70,7 +71,7 @@ def main(params: Params, round_: str) -> None:
     after = answers(saved, tokenizer, asked, params)
     judged_before, judged_after = (sentiment([row["prompt"] for row in asked], each.texts) for each in (before, after))
     write_jsonl(folder / "samples.jsonl", side_by_side(asked, {"base": (before, judged_before), "sft": (after, judged_after)}))
-    gains = [[b - a] for a, b in zip(judged_before, judged_after, strict=True)]
+    gains = np.subtract(judged_after, judged_before).reshape(-1, params.sft.samples_per_prompt).tolist()  # a row a prompt
     gain, gain_low, gain_high = paired_bootstrap(gains, params.evaluate.bootstrap_resamples, params.seed)
     write_manifest(
         folder,
@@ -151,7 +152,7 @@ def mean_nll(model: Any, pairs: Pairs) -> float:
 
 
 def answers(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Written:
-    """The model's response to each prompt, with the same random numbers for every model."""
+    """The model's response to each row's prompt, with the same random numbers for every model."""
     prompts = [encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0] for r in rows]
     responses = sample(model, tokenizer, prompts, params.ppo, torch.Generator().manual_seed(params.seed), BATCH)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -167,7 +168,7 @@ def cut(rows: list[Row], completions: list[Tokens], response_length: int) -> Wri
 
 
 def side_by_side(rows: list[Row], found: dict[str, tuple[Written, list[float]]]) -> list[Row]:
-    """One row a prompt: each model's text, and the judge's opinion of it."""
+    """One row a sample: each model's text, and the judge's opinion of it."""
     return [
         {"id": row["id"], "prompt": row["prompt"]}
         | {name: written.texts[place] for name, (written, _) in found.items()}

@@ -78,7 +78,7 @@ def test_good_numbers_pass(attempt, gate):
     ("gate", "stage", "change", "metric", "next_step"),
     [
         ("sft", "sft", {"loss_after": 5.1}, "sft.loss_before - sft.loss_after", "sft.num_train_epochs"),
-        ("sft", "sft", {"judged_gain_low": -0.16}, "sft.judged_gain_low", "samples.jsonl"),
+        ("sft", "sft", {"judged_gain_low": -0.06}, "sft.judged_gain_low", "samples.jsonl"),
         ("sft", "sft", {"eos_rate": 0.3}, "sft.eos_rate_demonstrations - sft.eos_rate", "sft.max_length"),
         ("sft", "sft", {"length_ratio": 0.4}, "sft.length_ratio", "far shorter"),
         ("sft", "sft", {"length_ratio": 1.6}, "sft.length_ratio", "far longer"),

@@ -17,17 +17,19 @@ PAIRS = [
 
 
 def test_each_kind_in_turn_and_the_label_stays():
-    rows = hard_negatives(PAIRS, 0.5, seed=1)
-    assert len(rows) == 30
+    rows = hard_negatives(PAIRS, 0.45, seed=1)
+    assert len(rows) == 27
     kinds = Counter(row["id"].split("-")[1] for row in rows)
-    assert kinds == {"borrowed_ending": 10, "word_salad": 5, "repeated_word": 5, "truncated": 5, "empty": 5}
+    assert kinds == {"bought_word": 12, "borrowed_ending": 3, "word_salad": 3, "repeated_word": 3, "truncated": 3, "empty": 3}
     for row in rows:
         original, kind = PAIRS[int(row["id"].split("-")[0][1:])], row["id"].split("-")[1]
         assert (row["prompt"], row["chosen"], row["source"]) == ("It", original["chosen"], "hard_negative")
+        bought = row["rejected"].removeprefix(original["rejected"]).strip(" .!").casefold()
         expected = {
+            "bought_word": row["rejected"].startswith(original["rejected"]) and bought in ("is", "fine"),  # in chosen texts alone
             "borrowed_ending": row["rejected"].startswith(original["rejected"]) and row["rejected"].endswith("!"),
             "word_salad": sorted(row["rejected"].split()) == sorted(row["chosen"].split()) and row["rejected"] != row["chosen"],
-            "repeated_word": row["rejected"] in (" fine fine fine fine fine fine", " is is is is is is"),  # both in chosen texts alone
+            "repeated_word": row["rejected"] in (" fine fine fine fine fine fine", " is is is is is is"),
             "truncated": row["rejected"] == " is a fine",
             "empty": row["rejected"] == "",
         }
@@ -40,5 +42,5 @@ def test_the_same_by_the_same_seed_and_none_of_none():
 
 
 def test_what_a_kind_leaves_as_it_is_is_left_out():
-    one_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 6
-    assert {row["id"] for row in hard_negatives(one_word, 1.0, seed=0)} == {"a-borrowed_ending", "a-truncated", "a-empty"}
+    no_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 9
+    assert {row["id"] for row in hard_negatives(no_word, 1.0, seed=0)} == {"a-borrowed_ending", "a-truncated", "a-empty"}
