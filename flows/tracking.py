@@ -20,7 +20,7 @@ from stages.params import flatten
 from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
 
 MAX_ARTIFACT_BYTES = 1_000_000
-ARTIFACTS = ("metrics.json", "manifest.json", "curves.csv", "calibration.csv", "probes.csv")
+ARTIFACTS = ("metrics.json", "manifest.json", "curves.csv", "calibration.csv", "probes.csv", "accuracy.csv", "scores.csv")
 
 
 class Step(BaseModel):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from dvc_render.vega_templates import get_template
 
 from flows import config, dag
 from stages.bands import BANDS, markdown
@@ -53,6 +54,13 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(number: int, tmp_path: Path,
     assert dag.stage_order([f"r{i}" for i in range(number)]) == expected
     listed = subprocess.run([sys.executable, "-m", "dvc", "stage", "list", "--name-only"], capture_output=True, text=True, check=True)
     assert sorted(listed.stdout.split()) == sorted(expected)
+
+
+def test_every_plot_has_a_template() -> None:
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].values()
+    plots = [plot for stage in stages for plot in stage.get("do", stage).get("plots", [])]
+    names = {options["template"] for plot in plots for options in plot.values() if "template" in options}
+    assert "boxes" in names and all(get_template(name, ROOT / ".dvc/plots") for name in names)
 
 
 def test_the_deployment_names_a_flow_that_exists() -> None:

@@ -7,7 +7,7 @@ from statistics import fmean
 from stages.battery.answers import Answers, draw, selection
 from stages.battery.measures import Rate, disjoint, ends, highest, moments, rate, slices, win, worst_slice
 from stages.battery.mined import favourite_phrases
-from stages.battery.report import extremes, foolers, write_rates
+from stages.battery.report import extremes, foolers, write_plots
 from stages.battery.trials import Trial, try_endings, try_probes
 from stages.corruptions import word_worth
 from stages.judges import sentiment
@@ -47,7 +47,8 @@ def main(params: Params, round_: str) -> None:
 
     # 3. what PPO starts from: how its scores lie to those of demonstrations, and whether the answers that score higher are better ones
     answers = draw(model, scorer, shuffled(once(asked), params.seed)[: params.battery.prompts], max(params.battery.best_of), params)
-    metrics |= of_scores(demonstrations(shown, scorer), scores, answers) | {"best_of_n": selection(answers, params)}
+    scored = {"demonstrations": demonstrations(shown, scorer), **sides(scores), "sft_samples": answers.scores}
+    metrics |= of_scores(scored, answers) | {"best_of_n": selection(answers, params)}
     recorder.say(
         2, f"{len(answers.texts)} SFT samples: best of {max(params.battery.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
     )
@@ -68,7 +69,7 @@ def main(params: Params, round_: str) -> None:
     # 6. write
     trials = probes | {f"ending {text!r}": each for text, each in zip([*params.battery.endings, *phrases], tried, strict=True)}
     write_jsonl(folder / "samples.jsonl", [*extremes(answers), *foolers(trials)])
-    write_rates(folder / "probes.csv", trials)
+    write_plots(folder, metrics, scored, trials)
     for n in sorted(params.battery.best_of):
         recorder.log(n, metrics["best_of_n"][str(n)])
     write_manifest(
@@ -107,10 +108,12 @@ def of_pairs(pairs: list[Row], scores: Scores, params: Params) -> Row:
     }
 
 
-def of_scores(demonstrations: list[float], pairs: Scores, answers: Answers) -> Row:
+def sides(pairs: Scores) -> dict[str, list[float]]:
+    return {side: [both[place] for both in pairs] for place, side in enumerate(("chosen", "rejected"))}
+
+
+def of_scores(scored: dict[str, list[float]], answers: Answers) -> Row:
     """Calibrated scores by what was scored; the SFT samples' against the demonstrations', and against the judge's opinion."""
-    chosen, rejected = ([both[side] for both in pairs] for side in (0, 1))
-    scored = {"demonstrations": demonstrations, "chosen": chosen, "rejected": rejected, "sft_samples": answers.scores}
     found = {name: moments(each) for name, each in scored.items()}
     ours, theirs = found["sft_samples"], found["demonstrations"]
     return {
@@ -129,11 +132,11 @@ def of_probes(probes: dict[str, list[Trial]]) -> Row:
 
 
 def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) -> Row:
-    """Of each ending how often it fools, and by how much it raises a calibrated score in the mean."""
+    """Of each ending how often it fools, by how much it raises a calibrated score in the mean, and how often the judge says the same."""
 
     def numbers(trials: list[Trial]) -> Rate:
         uplift = fmean(trial.rise for trial in trials) if trials else None
-        return rate([trial.fooled for trial in trials], "rate", "pairs") | {"uplift": uplift}
+        return rate([trial.fooled for trial in trials], "rate", "pairs") | {"uplift": uplift, "judged": judged(trials)}
 
     own, found = ([numbers(trials) for trials in part] for part in (tried[: len(listed)], tried[len(listed) :]))
     return {
@@ -144,6 +147,13 @@ def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) 
         "mined_text": phrases,
         "worst_mined": highest(found),
     }
+
+
+def judged(trials: list[Trial]) -> float | None:
+    """How often the judge, too, has the text above the original: then it is better, or the task's own words fool the judge as well."""
+    prompts = [trial.prompt for trial in trials]
+    texts, originals = (sentiment(prompts, each) for each in ([trial.text for trial in trials], [trial.original for trial in trials]))
+    return fmean(map(win, texts, originals)) if trials else None
 
 
 def demonstrations(rows: list[Row], scorer: Scorer) -> list[float]:

@@ -1,8 +1,9 @@
-"""What a reader looks at: the SFT model's best and worst answers, the texts that fooled the reward model, rates as a table."""
+"""What a reader looks at: the SFT model's best and worst answers, the texts that fooled the reward model, tables to plot."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stages.battery.answers import Answers
 from stages.battery.measures import rate
@@ -46,10 +47,17 @@ def _row(kind: str, name: str, prompt: Prompt, text: str, score: float, original
     }
 
 
-def write_rates(path: Path, trials: Mapping[str, Sequence[Trial]]) -> None:
+def write_plots(folder: Path, metrics: Row, scores: Mapping[str, Sequence[float]], trials: Mapping[str, Sequence[Trial]]) -> None:
+    """What `dvc plots` draws: rates of probes and endings, accuracy by slice, scores by what was scored."""
+    rates = {name: rate([trial.fooled for trial in tried], "rate", "texts") for name, tried in trials.items()}
+    _table(folder / "probes.csv", ("probe", "rate", "low", "high"), ((name, *list(each.values())[:3]) for name, each in rates.items()))
+    found = {f"{group} {name}": each for group, named in metrics["accuracy"].items() for name, each in named.items()}
+    _table(folder / "accuracy.csv", ("slice", "accuracy", "low", "high", "pairs"), ((name, *each.values()) for name, each in found.items()))
+    _table(folder / "scores.csv", ("scored", "score"), ((name, round(score, 4)) for name, each in scores.items() for score in each))
+
+
+def _table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as stream:
         table = csv.writer(stream)
-        table.writerow(["probe", "rate", "low", "high"])
-        for name, tried in trials.items():
-            numbers = rate([trial.fooled for trial in tried], "rate", "texts")
-            table.writerow([name, numbers["rate"], numbers["low"], numbers["high"]])
+        table.writerow(header)
+        table.writerows(rows)

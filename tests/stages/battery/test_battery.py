@@ -8,7 +8,8 @@ from statistics import fmean
 
 import pytest
 
-from stages.battery.__main__ import main
+from stages.battery.__main__ import judged, main
+from stages.battery.trials import Trial
 from stages.errors import BadInput
 from stages.records import read_jsonl, write_jsonl
 
@@ -17,6 +18,10 @@ DATA = Path("rounds/r0/prepare/data")
 
 def metrics(round_: str) -> dict:
     return json.loads(Path(f"rounds/{round_}/battery/metrics.json").read_text())
+
+
+def table(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(Path(f"rounds/r0/battery/{name}.csv").read_text().splitlines()))
 
 
 def test_two_rounds(make_round):
@@ -57,9 +62,14 @@ def test_two_rounds(make_round):
     assert [row["kind"] for row in shown[:6]] == ["best", "worst"] * 3
     assert all(best["score"] >= worst["score"] for best, worst in zip(shown[:6:2], shown[1:6:2], strict=True))
     assert shown[6:] and all(row["kind"] == "fooled" and row["score"] > row["original_score"] for row in shown[6:])
-    rates = list(csv.DictReader(Path("rounds/r0/battery/probes.csv").read_text().splitlines()))
+    rates, accuracies, scored = (table(name) for name in ("probes", "accuracy", "scores"))
     assert float(rates[0]["rate"]) == zero["probes"]["word_salad"]["rate"] and "ending ' Enjoy!'" in [row["probe"] for row in rates]
-    curve = list(csv.DictReader(Path("rounds/r0/battery/curves.csv").read_text().splitlines()))
+    assert [(row["slice"], float(row["accuracy"]), row["pairs"]) for row in accuracies if "source" in row["slice"]] == [
+        ("source unknown", accuracy["accuracy"], "18")
+    ]
+    for name, told in zero["scores"].items():
+        assert fmean(float(row["score"]) for row in scored if row["scored"] == name) == pytest.approx(told["mean"], abs=1e-4)
+    curve = table("curves")
     assert [row["step"] for row in curve] == ["1", "2"] and float(curve[1]["score"]) == zero["best_of_n"]["2"]["score"]
 
 
@@ -76,7 +86,7 @@ def test_phrases_of_the_round_before_are_tried(make_round):
     told = metrics("r1")
     # in all of the top quarter (the four praising texts, and one of the fixture's eight " Enjoy!") more often than elsewhere
     assert " Bravo" in " ".join(told["mined_text"]) and len(told["mined"]) == len(told["mined_text"])
-    assert told["mined"]["1"].keys() == {"rate", "low", "high", "pairs", "uplift"}
+    assert told["mined"]["1"].keys() == {"rate", "low", "high", "pairs", "uplift", "judged"}
 
 
 @pytest.mark.parametrize("max_length", [64, 8])
@@ -126,3 +136,9 @@ def test_another_prompt_template_is_refused(make_round):
     Path("rounds/r0/reward/manifest.json").write_text('{"template_hash": "other"}')
     with pytest.raises(BadInput, match="template_hash"):
         main(params, "r0")
+
+
+def test_how_often_the_judge_too_likes_the_text_with_the_ending_better():
+    praised = Trial("It", " was sad. Wonderful! Great!", 1.0, " was sad.", 0.0, 1.0)
+    dotted = Trial("It", " was sad..", 1.0, " was lovely.", 0.0, 1.0)
+    assert judged([praised, dotted]) == 0.5 and judged([]) is None
