@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from stages.gate import Check
 
@@ -19,9 +20,10 @@ Written by `python bench/battery_report.py` after `make run`; what each number m
 
 ![Probes and endings, reliability, best-of-n](battery.png)
 
-Left: how often a good text loses to itself broken, and how often a rightly ranked pair turns when an ending is put after its rejected
-text (95% intervals). Middle: what sigmoid(margin) promises against what held-out pairs keep. Right: SFT's samples chosen by the reward
-model, judged by the lexicon.
+Above: how often a good text loses to itself broken, and how often a rightly ranked pair turns when an ending is put after its rejected
+text (95% intervals; crosses: how often the judge turns as well); accuracy by kind of pair. Below: scores by what was scored (median,
+quartiles, range; in standard deviations of demonstrations); what sigmoid(margin) promises against what held-out pairs keep; SFT's samples
+chosen by the reward model, judged by the lexicon. `dvc plots show` has the same of any run.
 """
 
 
@@ -31,36 +33,56 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def picture() -> None:
-    figure, (probes, reliability, best) = plt.subplots(1, 3, figsize=(14, 4.2), constrained_layout=True, width_ratios=[1.5, 1, 1])
-    for number, name in enumerate(ROUNDS):
-        tried = [row for row in rows(Path("rounds", name, "battery/probes.csv")) if row["rate"]]
-        rates = [float(row["rate"]) for row in tried]
-        spread = [
-            [r - float(row["low"]) for r, row in zip(rates, tried, strict=True)],
-            [float(row["high"]) - r for r, row in zip(rates, tried, strict=True)],
-        ]
-        probes.errorbar(rates, [f"{ascii(row['probe'])[1:-1]}" for row in tried], xerr=spread, fmt="o", label=name, alpha=0.8, capsize=2)
-        bins = rows(Path("rounds", name, "reward/calibration.csv"))
-        reliability.plot([float(row["predicted"]) for row in bins], [float(row["observed"]) for row in bins], "o-", label=name)
-        curve = rows(Path("rounds", name, "battery/curves.csv"))
-        best.plot([int(row["step"]) for row in curve], [float(row["sentiment"]) for row in curve], "o-", label=name)
-        if not number:
-            reliability.plot([0.5, 1], [0.5, 1], ":", color="grey")
-    probes.set(title="beats what it should lose to", xlabel="share of texts or pairs", xlim=(0, 1))
-    probes.invert_yaxis()
-    reliability.set(title="reliability", xlabel="sigmoid(|margin|)", ylabel="share right")
-    best.set(
-        title="best of n by the reward model",
-        xlabel="n",
-        ylabel="judged sentiment",
-        xscale="log",
-        xticks=[1, 4, 16],
-        xticklabels=["1", "4", "16"],
+    figure, axes = plt.subplot_mosaic(
+        [["probes", "probes", "slices"], ["scores", "reliability", "best"]], figsize=(14, 8.4), layout="constrained"
     )
-    for axis in (probes, reliability, best):
-        axis.legend(fontsize=8)
+    for number, name in enumerate(ROUNDS):
+        battery, colour = Path("rounds", name, "battery"), f"C{number}"
+        rates(axes["probes"], battery / "probes.csv", ("probe", "rate"), name, colour)
+        endings = json.loads((battery / "metrics.json").read_text())
+        told = {f"ending {text!r}": each["judged"] for text, each in zip(endings["endings_text"], endings["endings"].values(), strict=True)}
+        axes["probes"].plot(list(told.values()), [ascii(ending)[1:-1] for ending in told], "x", color=colour)
+        rates(axes["slices"], battery / "accuracy.csv", ("slice", "accuracy"), name, colour)
+        scored: dict[str, list[float]] = {}
+        for row in rows(battery / "scores.csv"):
+            scored.setdefault(row["scored"], []).append(float(row["score"]))
+        places = [place + number * 0.35 for place in range(len(scored))]
+        style = {"color": colour}
+        axes["scores"].boxplot(
+            list(scored.values()), positions=places, orientation="horizontal", whis=(0, 100), boxprops=style, medianprops=style, widths=0.3
+        )
+        axes["scores"].set_yticks(range(len(scored)), list(scored))
+        bins = rows(Path("rounds", name, "reward/calibration.csv"))
+        axes["reliability"].plot([float(row["predicted"]) for row in bins], [float(row["observed"]) for row in bins], "o-", label=name)
+        curve = rows(battery / "curves.csv")
+        axes["best"].plot([int(row["step"]) for row in curve], [float(row["sentiment"]) for row in curve], "o-", label=name)
+    axes["reliability"].plot([0.5, 1], [0.5, 1], ":", color="grey")
+    axes["probes"].set(title="beats what it should lose to", xlabel="share of texts or pairs", xlim=(0, 1))
+    axes["slices"].set(title="held-out accuracy", xlim=(0.5, 1))
+    axes["scores"].set(title="scores")
+    axes["reliability"].set(title="reliability", xlabel="sigmoid(|margin|)", ylabel="share right")
+    axes["best"].set(title="best of n by the reward model", xlabel="n", ylabel="judged sentiment", xscale="log")
+    axes["best"].set_xticks([1, 4, 16], ["1", "4", "16"])
+    for name, axis in axes.items():
+        if name != "scores":
+            axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
-    figure.savefig(PICTURE, dpi=100)
+    for name in ("probes", "slices", "scores"):
+        axes[name].invert_yaxis()
+    figure.savefig(PICTURE, dpi=90)
+
+
+def rates(axis: Axes, path: Path, columns: tuple[str, str], name: str, colour: str) -> None:
+    """Each row's rate with its interval."""
+    label, value = columns
+    tried = [row for row in rows(path) if row[value]]
+    found = [float(row[value]) for row in tried]
+    spread = [
+        [rate - float(row["low"]) for rate, row in zip(found, tried, strict=True)],
+        [float(row["high"]) - rate for rate, row in zip(found, tried, strict=True)],
+    ]
+    texts = [ascii(row[label])[1:-1] for row in tried]
+    axis.errorbar(found, texts, xerr=spread, fmt="o", label=name, alpha=0.8, capsize=2, color=colour)
 
 
 def shown(line: Check) -> str:

@@ -22,6 +22,7 @@ GATES = {"sft": "SFT", "reward": "the reward model", "promote": "PPO"}
 # Row title -> the cell's text, with the metrics of one round by `stage.key` or `stage.group.key`.
 ROWS = {
     "SFT loss, nats a token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
+    "SFT against base, judged [95%]": "{sft.judged_gain:.3f} [{sft.judged_gain_low:.3f}, {sft.judged_gain_high:.3f}]",
     "RM held-out accuracy [95%]": "{reward.accuracy:.3f} [{reward.accuracy_low:.3f}, {reward.accuracy_high:.3f}]",
     "RM margin": "{reward.margin:.2f}",
     "RM best-of-n rise, judged [95%]": "{battery.best_of_n.rise:.3f} [{battery.best_of_n.rise_low:.3f}, {battery.best_of_n.rise_high:.3f}]",
