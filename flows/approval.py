@@ -1,7 +1,5 @@
 """A gate that asks (gates.<gate>.policy `ask`): a person decides, in the Prefect UI or with `rondo approve`, and says why."""
 
-import getpass
-import subprocess
 from typing import Any
 
 from prefect import get_run_logger
@@ -11,6 +9,7 @@ from prefect.runtime import deployment
 from pydantic import Field
 
 from flows.dag import failed_checks, read_gate, slug, split
+from flows.people import me
 from stages.approvals import Approval, write_approval
 from stages.errors import BadInput
 from stages.gate import values
@@ -71,9 +70,4 @@ def decide_here(gate: str, round_: str, approve: bool, by: str | None, reason: s
         raise BadInput(f"gates.{gate}.policy is `{verdict['policy']}`: set it to `ask` in params.yaml, run again, then decide")
     if not reason.strip():
         raise BadInput('--reason is empty: say why, e.g. --reason "the slice has 31 pairs, seen by hand"')
-    return decide(verdict, approve, by or _me(), reason)
-
-
-def _me() -> str:
-    named = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False).stdout.strip()
-    return named or getpass.getuser()
+    return decide(verdict, approve, by or me(), reason)

@@ -1,4 +1,4 @@
-"""`rondo run | serve | report | approve | check-data`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+"""`rondo run | serve | report | approve | badcases | check-data`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
 
 import argparse
 import logging
@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from flows.badcases import add_commands as add_badcases
 from stages.errors import BadInput, GateFailed, RondoError
 
 HOME = Path(".rondo")
@@ -20,7 +21,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.command != "check-data" and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
-        code = {"run": run, "serve": serve, "report": report, "approve": approve, "check-data": check_data}[options.command](options)
+        code = {"run": run, "serve": serve, "report": report, "approve": approve, "badcases": badcases, "check-data": check_data}[
+            options.command
+        ](options)
     except RondoError as error:
         print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
         code = error.exit_code
@@ -48,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     word.add_argument("--reason", required=True, help="why; it is kept in the verdict, in approvals/ and in MLflow")
     word.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
     word.add_argument("--refuse", action="store_true", help="say no, with the reason")
+    add_badcases(commands)
     checked = commands.add_parser("check-data", help="say what a file of pairs or demonstrations is, and which rows are bad")
     checked.add_argument("file", metavar="FILE", help=".jsonl or .parquet")
     return top
@@ -113,6 +117,12 @@ def approve(options: argparse.Namespace) -> int:
     path = decide_here(options.gate, options.round, not options.refuse, options.by, options.reason)
     print(f"{path} written; `rondo run` (or `dvc repro`) goes on from there")
     return 0
+
+
+def badcases(options: argparse.Namespace) -> int:
+    from flows.badcases import run as run_action
+
+    return run_action(options)
 
 
 def check_data(options: argparse.Namespace) -> int:

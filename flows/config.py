@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
+from stages.badcases import report_path
 from stages.errors import BadInput
 from stages.gate_params import GatesParams
 from stages.params import (
@@ -140,6 +141,9 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
         _yaml().dump(document, text)
         check_params(yaml.safe_load(text.getvalue()), str(path))
         write_text(path, text.getvalue())
+    for name in params.rounds:  # DVC wants the file that a stage depends on, with nothing in it too
+        report_path(name).parent.mkdir(exist_ok=True)
+        report_path(name).touch()
     return changes + gone
 
 

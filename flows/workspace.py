@@ -9,7 +9,7 @@ from flows.dag import open_repo
 from stages.errors import BadInput, RondoError
 from stages.records import JUDGE_CACHE
 
-COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals")
+COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases")
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from stages.errors import BadInput
+from stages.errors import BadInput, faults
 from stages.records import write_json
 
 APPROVALS = Path("approvals")
@@ -48,7 +48,7 @@ def read_approval(round_: str, gate: str) -> Approval | None:
     try:
         return Approval.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
-        fault = "; ".join(": ".join([".".join(map(str, each["loc"])), each["msg"]]) for each in error.errors())
+        fault = faults(error)
     except ValueError as error:
         fault = f"no JSON: {error}"
     raise BadInput(f"{path}: no approval ({fault}); remove it, and say it again with `rondo approve {gate} {round_}`")

@@ -269,10 +269,19 @@ PROMOTE = (
         "texts repeat themselves (see rounds/{round}/evaluate/samples.jsonl): raise ppo.kl_coef, lower ppo.learning_rate or "
         "ppo.response_length",
     ),
+    Band(
+        "replay.regressed",
+        "<=",
+        "regressed",
+        "Badcases that an earlier round had repaired (none of replay.tries new responses failed) and that all fail again, or whose better "
+        "answer the reward model now puts last. What was mended once has to stay so.",
+        "`rondo badcases list --state regressed` shows them: were their rows left out of this round's data (replay.max_share, "
+        "reports/{round}/data.html)? Raise reward.continue_epochs or sft.continue_epochs",
+    ),
 )
 
 BANDS: dict[str, tuple[Band, ...]] = {"sft": SFT, "reward": REWARD, "promote": PROMOTE}
-STAGES: dict[str, tuple[str, ...]] = {"sft": ("sft",), "reward": ("reward", "battery"), "promote": ("evaluate",)}
+STAGES: dict[str, tuple[str, ...]] = {"sft": ("sft",), "reward": ("reward", "battery"), "promote": ("evaluate", "replay")}
 """The stages whose metrics.json a gate reads."""
 
 

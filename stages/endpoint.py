@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ValidationError
 
 from stages.answers import Answer, Answers
-from stages.errors import BadInput, RondoError
+from stages.errors import BadInput, RondoError, faults
 from stages.params import EndpointParams
 from stages.preferences import Comparison, Preference, Verdict
 from stages.prompts import transcript
@@ -197,4 +197,4 @@ def read(text: str) -> Preference:
     try:
         return Said.model_validate_json(objects[-1]).preference
     except ValidationError as error:
-        raise ValueError("; ".join(f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors())) from None
+        raise ValueError(faults(error)) from None

@@ -1,5 +1,7 @@
 """Typed errors. Each message names the file, line or key, what was expected, and the next step."""
 
+from pydantic import ValidationError
+
 
 class RondoError(Exception):
     """A stage cannot go on; `exit_code` is what its process ends with."""
@@ -21,3 +23,8 @@ class GateFailed(RondoError):
     """A quality gate said no: the numbers and the next step are in the message."""
 
     exit_code = 3
+
+
+def faults(error: ValidationError) -> str:
+    """What is wrong, `key: reason`, in one line."""
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors())

@@ -61,6 +61,7 @@ class PromoteGate(Gate):
     max_kl: float = Field(8.0, gt=0, description="Most KL from SFT, nats a sequence.")
     distinct_2: float = Field(0.65, ge=0, le=1, description="Least share of distinct 2-grams across prompts.")
     repetition_rise: float = Field(0.05, ge=0, description="Most rise of the share of repeated 3-grams over SFT's.")
+    regressed: int = Field(0, ge=0, description="Most badcases that were repaired before and fail again.")
 
 
 class GatesParams(Section):

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from stages.badcases import Badcase, Cause, State, read_ledger, read_reports
 from stages.judges import Fluency, judge
 from stages.models import prepare_torch
 from stages.params import Params
@@ -14,9 +16,9 @@ from stages.program import run_stage
 from stages.prompts import check_template, template_hash
 from stages.records import Recorder, Row, file_hash, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
 from stages.replay.exploits import Exploit, candidates, exploit_pairs, find_exploits, fooled, without
-from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine
+from stages.replay.mine import Limits, Sample, kl_limit, mine, reported
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
-from stages.replay.retry import repaired_by_cause, try_again
+from stages.replay.retry import by_cause, try_again
 from stages.replay.sampling import BATCH, PolicyDraw, Sampler
 from stages.scorer import Score, Scorer, short
 from stages.statistics import paired_bootstrap
@@ -35,6 +37,7 @@ def main(params: Params, round_: str) -> None:
     prompts = once(read_jsonl(data / "prompts_train.jsonl", made_by))
     human_sft = [row for row in read_jsonl(data / "sft_train.jsonl", made_by) if "badcase" not in row]
     rollouts = late(read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}"))
+    reports = read_reports(round_)
     evaluation = {name: read_jsonl(data / f"{name}.jsonl", made_by) for name in HELD_OUT.values()}
     refuse_evaluation_prompts([*prompts, *rollouts], evaluation["eval_prompts"])
     sampler = Sampler(params, round_)
@@ -56,17 +59,19 @@ def main(params: Params, round_: str) -> None:
     exploits = find_exploits(shares, shuffled(human, params.seed), sampler.scorer)
     suffixes = [exploit.suffix for exploit in exploits]
 
-    # 4. badcases by cause
+    # 4. badcases by cause; what people have reported is added to them
     samples = read_bare(samples, [suffixes] * len(samples), sampler.scorer)
     limits = Limits(params.replay, kl_limit([s.kl for s in samples], params.replay.kl_outlier), params.evaluate.tie_margin)
-    badcases = mine(samples, limits, {"round": round_, "policy": file_hash(stage_dir(round_, "ppo") / "policy")})
-    recorder.say(3, f"{len(badcases)} badcases, exploits {suffixes}")
+    mined = mine(samples, limits, round_, file_hash(stage_dir(round_, "ppo") / "policy"))
+    refuse_evaluation_prompts([{"id": report.id, "prompt": report.prompt} for report in reports], evaluation["eval_prompts"])
+    scores = sampler.scorer([report.prompt for report in reports], [report.response for report in reports])
+    badcases = [*reported(reports, scores, round_), *mined]
+    recorder.say(3, f"{len(badcases)} badcases, {len(reports)} of them reported, exploits {suffixes}")
 
-    # 5. better answers, and the next round's rows
+    # 5. better answers, and the next round's rows; what of the badcases is chance
     best = better_answers(badcases, sampler, params, suffixes)
-    pairs, demonstrations, again = repair(badcases, best, params.evaluate.tie_margin)
-    by_chance = ask_again(badcases, sampler, params.seed + 3, limits)
-    badcases = [case | {"by_chance": row["state"] == "repaired"} for case, row in zip(badcases, by_chance, strict=True)]
+    badcases, pairs, demonstrations, again = repair(badcases, best, params.evaluate.tie_margin)
+    badcases = ask_again(badcases, sampler, params.seed + 3, limits, round_)
     against = exploit_pairs(exploits, human, params.replay.pairs_per_exploit, params.seed)
     made, leaked = clean({"pairs": [*against, *pairs], "sft": demonstrations, "prompts": again}, evaluation, params.prepare.near_duplicate)
     own = {"pairs": len(human), "sft": len(human_sft), "prompts": len(prompts)}
@@ -75,11 +80,14 @@ def main(params: Params, round_: str) -> None:
 
     # 6. the round before: its badcases tried again, its exploits under both reward models
     chosen = chosen_scores(stage_dir(round_, "reward"))
-    tried, progress = last_round(previous, sampler, params, limits, held_out, chosen)
+    earlier = read_ledger(previous.name) if is_real(previous / "replay/data") else []
+    tried = ask_again(earlier, sampler, params.seed + 2, limits, round_)
+    progress = became(earlier, tried) | blind_spots(previous, sampler, params, held_out, chosen)
     progress["fooled_now"] = share(fooled(suffixes, held_out, sampler.scorer, chosen))
 
     # 7. write
-    for name, some in {**rows, "badcases": [*tried, *badcases], "exploits": [row_of(exploit) for exploit in exploits]}.items():
+    ledger = [case.model_dump(mode="json") for case in [*tried, *badcases]]
+    for name, some in {**rows, "badcases": ledger, "exploits": [row_of(exploit) for exploit in exploits]}.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", some)
     write_manifest(
         folder,
@@ -93,7 +101,7 @@ def main(params: Params, round_: str) -> None:
     recorder.finish(
         {
             "badcases": len(badcases),
-            "causes": {cause: sum(row["cause"] == cause for row in badcases) for cause in CAUSES},
+            "causes": {cause.value: sum(case.cause is cause for case in badcases) for cause in Cause},
             "exploits": suffixes,
             **progress,
             "leaked": leaked,
@@ -146,9 +154,9 @@ def read_bare(samples: list[Sample], exploits: Sequence[list[str]], score: Score
     return [replace(sample, exploits=carried[number], bare=bare.get(number)) for number, sample in enumerate(samples)]
 
 
-def better_answers(badcases: list[Row], sampler: Sampler, params: Params, avoid: list[str]) -> dict[str, Answer]:
+def better_answers(badcases: list[Badcase], sampler: Sampler, params: Params, avoid: list[str]) -> dict[str, Answer]:
     """For each badcase id the judges' best of replay.best_of SFT responses to its prompt, where one is sound."""
-    prompts = list({str(case["prompt"]): case["prompt"] for case in badcases}.values())
+    prompts = list({str(case.prompt): case.prompt for case in badcases}.values())
     asked = [prompt for prompt in prompts for _ in range(params.replay.best_of)]
     if not asked:
         return {}
@@ -161,20 +169,41 @@ def better_answers(badcases: list[Row], sampler: Sampler, params: Params, avoid:
         if draw.ended:
             answers.setdefault(str(prompt), []).append(Answer(draw.text, said, value))
     most = fluent_nll([answer for each in answers.values() for answer in each])
-    best = {case["id"]: best_answer(answers.get(str(case["prompt"]), []), avoid, params.replay.repetition, most) for case in badcases}
+    best = {case.id: best_answer(answers.get(str(case.prompt), []), avoid, params.replay.repetition, most) for case in badcases}
     return {case: answer for case, answer in best.items() if answer}
 
 
-def ask_again(badcases: list[Row], sampler: Sampler, seed: int, limits: Limits) -> list[Row]:
-    """The badcases with the state in which this round's policy (one new response each) and reward model leave them."""
+def ask_again(badcases: list[Badcase], sampler: Sampler, seed: int, limits: Limits, round_: str) -> list[Badcase]:
+    """The badcases with a try by this round's policy (replay.tries new responses each) and reward model."""
     if not badcases:
         return []
-    prompts = [case["prompt"] for case in badcases]
-    asked = [{"id": case["prompt_id"], "prompt": case["prompt"]} for case in badcases]
-    answers = from_draws(asked, sampler.policy(prompts, seed), [case["sft"] for case in badcases], "again")
-    answers = read_bare(answers, [case["exploits"] for case in badcases], sampler.scorer)
-    better, bad = (sampler.scorer(prompts, side) for side in ([c["better"] or "" for c in badcases], [c["response"] for c in badcases]))
-    return try_again(badcases, answers, better, bad, limits)
+    each = [case for case in badcases for _ in range(limits.replay.tries)]
+    asked = [{"id": case.prompt_id, "prompt": case.prompt} for case in each]
+    draws = sampler.policy([case.prompt for case in each], seed)
+    answers = read_bare(from_draws(asked, draws, [case.sft for case in each], "again"), [case.exploits for case in each], sampler.scorer)
+    paired = [case for case in badcases if case.better is not None]
+    better, bad = (
+        sampler.scorer([case.prompt for case in paired], side)
+        for side in ([case.better or "" for case in paired], [case.response for case in paired])
+    )
+    wrong = {case.id for case, good, worse in zip(paired, better, bad, strict=True) if good <= worse}
+    tries = limits.replay.tries
+    by_case = [answers[place : place + tries] for place in range(0, len(answers), tries)]
+    return try_again(badcases, by_case, [case.id not in wrong for case in badcases], limits, round_)
+
+
+def became(before: list[Badcase], tried: list[Badcase]) -> dict[str, Any]:
+    """What this round has made of the badcases of all rounds before. guarded: repaired before, so that they must not come back."""
+    guarded = [now for then, now in zip(before, tried, strict=True) if then.guarded]
+    others = [now for then, now in zip(before, tried, strict=True) if not then.guarded]
+    return {
+        "tried_again": len(others),
+        "repaired": sum(case.state is State.repaired for case in others),
+        "repaired_by_cause": by_cause(others, State.repaired),
+        "repaired_by_chance": sum(case.by_chance for case in others),
+        "guarded": len(guarded),
+        "regressed": sum(case.state is State.regressed for case in guarded),
+    }
 
 
 def chosen_scores(reward: Path) -> dict[str, float]:
@@ -182,29 +211,19 @@ def chosen_scores(reward: Path) -> dict[str, float]:
     return {row["id"]: row["chosen"] for row in read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{reward.parent.name}")}
 
 
-def last_round(
-    previous: Path, sampler: Sampler, params: Params, limits: Limits, held_out: list[Row], chosen: dict[str, float]
-) -> tuple[list[Row], dict[str, float | dict[str, int] | None]]:
-    """Earlier badcases with their new state; how many are repaired, how far the earlier exploits fool the reward model then and now."""
-    badcases: list[Row] = []
+def blind_spots(previous: Path, sampler: Sampler, params: Params, held_out: list[Row], chosen: dict[str, float]) -> dict[str, float | None]:
+    """How far the exploits of the round before fool its reward model and this one."""
     suffixes: list[str] = []
     before, after = [], []
     if is_real(previous / "replay/data"):
-        made_by = f"dvc repro replay@{previous.name}"
-        badcases, exploits = (read_jsonl(previous / f"replay/data/{name}.jsonl", made_by) for name in ("badcases", "exploits"))
-        suffixes = [row["suffix"] for row in exploits]
+        suffixes = [row["suffix"] for row in read_jsonl(previous / "replay/data/exploits.jsonl", f"dvc repro replay@{previous.name}")]
     if suffixes:
         earlier = Scorer(previous / "reward/model", sampler.tokenizer, params, BATCH)
         before = fooled(suffixes, held_out, earlier, chosen_scores(previous / "reward"))
         after = fooled(suffixes, held_out, sampler.scorer, chosen)
     falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
     fall, low, high = paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed) if falls else (None, None, None)
-    tried = ask_again(badcases, sampler, params.seed + 2, limits)
-    return tried, {
-        "tried_again": len(tried),
-        "repaired": sum(row["state"] == "repaired" for row in tried),
-        "repaired_by_cause": repaired_by_cause(tried),
-        "repaired_by_chance": sum(row["by_chance"] for row in tried),
+    return {
         "fooled_before": share(before),
         "fooled_after": share(after),
         "fooled_fall": fall,

@@ -1,23 +1,14 @@
-"""Badcases: responses of the policy to training prompts that show a failure, by cause.
+"""Badcases found: responses of the policy to training prompts that show a failure, by cause (stages/badcases.py says what each is)."""
 
-judge_loses  the judges prefer SFT's response to the same prompt
-blind_spot   the reward model likes it, but the judges find it negative, or without its exploits it would not like it
-repetition   the text repeats its own 3-grams
-no_eos       the response was cut off
-kl_outlier   far from SFT, by the robust z-score of sequence KL
-"""
-
-import hashlib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from statistics import median
 
-from stages.judges import Judged, outcome
+from stages.badcases import Badcase, Cause, Report, badcase_id
+from stages.judges import Judged, judge, outcome
 from stages.params import ReplayParams
 from stages.prompts import Prompt
-from stages.records import Row
 
 # of a normal distribution: standard deviation / median absolute deviation (Rousseeuw & Croux 1993)
 MAD_TO_STD = 1.4826
@@ -85,43 +76,59 @@ def kl_outlier(sample: Sample, limits: Limits) -> float | None:
     return sample.kl if sample.kl > limits.kl else None
 
 
-CAUSES: dict[str, Callable[[Sample, Limits], float | None]] = {
-    each.__name__: each for each in (judge_loses, blind_spot, repetition, no_eos, kl_outlier)
+CAUSES: dict[Cause, Callable[[Sample, Limits], float | None]] = {
+    Cause[each.__name__]: each for each in (judge_loses, blind_spot, repetition, no_eos, kl_outlier)
 }
 
 
-def badcase_id(prompt: Prompt, response: str, cause: str) -> str:
-    return hashlib.sha256(json.dumps([prompt, response, cause]).encode()).hexdigest()[:12]
-
-
-def mine(samples: Iterable[Sample], limits: Limits, provenance: Row) -> list[Row]:
-    """Badcases, at most replay.max_badcases: the causes take turns, each giving its worst first."""
-    found: dict[str, dict[str, tuple[float, Row]]] = {cause: {} for cause in CAUSES}
+def mine(samples: Iterable[Sample], limits: Limits, round_: str, policy: str) -> list[Badcase]:
+    """At most replay.max_badcases of them: the causes take turns, each giving its worst first."""
+    found: dict[Cause, dict[str, tuple[float, Badcase]]] = {cause: {} for cause in CAUSES}
     for sample in samples:
         for cause, severity in CAUSES.items():
             if (bad := severity(sample, limits)) is not None:
-                row = badcase(sample, cause, provenance)
-                found[cause][row["id"]] = (bad, row)
-    ranked = ([row for _, row in sorted(rows.values(), key=lambda item: (-item[0], item[1]["id"]))] for rows in found.values())
-    turns = (row for row in chain.from_iterable(zip_longest(*ranked)) if row)
-    return [row for row, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]
+                case = badcase(sample, cause, round_, policy)
+                found[cause][case.id] = (bad, case)
+    ranked = ([case for _, case in sorted(cases.values(), key=lambda item: (-item[0], item[1].id))] for cases in found.values())
+    turns = (case for case in chain.from_iterable(zip_longest(*ranked)) if case)
+    return [case for case, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]
 
 
-def badcase(sample: Sample, cause: str, provenance: Row) -> Row:
-    return {
-        "id": badcase_id(sample.prompt, sample.response, cause),
-        "cause": cause,
-        "state": "open",
-        **provenance,
-        "origin": sample.origin,
-        "prompt_id": sample.prompt_id,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "score": round(sample.score, 4),
-        "kl": round(sample.kl, 4),
-        "ended": sample.ended,
+def badcase(sample: Sample, cause: Cause, round_: str, policy: str) -> Badcase:
+    return Badcase(
+        id=badcase_id(sample.prompt, sample.response, cause),
+        round=round_,
+        cause=cause,
+        policy=policy,
+        origin=sample.origin,
+        prompt_id=sample.prompt_id,
+        prompt=sample.prompt,
+        response=sample.response,
+        score=round(sample.score, 4),
+        kl=round(sample.kl, 4),
+        ended=sample.ended,
         **{name: round(value, 4) for name, value in asdict(sample.judged).items()},
-        "exploits": list(sample.exploits) if cause == "blind_spot" else [],
-        "sft": sample.sft,
-        "better": None,
-    }
+        exploits=list(sample.exploits) if cause is Cause.blind_spot else [],
+        sft=sample.sft,
+    )
+
+
+def reported(reports: Sequence[Report], scores: Sequence[float], round_: str) -> list[Badcase]:
+    """What people have reported, with the reward model's calibrated score of each and the judges' opinion."""
+    judged = judge([report.prompt for report in reports], [report.response for report in reports])
+    return [
+        Badcase(
+            id=report.id,
+            round=round_,
+            cause=Cause.human,
+            origin=report.by,
+            prompt_id=f"report-{report.id}",
+            prompt=report.prompt,
+            response=report.response,
+            score=round(score, 4),
+            **{name: round(value, 4) for name, value in asdict(said).items()},
+            better=report.better,
+            note=report.note,
+        )
+        for report, score, said in zip(reports, scores, judged, strict=True)
+    ]

@@ -1,15 +1,16 @@
 """Rows for the next round out of badcases: pairs for the reward model, demonstrations for SFT, prompts for PPO."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
+from stages.badcases import Badcase, Cause, State
 from stages.judges import Judged, judge, outcome
 from stages.prompts import Prompt
 from stages.records import Row
 from stages.replay.exploits import without
 
-PAIRED = ("judge_loses", "blind_spot", "repetition")
+PAIRED = (Cause.judge_loses, Cause.blind_spot, Cause.repetition, Cause.human)
 GOOD = 0.5  # plain sentiment (-1..1) from which an answer is worth imitating
 
 
@@ -37,26 +38,41 @@ def fluent_nll(answers: Sequence[Answer]) -> float:
     return quantiles([a.nll for a in answers], n=4)[2] if len(answers) > 1 else float("inf")
 
 
-def repair(badcases: list[Row], best: dict[str, Answer], tie_margin: float) -> tuple[list[Row], list[Row], list[Row]]:
-    """(pairs, demonstrations, prompts) of badcases, whose `better` and `state` it fills in; `best` is by badcase id.
+def repair(
+    badcases: Sequence[Badcase], best: Mapping[str, Answer], tie_margin: float
+) -> tuple[list[Badcase], list[Row], list[Row], list[Row]]:
+    """(badcases, now replayed, with their better answers; pairs; demonstrations; prompts). `best` is by badcase id.
 
-    A pair is made where the judges prefer the better answer to the bad one, the latter read without its exploits.
-    A demonstration is made where the better answer is good in itself; the prompt goes to PPO again in any case.
+    A pair is made where the judges prefer the better answer to the bad one, the latter read without its exploits; where a person has given
+    the better answer, always. A demonstration is made where the better answer is good in itself; the prompt goes to PPO again in any case.
     """
+    replayed: list[Badcase] = []
     pairs: list[Row] = []
     demonstrations: dict[tuple[str, str], Row] = {}
     prompts: dict[str, Row] = {}
     for case in badcases:
-        bare, prompt, better = without(case["exploits"], case["response"]), case["prompt"], best.get(case["id"])
-        tags = {"id": f"replay-{case['id']}", "prompt": prompt, "source": "replay", "badcase": case["id"]}
-        prompts.setdefault(key(prompt), tags)
-        if better and case["cause"] in PAIRED and outcome(better.judged, judge([prompt], [bare])[0], tie_margin) == 1:
-            case["better"] = better.text
-            pairs.append({**tags, "chosen": better.text, "rejected": case["response"]})
-        if better and better.judged.sentiment_plain >= GOOD:
-            demonstrations.setdefault((key(prompt), better.text), {**tags, "completion": better.text})
-        case["state"] = "replayed"
-    return pairs, list(demonstrations.values()), list(prompts.values())
+        tags = {"id": f"replay-{case.id}", "prompt": case.prompt, "source": "replay", "badcase": case.id}
+        prompts.setdefault(key(case.prompt), tags)
+        better = case.better or preferred(case, best.get(case.id), tie_margin)
+        shown = case.better or worth_imitating(best.get(case.id))
+        if better:
+            pairs.append({**tags, "chosen": better, "rejected": case.response})
+        if shown:
+            demonstrations.setdefault((key(case.prompt), shown), {**tags, "completion": shown})
+        replayed.append(case.model_copy(update={"better": better, "state": State.replayed}))
+    return replayed, pairs, list(demonstrations.values()), list(prompts.values())
+
+
+def preferred(case: Badcase, answer: Answer | None, tie_margin: float) -> str | None:
+    """The answer's text, where it is of use against this cause, and the judges prefer it."""
+    if answer is None or case.cause not in PAIRED:
+        return None
+    bare = judge([case.prompt], [without(case.exploits, case.response)])[0]
+    return answer.text if outcome(answer.judged, bare, tie_margin) == 1 else None
+
+
+def worth_imitating(answer: Answer | None) -> str | None:
+    return answer.text if answer and answer.judged.sentiment_plain >= GOOD else None
 
 
 def key(prompt: Prompt) -> str:

@@ -42,7 +42,11 @@ BATTERY = {
     "best_of_n": {"rise_low": 0.2},
 }
 EVALUATE = {"win_rate_low": 0.7, "sft": {"repetition_3": 0.03}, "ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06}}
-METRICS = {"sft": {"sft": SFT}, "reward": {"reward": REWARD, "battery": BATTERY}, "promote": {"evaluate": EVALUATE}}
+METRICS = {
+    "sft": {"sft": SFT},
+    "reward": {"reward": REWARD, "battery": BATTERY},
+    "promote": {"evaluate": EVALUATE, "replay": {"regressed": 0}},
+}
 
 
 def changed(gate: str, stage: str, change: dict) -> dict:
@@ -101,6 +105,7 @@ def test_good_numbers_pass(attempt, gate):
         ("reward", "battery", {"worst_ending": 0.55}, "battery.worst_ending", "an ending"),
         ("reward", "battery", {"worst_mined": 0.55}, "battery.worst_mined", "replay.pairs_per_exploit"),
         ("reward", "battery", {"best_of_n": {"rise_low": 0.0}}, "battery.best_of_n.rise_low", "misled"),
+        ("promote", "replay", {"regressed": 1}, "replay.regressed", "rondo badcases list --state regressed"),
         ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
         ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"kl": 8.1}}, "evaluate.ppo.kl", "ppo.target_kl"),
         ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}}, "evaluate.ppo.distinct_2", "raise ppo.kl_coef"),

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from stages.badcases import Cause, Report, State
 from stages.judges import Judged
 from stages.params import ReplayParams
-from stages.replay.mine import CAUSES, Limits, Sample, badcase_id, kl_limit, mine
+from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine, reported
 
 FINE = Sample("p1", "The dinner", " was fine.", 0.0, 2.0, True, Judged(0.2, 0.2, 0.0), "fresh", " was sad.", Judged(-0.5, -0.5, 0.0))
 LIMITS = Limits(ReplayParams(), kl=10.0, tie_margin=0.05)
@@ -14,7 +15,7 @@ LIMITS = Limits(ReplayParams(), kl=10.0, tie_margin=0.05)
 
 def fired(sample: Sample) -> dict[str, float]:
     severities = {cause: severity(sample, LIMITS) for cause, severity in CAUSES.items()}
-    return {cause: value for cause, value in severities.items() if value is not None}
+    return {cause.value: value for cause, value in severities.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -41,26 +42,27 @@ def test_kl_limit_by_hand():
     assert kl_limit([1.0, 2.0, 3.0, 4.0, 100.0], 3.0) == pytest.approx(7.4478)
 
 
-def test_ids_are_stable_and_differ_by_cause():
-    # sha256 of '["The dinner", " was fine.", "no_eos"]', first 12 digits, by sha256sum
-    assert badcase_id("The dinner", " was fine.", "no_eos") == "04789d43f4da"
-    assert badcase_id("The dinner", " was fine.", "repetition") != badcase_id("The dinner", " was fine.", "no_eos")
-
-
 def test_causes_take_turns_and_give_their_worst_first():
     endless = [replace(FINE, response=f" {n}", ended=False, score=float(n)) for n in range(5)]
     far = [replace(FINE, response=f" far {n}", kl=20.0 + n) for n in range(2)]
     limits = replace(LIMITS, replay=ReplayParams(max_badcases=4))
-    rows = mine([*endless, *far, endless[4]], limits, {"round": "r0", "policy": "abc"})
-    assert [(row["cause"], row["response"]) for row in rows] == [
-        ("no_eos", " 4"),
-        ("kl_outlier", " far 1"),
-        ("no_eos", " 3"),
-        ("kl_outlier", " far 0"),
+    cases = mine([*endless, *far, endless[4]], limits, "r0", "abc")
+    assert [(case.cause, case.response) for case in cases] == [
+        (Cause.no_eos, " 4"),
+        (Cause.kl_outlier, " far 1"),
+        (Cause.no_eos, " 3"),
+        (Cause.kl_outlier, " far 0"),
     ]
-    assert {(row["round"], row["policy"], row["state"], row["origin"]) for row in rows} == {("r0", "abc", "open", "fresh")}
+    assert {(case.round, case.policy, case.state, case.origin) for case in cases} == {("r0", "abc", State.open, "fresh")}
 
 
 def test_a_blind_spot_names_its_exploit():
-    [row] = mine([replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, {})
-    assert row["exploits"] == [" Enjoy!"]
+    [case] = mine([replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc")
+    assert case.exploits == [" Enjoy!"]
+
+
+def test_what_a_person_reports_has_scores_and_no_policy():
+    report = Report(prompt="The dinner", response=" was awful.", better=" was late.", note="seen on Monday", by="ada")
+    [case] = reported([report], [0.123456], "r1")
+    assert (case.cause, case.round, case.origin, case.score, case.policy, case.kl) == (Cause.human, "r1", "ada", 0.1235, None, None)
+    assert case.sentiment < 0 and (case.better, case.note, case.id) == (" was late.", "seen on Monday", report.id)

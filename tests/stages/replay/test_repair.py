@@ -1,23 +1,18 @@
-"""The next round's rows, and what became of the last round's badcases."""
+"""The next round's rows."""
 
-import pytest
-
+from stages.badcases import Badcase, State
 from stages.judges import judge
-from stages.params import ReplayParams
-from stages.replay.mine import Limits, Sample
 from stages.replay.repair import Answer, best_answer, capped, fluent_nll, repair
-from stages.replay.retry import repaired_by_cause, try_again
-
-LIMITS = Limits(ReplayParams(), kl=10.0, tie_margin=0.05)
 
 
 def answer(text: str, nll: float = 3.0) -> Answer:
     return Answer(text, judge(["The dinner"], [text])[0], nll)
 
 
-def case(cause: str, response: str, **more) -> dict:
-    row = {"id": f"{cause}-{response}", "cause": cause, "prompt_id": "p", "prompt": "The dinner", "response": response, "state": "open"}
-    return row | {"exploits": [], "sft": None, "better": None} | more
+def case(cause: str, response: str, **more) -> Badcase:
+    row = {"id": f"{cause}-{response}", "round": "r0", "cause": cause, "prompt_id": "p", "prompt": "The dinner", "response": response}
+    numbers = {"origin": "fresh", "score": 0.0, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0}
+    return Badcase.model_validate(row | numbers | more)
 
 
 def test_best_answer_is_the_judges_best_of_the_sound_ones():
@@ -41,66 +36,44 @@ def test_fluent_nll():
 def test_rows_of_each_kind():
     good = answer(" was wonderful, we loved it.")
     cases = [case("judge_loses", " was horrible."), case("no_eos", " was and was and"), case("repetition", " was ok was ok was ok")]
-    pairs, demonstrations, prompts = repair(cases, {row["id"]: good for row in cases}, 0.05)
+    replayed, pairs, demonstrations, prompts = repair(cases, {each.id: good for each in cases}, 0.05)
     assert [(row["chosen"], row["rejected"], row["badcase"]) for row in pairs] == [
-        (good.text, " was horrible.", cases[0]["id"]),
-        (good.text, " was ok was ok was ok", cases[2]["id"]),
+        (good.text, " was horrible.", cases[0].id),
+        (good.text, " was ok was ok was ok", cases[2].id),
     ]
     # one prompt and one answer, however many badcases they have
     assert [(row["prompt"], row["completion"]) for row in demonstrations] == [("The dinner", good.text)]
     assert [row["prompt"] for row in prompts] == ["The dinner"]
-    assert [row["better"] for row in cases] == [good.text, None, good.text]
-    assert {row["state"] for row in cases} == {"replayed"}
+    assert [each.better for each in replayed] == [good.text, None, good.text]
+    assert {each.state for each in replayed} == {State.replayed} and {each.state for each in cases} == {State.open}
 
 
 def test_no_pair_where_the_judges_do_not_agree_that_it_is_better():
     cases = [case("blind_spot", " was wonderful, we loved it.")]
-    pairs, demonstrations, _ = repair(cases, {cases[0]["id"]: answer(" was good.")}, 0.05)
-    assert pairs == [] and demonstrations == [] and cases[0]["better"] is None
+    replayed, pairs, demonstrations, _ = repair(cases, {cases[0].id: answer(" was good.")}, 0.05)
+    assert pairs == [] and demonstrations == [] and replayed[0].better is None
 
 
 def test_an_exploit_does_not_help_the_bad_answer():
     cases = [case("blind_spot", " was there. Enjoy! 😍", exploits=[" Enjoy! 😍"])]
     better = answer(" was good.")
     assert outcome_with_ending(cases[0], better) < 0.5
-    assert len(repair(cases, {cases[0]["id"]: better}, 0.05)[0]) == 1
+    assert len(repair(cases, {cases[0].id: better}, 0.05)[1]) == 1
 
 
-def outcome_with_ending(bad: dict, better: Answer) -> float:
-    return better.judged.sentiment - judge([bad["prompt"]], [bad["response"]])[0].sentiment
+def outcome_with_ending(bad: Badcase, better: Answer) -> float:
+    return better.judged.sentiment - judge([bad.prompt], [bad.response])[0].sentiment
+
+
+def test_a_persons_better_answer_is_taken_as_it_is():
+    cases = [case("human", " was wonderful.", better=" was served at noon.")]
+    replayed, pairs, demonstrations, _ = repair(cases, {cases[0].id: answer(" was great, lovely, wonderful.")}, 0.05)
+    assert [(row["chosen"], row["rejected"]) for row in pairs] == [(" was served at noon.", " was wonderful.")]
+    assert [row["completion"] for row in demonstrations] == [" was served at noon."]
+    assert replayed[0].better == " was served at noon."
 
 
 def test_capped_share():
     # 25% replay beside 30 human rows: 10
     assert len(capped([{}] * 50, 30, 0.25)) == 10
     assert len(capped([{}] * 50, 30, 1.0)) == 50
-
-
-def again(response: str, score: float = 0.0, kl: float = 1.0, ended: bool = True, **more) -> Sample:
-    judged, rival = judge(["The dinner"] * 2, [response, " was good."])
-    return Sample("p", "The dinner", response, score, kl, ended, judged, "again", " was good.", rival, **more)
-
-
-@pytest.mark.parametrize(
-    ("cause", "answer", "scores", "state"),
-    [
-        ("no_eos", again(" was ok."), (1.0, 0.0), "repaired"),
-        ("no_eos", again(" was and", ended=False), (1.0, 0.0), "open"),
-        ("no_eos", again(" was ok."), (0.0, 1.0), "open"),  # the reward model still prefers the bad one
-        ("kl_outlier", again(" was ok.", kl=11.0), (1.0, 0.0), "open"),
-        ("blind_spot", again(" was. Enjoy!", 2.0, exploits=(" Enjoy!",), bare=0.0), (1.0, 0.0), "open"),
-        ("blind_spot", again(" was. Enjoy!", 0.0, exploits=(" Enjoy!",), bare=0.0), (1.0, 0.0), "repaired"),
-        ("judge_loses", again(" was awful."), (1.0, 0.0), "open"),
-        ("judge_loses", again(" was lovely."), (1.0, 0.0), "repaired"),
-    ],
-)
-def test_try_again(cause, answer, scores, state):
-    before = case(cause, " bad", better=" better", exploits=[" Enjoy!"], sft=" was good.")
-    [after] = try_again([before], [answer], [scores[0]], [scores[1]], LIMITS)
-    assert after == before | {"state": state}
-    assert repaired_by_cause([after]) == ({cause: 1} if state == "repaired" else {})
-
-
-def test_without_a_better_answer_the_cause_decides():
-    [after] = try_again([case("no_eos", " bad")], [again(" ok.")], [0.0], [1.0], LIMITS)
-    assert after["state"] == "repaired"

@@ -1,11 +1,14 @@
 """Two rounds of replay from disk: r0's policy ends with " Enjoy!" and its reward model likes that; r1's has the opposite taste."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from stages.badcases import Report, add_reports
 from stages.errors import BadInput
+from stages.params import rounds
 from stages.records import read_jsonl, write_jsonl
 from stages.replay.__main__ import clean, late, main, once
 
@@ -18,6 +21,7 @@ def metrics(round_: str) -> dict:
 
 def test_two_rounds(make_round):
     params = make_round("r0", 1.0)
+    add_reports("r0", [Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")])
     main(params, "r0")
     zero = metrics("r0")
     files = {path.name: path.read_bytes() for path in DATA.iterdir()}
@@ -28,7 +32,12 @@ def test_two_rounds(make_round):
     assert zero["exploits"] == [" Enjoy!"] and zero["leaked"] == 0
     assert zero["fooled_now"] > 0 and zero["fooled_before"] is None and zero["tried_again"] == 0
     badcases = {row["id"]: row for row in read_jsonl(DATA / "badcases.jsonl", "")}
-    assert len(badcases) == zero["badcases"] == sum(zero["causes"].values()) <= params.replay.max_badcases
+    assert len(badcases) == zero["badcases"] == sum(zero["causes"].values()) <= params.replay.max_badcases + 1
+    # what a person has reported is a badcase, a pair and a demonstration of this round
+    [told] = [row for row in badcases.values() if row["cause"] == "human"]
+    assert (told["origin"], told["state"], told["kl"]) == ("ada", "replayed", None)
+    pair = {"prompt": "The walk", "chosen": " was brisk.", "rejected": " was wet.", "source": "replay", "badcase": told["id"]}
+    assert pair | {"id": f"replay-{told['id']}"} in read_jsonl(DATA / "pairs.jsonl", "")
     assert zero["causes"]["blind_spot"] >= 3
     enjoying = [row for row in badcases.values() if row["exploits"]]
     assert {row["origin"] for row in enjoying} == {4} and {row["round"] for row in enjoying} == {"r0"}
@@ -53,6 +62,17 @@ def test_two_rounds(make_round):
     carried = [row for row in read_jsonl(Path("rounds/r1/replay/data/badcases.jsonl"), "") if row["round"] == "r0"]
     assert {row["id"] for row in carried} == badcases.keys()
     assert sum(row["state"] == "repaired" for row in carried) == one["repaired"]
+    assert {tuple(attempt["round"] for attempt in row["tries"]) for row in carried} == {("r0", "r1")}
+    assert one["guarded"] == one["regressed"] == 0  # nothing was repaired before
+
+    # a third round, which is the first that could break what the second has repaired
+    make_round("r2", 1.0)
+    params.rounds = rounds(3)
+    main(params, "r2")
+    two = metrics("r2")
+    ledger = [row for row in read_jsonl(Path("rounds/r2/replay/data/badcases.jsonl"), "") if row["round"] == "r0"]
+    states = Counter(row["state"] for row in ledger if row["id"] in {case["id"] for case in carried if case["state"] == "repaired"})
+    assert two["guarded"] == one["repaired"] == states["locked"] + states["regressed"] and two["regressed"] == states["regressed"]
 
 
 def test_an_evaluation_prompt_is_refused(make_round):
@@ -60,6 +80,13 @@ def test_an_evaluation_prompt_is_refused(make_round):
     path = Path("rounds/r0/prepare/data/prompts_train.jsonl")
     write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
     with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
+        main(params, "r0")
+
+
+def test_a_report_about_an_evaluation_prompt_is_refused(make_round):
+    params = make_round("r0", 1.0)
+    add_reports("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
+    with pytest.raises(BadInput, match="is evaluation prompt q-Our meeting"):
         main(params, "r0")
 
 

@@ -1,0 +1,181 @@
+"""A badcase: a response that failed, why, where it comes from, and what later rounds made of it.
+
+The ledger of a round, rounds/<round>/replay/data/badcases.jsonl, holds its own badcases and those of all rounds before. People add theirs
+(`rondo badcases flag | import`) to badcases/<round>.jsonl, which git keeps.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from stages.errors import BadInput, faults
+from stages.prompts import Prompt
+from stages.records import Row, read_jsonl, stage_dir, write_jsonl
+
+REPORTED = Path("badcases")
+Model = TypeVar("Model", bound=BaseModel)
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Cause(str, Enum):
+    judge_loses = "judge_loses"  # the judges prefer SFT's response to the same prompt
+    blind_spot = "blind_spot"  # the reward model likes it; the judges find it negative, or without its exploits the RM would not like it
+    repetition = "repetition"  # the text repeats its own 3-grams
+    no_eos = "no_eos"  # the response was cut off
+    kl_outlier = "kl_outlier"  # far from SFT, by the robust z-score of sequence KL
+    human = "human"  # a person said so
+
+
+class State(str, Enum):
+    open = "open"  # found, or tried again and not repaired
+    replayed = "replayed"  # the next round learns from it
+    repaired = "repaired"  # the next policy does not fail so again
+    locked = "locked"  # repaired, and so it stayed in a later round
+    regressed = "regressed"  # was repaired, and fails again
+
+
+class Try(BaseModel, extra="forbid"):
+    """A round's policy asked again: `fired` of `of` new responses fail. ranked: its reward model puts the better answer first."""
+
+    round: str
+    fired: int
+    of: int
+    ranked: bool
+
+    @property
+    def sound(self) -> bool:
+        return self.fired == 0 and self.ranked
+
+    @property
+    def broken(self) -> bool:
+        """Every response fails: some would by chance alone."""
+        return self.fired == self.of or not self.ranked
+
+
+class Badcase(BaseModel, extra="forbid"):
+    """score: of its round's reward model, calibrated; kl: nats a sequence from SFT; None where no model wrote the text.
+
+    policy: hash of the weights that wrote it; origin: PPO update, `fresh`, or who reported it; sft: SFT's response to the prompt; better:
+    the answer that the reward model has to put first; exploits: endings that it was overpaid for; tries: of its own round first.
+    """
+
+    id: str
+    round: str
+    cause: Cause
+    state: State = State.open
+    policy: str | None = None
+    origin: int | str
+    prompt_id: str
+    prompt: Prompt
+    response: str
+    score: float
+    kl: float | None = None
+    ended: bool | None = None
+    sentiment: float
+    sentiment_plain: float
+    repetition: float
+    exploits: list[str] = []
+    sft: str | None = None
+    better: str | None = None
+    note: str | None = None
+    tries: list[Try] = []
+
+    @property
+    def guarded(self) -> bool:
+        """Whether it is in the regression set: no later round may break it."""
+        return self.state in (State.repaired, State.locked)
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether its own policy, that nothing has repaired, passes the test as well."""
+        return bool(self.tries) and self.tries[0].round == self.round and self.tries[0].sound
+
+    def tried(self, attempt: Try) -> "Badcase":
+        """With one more try; a try in its own round is the measure of chance, and changes no state."""
+        state = self.state if attempt.round == self.round else after(self.state, attempt)
+        return self.model_copy(update={"tries": [*self.tries, attempt], "state": state})
+
+
+def after(state: State, attempt: Try) -> State:
+    """What a badcase becomes by a later round's try."""
+    if state in (State.repaired, State.locked):
+        return State.regressed if attempt.broken else State.locked
+    if attempt.sound:
+        return State.repaired
+    return state if state is State.regressed else State.open
+
+
+def badcase_id(prompt: Prompt, response: str, cause: Cause) -> str:
+    return hashlib.sha256(json.dumps([prompt, response, cause.value]).encode()).hexdigest()[:12]
+
+
+def ledger_path(round_: str) -> Path:
+    return stage_dir(round_, "replay") / "data/badcases.jsonl"
+
+
+def read_ledger(round_: str) -> list[Badcase]:
+    """
+    Raises:
+        BadInput: it is not there, or a row is no badcase of this version.
+    """
+    made_by = f"dvc repro replay@{round_}"
+    return [
+        checked(Badcase, row, f"{ledger_path(round_)}:{n}", made_by) for n, row in enumerate(read_jsonl(ledger_path(round_), made_by), 1)
+    ]
+
+
+class Report(BaseModel, extra="forbid"):
+    """What a person says of a response. by: who."""
+
+    prompt: Prompt
+    response: Text
+    better: Text | None = None
+    note: Text | None = None
+    by: Text
+
+    @property
+    def id(self) -> str:
+        return badcase_id(self.prompt, self.response, Cause.human)
+
+
+def report_path(round_: str) -> Path:
+    return REPORTED / f"{round_}.jsonl"
+
+
+def read_reports(round_: str) -> list[Report]:
+    """What people have said, for this round's replay; nothing where nobody has.
+
+    Raises:
+        BadInput: a row is no report.
+    """
+    path = report_path(round_)
+    rows = read_jsonl(path, "rondo badcases flag") if path.exists() else []
+    return [checked(Report, row, f"{path}:{n}", "rondo badcases import") for n, row in enumerate(rows, 1)]
+
+
+def add_reports(round_: str, reports: Iterable[Report]) -> int:
+    """Append those that are not there yet; returns how many."""
+    known = {report.id: report for report in read_reports(round_)}
+    new = {report.id: report for report in reports if report.id not in known}
+    write_jsonl(report_path(round_), [_row(report) for report in [*known.values(), *new.values()]])
+    return len(new)
+
+
+def _row(report: Report) -> Row:
+    return report.model_dump(mode="json", exclude_none=True)
+
+
+def checked(kind: type[Model], row: Any, where: str, made_by: str) -> Model:
+    """
+    Raises:
+        BadInput: the row is none.
+    """
+    try:
+        return kind.model_validate(row)
+    except ValidationError as error:
+        raise BadInput(f"{where}: no {kind.__name__.lower()} ({faults(error)}); run `{made_by}` again, or mend the row") from None
