@@ -1,4 +1,4 @@
-"""`rondo run | serve | report | approve | badcases | check-data`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+"""`rondo run | next-round | serve | report | approve | badcases | check-data`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
 
 import argparse
 import logging
@@ -21,9 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.command != "check-data" and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
-        code = {"run": run, "serve": serve, "report": report, "approve": approve, "badcases": badcases, "check-data": check_data}[
-            options.command
-        ](options)
+        code = COMMANDS[options.command](options)
     except RondoError as error:
         print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
         code = error.exit_code
@@ -41,8 +39,12 @@ def parser() -> argparse.ArgumentParser:
     start = commands.add_parser("run", help="run what is not up to date, stage by stage")
     start.add_argument("--preset", default="keep", metavar="NAME", help="a file of presets/, over the defaults; `default`: the defaults")
     start.add_argument("--rounds", type=int, metavar="N", help="how many rounds")
-    start.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of params.yaml; may be repeated")
-    start.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
+    more = commands.add_parser("next-round", help="add a round to params.yaml and run it; the rounds before it stay as they are")
+    for each in (start, more):
+        each.add_argument(
+            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of params.yaml; may be repeated"
+        )
+        each.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
     commands.add_parser("serve", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
     commands.add_parser("report", help="print the table of what is there, write reports/summary.md")
     word = commands.add_parser("approve", help="let a round go on past a gate that asks (gates.<gate>.policy: ask), or refuse it")
@@ -95,6 +97,13 @@ def run(options: argparse.Namespace) -> int:
     return RondoError.exit_code
 
 
+def next_round(options: argparse.Namespace) -> int:
+    from flows.config import KEEP, one_more_round
+
+    options.preset, options.rounds = KEEP, one_more_round()
+    return run(options)
+
+
 def serve(_: argparse.Namespace) -> int:
     from flows.server import serve as serve_all
 
@@ -130,6 +139,16 @@ def check_data(options: argparse.Namespace) -> int:
 
     return check(options.file)
 
+
+COMMANDS = {
+    "run": run,
+    "next-round": next_round,
+    "serve": serve,
+    "report": report,
+    "approve": approve,
+    "badcases": badcases,
+    "check-data": check_data,
+}
 
 if __name__ == "__main__":
     main()

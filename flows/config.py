@@ -128,6 +128,18 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
     return params
 
 
+def one_more_round() -> int:
+    """How many rounds there are with one more.
+
+    Raises:
+        BadInput: the rounds of params.yaml are not r0, r1, ..., each after the one before.
+    """
+    named = load_params().rounds
+    if named != rounds(len(named)):
+        raise BadInput(f"rounds of params.yaml are {', '.join(named)}, not r0, r1, ...: add the next one there, with its `previous`")
+    return len(named) + 1
+
+
 def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
     """Write what differs into params.yaml, whose comments and order stay; returns the changes, `ppo.gamma 1.0 -> 0.9`."""
     document, values = _yaml().load(path.read_text()) or {}, params.model_dump(mode="json")

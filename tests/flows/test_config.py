@@ -77,3 +77,15 @@ def test_bad_input_is_named_and_nothing_is_written(
     with pytest.raises(BadInput, match=said):
         config.resolve(preset, number, settings)
     assert params_yaml.read_text() == COMMENTED
+
+
+def test_one_more_round_and_the_files_that_it_depends_on(params_yaml: Path) -> None:
+    config.write_params(config.resolve(number=config.one_more_round()))
+    assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0", "r1", "r2"]
+    assert sorted(path.name for path in Path("badcases").iterdir()) == ["r0.jsonl", "r1.jsonl", "r2.jsonl"]
+    Path("badcases/r1.jsonl").write_text("kept\n")
+    config.write_params(config.resolve())
+    assert Path("badcases/r1.jsonl").read_text() == "kept\n"
+    params_yaml.write_text("rounds: {first: {previous: assets/start}}")
+    with pytest.raises(BadInput, match=r"rounds of params\.yaml are first, not r0, r1"):
+        config.one_more_round()
