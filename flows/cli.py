@@ -1,4 +1,4 @@
-"""`rondo run | next-round | serve | report | approve | badcases | check-data`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+"""The command `rondo`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
 
 import argparse
 import logging
