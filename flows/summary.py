@@ -16,11 +16,12 @@ from stages.records import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = "Where to look next: `make ui` (runs, curves, checkpoints), `dvc metrics show`, `dvc plots show`, reports/<round>/."
-STAGES = ("sft", "reward", "battery", "ppo", "evaluate", "replay")
+STAGES = ("prepare", "sft", "reward", "battery", "ppo", "evaluate", "replay")
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "PPO"}
 
 # Row title -> the cell's text, with the metrics of one round by `stage.key` or `stage.group.key`.
 ROWS = {
+    "demonstrations, pairs; replayed rows": "{prepare.sft_train}, {prepare.pairs_train}; {prepare.replayed}",
     "SFT loss, nats a token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
     "SFT against base, judged [95%]": "{sft.judged_gain:.3f} [{sft.judged_gain_low:.3f}, {sft.judged_gain_high:.3f}]",
     "RM held-out accuracy [95%]": "{reward.accuracy:.3f} [{reward.accuracy_low:.3f}, {reward.accuracy_high:.3f}]",
@@ -36,6 +37,7 @@ ROWS = {
     "distinct-2, SFT -> PPO": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",
     "badcases found": "{replay.badcases}",
     "badcases repaired": "{replay.repaired} of {replay.tried_again}, {replay.repaired_by_chance} by chance",
+    "repaired ones that came back": "{replay.regressed} of {replay.guarded}",
     "RM fooled, before -> after": "{replay.fooled_before:.2f} -> {replay.fooled_after:.2f}",
     "RM fooled, fall [95%]": "{replay.fooled_fall:.2f} [{replay.fooled_fall_low:.2f}, {replay.fooled_fall_high:.2f}]",
 }

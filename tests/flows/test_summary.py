@@ -7,6 +7,7 @@ import pytest
 from flows import summary
 
 METRICS: dict[str, dict[str, Any]] = {
+    "prepare": {"sft_train": 930, "pairs_train": 1187, "replayed": 0},
     "sft": {"loss_before": 5.17, "loss_after": 4.5},
     "reward": {"accuracy": 0.893, "accuracy_low": 0.855, "accuracy_high": 0.922, "margin": 3.1},
     "battery": {"best_of_n": {"1": {"sentiment": 0.28}, "rise": 0.397, "rise_low": 0.306, "rise_high": 0.478}, "worst_ending": 0.405},
@@ -18,7 +19,8 @@ METRICS: dict[str, dict[str, Any]] = {
         "sft": {"sentiment": 0.258, "distinct_2": 0.859},
         "ppo": {"sentiment": 0.737, "distinct_2": 0.724},
     },
-    "replay": {"badcases": 41, "repaired": 9, "tried_again": 30, "repaired_by_chance": 2, "fooled_before": None, "fooled_after": None},
+    "replay": {"badcases": 41, "repaired": 9, "tried_again": 30, "repaired_by_chance": 2, "fooled_before": None, "fooled_after": None}
+    | {"guarded": 12, "regressed": 1},
 }
 
 
@@ -54,6 +56,8 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table["judged sentiment, SFT -> PPO"] == ["0.26 -> 0.74", "-"]
     assert table["badcases found"] == ["41", "-"]
     assert table["badcases repaired"] == ["9 of 30, 2 by chance", "-"]
+    assert table["repaired ones that came back"] == ["1 of 12", "-"]
+    assert table["demonstrations, pairs; replayed rows"] == ["930, 1187; 0", "-"]
     assert table["RM fooled, before -> after"] == ["-", "-"]
 
 
