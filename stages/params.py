@@ -318,6 +318,7 @@ class ReplayParams(Section):
     best_of: int = Field(4, ge=1, description="SFT samples drawn a badcase; the judges' best one is the better answer.")
     tries: int = Field(4, ge=1, description="New responses when a badcase is tried again: repaired if none fails, regressed if all do.")
     pairs_per_exploit: int = Field(48, ge=0, description="Human training pairs turned against each exploit.")
+    weight: int = Field(1, ge=1, description="How often each replayed row is in the next round's data, before max_share cuts.")
     max_share: float = Field(0.25, ge=0, le=1, description="Replayed rows are at most this share of the next round's data.")
 
 

@@ -75,7 +75,7 @@ def main(params: Params, round_: str) -> None:
     against = exploit_pairs(exploits, human, params.replay.pairs_per_exploit, params.seed)
     made, leaked = clean({"pairs": [*against, *pairs], "sft": demonstrations, "prompts": again}, evaluation, params.prepare.near_duplicate)
     own = {"pairs": len(human), "sft": len(human_sft), "prompts": len(prompts)}
-    rows = {name: capped(some, own[name], params.replay.max_share) for name, some in made.items()}
+    rows = {name: capped(some * params.replay.weight, own[name], params.replay.max_share) for name, some in made.items()}
     recorder.say(4, "next round gets " + ", ".join(f"{len(some)} {name}" for name, some in rows.items()) + f"; {leaked} leaked")
 
     # 6. the round before: its badcases tried again, its exploits under both reward models

@@ -52,6 +52,13 @@ def test_two_rounds(make_round):
     against = [row for row in read_jsonl(DATA / "pairs.jsonl", "") if row["badcase"] in exploits]
     assert len(against) == params.replay.pairs_per_exploit
 
+    params.replay.weight, params.replay.max_share = 2, 1.0
+    once_each = {name: read_jsonl(DATA / f"{name}.jsonl", "") for name in ("pairs", "sft", "prompts")}
+    main(params, "r0")
+    for name, some in once_each.items():
+        twice = Counter(row["id"] for row in read_jsonl(DATA / f"{name}.jsonl", ""))
+        assert set(twice.values()) <= {2} and twice.keys() >= {row["id"] for row in some}
+
     make_round("r1", -1.0)
     main(params, "r1")
     one = metrics("r1")
