@@ -1,5 +1,6 @@
 """Intervals, calibration and correlation: thin, typed faces of scipy and numpy."""
 
+import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -40,6 +41,17 @@ def paired_bootstrap(clusters: Sequence[Sequence[float]], resamples: int, seed: 
     means = sums[drawn].sum(1) / sizes[drawn].sum(1)
     low, high = np.quantile(means, [0.025, 0.975])
     return mean, float(low), float(high)
+
+
+def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | None:
+    """How many prompts it would take for a win rate's interval to leave 0.5, if the rate stays as it is.
+
+    An interval's half width shrinks with the root of the prompts: n (half width / |rate - 0.5|)^2, rounded up, and more than there are.
+    None where the interval decides already, or the rate is 0.5, which no number of prompts decides.
+    """
+    if not low <= 0.5 <= high or rate == 0.5:
+        return None
+    return max(prompts + 1, math.ceil(prompts * ((high - low) / 2 / abs(rate - 0.5)) ** 2))
 
 
 def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[Bin]]:

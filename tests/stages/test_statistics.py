@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stages.statistics import calibration, connected, paired_bootstrap, partial_correlation, pearson, wilson_interval
+from stages.statistics import calibration, connected, paired_bootstrap, partial_correlation, pearson, prompts_needed, wilson_interval
 
 
 def test_wilson_by_hand():
@@ -51,6 +51,19 @@ def test_bootstrap_refuses_empty_clusters():
         paired_bootstrap([], 100, 0)
     with pytest.raises(ValueError, match="a value for each"):
         paired_bootstrap([[1.0], []], 100, 0)
+
+
+def test_prompts_needed_by_hand():
+    # a half width of 0.1 has to shrink to the 0.05 that the rate is away from 0.5: by 2, so 4 times the prompts; to 0.03: 100 / 9 times
+    assert prompts_needed(100, 0.55, 0.45, 0.65) == 400
+    assert prompts_needed(88, 0.47, 0.37, 0.57) == 978  # 977.8
+    # barely undecided, and lopsided: never fewer than there are
+    assert prompts_needed(88, 0.6, 0.5, 0.65) == 89
+
+
+@pytest.mark.parametrize(("rate", "low", "high"), [(0.7, 0.51, 0.8), (0.3, 0.2, 0.49), (0.5, 0.4, 0.6)])
+def test_no_prompts_are_needed_where_it_is_decided_and_none_help_at_one_half(rate: float, low: float, high: float):
+    assert prompts_needed(100, rate, low, high) is None
 
 
 def test_calibration_by_hand():
