@@ -2,102 +2,43 @@
 
 Every model answers the same prompts with the same random numbers, `samples_per_prompt` times (`checkpoint_samples_per_prompt`
 for base and checkpoints), so that comparisons are paired. The champion is the policy of the round before, on its own SFT model.
-`reproduced`: policy and reward model, loaded from disk a second time, gave the first sample of every prompt again, bit for bit.
+`reproduced`: a fresh process gave the policy's first sample of every prompt again, with its score and KL, bit for bit.
+`overoptimisation`: whether PPO went too far. `win_rate_prompts_needed`: how many prompts would decide, where these do not.
 """
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from stages.comparable import evaluation_id, evaluation_settings
 from stages.errors import BadInput, RondoError
-from stages.generation import assess, sample, token_logprobs
-from stages.judges import Judged, judge, outcome
-from stages.models import calibrated, load_causal_lm, load_policy, load_reward_model, load_tokenizer, prepare_torch
+from stages.evaluator import Evaluator, Pass, Sample
+from stages.fresh import run_fresh
+from stages.judges import Judged, outcome
+from stages.models import load_causal_lm, load_policy, prepare_torch
+from stages.overoptimisation import Point, distance, overoptimisation
 from stages.params import Params
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
-from stages.prompts import check_template, encode, template_hash
-from stages.records import ASSETS, Recorder, Row, file_hash, is_real, read_json, read_jsonl, stage_dir, write_jsonl, write_manifest
-from stages.statistics import paired_bootstrap, pearson
+from stages.prompts import check_template, template_hash
+from stages.records import (
+    ASSETS,
+    Recorder,
+    Row,
+    file_hash,
+    is_real,
+    read_json,
+    stage_dir,
+    work_dir,
+    write_json,
+    write_jsonl,
+    write_manifest,
+)
+from stages.statistics import paired_bootstrap, pearson, prompts_needed
 from stages.text import distinct_n
 
-SCORED = 64  # rows at a time
 CURVE = ("kl", "sentiment", "score", "distinct_2")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response. score: calibrated, of the reward model. kl (from SFT), sft_logprob: nats a sequence. length: tokens."""
-
-    text: str
-    judged: Judged
-    score: float
-    kl: float
-    sft_logprob: float
-    length: int
-    ended: bool
-
-
-Pass = list[Sample]  # one sample a prompt, in the prompts' order
-
-
-class Evaluator:
-    """Prompts, the SFT model that KL is measured from, and this round's reward model; `answers` evaluates one model."""
-
-    def __init__(self, params: Params, round_: str) -> None:
-        self.params, data = params, stage_dir(round_, "prepare") / "data"
-        made_by = f"dvc repro prepare@{round_}"
-        self.rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
-        self.sft_path, self.reward_path = stage_dir(round_, "sft") / "model", stage_dir(round_, "reward") / "model"
-        self.tokenizer = load_tokenizer(self.sft_path)
-        self.prompts = [row["prompt"] for row in self.rows]
-        self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
-        self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
-        human = [
-            self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
-            for row in read_jsonl(data / "sft_eval.jsonl", made_by)
-        ]
-        self.human = [p for p, _ in human], [c for _, c in human]
-        self.sft = load_causal_lm(self.sft_path, params.model)
-        self.reward = load_reward_model(self.reward_path, params.model)
-
-    def answers(self, model: Any, samples: int) -> list[Pass]:
-        return [self.answer(model, number) for number in range(samples)]
-
-    def answer(self, model: Any, number: int) -> Pass:
-        """The `number`-th sample of every prompt; its own random stream, so that it can be repeated alone."""
-        p, eos = self.params, self.tokenizer.eos_token_id
-        generator = torch.Generator().manual_seed(p.seed * 1000 + number)
-        responses = sample(model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size)
-        told = assess(
-            None if model is self.sft else model,
-            lambda: nullcontext(self.sft),
-            self.prompt_ids,
-            responses,
-            reward_model=self.reward,
-            eos_token_id=eos,
-            temperature=p.ppo.temperature,
-            batch_size=SCORED,
-        )
-        scores = calibrated(told.scores, self.reward).tolist()
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return [
-            Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
-            for text, judged, score, kl, logprob, tokens in zip(
-                texts, judge(self.prompts, texts), scores, told.kl.tolist(), told.ref_logprobs.tolist(), responses, strict=True
-            )
-        ]
-
-    def perplexity(self, model: Any) -> float:
-        """Of the held-out human completions, exp of nats a token."""
-        logprobs = token_logprobs(model, *self.human)
-        return math.exp(-float(torch.cat(logprobs).mean()))
 
 
 def describe(passes: list[Pass]) -> dict[str, float]:
@@ -134,6 +75,27 @@ def with_interval(name: str, interval: tuple[float, float, float]) -> dict[str, 
     return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
 
 
+def decided(name: str, interval: tuple[float, float, float], prompts: int, label: str) -> dict[str, float | None]:
+    """A win rate with its interval, and how many prompts would decide it; says so where these are too few."""
+    needed = prompts_needed(prompts, *interval)
+    if needed:
+        print(f"[{label}] {name} {interval[0]:.3f} cannot decide with {prompts} prompts: about {needed} would", flush=True)
+    return {**with_interval(name, interval), f"{name}_prompts_needed": needed}
+
+
+def answered_again(params: Params, round_: str) -> Pass:
+    """The policy's first sample of every prompt, by a process of its own (stages/reanswer.py) from the files on disk and these params.
+
+    Raises:
+        RondoError: it failed; with what it said.
+    """
+    settings = work_dir(round_, "evaluate") / "params.json"
+    write_json(settings, params.model_dump(mode="json"))
+    policy = stage_dir(round_, "ppo") / "policy"
+    rows = run_fresh("stages.reanswer", round_, settings, failing=f"{policy} cannot be evaluated a second time")
+    return [Sample(**row | {"judged": Judged(**row["judged"])}) for row in rows]
+
+
 def check_reproduced(first: Pass, second: Pass) -> None:
     """
     Raises:
@@ -143,23 +105,35 @@ def check_reproduced(first: Pass, second: Pass) -> None:
     if differing:
         a, b = first[differing[0]], second[differing[0]]
         raise RondoError(
-            f"evaluate: reloaded from disk, the policy differs on {len(differing)} of {len(first)} prompts, first on {differing[0]}: "
-            f"{a.text!r} (score {a.score:.4f}) and then {b.text!r} (score {b.score:.4f}). Look for a source of randomness without a seed"
+            f"evaluate: in a fresh process the policy differs on {len(differing)} of {len(first)} prompts, first on {differing[0]}: "
+            f"{a.text!r} (score {a.score:.4f}, KL {a.kl:.4f}) and then {b.text!r} (score {b.score:.4f}, KL {b.kl:.4f}). "
+            f"Look for a source of randomness without a seed, or files that changed meanwhile"
         )
+
+
+def frozen_hash(round_: str) -> str:
+    """The evaluation set's hash.
+
+    Raises:
+        BadInput: the held-out files are not those that prepare has written.
+    """
+    folder = stage_dir(round_, "prepare")
+    frozen: str = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")["evaluation_hash"]
+    if evaluation_hash(folder / "data") != frozen:
+        raise BadInput(f"{folder}/data: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
+    return frozen
 
 
 def main(params: Params, round_: str) -> None:
     # 1. the frozen prompts and the models that every comparison needs: SFT and this round's reward model
     prepare_torch(params)
     config, folder, ppo = params.evaluate, stage_dir(round_, "evaluate"), stage_dir(round_, "ppo")
-    data = stage_dir(round_, "prepare") / "data"
-    frozen = read_json(stage_dir(round_, "prepare") / "manifest.json", f"dvc repro prepare@{round_}")["evaluation_hash"]
-    if evaluation_hash(data) != frozen:
-        raise BadInput(f"{data}: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
+    data, settings = stage_dir(round_, "prepare") / "data", evaluation_settings(params, frozen_hash(round_))
     kept = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
     losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")  # on the completions that ppl_human is of
     recorder = Recorder("evaluate", round_)
     evaluator = Evaluator(params, round_)
+    prompts = len(evaluator.prompts)
     for stage in ("sft", "reward", "ppo"):
         check_template(stage_dir(round_, stage) / "manifest.json", evaluator.tokenizer, params.prepare.prompt_format)
     found: dict[str, list[Pass]] = {}
@@ -181,7 +155,7 @@ def main(params: Params, round_: str) -> None:
     curve[0] = point(metrics["sft"], 0.5)
 
     # 3. the checkpoints on PPO's way; one with the policy's weights is not evaluated twice
-    policy, checkpoints = ppo / "policy", sorted((ppo / "checkpoints").glob("step_*"))
+    policy, checkpoints = evaluator.policy_path, sorted((ppo / "checkpoints").glob("step_*"))
     weights = file_hash(policy)
     same = [path.name for path in checkpoints if file_hash(path) == weights]
     for path in checkpoints:
@@ -191,20 +165,21 @@ def main(params: Params, round_: str) -> None:
         metrics[path.name] |= with_interval("win_rate", compare(found[path.name], found["sft"], params)["win_rate"])
         curve[int(path.name.removeprefix("step_"))] = point(metrics[path.name], metrics[path.name]["win_rate"])
 
-    # 4. the policy, against SFT; then once more from disk
-    evaluate("ppo", load_policy(evaluator.sft_path, policy, params.model), config.samples_per_prompt)
+    # 4. the policy, against SFT; then once more in a fresh process
+    evaluate("ppo", evaluator.load_ppo(), config.samples_per_prompt)
     intervals = compare(found["ppo"], found["sft"], params)
-    results = with_interval("win_rate", intervals["win_rate"]) | with_interval("sentiment_gain", intervals["sentiment_gain"])
-    metrics |= {name: metrics["ppo"] | with_interval("win_rate", intervals["win_rate"]) for name in same}
-    curve[kept] = point(metrics["ppo"], results["win_rate"])
-    evaluator.reward = load_reward_model(evaluator.reward_path, params.model)
-    check_reproduced(found["ppo"][0], evaluator.answer(load_policy(evaluator.sft_path, policy, params.model), 0))
+    won = intervals["win_rate"]
+    results = decided("win_rate", won, prompts, recorder.label) | with_interval("sentiment_gain", intervals["sentiment_gain"])
+    metrics |= {name: metrics["ppo"] | with_interval("win_rate", won) for name in same}
+    curve[kept] = point(metrics["ppo"], won[0])
+    check_reproduced(found["ppo"][0], answered_again(params, round_))
 
     # 5. the champion, if there is one
     previous = Path(params.rounds[round_].previous)
     if is_real(previous / "ppo/policy"):
         evaluate("champion", load_policy(previous / "sft/model", previous / "ppo/policy", params.model), config.samples_per_prompt)
-        results |= with_interval("win_rate_champion", compare(found["ppo"], found["champion"], params)["win_rate"])
+        won = compare(found["ppo"], found["champion"], params)["win_rate"]
+        results |= decided("win_rate_champion", won, prompts, recorder.label)
 
     # 6. write
     for update in sorted(curve):
@@ -218,16 +193,25 @@ def main(params: Params, round_: str) -> None:
         seed=params.seed,
         inputs=[data / "eval_prompts.jsonl", data / "sft_eval.jsonl", evaluator.sft_path, evaluator.reward_path, policy],
         template_hash=template_hash(evaluator.tokenizer, params.prepare.prompt_format),
-        evaluation_hash=frozen,
-        generation={"response_length": params.ppo.response_length, "temperature": params.ppo.temperature, **config.model_dump()},
+        evaluation_id=evaluation_id(settings),
+        evaluation=settings,
     )
-    recorder.finish({**metrics, "checkpoints": steps, **results, "reproduced": True, "prompts": len(evaluator.rows)})
-    print(f"[evaluate@{round_}] PPO against SFT: " + "  ".join(f"{name} {value:.3f}" for name, value in results.items()), flush=True)
+    way = [Point(update, at["kl"], at["score"], at["sentiment"]) for update, at in sorted(curve.items())]
+    final = {
+        **metrics,
+        "checkpoints": steps,
+        **results,
+        "overoptimisation": overoptimisation(way),
+        "evaluation_id": evaluation_id(settings),
+    }
+    recorder.finish(final | {"reproduced": True, "prompts": prompts})
+    shown = "  ".join(f"{name} {value:.3f}" for name, value in results.items() if isinstance(value, float))
+    print(f"[evaluate@{round_}] PPO against SFT: {shown}", flush=True)
 
 
 def point(values: dict[str, float], win_rate: float) -> dict[str, float]:
     """A checkpoint on the curve of proxy and judges against KL."""
-    return {name: values[name] for name in CURVE} | {"win_rate": win_rate}
+    return {name: values[name] for name in CURVE} | {"sqrt_kl": distance(values["kl"]), "win_rate": win_rate}
 
 
 def side_by_side(rows: Sequence[Row], found: dict[str, list[Pass]]) -> list[Row]:

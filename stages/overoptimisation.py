@@ -1,7 +1,8 @@
-"""How far optimisation could go before the judge liked it less: Gao, Schulman & Hilton 2023, "Scaling laws for reward model overoptimization".
+"""How far optimisation could go before the judge liked it less.
 
-By their law for reinforcement learning the gold reward, relative to where optimisation starts, is R(d) = d (alpha - beta log d) at the
-distance d = sqrt(KL). R'(d) = alpha - beta log d - beta, so that for beta > 0 it is highest at d = exp(alpha / beta - 1), and falls after.
+Gao, Schulman & Hilton 2023, "Scaling laws for reward model overoptimization": under reinforcement learning the gold reward, relative to
+where optimisation starts, is R(d) = d (alpha - beta log d) at the distance d = sqrt(KL). R'(d) = alpha - beta - beta log d, so that for
+beta > 0 it is highest at d = exp(alpha / beta - 1), and falls after.
 """
 
 import math

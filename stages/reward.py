@@ -1,11 +1,7 @@
 """Reward model: learn human preferences from the SFT model, and say how far it can be trusted."""
 
 import csv
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from stages.baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.errors import RondoError
+from stages.fresh import run_fresh
 from stages.generation import reward_scores
 from stages.hard_negatives import hard_negatives
 from stages.lora import add_adapters
@@ -196,12 +193,8 @@ def save_ensemble(ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduc
 def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
     """Largest difference between `expected` scores and those of the saved model in a process of its own."""
     write_json(work / "reload.json", sequences)
-    python = os.environ.get("RONDO_PYTHON", sys.executable)  # the flow's, which starts at once (flows/warm.py)
-    command = [python, "-m", "stages.rescore", str(model), str(work / "reload.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RondoError(f"{model} cannot be reloaded: {done.stderr.strip()[-500:]}")
-    return float((torch.tensor(json.loads(done.stdout.splitlines()[-1])) - expected).abs().max())
+    scores = run_fresh("stages.rescore", model, work / "reload.json", failing=f"{model} cannot be reloaded")
+    return float((torch.tensor(scores) - expected).abs().max())
 
 
 if __name__ == "__main__":

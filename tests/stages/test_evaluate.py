@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.errors import BadInput, RondoError
-from stages.evaluate import Sample, check_reproduced, compare, describe, main
+from stages.evaluate import answered_again, check_reproduced, compare, decided, describe, main
+from stages.evaluator import Evaluator, Sample
 from stages.judges import Judged
 from stages.params import Params
 
@@ -50,6 +52,39 @@ def test_a_second_evaluation_that_differs_is_an_error():
         check_reproduced(first, [first[0], replace(first[1], score=0.1)])
 
 
+def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round):
+    params = make_round("r0", 1.0)
+    evaluator = Evaluator(params, "r0")
+    first = evaluator.answer(evaluator.load_ppo(), 0)
+    shutil.copytree("rounds/r0/ppo/checkpoints/step_00002", "rounds/r0/ppo/policy", dirs_exist_ok=True)
+    with pytest.raises(RondoError, match=r"in a fresh process the policy differs on 2 of 2 prompts, first on 0: .*score.*KL"):
+        check_reproduced(first, answered_again(params, "r0"))
+
+
+def with_ppo(params: Params, **changes: object) -> Params:
+    return params.model_copy(update={"ppo": params.ppo.model_copy(update=changes)})
+
+
+def test_a_win_rate_that_is_undecided_says_how_many_prompts_it_needs(capsys):
+    told = decided("win_rate", (0.55, 0.45, 0.65), 100, "evaluate@r0")
+    assert told == {"win_rate": 0.55, "win_rate_low": 0.45, "win_rate_high": 0.65, "win_rate_prompts_needed": 400}
+    assert "win_rate 0.550 cannot decide with 100 prompts: about 400 would" in capsys.readouterr().out
+    assert decided("win_rate", (0.7, 0.6, 0.8), 100, "evaluate@r0")["win_rate_prompts_needed"] is None
+    assert capsys.readouterr().out == ""
+
+
+def test_another_way_of_generating_or_judging_is_another_evaluation(make_round):
+    def identity(params):
+        main(params, "r0")
+        manifest = json.loads(Path("rounds/r0/evaluate/manifest.json").read_text())
+        assert manifest["evaluation_id"] == json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())["evaluation_id"]
+        return manifest["evaluation_id"], manifest["evaluation"]
+
+    params = make_round("r0", 1.0)
+    (first, settings), (other, warmer) = identity(params), identity(with_ppo(params, temperature=2.0))
+    assert first != other and dict(settings.items() ^ warmer.items()).keys() == {"ppo.temperature"}
+
+
 def test_a_round_and_its_champion(make_round):
     make_round("r0", 1.0)
     params = make_round("r1", -1.0)
@@ -84,6 +119,14 @@ def test_a_round_and_its_champion(make_round):
     curve = list(csv.DictReader(Path("rounds/r1/evaluate/curves.csv").read_text().splitlines()))
     assert [row["step"] for row in curve] == ["0", "2", "4"]
     assert float(curve[0]["win_rate"]) == 0.5 and float(curve[2]["kl"]) == metrics["ppo"]["kl"]
+    assert [float(row["sqrt_kl"]) ** 2 for row in curve] == pytest.approx([max(float(row["kl"]), 0) for row in curve])
+    # at most two points away from SFT are too few for a fit; the measured peak is the curve's
+    too_far, peak = metrics["overoptimisation"], max(curve, key=lambda row: float(row["sentiment"]))
+    assert too_far["points"] == sum(float(row["kl"]) > 0 for row in curve) and too_far["alpha"] is None and too_far["peak_kl"] is None
+    assert (too_far["measured_peak_update"], too_far["measured_peak_kl"]) == (int(peak["step"]), float(peak["kl"]))
+    # the policy and itself, its own champion, are equal: no number of prompts decides
+    assert metrics["win_rate_champion_prompts_needed"] is None and "win_rate_champion_prompts_needed" not in zero
+    assert metrics["evaluation_id"] == zero["evaluation_id"]
 
 
 def test_perplexity_of_human_text_agrees_with_transformers(make_round):

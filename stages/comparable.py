@@ -1,0 +1,50 @@
+"""Which evaluations may stand side by side: those of the same prompts, answered and judged alike."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stages.errors import BadInput
+from stages.params import Params
+
+Settings = Mapping[str, Any]  # by key of params.yaml, and `evaluation_hash`
+
+
+def evaluation_settings(params: Params, evaluation_hash: str) -> dict[str, Any]:
+    """All that an evaluation's numbers depend on but the models. evaluation_hash: of the frozen set (stages/prepare/split.py)."""
+    return {
+        "evaluation_hash": evaluation_hash,
+        "evaluate.checkpoint_samples_per_prompt": params.evaluate.checkpoint_samples_per_prompt,
+        "evaluate.samples_per_prompt": params.evaluate.samples_per_prompt,
+        "evaluate.tie_margin": params.evaluate.tie_margin,
+        "ppo.response_length": params.ppo.response_length,
+        "ppo.temperature": params.ppo.temperature,
+        "prepare.prompt_format": params.prepare.prompt_format.value,
+        "seed": params.seed,
+    }
+
+
+def evaluation_id(settings: Settings) -> str:
+    """The first 16 hex digits of a sha256."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(a: Settings, b: Settings) -> list[str]:
+    """What two evaluations were set to otherwise, e.g. `ppo.temperature 1.0 and 0.7`; nothing where they may be compared."""
+    return [f"{key} {a.get(key)} and {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+
+
+def refuse_other_evaluations(evaluations: Mapping[str, Settings]) -> None:
+    """evaluations: settings by round.
+
+    Raises:
+        BadInput: they differ; names the rounds and each key.
+    """
+    (first, settings), *others = evaluations.items()
+    for name, other in others:
+        if found := differences(settings, other):
+            raise BadInput(
+                f"{first} and {name} were evaluated otherwise ({'; '.join(found)}), so that their numbers cannot be compared: "
+                f"run `dvc repro evaluate@{first} evaluate@{name}`"
+            )
