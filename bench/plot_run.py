@@ -10,6 +10,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import yaml
 
+from stages.comparable import refuse_other_evaluations
+from stages.records import read_json
+
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
 
 
@@ -20,6 +23,8 @@ def columns(path: Path) -> dict[str, list[float]]:
 
 
 def main(target: str) -> None:
+    manifests = {name: read_json(Path("rounds", name, "evaluate/manifest.json"), f"dvc repro evaluate@{name}") for name in ROUNDS}
+    refuse_other_evaluations({name: manifest.get("evaluation", {}) for name, manifest in manifests.items()})
     figure, (score, kl, judged) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:
         steps, curve = columns(Path("rounds", name, "ppo/curves.csv")), columns(Path("rounds", name, "evaluate/curves.csv"))

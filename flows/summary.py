@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.dag import failed_checks, read_gate
+from stages.comparable import differences
 from stages.gate import said
 from stages.records import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = "Where to look next: `make ui` (runs, curves, checkpoints), `dvc metrics show`, `dvc plots show`, reports/<round>/."
 STAGES = ("prepare", "sft", "reward", "battery", "ppo", "evaluate", "replay")
+OTHERWISE = "†"  # of numbers from another evaluation than the first
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "PPO"}
 
 # Row title -> the cell's text, with the metrics of one round by `stage.key` or `stage.group.key`.
@@ -33,6 +35,7 @@ ROWS = {
     "PPO KL from SFT, nats": "{evaluate.ppo.kl:.2f}",
     "PPO response length, tokens": "{evaluate.ppo.length:.1f}",
     "win rate against SFT [95%]": "{evaluate.win_rate:.3f} [{evaluate.win_rate_low:.3f}, {evaluate.win_rate_high:.3f}]",
+    "win rate undecided: prompts needed": "{evaluate.win_rate_prompts_needed}",
     "judged sentiment, SFT -> PPO": "{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}",
     "distinct-2, SFT -> PPO": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",
     "badcases found": "{replay.badcases}",
@@ -71,14 +74,39 @@ def known_rounds() -> list[str]:
     return sorted(found, key=lambda name: (len(name), name))
 
 
+def evaluations(rounds: list[str]) -> list[list[str]]:
+    """The rounds that were evaluated, apart where it was another evaluation (stages/comparable.py)."""
+    found: dict[str | None, list[str]] = {}
+    for name in rounds:
+        if metrics := read_metrics(stage_dir(name, "evaluate")):
+            found.setdefault(metrics.get("evaluation_id"), []).append(name)
+    return list(found.values())
+
+
+def not_comparable(rounds: list[str]) -> list[str]:
+    """A line for each evaluation after the first: what the mark in the table means, what was otherwise, and what to do."""
+    (first, *_), *others = evaluations(rounds) or [[""]]
+    lines = []
+    for number, together in enumerate(others, 1):
+        manifests = [read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json") for name in (first, together[0])]
+        otherwise = "; ".join(differences(*(manifest.get("evaluation", {}) for manifest in manifests))) or "how is not known"
+        lines.append(
+            f"{OTHERWISE * number} {', '.join(together)} not comparable with {first}: evaluated otherwise ({otherwise}); "
+            f"run `dvc repro {' '.join(f'evaluate@{name}' for name in (first, *together))}`"
+        )
+    return lines
+
+
 def table(rounds: list[str], markdown: bool = False) -> Table:
-    """One column a round."""
+    """One column a round; a row of the evaluation's numbers once for each evaluation, so that none stands beside another's."""
     shown = Table(box=MARKDOWN if markdown else SIMPLE_HEAD)
     for column in ("", *rounds):
         shown.add_column(column, justify="right" if column else "left", no_wrap=True)
     cells = {name: _cells(name) for name in rounds}
-    for title in ROWS:
-        shown.add_row(title, *(cells[name][title] for name in rounds))
+    apart = evaluations(rounds)
+    for title, cell in ROWS.items():
+        for number, together in enumerate(apart if len(apart) > 1 and "{evaluate." in cell else [rounds]):
+            shown.add_row(f"{title} {OTHERWISE * number}".strip(), *(cells[name][title] if name in together else "-" for name in rounds))
     return shown
 
 
@@ -90,7 +118,10 @@ def _cells(round_: str) -> dict[str, str]:
 
 def read_metrics(folder: Path) -> dict[str, Any]:
     """metrics.json of a stage's folder, empty when there is none."""
-    path = folder / "metrics.json"
+    return read_json_or_nothing(folder / "metrics.json")
+
+
+def read_json_or_nothing(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
@@ -125,12 +156,12 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 def markdown(rounds: list[str]) -> str:
     """The table and the verdicts, for reports/summary.md and the README."""
-    return "\n".join([*_lines(table(rounds, markdown=True)), "", *(f"- {line}" for line in verdict(rounds)), ""])
+    return "\n".join([*_lines(table(rounds, markdown=True)), "", *(f"- {line}" for line in not_comparable(rounds) + verdict(rounds)), ""])
 
 
 def text(rounds: list[str]) -> str:
     """The same for a terminal, and where to look next."""
-    return "\n".join([*_lines(table(rounds)), "", *verdict(rounds), NEXT])
+    return "\n".join([*_lines(table(rounds)), "", *not_comparable(rounds), *verdict(rounds), NEXT])
 
 
 def write(rounds: list[str]) -> None:

@@ -41,9 +41,9 @@ def refuse_other_evaluations(evaluations: Mapping[str, Settings]) -> None:
     Raises:
         BadInput: they differ; names the rounds and each key.
     """
-    (first, settings), *others = evaluations.items()
-    for name, other in others:
-        if found := differences(settings, other):
+    first = next(iter(evaluations), "")
+    for name, settings in evaluations.items():
+        if found := differences(evaluations[first], settings):
             raise BadInput(
                 f"{first} and {name} were evaluated otherwise ({'; '.join(found)}), so that their numbers cannot be compared: "
                 f"run `dvc repro evaluate@{first} evaluate@{name}`"

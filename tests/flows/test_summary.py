@@ -61,6 +61,43 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table["RM fooled, before -> after"] == ["-", "-"]
 
 
+def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: float) -> None:
+    metrics = METRICS["evaluate"] | {"win_rate": win_rate, "win_rate_prompts_needed": 352, "evaluation_id": id_}
+    write(files / f"rounds/{name}/evaluate/metrics.json", metrics)
+    write(
+        files / f"rounds/{name}/evaluate/manifest.json", {"evaluation_id": id_, "evaluation": {"ppo.temperature": temperature, "seed": 0}}
+    )
+
+
+def test_numbers_of_other_evaluations_do_not_stand_side_by_side(files: Path) -> None:
+    for name, win_rate, id_, temperature in (("r0", 0.6, "a", 1.0), ("r1", 0.7, "b", 0.7), ("r2", 0.8, "a", 1.0)):
+        evaluated(files, name, win_rate, id_, temperature)
+    write(files / "rounds/r3/sft/metrics.json", METRICS["sft"])  # not evaluated yet
+    told = summary.markdown(["r0", "r1", "r2", "r3"])
+    table = rows(told)
+    assert table["win rate against SFT [95%]"] == ["0.600 [0.750, 0.860]", "-", "0.800 [0.750, 0.860]", "-"]
+    assert table["win rate against SFT [95%] †"] == ["-", "0.700 [0.750, 0.860]", "-", "-"]
+    assert table["win rate undecided: prompts needed †"] == ["-", "352", "-", "-"]
+    # what is not of the evaluation stays in one row
+    assert table["SFT loss, nats a token"] == ["5.170 -> 4.500", "5.170 -> 4.500", "-", "5.170 -> 4.500"]
+    assert "SFT loss, nats a token †" not in table
+    line = "† r1 not comparable with r0: evaluated otherwise (ppo.temperature 1.0 and 0.7); run `dvc repro evaluate@r0 evaluate@r1`"
+    assert f"- {line}\n" in told and f"{line}\n" in summary.text(["r0", "r1", "r2"])
+
+
+def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
+    for name in ("r0", "r1"):
+        evaluated(files, name, 0.6, "a", 1.0)
+    told = summary.markdown(["r0", "r1"])
+    assert rows(told)["win rate against SFT [95%]"] == ["0.600 [0.750, 0.860]"] * 2 and "†" not in told
+    # a round that says nothing of its evaluation is not taken for an equal one
+    (files / "rounds/r1/evaluate/manifest.json").unlink()
+    write(files / "rounds/r1/evaluate/metrics.json", METRICS["evaluate"])
+    assert "† r1 not comparable with r0: evaluated otherwise (ppo.temperature 1.0 and None; seed 0 and None)" in summary.markdown(
+        ["r0", "r1"]
+    )
+
+
 def gate(passed: bool, opened: bool, approval: dict[str, Any] | None = None) -> dict[str, Any]:
     check = {"metric": "reward.accuracy_low", "value": 0.7, "band": ">= 0.8", "passed": passed, "next_step": "Look at the data."}
     facts = {"gate": "reward", "round": "r0", "policy": "ask" if approval else "warn" if opened else "block"}
