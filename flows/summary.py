@@ -88,8 +88,9 @@ def not_comparable(rounds: list[str]) -> list[str]:
     (first, *_), *others = evaluations(rounds) or [[""]]
     lines = []
     for number, together in enumerate(others, 1):
-        manifests = [read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json") for name in (first, together[0])]
-        otherwise = "; ".join(differences(*(manifest.get("evaluation", {}) for manifest in manifests))) or "how is not known"
+        manifests = (read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json") for name in (first, together[0]))
+        ours, theirs = (manifest.get("evaluation", {}) for manifest in manifests)
+        otherwise = "; ".join(differences(ours, theirs)) if ours and theirs else "a manifest.json does not say how"
         lines.append(
             f"{OTHERWISE * number} {', '.join(together)} not comparable with {first}: evaluated otherwise ({otherwise}); "
             f"run `dvc repro {' '.join(f'evaluate@{name}' for name in (first, *together))}`"
