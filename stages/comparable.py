@@ -15,6 +15,7 @@ def evaluation_settings(params: Params, evaluation_hash: str) -> dict[str, Any]:
     """All that an evaluation's numbers depend on but the models. evaluation_hash: of the frozen set (stages/prepare/split.py)."""
     return {
         "evaluation_hash": evaluation_hash,
+        "evaluate.judges": params.evaluate.judges,
         "evaluate.checkpoint_samples_per_prompt": params.evaluate.checkpoint_samples_per_prompt,
         "evaluate.samples_per_prompt": params.evaluate.samples_per_prompt,
         "evaluate.tie_margin": params.evaluate.tie_margin,

@@ -8,20 +8,25 @@ for base and checkpoints), so that comparisons are paired. The champion is the p
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stages.comparable import evaluation_id, evaluation_settings
 from stages.errors import BadInput, RondoError
 from stages.evaluator import Evaluator, Pass, Sample
 from stages.fresh import run_fresh
-from stages.judges import Judged, outcome
+from stages.judges import Judged
+from stages.jury import TOGETHER, Jury, load_jury
 from stages.models import load_causal_lm, load_policy, prepare_torch
 from stages.overoptimisation import Point, distance, overoptimisation
 from stages.params import Params
+from stages.preferences import Comparison
 from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
-from stages.prompts import check_template, template_hash
+from stages.prompts import Prompt, check_template, template_hash
 from stages.records import (
     ASSETS,
     Recorder,
@@ -61,14 +66,17 @@ def describe(passes: list[Pass]) -> dict[str, float]:
     return means if agreement is None else means | {"score_sentiment_correlation": agreement}
 
 
-def compare(a: list[Pass], b: list[Pass], params: Params) -> dict[str, tuple[float, float, float]]:
-    """A against B on the passes that both have: win_rate (ties count half) and sentiment_gain, each (mean, low, high) over prompts."""
-    shared = min(len(a), len(b))
-    by_prompt = [list(zip(x, y, strict=True)) for x, y in zip(zip(*a[:shared], strict=True), zip(*b[:shared], strict=True), strict=True)]
-    margin, resamples, seed = params.evaluate.tie_margin, params.evaluate.bootstrap_resamples, params.seed
-    wins = [[outcome(x.judged, y.judged, margin) for x, y in pairs] for pairs in by_prompt]
-    gains = [[x.judged.sentiment - y.judged.sentiment for x, y in pairs] for pairs in by_prompt]
-    return {"win_rate": paired_bootstrap(wins, resamples, seed), "sentiment_gain": paired_bootstrap(gains, resamples, seed)}
+def compare(a: list[Pass], b: list[Pass], prompts: Sequence[Prompt], jury: Jury, params: Params) -> dict[str, tuple[float, float, float]]:
+    """A against B on the passes that both have, each (mean, low, high) over prompts: win_rate of the whole jury, win_rate_<judge> of each
+    (ties count half), sentiment_gain.
+    """
+    pairs = [list(zip(x, y, strict=True)) for x, y in zip(a, b, strict=False)]  # by pass
+    told = jury.compare([Comparison(p, x.text, y.text) for each in pairs for p, (x, y) in zip(prompts, each, strict=True)])
+    columns = {"win_rate" if name == TOGETHER else f"win_rate_{name}": votes for name, votes in told.items()}
+    columns["sentiment_gain"] = [x.judged.sentiment - y.judged.sentiment for each in pairs for x, y in each]
+    by_prompt = {name: np.reshape(column, (len(pairs), -1)).T.tolist() for name, column in columns.items()}
+    resamples, seed = params.evaluate.bootstrap_resamples, params.seed
+    return {name: paired_bootstrap(clusters, resamples, seed) for name, clusters in by_prompt.items()}
 
 
 def with_interval(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
@@ -149,8 +157,11 @@ def main(params: Params, round_: str) -> None:
             metrics[name]["ppl_human"] = evaluator.perplexity(model)
         print(f"[evaluate@{round_}] {name}: " + "  ".join(f"{key} {value:.3f}" for key, value in metrics[name].items()), flush=True)
 
-    # 2. base and SFT
-    evaluate("base", load_causal_lm(ASSETS / "model", params.model), config.checkpoint_samples_per_prompt)
+    # 2. base and SFT; the jury, which compares by texts alone
+    base = load_causal_lm(ASSETS / "model", params.model)
+    jury = load_jury(params, base, evaluator.tokenizer, evaluator.people)
+    against = partial(compare, prompts=evaluator.prompts, jury=jury, params=params)
+    evaluate("base", base, config.checkpoint_samples_per_prompt)
     evaluate("sft", evaluator.sft, config.samples_per_prompt)
     curve[0] = point(metrics["sft"], 0.5)
 
@@ -162,14 +173,16 @@ def main(params: Params, round_: str) -> None:
         if path.name in same:
             continue
         evaluate(path.name, load_policy(evaluator.sft_path, path, params.model), config.checkpoint_samples_per_prompt)
-        metrics[path.name] |= with_interval("win_rate", compare(found[path.name], found["sft"], params)["win_rate"])
+        metrics[path.name] |= with_interval("win_rate", against(found[path.name], found["sft"])["win_rate"])
         curve[int(path.name.removeprefix("step_"))] = point(metrics[path.name], metrics[path.name]["win_rate"])
 
     # 4. the policy, against SFT; then once more in a fresh process
     evaluate("ppo", evaluator.load_ppo(), config.samples_per_prompt)
-    intervals = compare(found["ppo"], found["sft"], params)
-    won = intervals["win_rate"]
-    results = decided("win_rate", won, prompts, recorder.label) | with_interval("sentiment_gain", intervals["sentiment_gain"])
+    intervals = against(found["ppo"], found["sft"])
+    won = intervals.pop("win_rate")
+    results = decided("win_rate", won, prompts, recorder.label)
+    for name, interval in intervals.items():
+        results |= with_interval(name, interval)
     metrics |= {name: metrics["ppo"] | with_interval("win_rate", won) for name in same}
     curve[kept] = point(metrics["ppo"], won[0])
     check_reproduced(found["ppo"][0], answered_again(params, round_))
@@ -178,7 +191,7 @@ def main(params: Params, round_: str) -> None:
     previous = Path(params.rounds[round_].previous)
     if is_real(previous / "ppo/policy"):
         evaluate("champion", load_policy(previous / "sft/model", previous / "ppo/policy", params.model), config.samples_per_prompt)
-        won = compare(found["ppo"], found["champion"], params)["win_rate"]
+        won = against(found["ppo"], found["champion"])["win_rate"]
         results |= decided("win_rate_champion", won, prompts, recorder.label)
 
     # 6. write
@@ -201,6 +214,7 @@ def main(params: Params, round_: str) -> None:
         **metrics,
         "checkpoints": steps,
         **results,
+        "jury": jury.report(),
         "overoptimisation": overoptimisation(way),
         "evaluation_id": evaluation_id(settings),
     }

@@ -46,10 +46,8 @@ class Evaluator:
         self.prompts = [row["prompt"] for row in self.rows]
         self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
         self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
-        human = [
-            self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
-            for row in read_jsonl(data / "sft_eval.jsonl", made_by)
-        ]
+        self.people = read_jsonl(data / "sft_eval.jsonl", made_by)
+        human = [self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length) for row in self.people]
         self.human = [p for p, _ in human], [c for _, c in human]
         self.sft = load_causal_lm(self.sft_path, params.model)
         self.reward = load_reward_model(self.reward_path, params.model)

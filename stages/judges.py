@@ -1,9 +1,8 @@
-"""Judges that are not the reward model, and the verdict that combines them.
+"""What can be said of a text without asking anybody: its mood, its repetitions, how fluent a model finds it.
 
-Each judge takes prompts and responses and gives one number a response. What they measure is narrow: the lexicon
-(VADER, Hutto & Gilbert 2014) knows the polarity of words and nothing of truth, help or harm. It is the task of the
-embedded tweets; on dialogues (hh-rlhf) it says how friendly an answer sounds, so that a win rate there is about
-tone alone: bring a judge of your own to `outcome` before you promote on it.
+Each takes prompts and responses and gives one number a response. What they measure is narrow: the lexicon (VADER, Hutto & Gilbert 2014)
+knows the polarity of words and nothing of truth, help or harm. It is the task of the embedded tweets; on dialogues (hh-rlhf) it says how
+friendly an answer sounds: name a judge of your own in `evaluate.judges` (stages/jury.py) before you promote on it.
 """
 
 from collections.abc import Sequence

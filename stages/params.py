@@ -161,14 +161,6 @@ class AnnotateParams(Section):
     agreement_pairs: int = Field(64, ge=1, description="Held-out human pairs at most on which the judge is measured against people.")
     endpoint: EndpointParams = Field(default_factory=EndpointParams)
 
-    @model_validator(mode="after")
-    def endpoint_is_named(self) -> "AnnotateParams":
-        if self.annotator is Annotator.judge and self.judge is JudgeName.endpoint:
-            missing = [f"annotate.endpoint.{key}" for key in ("base_url", "model") if getattr(self.endpoint, key) is None]
-            if missing:
-                raise ValueError(f"annotate.judge is endpoint: set {' and '.join(missing)} (docs/annotate.md)")
-        return self
-
 
 class RewardParams(TrainParams):
     learning_rate: float = Field(5e-4, gt=0)
@@ -298,6 +290,12 @@ class PpoParams(Section):
 
 
 class EvaluateParams(Section):
+    judges: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["lexicon", "fluency"],
+        min_length=1,
+        description="Who compares: `lexicon`; `fluency`, against garbled texts; `endpoint`, see annotate.endpoint; "
+        "`module:name` of `number(prompts, responses) -> list[float]`; the folder of a reward model that PPO did not see.",
+    )
     samples_per_prompt: int = Field(2, ge=1)
     checkpoint_samples_per_prompt: int = Field(1, ge=1, description="For the intermediate PPO checkpoints.")
     batch_size: int = Field(88, ge=1, description="Sequences generated at once.")
@@ -347,6 +345,15 @@ class Params(Section):
     replay: ReplayParams = Field(default_factory=ReplayParams)
     battery: BatteryParams = Field(default_factory=BatteryParams)
     gates: GatesParams = Field(default_factory=GatesParams)
+
+    @model_validator(mode="after")
+    def endpoint_is_named(self) -> "Params":
+        told = {"annotate.judge": self.annotate.annotator is Annotator.judge and self.annotate.judge is JudgeName.endpoint}
+        told["evaluate.judges"] = JudgeName.endpoint.value in self.evaluate.judges
+        missing = [f"annotate.endpoint.{key}" for key in ("base_url", "model") if getattr(self.annotate.endpoint, key) is None]
+        if missing and (asking := [key for key, asks in told.items() if asks]):
+            raise ValueError(f"{asking[0]} is endpoint: set {' and '.join(missing)} (docs/annotate.md)")
+        return self
 
     @model_validator(mode="after")
     def rounds_follow_each_other(self) -> "Params":

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stages.annotate.agreement import between_orders, with_people
+from stages.agreement import between_orders, with_people
 from stages.annotate.judging import load_judge
 from stages.annotate.ranking import best_and_worst, copeland, matches
 from stages.errors import RondoError

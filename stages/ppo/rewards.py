@@ -13,9 +13,9 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from stages.errors import RondoError
+from stages.functions import Number, load_function
 from stages.models import load_tokenizer
 from stages.params import Params, RewardSource
-from stages.ppo.sources import Reward, load_function
 from stages.prompts import Prompt, render_prompt
 from stages.records import ASSETS
 from stages.scorer import Scorer
@@ -27,7 +27,7 @@ TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
 class Rewards:
     """Sources and their weights by name."""
 
-    sources: Mapping[str, Reward] = field(default_factory=dict)
+    sources: Mapping[str, Number] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, list[float]]:
@@ -50,13 +50,13 @@ def load_rewards(params: Params) -> Rewards:
     return Rewards({source.name: load(source, params) for source in chosen}, {source.name: source.weight for source in chosen})
 
 
-def load(source: RewardSource, params: Params) -> Reward:
+def load(source: RewardSource, params: Params) -> Number:
     if source.function:
-        return load_function(source)
+        return load_function(source.function, f"ppo.rewards {source.name}")
     return model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
 
 
-def model_reward(folder: Path, params: Params) -> Reward:
+def model_reward(folder: Path, params: Params) -> Number:
     """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations where its config has them."""
     scorer = Scorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
     if hasattr(scorer.model.config, "mean"):
@@ -64,7 +64,7 @@ def model_reward(folder: Path, params: Params) -> Reward:
     return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()
 
 
-def remote_reward(source: RewardSource, params: Params) -> Reward:
+def remote_reward(source: RewardSource, params: Params) -> Number:
     """OpenRLHF's protocol: POST {query: whole texts, prompts, labels} gives {rewards: [...]}.
 
     Raises, when called:

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stages.errors import BadInput, RondoError
 from stages.evaluate import answered_again, check_reproduced, compare, decided, describe, main
 from stages.evaluator import Evaluator, Sample
-from stages.judges import Judged
+from stages.judges import Judged, judge
+from stages.jurors import Absolute, Lexicon
+from stages.jury import Jury
 from stages.params import Params
 
 KEYS = {"sentiment", "sentiment_plain", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3", "nll"}
@@ -36,13 +38,23 @@ def test_describe_by_hand():
     assert told["nll"] == pytest.approx(2.0)
 
 
+GOOD, FAIR, BAD = " was wonderful.", " was fine.", " was awful."
+
+
 def test_compare_pairs_prompts_and_counts_ties_half():
-    a = [[sample("", 0.9), sample("", 0.0)], [sample("", 0.9), sample("", 0.5)]]
-    b = [[sample("", 0.1), sample("", 0.0)], [sample("", 0.1), sample("", 0.9)], [sample("", 1.0), sample("", 1.0)]]
-    told = compare(a, b, Params())
+    texts = [[GOOD, FAIR], [GOOD, BAD]], [[BAD, FAIR], [BAD, GOOD], [GOOD, GOOD]]
+    a, b = ([[replace(sample("", 0.0), text=text, judged=judge(["It"], [text])[0]) for text in each] for each in side] for side in texts)
+    told = compare(a, b, ["It", "It"], Jury({"lexicon": Lexicon(0.05), "short": Absolute("short", shortness, 0.0)}), Params())
     # prompt 1: win, win; prompt 2: tie, loss. The third pass has no partner.
-    assert told["win_rate"] == pytest.approx((2.5 / 4, 0.25, 1.0))
-    assert told["sentiment_gain"][0] == pytest.approx((0.8 + 0.8 + 0.0 - 0.4) / 4)
+    assert told["win_rate_lexicon"] == pytest.approx((2.5 / 4, 0.25, 1.0))
+    assert told["win_rate_short"] == pytest.approx((1.5 / 4, 0.0, 0.75))  # of the opposite opinion, so that together they tie
+    assert told["win_rate"] == (0.5, 0.5, 0.5)
+    good, bad = (judge(["It"], [text])[0].sentiment for text in (GOOD, BAD))
+    assert told["sentiment_gain"][0] == pytest.approx((good - bad) / 4)
+
+
+def shortness(prompts, responses):
+    return [-float(len(response)) for response in responses]
 
 
 def test_a_second_evaluation_that_differs_is_an_error():

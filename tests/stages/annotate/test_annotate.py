@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.annotate.__main__ import main
 from stages.annotate.judged import compare_all
-from stages.annotate.judging import Lexicon
 from stages.errors import BadInput, RondoError
 from stages.judges import judge, outcome
+from stages.jurors import Lexicon
 from stages.params import Params, check_params
 from stages.records import read_jsonl, write_jsonl
 

@@ -4,7 +4,7 @@ from math import sqrt
 
 import pytest
 
-from stages.annotate.agreement import between_orders, with_people
+from stages.agreement import between_orders, with_people
 from stages.preferences import Judgement, Preference, Verdict
 
 A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, Preference.tie))

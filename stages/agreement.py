@@ -1,4 +1,4 @@
-"""How far a judge agrees with itself when responses change places, and with people."""
+"""How far a judge agrees with itself when responses change places, with another one, and with people."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +17,22 @@ def between_orders(judgements: Sequence[Judgement]) -> dict[str, float | None]:
     orders = [(each.first.preference.value, each.second.preference.value) for each in judgements if each.first and each.second]
     if not orders:
         return {"position_consistency": None, "kappa": None}
-    first, second = zip(*orders, strict=True)
-    same = sum(one == other for one, other in orders) / len(orders)
+    same, beyond_chance = agreement(orders)
+    return {"position_consistency": same, "kappa": beyond_chance}
+
+
+def between_judges(ours: Sequence[Judgement], theirs: Sequence[Judgement]) -> dict[str, float | None]:
+    """agreement: share of comparisons on which two judges prefer the same, ties too; kappa: beyond chance. None without any comparison."""
+    both = [(a.preference.value, b.preference.value) for a, b in zip(ours, theirs, strict=True)]
+    same, beyond_chance = agreement(both) if both else (None, None)
+    return {"agreement": same, "kappa": beyond_chance}
+
+
+def agreement(answers: Sequence[tuple[str, str]]) -> tuple[float, float | None]:
+    """The share of equal answers, and Cohen's kappa; None where all answers are the same one."""
+    first, second = zip(*answers, strict=True)
     kappa = float(cohen_kappa_score(first, second)) if len({*first, *second}) > 1 else None
-    return {"position_consistency": same, "kappa": kappa}
+    return sum(one == other for one, other in answers) / len(answers), kappa
 
 
 def with_people(judgements: Sequence[Judgement]) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""The jury of evaluate: the judges of `evaluate.judges`, each for itself and all together. None is the reward model that PPO saw.
+
+A comparison goes to the side that more judges prefer; a tie is half a vote, and a judge may be of no help without being in the way.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.agreement import between_judges, between_orders
+from stages.endpoint import Endpoint
+from stages.functions import Number, load_function
+from stages.judges import Fluency
+from stages.jurors import Absolute, Lexicon
+from stages.models import load_tokenizer
+from stages.params import JudgeName, Params
+from stages.preferences import Comparison, Judge, Judgement, Preference, in_both_orders
+from stages.prompts import Prompt
+from stages.records import Row
+from stages.scorer import Scorer
+
+FLUENCY, TOGETHER = "fluency", "together"
+FLUENT = 0.95  # quantile of people's texts up to which a text counts as fluent
+BATCH = 64  # texts at a time
+WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
+
+
+class Jury:
+    """Judges by name."""
+
+    def __init__(self, judges: Mapping[str, Judge]) -> None:
+        self.judges = judges
+        self.heard: dict[str, list[Judgement]] = {name: [] for name in judges}
+
+    def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
+        """For each judge, and for all `together`, 1 where A wins, 0.5 for a tie, else 0."""
+        votes = {}
+        for name, judge in self.judges.items():
+            told = in_both_orders(judge, comparisons)
+            self.heard[name] += told
+            votes[name] = [WINS[each.preference] for each in told]
+        return votes | {TOGETHER: [together(each) for each in zip(*votes.values(), strict=True)]}
+
+    def report(self) -> Row:
+        """Of all comparisons so far: how each judge agrees with itself in the other order, what it cost, and how each two agree."""
+        heard = self.heard
+        pairs = {f"{a}-{b}": between_judges(heard[a], heard[b]) for a, b in combinations(heard, 2)}
+        return {"alone": {name: between_orders(told) | self.judges[name].cost() for name, told in heard.items()}, "pairs": pairs}
+
+
+def together(votes: Sequence[float]) -> float:
+    """The side that more judges prefer.
+
+    >>> together([1.0, 0.5]), together([1.0, 0.0]), together([1.0, 0.0, 0.0])
+    (1.0, 0.5, 0.0)
+    """
+    middle = sum(votes) / len(votes)
+    return 1.0 if middle > 0.5 else 0.0 if middle < 0.5 else 0.5
+
+
+def load_jury(params: Params, base: Any, tokenizer: Any, people: Sequence[Row]) -> Jury:
+    """base: the model before SFT, which says what is fluent; people: held-out demonstrations, which say how fluent people write.
+
+    Raises:
+        BadInput: a function or model is not there.
+    """
+    margin = params.evaluate.tie_margin
+
+    def load(named: str) -> Judge:
+        if named == JudgeName.lexicon:
+            return Lexicon(margin)
+        if named == JudgeName.endpoint:
+            return Endpoint(params.annotate.endpoint)
+        if named == FLUENCY:
+            return Absolute(named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0)
+        if ":" in named:
+            return Absolute(named, load_function(named, "evaluate.judges"), margin)
+        return Absolute(named, Scorer(Path(named), load_tokenizer(Path(named)), params, BATCH), margin)
+
+    return Jury({slug(named): load(named) for named in params.evaluate.judges})
+
+
+def garbled(nll: Number, people: Sequence[Row]) -> Number:
+    """How far a text is beyond what people write, nats a token below 0; 0 for any that is not: bland texts are no better than others."""
+    usual = float(np.quantile(nll([row["prompt"] for row in people], [row["completion"] for row in people]), FLUENT))
+
+    def number(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        return [min(0.0, usual - each) for each in nll(prompts, responses)]
+
+    return number
+
+
+def slug(named: str) -> str:
+    """A judge's name in metrics."""
+    return re.sub(r"[^\w-]+", "_", named).strip("_")
