@@ -246,6 +246,27 @@ PROMOTE = (
         "did not, lower ppo.kl_coef or raise ppo.total_episodes",
     ),
     Band(
+        "evaluate.win_rate_champion_low",
+        ">=",
+        "champion_win_rate",
+        "The same against the champion, the policy of the round before; the first round has none. A round that mends badcases need "
+        "not win, but must not lose: at most five of a hundred, as sure as 95%. The default's 88 prompts give an interval of 0.06 "
+        "to each side, so a policy that is just as good has to show 0.51; more prompts need less luck.",
+        "it may be worse than the champion: read `champion` beside `ppo` in rounds/{round}/evaluate/samples.jsonl; where the interval is "
+        "wide, raise evaluate.samples_per_prompt or prepare.max_eval_prompts; else keep the champion, and look at what this round learnt "
+        "from instead (reports/{round}/data.html), or raise ppo.total_episodes",
+        optional=True,
+    ),
+    Band(
+        "ppo.dangers",
+        "<=",
+        "dangers",
+        "Dangers that PPO's health monitor found (docs/ppo.md) up to the rollout of the policy that is kept; later ones are of policies "
+        "that were thrown away. A win rate does not show them: one ending for all prompts may please the judge too.",
+        "rounds/{round}/ppo/health.json names each danger, its cause and what to change first; read rounds/{round}/ppo/rollouts around "
+        "that update",
+    ),
+    Band(
         "evaluate.ppo.kl",
         "<=",
         "max_kl",
@@ -281,7 +302,7 @@ PROMOTE = (
 )
 
 BANDS: dict[str, tuple[Band, ...]] = {"sft": SFT, "reward": REWARD, "promote": PROMOTE}
-STAGES: dict[str, tuple[str, ...]] = {"sft": ("sft",), "reward": ("reward", "battery"), "promote": ("evaluate", "replay")}
+STAGES: dict[str, tuple[str, ...]] = {"sft": ("sft",), "reward": ("reward", "battery"), "promote": ("evaluate", "ppo", "replay")}
 """The stages whose metrics.json a gate reads."""
 
 

@@ -43,6 +43,7 @@ from stages.records import (
 from stages.statistics import paired_bootstrap, pearson, prompts_needed
 from stages.text import distinct_n
 
+UNMEASURED = dict.fromkeys(("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high"))  # where there is no champion
 CURVE = ("kl", "sentiment", "score", "distinct_2")
 
 
@@ -213,6 +214,7 @@ def main(params: Params, round_: str) -> None:
     final = {
         **metrics,
         "checkpoints": steps,
+        **UNMEASURED,
         **results,
         "jury": jury.report(),
         "overoptimisation": overoptimisation(way),

@@ -102,6 +102,7 @@ def summary(run: Run) -> Row:
         "validation_judge": kept.judge,
         "validation_kl": kept.kl,
         "health": run.monitor.verdict,
+        "dangers": run.monitor.dangers(kept.update + 1),  # up to the kept policy's own rollout
     }
 
 

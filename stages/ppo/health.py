@@ -208,6 +208,10 @@ class Monitor:
         self.findings += new
         return new
 
+    def dangers(self, update: int) -> int:
+        """How many signs were dangers by `update`."""
+        return sum(finding.verdict == DANGER and finding.update <= update for finding in self.findings)
+
     @property
     def verdict(self) -> str:
         verdicts = {finding.verdict for finding in self.findings}

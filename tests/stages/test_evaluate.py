@@ -110,7 +110,8 @@ def test_a_round_and_its_champion(make_round):
 
     # every model, with every metric; in the first round there is no champion
     assert all(metrics[name].keys() >= KEYS for name in ("base", "sft", "ppo", "champion"))
-    assert "champion" not in zero and "win_rate_champion" not in zero
+    names = ("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")
+    assert "champion" not in zero and [zero[name] for name in names] == [None] * 3
     assert set(metrics["checkpoints"]) == {"step_00002", "step_00004"}
     assert metrics["reproduced"] is True and metrics["prompts"] == 2
     # perplexities of base and SFT are of the SFT stage's losses
@@ -119,7 +120,7 @@ def test_a_round_and_its_champion(make_round):
     assert metrics["sft"]["kl"] == 0.0 and metrics["base"]["kl"] == pytest.approx(0.0, abs=1e-4)
     assert metrics["ppo"]["kl"] != 0.0 and metrics["ppo"].pop("ppl_human") > 1 and metrics["champion"] == metrics["ppo"]
     assert metrics["checkpoints"]["step_00004"]["kl"] == metrics["ppo"]["kl"]
-    assert metrics["win_rate_champion"] == 0.5
+    assert [metrics[name] for name in names] == [0.5] * 3
     # r1's reward model has the opposite taste: raw scores change sign around 0, calibrated (x - .5) / 2
     assert zero["sft"]["score"] + metrics["sft"]["score"] == pytest.approx(-0.5, abs=1e-4)
 

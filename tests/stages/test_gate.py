@@ -41,11 +41,12 @@ BATTERY = {
     "worst_mined": 0.1,
     "best_of_n": {"rise_low": 0.2},
 }
-EVALUATE = {"win_rate_low": 0.7, "sft": {"repetition_3": 0.03}, "ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06}}
+EVALUATE = {"win_rate_low": 0.7, "win_rate_champion_low": 0.45, "sft": {"repetition_3": 0.03}}
+EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06}}
 METRICS = {
     "sft": {"sft": SFT},
     "reward": {"reward": REWARD, "battery": BATTERY},
-    "promote": {"evaluate": EVALUATE, "replay": {"regressed": 0}},
+    "promote": {"evaluate": EVALUATE, "ppo": {"dangers": 0}, "replay": {"regressed": 0}},
 }
 
 
@@ -107,6 +108,8 @@ def test_good_numbers_pass(attempt, gate):
         ("reward", "battery", {"best_of_n": {"rise_low": 0.0}}, "battery.best_of_n.rise_low", "misled"),
         ("promote", "replay", {"regressed": 1}, "replay.regressed", "rondo badcases list --state regressed"),
         ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
+        ("promote", "evaluate", {"win_rate_champion_low": 0.449}, "evaluate.win_rate_champion_low", "prepare.max_eval_prompts"),
+        ("promote", "ppo", {"dangers": 1}, "ppo.dangers", "ppo/health.json"),
         ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"kl": 8.1}}, "evaluate.ppo.kl", "ppo.target_kl"),
         ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}}, "evaluate.ppo.distinct_2", "raise ppo.kl_coef"),
         (
@@ -143,6 +146,8 @@ def test_every_band_has_a_number_that_fails_it_above():
         ("reward", "battery", {"best_of_n": {}}),
         ("reward", "battery", {"worst_mined": float("nan")}),
         ("promote", "evaluate", {"ppo": {}}),
+        ("promote", "evaluate", {"win_rate_champion_low": float("nan")}),
+        ("promote", "ppo", {"dangers": None}),
         ("promote", "evaluate", {"sft": {}}),
     ],
 )
@@ -151,11 +156,15 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
         attempt(gate, changed(gate, stage, change))
 
 
-def test_what_could_not_be_measured_is_told_and_no_failure(attempt):
-    verdict, opened = attempt("reward", changed("reward", "battery", {"worst_slice": None}))
+@pytest.mark.parametrize(
+    ("gate", "stage", "name", "band"),
+    [("reward", "battery", "worst_slice", ">= 0.65"), ("promote", "evaluate", "win_rate_champion_low", ">= 0.45")],
+)
+def test_what_could_not_be_measured_is_told_and_no_failure(attempt, gate, stage, name, band):
+    verdict, opened = attempt(gate, changed(gate, stage, {name: None}))
     assert opened and verdict["passed"]
-    line = next(check for check in verdict["checks"] if check["metric"] == "battery.worst_slice")
-    assert line["value"] is None and said(line) == "battery.worst_slice not measured, wanted >= 0.65"
+    line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
+    assert line["value"] is None and said(line) == f"{stage}.{name} not measured, wanted {band}"
 
 
 def test_warn_opens_and_says_what_is_wrong(attempt, capsys):

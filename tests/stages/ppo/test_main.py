@@ -47,3 +47,14 @@ def test_held_out_prompts_are_never_trained_on_even_where_replay_repeats_them():
     train, held_out = split(rows, with_ppo(Params(), validation_prompts=6))
     assert len(held_out) == 6 and len(train) == 28
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
+
+
+@pytest.mark.parametrize(("patience", "stopped_at"), [(1, 1), (3, 3)])
+def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not(make_round, patience, stopped_at):
+    params = with_ppo(make_round("r0", 1.0), on_danger="stop", min_kl=999.0, kl_patience=patience, warmup_updates=0)
+    main(params, "r0")
+    health, metrics = (json.loads(Path(f"rounds/r0/ppo/{name}.json").read_text()) for name in ("health", "metrics"))
+    (danger,) = [finding for finding in health["findings"] if finding["verdict"] == "danger"]
+    assert (metrics["stopped"], danger["update"], metrics["updates"]) == ("no movement", stopped_at, stopped_at)
+    # update n learns from what the policy after n - 1 has written; after a danger none is validated, so that 0 or 2 is kept
+    assert metrics["dangers"] == (metrics["policy_update"] + 1 == stopped_at)
