@@ -54,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
     word.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
     word.add_argument("--refuse", action="store_true", help="say no, with the reason")
     add_badcases(commands)
+    champion = commands.add_parser("promote", help="print which policy is champion and which was before, or go back to that one")
+    champion.add_argument(
+        "--rollback", action="store_true", help="champion and previous change places (a second time: back again, not to older ones)"
+    )
+    champion.add_argument("--reason", default="", help="why; a tag of the version that is champion no more")
+    champion.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
     checked = commands.add_parser("check-data", help="say what a file of pairs or demonstrations is, and which rows are bad")
     checked.add_argument("file", metavar="FILE", help=".jsonl or .parquet")
     return top
@@ -134,6 +140,20 @@ def badcases(options: argparse.Namespace) -> int:
     return run_action(options)
 
 
+def promote(options: argparse.Namespace) -> int:
+    from flows import promotion
+    from flows.mlflow_store import registry
+    from flows.people import me
+
+    with registry(HOME.resolve()) as client:
+        if options.rollback:
+            promotion.roll_back(client, options.by or me(), options.reason)
+        print(promotion.told(client))
+    if (unsent := HOME / "unsent.jsonl").exists():
+        print(f"{unsent} waits to be sent with the next run: MLflow may not know the last promotion yet")
+    return 0
+
+
 def check_data(options: argparse.Namespace) -> int:
     from stages.prepare.check import check
 
@@ -146,6 +166,7 @@ COMMANDS = {
     "serve": serve,
     "report": report,
     "approve": approve,
+    "promote": promote,
     "badcases": badcases,
     "check-data": check_data,
 }

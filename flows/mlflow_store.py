@@ -9,7 +9,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
@@ -21,8 +22,10 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_I
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
+from flows import promotion
 from flows.server import MLFLOW_URL, answers
 from flows.tracking import Checkpoint, NoTracker, Record, Step, milliseconds, read_record, read_steps
+from stages.errors import BadInput, RondoError
 from stages.records import write_text
 
 EXPERIMENT = "rondo"
@@ -34,8 +37,17 @@ SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+OFF = "off"
 MAX_VALUE = 5000  # characters of a param or tag
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
+
+
+def connect(uri: str) -> MlflowClient:
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    mlflow.set_tracking_uri(uri)
+    return MlflowClient(uri)
 
 
 class Store:
@@ -43,11 +55,7 @@ class Store:
 
     def __init__(self, uri: str, artifacts: Path | None) -> None:
         """`artifacts`: the folder for a new experiment's artifacts, None to leave that to the server."""
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        mlflow.set_tracking_uri(uri)
-        self.client = MlflowClient(uri)
+        self.client = connect(uri)
         found = self.client.get_experiment_by_name(EXPERIMENT)
         location = artifacts.as_uri() if artifacts else None
         self.experiment = found.experiment_id if found else self.client.create_experiment(EXPERIMENT, location)
@@ -94,6 +102,8 @@ class Store:
                 self._send_checkpoint(run_id, record, checkpoint)
         if record.status != "RUNNING":
             self.client.set_terminated(run_id, record.status, record.ended)
+        if record.promotion:
+            promotion.promote(self.client, self.experiment, run_id, record.promotion, record.ended)
 
     def _send_checkpoint(self, run_id: str, record: Record, checkpoint: Checkpoint) -> None:
         model = mlflow.create_external_model(
@@ -170,8 +180,7 @@ class MlflowTracker(NoTracker):
             return True
         except FAILURES as error:
             if not self.warned:
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                self.say(f"MLflow at {self.uri} fails ({reason:.120}); the run goes on, and {self.unsent} is sent later")
+                self.say(f"MLflow at {self.uri} fails ({cause(error)}); the run goes on, and {self.unsent} is sent later")
             self.warned = True
             return False
 
@@ -181,8 +190,36 @@ def open_tracker(run: str, home: Path, tags: Mapping[str, str], say: Callable[[s
 
     `MLFLOW_TRACKING_URI=off` switches tracking off.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    if uri == "off":
+    uri = store_uri(home)
+    if uri == OFF:
         return NoTracker()
-    local = MLFLOW_URL if answers(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
-    return MlflowTracker(run, uri or local, home, tags, say, local=not uri)
+    return MlflowTracker(run, uri, home, tags, say, local=not os.environ.get("MLFLOW_TRACKING_URI"))
+
+
+def store_uri(home: Path) -> str:
+    if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
+        return uri
+    return MLFLOW_URL if answers(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
+
+
+@contextmanager
+def registry(home: Path) -> Iterator[MlflowClient]:
+    """A client of the store that `open_tracker` sends to.
+
+    Raises:
+        BadInput: tracking is switched off, or there has been no run.
+        RondoError: MLflow does not answer, or refuses.
+    """
+    uri, database = store_uri(home), home / "mlflow.db"
+    if uri == OFF:
+        raise BadInput("MLFLOW_TRACKING_URI is `off`: unset it, or name the MLflow that has the runs")
+    if uri == f"sqlite:///{database}" and not database.exists():
+        raise BadInput(f"{database} is missing: nothing was recorded here yet; `rondo run` does")
+    try:
+        yield connect(uri)
+    except FAILURES as error:
+        raise RondoError(f"MLflow at {uri} fails ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to the one that answers") from None
+
+
+def cause(error: Exception) -> str:
+    return f"{(str(error).splitlines() or [type(error).__name__])[0]:.120}"

@@ -49,6 +49,13 @@ class Checkpoint(BaseModel):
     metrics: dict[str, float]
 
 
+class Promotion(BaseModel):
+    """A policy that its gate let through because it passed or a person said so: its DVC md5, and what speaks for it."""
+
+    digest: str
+    evidence: dict[str, str]
+
+
 class Record(BaseModel):
     """One stage of one pipeline run, or (address ``) the pipeline run itself."""
 
@@ -65,6 +72,7 @@ class Record(BaseModel):
     samples: list[dict[str, Any]] = []
     texts: dict[str, str] = {}
     checkpoints: list[Checkpoint] = []
+    promotion: Promotion | None = None
 
 
 def milliseconds() -> int:
@@ -134,6 +142,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
         samples=[] if failed or not (folder / "samples.jsonl").exists() else read_jsonl(folder / "samples.jsonl", ""),
         texts=dict(_texts(folder, stage, round_)),
         checkpoints=list(_checkpoints(round_, metrics)) if stage == "evaluate" else [],
+        promotion=_promotion(round_, tags) if stage == "gate_promote" and not failed else None,
     )
 
 
@@ -153,10 +162,36 @@ def _decision(stage: str, round_: str) -> dict[str, str]:
     return {"passed": str(verdict["passed"]), "opened": str(verdict["opened"]), "policy": verdict["policy"], **said}
 
 
+def _promotion(round_: str, tags: Mapping[str, str]) -> Promotion | None:
+    """None where the gate opened by `warn` although a number was out of its band: nobody has vouched for that policy."""
+    verdict, digests = read_gate(round_, "promote"), _digests(round_)
+    policy, sft = (str(stage_dir(round_, stage) / name) for stage, name in (("ppo", "policy"), ("sft", "model")))
+    vouched = verdict and (verdict["passed"] or (verdict["approval"] or {}).get("approved"))
+    if not verdict or not vouched or policy not in digests:
+        return None
+    measured = read_json(stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}")
+    told = {f"evaluate.{key}": value for key, value in measured.items() if key.startswith("win_rate")}
+    told |= {check["metric"]: check["value"] for check in verdict["checks"]}
+    evidence = {
+        **{key: tags[key] for key in ("revision", "seed") if key in tags},
+        "round": round_,
+        "path": policy,
+        "md5": digests[policy],
+        "md5.sft": digests.get(sft, ""),
+        **_decision("gate_promote", round_),
+        **{key: json.dumps(value) for key, value in told.items()},
+    }
+    return Promotion(digest=digests[policy], evidence=evidence)
+
+
+def _digests(round_: str) -> dict[str, str]:
+    """md5 of the models that a round works with, by path, from dvc.lock."""
+    return {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
+
+
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
-    digests = {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
-    ppo = stage_dir(round_, "ppo")
+    digests, ppo = _digests(round_), stage_dir(round_, "ppo")
     paths = {"base": Path("assets/model"), "sft": stage_dir(round_, "sft") / "model", "ppo": ppo / "policy"}
     found = {name: metrics[name] for name in paths if name in metrics}
     for name, values in metrics.get("checkpoints", {}).items():

@@ -81,8 +81,8 @@ def test_a_sign_warns_before_it_is_a_danger_and_then_is_silent():
 
 def test_dangers_are_counted_up_to_an_update_and_warnings_are_not():
     monitor = read(lambda row, share: {"entropy": 4.8 - 4.0 * share, "clip_fraction": 0.8})
-    # clip fraction 0.8 is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 an update, its first mean is 4.2: the last mean is
-    # 4.8 - 0.2 * (n - 2), a warning below 2.1 (n = 16), a danger below 1.47 (n = 19)
+    # the clip fraction is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 an update, its first mean is 4.2, its last one
+    # 4.8 - 0.2 * (n - 2): a warning below 2.1 (n = 16), a danger below 1.47 (n = 19)
     assert [monitor.dangers(update) for update in (9, 10, 18, 19)] == [0, 1, 1, 2]
 
 

@@ -1,0 +1,124 @@
+"""Which policy is champion: versions and aliases of MLflow's registered model `rondo-policy`.
+
+A version is a policy, known by its DVC md5, with the evidence as tags; its weights stay with DVC. It becomes `champion` once, when
+its promotion gate opens; the champion before becomes `previous`. After that only a person moves the aliases.
+"""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from flows.tracking import Promotion
+from stages.errors import BadInput
+
+NAME, CHAMPION, PREVIOUS = "rondo-policy", "champion", "previous"
+ABOUT = (
+    "Policies that passed the promotion gate, or that a person let through. Weights: DVC, by the tag md5. Back: `rondo promote --rollback`."
+)
+
+
+def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> None:
+    """Register a policy, and make it champion; a second time nothing changes.
+
+    It does not become champion when its record comes after that of a later champion, nor when a person has taken it back.
+    `run_id`: the run of its gate, which opened at `opened` (milliseconds since the epoch).
+
+    Raises:
+        MlflowException: its LoggedModel is not there, since evaluate's record waits too.
+    """
+    if not client.search_registered_models(f"name = '{NAME}'"):
+        client.create_registered_model(NAME, description=ABOUT)
+    known = client.search_model_versions(f"name = '{NAME}' AND tags.md5 = '{promotion.digest}'")
+    version = known[0] if known else _register(client, experiment, run_id, promotion, opened)
+    champion = holders(client).get(CHAMPION)
+    if "rollback.reason" in version.tags or (champion and champion.tags.get("opened", "") >= version.tags["opened"]):
+        return
+    if champion:
+        _give(client, PREVIOUS, champion)
+    _give(client, CHAMPION, version)
+
+
+def _register(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> ModelVersion:
+    """A server takes no local path as source, but the LoggedModel that evaluate's record has made."""
+    models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'", max_results=1)
+    if not models:
+        raise MlflowException(f"{promotion.evidence['path']} can be registered when the record of its evaluation has come")
+    tags = promotion.evidence | {"opened": datetime.fromtimestamp(opened / 1000, UTC).isoformat(timespec="milliseconds")}
+    model = models[0].model_id
+    return client.create_model_version(NAME, f"models:/{model}", run_id, tags=tags, model_id=model)
+
+
+def holders(client: MlflowClient) -> dict[str, ModelVersion]:
+    """The versions that are champion and previous, as far as there are any."""
+    models = client.search_registered_models(f"name = '{NAME}'")
+    aliases = models[0].aliases if models else {}
+    return {alias: client.get_model_version(NAME, str(aliases[alias])) for alias in (CHAMPION, PREVIOUS) if alias in aliases}
+
+
+def _give(client: MlflowClient, alias: str, version: ModelVersion) -> None:
+    client.set_registered_model_alias(NAME, alias, str(version.version))
+
+
+def roll_back(client: MlflowClient, by: str, reason: str) -> None:
+    """Champion and previous change places; why and who are tags of the version that is champion no more.
+
+    So a second call takes the first one back: it does not go on to older versions.
+
+    Raises:
+        BadInput: no reason, no champion, or none before it.
+    """
+    if not reason.strip():
+        raise BadInput('--rollback needs --reason: say why, e.g. --reason "one ending for all prompts, seen by hand"')
+    held = holders(client)
+    _check_champion(held)
+    if PREVIOUS not in held or held[PREVIOUS].version == held[CHAMPION].version:
+        raise BadInput(f"nothing to roll back to: version {held[CHAMPION].version} of {NAME} is the only champion there was; improve on it")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    for key, value in {"at": now, "by": by, "reason": reason}.items():
+        client.set_model_version_tag(NAME, str(held[CHAMPION].version), f"rollback.{key}", value)
+    _give(client, CHAMPION, held[PREVIOUS])
+    _give(client, PREVIOUS, held[CHAMPION])
+
+
+def _check_champion(held: dict[str, ModelVersion]) -> None:
+    if CHAMPION not in held:
+        raise BadInput(
+            f"MLflow has no champion of {NAME}: a policy becomes it when its promotion gate passes in `rondo run`, or when a person approves "
+            "(gates.promote.policy `ask`, `rondo approve promote ROUND`); `warn` is not enough"
+        )
+
+
+def told(client: MlflowClient) -> str:
+    """Champion and previous with their evidence, for a terminal.
+
+    Raises:
+        BadInput: there is no champion.
+    """
+    held = holders(client)
+    _check_champion(held)
+    return "\n".join(line for alias, version in held.items() for line in _lines(alias, version))
+
+
+def _lines(alias: str, version: ModelVersion) -> list[str]:
+    tags = {key: version.tags.get(key, "-") for key in ("round", "opened", "path", "md5", "revision", "seed")}
+    lines = [
+        f"{alias}: version {version.version}, {tags['round']}, gate opened {tags['opened']:.16}",
+        f"  win rate against SFT {_interval(version.tags, 'win_rate')}, against its champion {_interval(version.tags, 'win_rate_champion')}",
+        f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
+    ]
+    if "approval.reason" in version.tags:
+        lines.append(f"  approved by {version.tags['approval.by']}: {version.tags['approval.reason']}")
+    if "rollback.reason" in version.tags:
+        when, who = version.tags["rollback.at"], version.tags["rollback.by"]
+        lines.append(f"  taken back {when:.16} by {who}: {version.tags['rollback.reason']}")
+    return lines
+
+
+def _interval(tags: dict[str, Any], name: str) -> str:
+    """`0.881 [0.832, 0.923]`"""
+    mean, low, high = (json.loads(tags.get(f"evaluate.{name}{end}", "null")) for end in ("", "_low", "_high"))
+    return "not measured" if mean is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
