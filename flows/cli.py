@@ -145,6 +145,8 @@ def promote(options: argparse.Namespace) -> int:
     from flows.mlflow_store import registry
     from flows.people import me
 
+    if options.reason and not options.rollback:
+        raise BadInput("--reason is of a rollback: add --rollback")
     with registry(HOME.resolve()) as client:
         if options.rollback:
             promotion.roll_back(client, options.by or me(), options.reason)

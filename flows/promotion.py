@@ -16,9 +16,7 @@ from flows.tracking import Promotion
 from stages.errors import BadInput
 
 NAME, CHAMPION, PREVIOUS = "rondo-policy", "champion", "previous"
-ABOUT = (
-    "Policies that passed the promotion gate, or that a person let through. Weights: DVC, by the tag md5. Back: `rondo promote --rollback`."
-)
+ABOUT = "Policies that passed the promotion gate, or that a person let through. Their weights are with DVC: tags `path` and `md5`."
 
 
 def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> None:
@@ -35,7 +33,7 @@ def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promo
     known = client.search_model_versions(f"name = '{NAME}' AND tags.md5 = '{promotion.digest}'")
     version = known[0] if known else _register(client, experiment, run_id, promotion, opened)
     champion = holders(client).get(CHAMPION)
-    if "rollback.reason" in version.tags or (champion and champion.tags.get("opened", "") >= version.tags["opened"]):
+    if "rollback.reason" in version.tags or (champion and champion.tags.get("gate_opened", "") >= version.tags["gate_opened"]):
         return
     if champion:
         _give(client, PREVIOUS, champion)
@@ -47,7 +45,7 @@ def _register(client: MlflowClient, experiment: str, run_id: str, promotion: Pro
     models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'", max_results=1)
     if not models:
         raise MlflowException(f"{promotion.evidence['path']} can be registered when the record of its evaluation has come")
-    tags = promotion.evidence | {"opened": datetime.fromtimestamp(opened / 1000, UTC).isoformat(timespec="milliseconds")}
+    tags = promotion.evidence | {"gate_opened": datetime.fromtimestamp(opened / 1000, UTC).isoformat(timespec="milliseconds")}
     model = models[0].model_id
     return client.create_model_version(NAME, f"models:/{model}", run_id, tags=tags, model_id=model)
 
@@ -87,8 +85,8 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
 def _check_champion(held: dict[str, ModelVersion]) -> None:
     if CHAMPION not in held:
         raise BadInput(
-            f"MLflow has no champion of {NAME}: a policy becomes it when its promotion gate passes in `rondo run`, or when a person approves "
-            "(gates.promote.policy `ask`, `rondo approve promote ROUND`); `warn` is not enough"
+            f"MLflow has no champion of {NAME}: a policy becomes it when its promotion gate passes in `rondo run`, or when a person "
+            "approves (gates.promote.policy `ask`, `rondo approve promote ROUND`); `warn` is not enough"
         )
 
 
@@ -104,10 +102,11 @@ def told(client: MlflowClient) -> str:
 
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
-    tags = {key: version.tags.get(key, "-") for key in ("round", "opened", "path", "md5", "revision", "seed")}
+    tags = {key: version.tags.get(key, "-") for key in ("round", "gate_opened", "path", "md5", "revision", "seed")}
     lines = [
-        f"{alias}: version {version.version}, {tags['round']}, gate opened {tags['opened']:.16}",
-        f"  win rate against SFT {_interval(version.tags, 'win_rate')}, against its champion {_interval(version.tags, 'win_rate_champion')}",
+        f"{alias}: version {version.version}, {tags['round']}, gate opened {tags['gate_opened']:.16}",
+        f"  win rate against SFT {_interval(version.tags, 'win_rate')}",
+        f"  win rate against the round before {_interval(version.tags, 'win_rate_champion')}",
         f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
     ]
     if "approval.reason" in version.tags:
