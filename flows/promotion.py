@@ -22,7 +22,7 @@ ABOUT = "Policies that passed the promotion gate, or that a person let through. 
 def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> None:
     """Register a policy, and make it champion; a second time nothing changes.
 
-    It does not become champion when its record comes after that of a later champion, nor when a person has taken it back.
+    It does not become champion where a later one is, since its record had to wait, nor after a person has taken it back.
     `run_id`: the run of its gate, which opened at `opened` (milliseconds since the epoch).
 
     Raises:
@@ -32,12 +32,21 @@ def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promo
         client.create_registered_model(NAME, description=ABOUT)
     known = client.search_model_versions(f"name = '{NAME}' AND tags.md5 = '{promotion.digest}'")
     version = known[0] if known else _register(client, experiment, run_id, promotion, opened)
-    champion = holders(client).get(CHAMPION)
-    if "rollback.reason" in version.tags or (champion and champion.tags.get("gate_opened", "") >= version.tags["gate_opened"]):
+    held = holders(client)
+    champion, previous = held.get(CHAMPION), held.get(PREVIOUS)
+    if "rollback.reason" in version.tags:
         return
-    if champion:
-        _give(client, PREVIOUS, champion)
-    _give(client, CHAMPION, version)
+    if _opened(champion) < _opened(version):
+        if champion:
+            _give(client, PREVIOUS, champion)
+        _give(client, CHAMPION, version)
+    elif _opened(previous) < _opened(version) < _opened(champion):  # records that waited come in any order
+        _give(client, PREVIOUS, version)
+
+
+def _opened(version: ModelVersion | None) -> str:
+    """When its gate opened, in ISO 8601; before any time where there is none."""
+    return str(version.tags.get("gate_opened", "")) if version else ""
 
 
 def _register(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> ModelVersion:
