@@ -48,6 +48,7 @@ def make_round(round_: str, policy: str, evaluate: dict[str, Any], gate: str = "
     """What DVC and the stages leave behind, up to the verdict; `policy` is what its md5 begins with."""
     write_json(stage_dir(round_, "evaluate") / "metrics.json", GOOD | evaluate)
     write_json(stage_dir(round_, "ppo") / "metrics.json", {"dangers": 0, "policy_update": 12})
+    write_json(stage_dir(round_, "replay") / "metrics.json", {"regressed": 0})
     lock = yaml.safe_load(Path("dvc.lock").read_text()) if Path("dvc.lock").exists() else {"stages": {}}
     for stage, out, md5 in (("ppo", "policy", f"{policy}.dir"), ("sft", "model", f"5f7{round_}.dir")):
         lock["stages"][f"{stage}@{round_}"] = {"outs": [{"path": f"rounds/{round_}/{stage}/{out}", "md5": md5}]}
