@@ -240,7 +240,8 @@ PROMOTE = (
         "evaluate.win_rate_low",
         ">",
         "win_rate",
-        "The judge's win rate of PPO against SFT on the frozen prompts, lower bound of the paired bootstrap. Half is a coin.",
+        "Win rate of PPO against SFT on the frozen prompts by the jury (evaluate.judges), lower bound of the paired bootstrap. Half is a "
+        "coin.",
         "the policy does not beat SFT clearly enough: if ppo score_mean rose, the reward model was hacked (read "
         "rounds/{round}/evaluate/samples.jsonl, run the next round on its replay: `dvc repro gate_promote@<next round>`); if it "
         "did not, lower ppo.kl_coef or raise ppo.total_episodes",
