@@ -160,7 +160,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. base and SFT; the jury, which compares by texts alone
     base = load_causal_lm(ASSETS / "model", params.model)
-    jury = load_jury(params, base, evaluator.tokenizer, evaluator.people)
+    jury = load_jury(params, round_, base, evaluator.tokenizer, evaluator.people)
     against = partial(compare, prompts=evaluator.prompts, jury=jury, params=params)
     evaluate("base", base, config.checkpoint_samples_per_prompt)
     evaluate("sft", evaluator.sft, config.samples_per_prompt)

@@ -17,10 +17,10 @@ from stages.functions import Number, load_function
 from stages.judges import Fluency
 from stages.jurors import Absolute, Lexicon
 from stages.models import load_tokenizer
-from stages.params import JudgeName, Params
+from stages.params import APART, JudgeName, Params
 from stages.preferences import Comparison, Judge, Judgement, Preference, in_both_orders
 from stages.prompts import Prompt
-from stages.records import Row
+from stages.records import Row, stage_dir
 from stages.scorer import Scorer
 
 FLUENCY, TOGETHER = "fluency", "together"
@@ -62,7 +62,7 @@ def together(votes: Sequence[float]) -> float:
     return 1.0 if middle > 0.5 else 0.0 if middle < 0.5 else 0.5
 
 
-def load_jury(params: Params, base: Any, tokenizer: Any, people: Sequence[Row]) -> Jury:
+def load_jury(params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Row]) -> Jury:
     """base: the model before SFT, which says what is fluent; people: held-out demonstrations, which say how fluent people write.
 
     Raises:
@@ -79,7 +79,8 @@ def load_jury(params: Params, base: Any, tokenizer: Any, people: Sequence[Row]) 
             return Absolute(named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0)
         if ":" in named:
             return Absolute(named, load_function(named, "evaluate.judges"), margin)
-        return Absolute(named, Scorer(Path(named), load_tokenizer(Path(named)), params, BATCH), margin)
+        folder = stage_dir(round_, "reward") / "judge" if named == APART else Path(named)
+        return Absolute(named, Scorer(folder, load_tokenizer(folder), params, BATCH), margin)
 
     return Jury({slug(named): load(named) for named in params.evaluate.judges})
 

@@ -174,6 +174,9 @@ class RewardParams(TrainParams):
         le=1,
         description="Pairs to add, as a share of the pairs: against broken texts, and against bad ones with a good end.",
     )
+    judge_share: float = Field(
+        0.0, ge=0, lt=1, description="Share of the pairs' prompts that a second reward model learns from alone: `apart` in evaluate.judges."
+    )
     ensemble: int = Field(
         1, ge=1, le=8, description="Reward models that are trained, each with a seed of its own; all score together (Coste et al. 2024)."
     )
@@ -289,12 +292,15 @@ class PpoParams(Section):
         return self
 
 
+APART = "apart"  # the judge that the reward stage trains on pairs of its own
+
+
 class EvaluateParams(Section):
     judges: list[Annotated[str, Field(min_length=1)]] = Field(
         ["lexicon", "fluency"],
         min_length=1,
         description="Who compares: `lexicon`; `fluency`, against garbled texts; `endpoint`, see annotate.endpoint; "
-        "`module:name` of `number(prompts, responses) -> list[float]`; the folder of a reward model that PPO did not see.",
+        "`apart`, see reward.judge_share; `module:name` of `number(prompts, responses) -> list[float]`; the folder of a reward model.",
     )
     samples_per_prompt: int = Field(2, ge=1)
     checkpoint_samples_per_prompt: int = Field(1, ge=1, description="For the intermediate PPO checkpoints.")
@@ -353,6 +359,12 @@ class Params(Section):
         missing = [f"annotate.endpoint.{key}" for key in ("base_url", "model") if getattr(self.annotate.endpoint, key) is None]
         if missing and (asking := [key for key, asks in told.items() if asks]):
             raise ValueError(f"{asking[0]} is endpoint: set {' and '.join(missing)} (docs/annotate.md)")
+        return self
+
+    @model_validator(mode="after")
+    def a_judge_apart_has_pairs(self) -> "Params":
+        if APART in self.evaluate.judges and not self.reward.judge_share:
+            raise ValueError("evaluate.judges has `apart`: set reward.judge_share, e.g. to 0.5, for pairs that it learns from")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Reward model: learn human preferences from the SFT model, and say how far it can be trusted."""
 
 import csv
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ from stages.models import (
 )
 from stages.packing import Tokens, without_padding
 from stages.params import Params, Reduce
+from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
-from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_jsonl, write_manifest
+from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_jsonl, write_manifest, write_text
 from stages.statistics import calibration, wilson_interval
 from stages.training import RecordSteps, starting_model, trainer_arguments
 
@@ -61,22 +63,31 @@ def main(params: Params, round_: str) -> None:
 
     chosen, rejected = ids(held_out, "chosen"), ids(held_out, "rejected")
 
-    # 2. where training starts: the SFT model, or the reward model of the round before
-    previous = Path(params.rounds[round_].previous) / "reward" / "model"
-    start, continues = starting_model(params.reward, previous, stage_dir(round_, "sft") / "model")
+    # 2. pairs for a judge of evaluate, if there is to be one, are kept apart
+    train, apart = kept_apart(train, params.reward.judge_share, params.seed)
 
-    # 3. train the members of the ensemble, of which there is usually one, on broken texts and borrowed endings too; centre each on the
-    # SFT demonstrations
-    more = hard_negatives([row for row in train if "badcase" not in row], params.reward.hard_negatives, params.seed)
-    pairs = training_pairs(train + more, ids(train + more, "chosen"), ids(train + more, "rejected"))
-    ensemble = []
-    for seed in range(params.seed, params.seed + params.reward.ensemble):
+    def trained_on(rows: list[Row], started_from: Path, continues: bool, seed: int) -> Any:
+        """Of these pairs, broken texts and bought endings too; merged, and centred on the SFT demonstrations."""
+        pairs = training_pairs(rows, ids(rows, "chosen"), ids(rows, "rejected"))
         torch.manual_seed(seed)
-        model = load_scalar_model(start, weights_params(params.model, params.reward.lora))
+        model = load_scalar_model(started_from, weights_params(params.model, params.reward.lora))
         member = merge_adapter(fit(model, tokenizer, pairs, params, seed, recorder, continues), resolve_dtype(params.model.dtype))
         centre = reward_scores(member, ids(demonstrations, "completion"))
         member.config.mean, member.config.std = float(centre.mean()), float(centre.std())
-        ensemble.append(member)
+        return member
+
+    # 3. train the judge and the members of the ensemble, of which there is usually one, from SFT's model or from those of the round before
+    previous, sft = Path(params.rounds[round_].previous) / "reward", stage_dir(round_, "sft") / "model"
+    shutil.rmtree(folder / "judge", ignore_errors=True)
+    if apart:
+        judge = trained_on(apart + harder(apart, params), *starting_model(params.reward, previous / "judge", sft), params.seed)
+        save_model(judge, tokenizer, folder / "judge")
+    else:
+        write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
+    start, continues = starting_model(params.reward, previous / "model", sft)
+    more = harder(train, params)
+    seeds = range(params.seed, params.seed + params.reward.ensemble)
+    ensemble = [trained_on(train + more, start, continues, seed) for seed in seeds]
 
     # 4. save, merged
     merged = save_ensemble(ensemble, tokenizer, params.reward.ensemble_reduce, folder / "model")
@@ -111,6 +122,7 @@ def main(params: Params, round_: str) -> None:
         | {
             "train_pairs": len(train),
             "hard_negatives": len(more),
+            "judge_pairs": len(apart),
             "baseline_longest": longest_wins_accuracy(held_out),
             "baseline_tfidf": tfidf_accuracy(train, held_out, params.seed),
             "score_mean": merged.config.mean,
@@ -124,6 +136,23 @@ def main(params: Params, round_: str) -> None:
         f"over {measured['pairs']} pairs",
         flush=True,
     )
+
+
+def kept_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """(pairs to train on, pairs of the judge): by prompt, each by a hash of its own, so that later rounds' rows change no side.
+
+    Replayed rows mend the reward model: they are never the judge's.
+    """
+
+    def is_apart(row: Row) -> bool:
+        digest = hashlib.sha256(f"{seed} {prompt_key(row['prompt'])}".encode()).digest()
+        return "badcase" not in row and int.from_bytes(digest[:8], "big") < share * 2**64
+
+    return [row for row in rows if not is_apart(row)], [row for row in rows if is_apart(row)]
+
+
+def harder(rows: list[Row], params: Params) -> list[Row]:
+    return hard_negatives([row for row in rows if "badcase" not in row], params.reward.hard_negatives, params.seed)
 
 
 def quality(margins: Tensor, folder: Path) -> dict[str, float]:

@@ -10,7 +10,10 @@ from stages.assets.model import write_model
 from stages.params import Params
 from stages.records import ASSETS, write_text
 
-PREDECESSOR = ("prepare/data", "replay/data", "sft/model", "reward/model", "reward/scores.jsonl", "ppo/policy", "ppo/rollouts")
+PREDECESSOR = (
+    *("prepare/data", "replay/data", "sft/model", "reward/model", "reward/judge", "reward/scores.jsonl"),
+    *("ppo/policy", "ppo/rollouts"),
+)
 
 
 def build(params: Params, round_: str) -> None:

@@ -50,16 +50,18 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     params = check_params({"evaluate": {"judges": named}, "model": {"dtype": "float32", "threads": 1}}, "test")
     people = [{"prompt": "The dinner", "completion": text} for text in (" was great.", " was fine.")]
     tokenizer, base = load_tokenizer(tiny_folder), load_causal_lm(tiny_folder, params.model)
-    told = load_jury(params, base, tokenizer, people).compare([Comparison("The dinner", " took too long.", " was great.")])
+    told = load_jury(params, "r0", base, tokenizer, people).compare([Comparison("The dinner", " took too long.", " was great.")])
     assert list(told) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", TOGETHER]
     assert (told["lexicon"], told["mine_vowels"]) == ([0.0], [1.0])
     missing = params.model_copy(update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})})
     with pytest.raises(BadInput, match=r"evaluate\.judges: mine:nothing cannot be imported"):
-        load_jury(missing, base, tokenizer, people)
+        load_jury(missing, "r0", base, tokenizer, people)
 
 
 def test_an_endpoint_has_to_be_named():
     with pytest.raises(BadInput, match=r"evaluate\.judges is endpoint: set annotate\.endpoint\.base_url and annotate\.endpoint\.model"):
         check_params({"evaluate": {"judges": ["lexicon", "endpoint"]}}, "test")
+    with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):
+        check_params({"evaluate": {"judges": ["apart"]}}, "test")
     assert Params().evaluate.judges == ["lexicon", "fluency"]
     assert slug("models/other rm") == "models_other_rm"
