@@ -7,8 +7,23 @@ from typing import Any
 
 from stages.errors import BadInput
 from stages.params import Params
+from stages.prepare.split import evaluation_hash
+from stages.records import read_json, stage_dir
 
 Settings = Mapping[str, Any]  # by key of params.yaml, and `evaluation_hash`
+
+
+def frozen_hash(round_: str) -> str:
+    """The evaluation set's hash.
+
+    Raises:
+        BadInput: the held-out files are not those that prepare has written.
+    """
+    folder = stage_dir(round_, "prepare")
+    frozen: str = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")["evaluation_hash"]
+    if evaluation_hash(folder / "data") != frozen:
+        raise BadInput(f"{folder}/data: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
+    return frozen
 
 
 def evaluation_settings(params: Params, evaluation_hash: str) -> dict[str, Any]:

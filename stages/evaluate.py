@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from stages.comparable import evaluation_id, evaluation_settings
-from stages.errors import BadInput, RondoError
+from stages.comparable import evaluation_id, evaluation_settings, frozen_hash
+from stages.errors import RondoError
 from stages.evaluator import Evaluator, Pass, Sample
 from stages.fresh import run_fresh
 from stages.judges import Judged
@@ -24,7 +24,6 @@ from stages.models import load_causal_lm, load_policy, prepare_torch
 from stages.overoptimisation import Point, distance, overoptimisation
 from stages.params import Params
 from stages.preferences import Comparison
-from stages.prepare.split import evaluation_hash
 from stages.program import run_stage
 from stages.prompts import Prompt, check_template, template_hash
 from stages.records import (
@@ -120,19 +119,6 @@ def check_reproduced(first: Pass, second: Pass) -> None:
         )
 
 
-def frozen_hash(round_: str) -> str:
-    """The evaluation set's hash.
-
-    Raises:
-        BadInput: the held-out files are not those that prepare has written.
-    """
-    folder = stage_dir(round_, "prepare")
-    frozen: str = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")["evaluation_hash"]
-    if evaluation_hash(folder / "data") != frozen:
-        raise BadInput(f"{folder}/data: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
-    return frozen
-
-
 def main(params: Params, round_: str) -> None:
     # 1. the frozen prompts and the models that every comparison needs: SFT and this round's reward model
     prepare_torch(params)
@@ -164,6 +150,7 @@ def main(params: Params, round_: str) -> None:
     against = partial(compare, prompts=evaluator.prompts, jury=jury, params=params)
     evaluate("base", base, config.checkpoint_samples_per_prompt)
     evaluate("sft", evaluator.sft, config.samples_per_prompt)
+    metrics["base"] |= with_interval("win_rate", against(found["base"], found["sft"])["win_rate"])
     curve[0] = point(metrics["sft"], 0.5)
 
     # 3. the checkpoints on PPO's way; one with the policy's weights is not evaluated twice
