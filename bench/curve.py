@@ -15,11 +15,11 @@ from typing import Any
 from stages.judges import sentiment
 from stages.models import prepare_torch
 from stages.params import Params
-from stages.ppo.__main__ import split
+from stages.ppo import prompts
 from stages.ppo.best import Best, Validation
+from stages.ppo.prompts import Episode
 from stages.ppo.roles import load_roles
-from stages.ppo.trainer import Episode, PpoTrainer
-from stages.prompts import encode
+from stages.ppo.trainer import PpoTrainer
 from stages.records import read_jsonl, stage_dir
 
 ROUND = "r0"
@@ -29,9 +29,7 @@ SFT, REWARD = (stage_dir(ROUND, stage) / "model" for stage in ("sft", "reward"))
 def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
     """The prompts that PPO trains on, and those held out."""
     rows = read_jsonl(Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl"), "make run")
-    parts = split(rows, params)
-    train, held_out = ([(row, encode(tokenizer, row["prompt"], None, params.prepare.prompt_format)[0]) for row in part] for part in parts)
-    return train, held_out
+    return prompts.episodes(rows, tokenizer, params)
 
 
 class Curve:

@@ -65,7 +65,7 @@ def curve_of(trainer, reference, tokenizer, held_out, params):
     roles = SimpleNamespace(
         policy=policy,
         tokenizer=tokenizer,
-        policy_trunk=FrozenModel(reference),
+        reference=FrozenModel(reference).reference,
         sample=lambda ids, ppo, generator: sample(policy, tokenizer, ids, ppo, generator, len(ids)),
     )
     return Curve(Best(roles, held_out, sentiment, params.ppo, params.seed).measure)

@@ -116,17 +116,26 @@ def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
 
 @contextmanager
 def without_padding(model: Any) -> Iterator[None]:
-    """Batches that a trainer has padded go through the layers as rows end to end, and come back padded with zeros."""
-    trunk, places = unwrap(model).base_model, []
+    """Batches that a trainer has padded go through the layers as rows end to end, and come back padded with zeros.
 
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    What is packed already, or goes on from a cache, as the sampling and scoring of this project does, stays as it is.
+    """
+    trunk = unwrap(model).base_model
+    places: list[Tensor | None] = []
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if "packed" in kwargs or kwargs.get("past_key_values") is not None:
+            places.append(None)
+            return None
         ids, mask = args[0] if args else kwargs["input_ids"], kwargs["attention_mask"].bool()
         packed = pack([row[real].tolist() for row, real in zip(ids, mask, strict=True)], [[]] * len(ids), ids.device)
         places.append(mask)
         return (), packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
 
     def after(_: Any, args: Any, output: Any) -> Any:
-        mask, [states] = places.pop(), output.last_hidden_state
+        if (mask := places.pop()) is None:
+            return output
+        [states] = output.last_hidden_state
         output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[1]).masked_scatter(mask[..., None], states)
         return output
 

@@ -9,17 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
+from stages import response_training
 from stages.generation import sample, token_logprobs
 from stages.imitation import Written, compare
 from stages.judges import sentiment
-from stages.logprobs import logprobs_of
 from stages.lora import add_adapters
 from stages.models import (
     load_causal_lm,
@@ -30,15 +25,15 @@ from stages.models import (
     save_model,
     weights_params,
 )
-from stages.packing import Tokens, unwrap, without_padding
+from stages.packing import Tokens
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
 from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_jsonl, write_manifest
+from stages.response_training import Pairs
 from stages.statistics import paired_bootstrap
 from stages.training import RecordSteps, starting_model, trainer_arguments
 
-Pairs = tuple[list[Tokens], list[Tokens]]
 BATCH = 128  # responses at once
 
 
@@ -110,39 +105,10 @@ def tokens(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) 
 
 def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Params, recorder: Recorder, continues: bool) -> Any:
     """Train on the responses' tokens; returns the model (a PeftModel unless lora.r is 0)."""
-    rows = [{"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)} for p, c in zip(*train, strict=True)]
-    model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
     arguments = trainer_arguments(params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues)
-    trainer = (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
-        model=model,
-        args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[RecordSteps(recorder, {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate"}, ["loss"])],
-    )
-    trainer.remove_callback(PrinterCallback)
-    with without_padding(model):
-        trainer.train()
-    return trainer.model.eval()
-
-
-class ResponseTrainer(SFTTrainer):
-    """TRL's loss (per-token NLL of the responses), with the vocabulary's head at their tokens alone.
-
-    TRL does so where Triton runs; elsewhere it multiplies and normalises prompts and padding too. For heads that do not scale
-    their logits (those of Gemma 2, Cohere and Granite do).
-    """
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Tensor | None = None
-    ) -> Tensor:
-        inner, labels = unwrap(model), inputs["labels"][:, 1:]
-        learnt = labels != -100
-        with self.accelerator.autocast():
-            states = inner.base_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False)
-            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][learnt])
-        tokens = learnt.sum() if num_items_in_batch is None else num_items_in_batch
-        return -logprobs_of(logits, labels[learnt]).sum() / tokens
+    names = {name: name for name in ("loss", "grad_norm", "learning_rate")}
+    model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
+    return response_training.fit(model, tokenizer, train, arguments, RecordSteps(recorder, names, ["loss"]))
 
 
 def mean_nll(model: Any, pairs: Pairs) -> float:

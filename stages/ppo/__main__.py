@@ -1,20 +1,18 @@
 """PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from stages.errors import BadInput
 from stages.models import prepare_torch, save_trained
 from stages.params import Params
 from stages.ppo import sources
+from stages.ppo.prompts import episodes
 from stages.ppo.roles import load_roles
 from stages.ppo.run import Run
 from stages.ppo.trainer import PpoTrainer
-from stages.prepare.split import hold_out, prompt_key
 from stages.program import run_stage
-from stages.prompts import check_template, encode, template_hash
+from stages.prompts import check_template, template_hash
 from stages.records import Row, file_hash, read_jsonl, stage_dir, write_json, write_manifest
 
 REPORTED = ("score_mean", "judge_mean", "kl", "entropy", "response_length", "eos_rate", "kl_coef", "explained_variance")
@@ -31,10 +29,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. prompts: some are held out, to compare policies on
     rows = read_jsonl(data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
-    tokens = partial(
-        encode, roles.tokenizer, response=None, prompt_format=params.prepare.prompt_format, max_length=params.prepare.max_prompt_tokens
-    )
-    prompts, held_out = ([(row, tokens(row["prompt"])[0]) for row in part] for part in split(rows, params))
+    prompts, held_out = episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
     # 3. updates, from the first or from where a killed run of the same inputs got to, until done or in danger
@@ -68,24 +63,6 @@ def main(params: Params, round_: str) -> None:
         f"judge {before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
         flush=True,
     )
-
-
-def split(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
-    """Prompts to train on, and `validation_prompts` others.
-
-    Raises:
-        BadInput: too few are left for a batch.
-    """
-    number, least = params.ppo.validation_prompts, params.ppo.batch_size
-    keys = {prompt_key(row["prompt"]): row for row in rows}
-    held_out = hold_out(keys, number / max(len(keys), 1), params.seed)
-    train = [row for row in rows if prompt_key(row["prompt"]) not in held_out]
-    if len(train) < least:
-        raise BadInput(
-            f"{len(keys)} PPO prompts less ppo.validation_prompts ({number}) are fewer than ppo.batch_size ({least}): "
-            "lower one of them, or add prompts"
-        )
-    return train, [row for key, row in keys.items() if key in held_out]
 
 
 def summary(run: Run) -> Row:

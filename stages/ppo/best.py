@@ -2,22 +2,39 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from stages.generation import assess
+from stages.packing import Tokens
 from stages.params import PpoParams
 from stages.ppo.learner import put_weights, trained_weights
+from stages.ppo.prompts import Episode
 from stages.ppo.resume import State
-from stages.ppo.roles import Roles
-from stages.ppo.trainer import Episode
 from stages.prompts import Prompt
 
 Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
+
+
+class Learning(Protocol):
+    """A policy as it learns, beside what it was."""
+
+    policy: Any
+    tokenizer: PreTrainedTokenizerBase
+
+    def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
+        """One response a prompt by the policy as it is now."""
+        ...
+
+    def reference(self) -> AbstractContextManager[Any]:
+        """The policy before it learnt."""
+        ...
 
 
 class Validation(NamedTuple):
@@ -35,7 +52,7 @@ NOTHING = Validation(0, math.nan, math.nan)
 class Best:
     """Measures the policy as it is, and remembers the best one; all answer the same prompts with the same random numbers."""
 
-    roles: Roles
+    roles: Learning
     prompts: Sequence[Episode]
     judge: Judge
     params: PpoParams
@@ -61,7 +78,7 @@ class Best:
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         told = assess(
             policy,
-            self.roles.policy_trunk.reference,
+            self.roles.reference,
             ids,
             responses,
             eos_token_id=tokenizer.eos_token_id,

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
+import torch
 from requests.adapters import HTTPAdapter
+from torch import Tensor
 from urllib3.util import Retry
 
 from stages.errors import RondoError
 from stages.functions import Number, load_function
 from stages.models import load_tokenizer
-from stages.params import Params, RewardSource
+from stages.params import Params, PpoParams, RewardSource
+from stages.ppo.functional import shape_scores
 from stages.prompts import Prompt, render_prompt
 from stages.records import ASSETS
 from stages.scorer import Scorer
@@ -43,6 +46,21 @@ class Rewards:
                     f"ppo.rewards {name}: one finite number for each of {len(responses)} responses wanted, got {scores!r:.200}"
                 )
         return told
+
+    def total(self, ppo: PpoParams, calibrated: Tensor, parts: dict[str, list[float]], ended: Tensor, lengths: Tensor) -> Tensor:
+        """(B,) what a policy is rewarded by: the weighted sum of all rewards, clipped, penalised."""
+        total = ppo.reward_weight * calibrated
+        for name, scores in parts.items():
+            total = total + self.weights[name] * torch.tensor(scores, device=total.device)
+        return shape_scores(
+            total,
+            ended,
+            lengths,
+            clip=ppo.score_clip,
+            missing_eos_penalty=ppo.missing_eos_penalty,
+            length_penalty=ppo.length_penalty,
+            free_length=ppo.free_length,
+        )
 
 
 def load_rewards(params: Params) -> Rewards:

@@ -5,6 +5,7 @@ beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the p
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,10 @@ class Roles:
         if self.engine:
             return self.engine.sample(prompt_ids, generator)
         return sample(self.policy, self.tokenizer, prompt_ids, ppo, generator, len(prompt_ids))
+
+    def reference(self) -> AbstractContextManager[Any]:
+        """The policy before it learnt."""
+        return self.policy_trunk.reference()
 
     def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
         """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""

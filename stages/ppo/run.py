@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean
 
-from stages.judges import judge, sentiment
+from stages.judges import sentiment
 from stages.models import save_trained
 from stages.params import OnDanger, Params
 from stages.ppo.best import NOTHING, Best, Validation
 from stages.ppo.health import DANGER, Monitor
+from stages.ppo.prompts import Episode
 from stages.ppo.resume import Resume
-from stages.ppo.rollouts import RolloutLog
-from stages.ppo.trainer import Episode, PpoTrainer, Rollout
+from stages.ppo.rollouts import RolloutLog, rollout_rows
+from stages.ppo.trainer import PpoTrainer, Rollout
 from stages.records import Recorder, Row, work_dir
 from stages.statistics import pearson
 from stages.text import distinct_n, repetition_n, suffixes
@@ -84,26 +85,20 @@ class Run:
 
 
 def episodes(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
-    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats, and what it cost; judge: sentiment."""
-    judged = judge([row["prompt"] for row in rollout.rows], rollout.texts)
-    kls = rollout.sequence_kl.tolist()
-    return [
-        {
-            "update": update,
-            "id": row["id"],
-            "prompt": row["prompt"],
-            "response": rollout.texts[i],
-            "score": round(float(rollout.calibrated[i]), 4),
-            **{f"score_{name}": round(scores[i], 4) for name, scores in rollout.parts.items()},
-            "reward": round(float(rollout.scores[i]), 4),
-            "judge": judged[i].sentiment,
-            "kl": round(kls[i], 4),
-            "kl_cost": round(kl_coef * kls[i], 4),
-            "finish_reason": "stop" if rollout.ended[i] else "length",
-            "length": len(rollout.responses[i]),
-        }
-        for i, row in enumerate(rollout.rows)
-    ]
+    """One row an episode; kl_cost: what its KL cost it."""
+    kls = rollout.sequence_kl
+    rows = rollout_rows(
+        update,
+        rollout.rows,
+        rollout.texts,
+        scores=rollout.calibrated,
+        parts=rollout.parts,
+        rewards=rollout.scores,
+        kls=kls,
+        lengths=[len(response) for response in rollout.responses],
+        ended=rollout.ended,
+    )
+    return [row | {"kl_cost": round(kl_coef * kl, 4)} for row, kl in zip(rows, kls.tolist(), strict=True)]
 
 
 def describe_texts(rows: list[Row]) -> dict[str, float]:

@@ -15,11 +15,11 @@ from stages.packing import Packed, Tokens, pack, unwrap
 from stages.params import KlControl, LossLevel, PpoParams
 from stages.ppo import functional as F
 from stages.ppo.learner import Learner
+from stages.ppo.prompts import Episode
 from stages.ppo.resume import State, random_state, set_random_state
 from stages.ppo.roles import Live, Roles
 from stages.records import Row
 
-Episode = tuple[Row, Tokens]  # a prompt's row, and its tokens
 KL_RULES = {KlControl.adaptive: F.ziegler, KlControl.proportional: F.proportional, KlControl.fixed: F.fixed}
 
 
@@ -144,7 +144,7 @@ class PpoTrainer:
         calibrated = self.roles.calibrated(told.raw_scores)
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         parts = self.roles.rewards([row["prompt"] for row, _ in batch], texts)
-        scores = self.score(calibrated, parts, ended.to(calibrated.device), told.mask.sum(1))
+        scores = self.roles.rewards.total(p, calibrated, parts, ended.to(calibrated.device), told.mask.sum(1))
         # 5. rewards and advantages
         rewards = F.token_rewards(scores, told.logprobs, told.ref_logprobs, told.mask, self.kl.kl_coef)
         if p.whiten_rewards:
@@ -162,22 +162,6 @@ class PpoTrainer:
             advantages=F.whiten(advantages, told.mask),
             returns=returns,
             **told._asdict(),
-        )
-
-    def score(self, calibrated: Tensor, parts: dict[str, list[float]], ended: Tensor, lengths: Tensor) -> Tensor:
-        """(B,) what PPO is rewarded by: the weighted sum of all rewards, clipped, penalised."""
-        p, weights = self.params, self.roles.rewards.weights
-        total = p.reward_weight * calibrated
-        for name, scores in parts.items():
-            total = total + weights[name] * torch.tensor(scores, device=total.device)
-        return F.shape_scores(
-            total,
-            ended,
-            lengths,
-            clip=p.score_clip,
-            missing_eos_penalty=p.missing_eos_penalty,
-            length_penalty=p.length_penalty,
-            free_length=p.free_length,
         )
 
     def forward(self, packed: Packed, keep: bool) -> Told:

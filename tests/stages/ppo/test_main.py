@@ -8,7 +8,8 @@ import pytest
 
 from stages.evaluate import main as evaluate
 from stages.params import Params, check_params
-from stages.ppo.__main__ import main, split
+from stages.ppo.__main__ import main
+from stages.ppo.prompts import split
 
 SHORT = {"batch_size": 4, "mini_batch_size": 4, "micro_batch_size": 2, "total_episodes": 12, "save_updates": 2, "max_kl": 1000.0}
 

@@ -11,7 +11,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from stages.lora import add_adapters
 from stages.models import load_causal_lm, load_tokenizer
 from stages.params import LoraParams, ModelParams
-from stages.sft import ResponseTrainer
+from stages.response_training import ResponseTrainer
 
 ROWS = [
     {"input_ids": [5, 6, 7, 20, 21, 2], "completion_mask": [0, 0, 0, 1, 1, 1]},
