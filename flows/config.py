@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
+from stages.algorithm_params import Algorithm, BestOfNParams, DpoParams, GrpoParams, RlooParams
 from stages.badcases import report_path
 from stages.errors import BadInput
 from stages.gate_params import GatesParams
@@ -53,7 +54,12 @@ class Sections(Section):
     sft: SftParams | None = None
     annotate: AnnotateParams | None = None
     reward: RewardParams | None = None
+    algorithm: Algorithm | None = None
     ppo: PpoParams | None = None
+    dpo: DpoParams | None = None
+    best_of_n: BestOfNParams | None = None
+    rloo: RlooParams | None = None
+    grpo: GrpoParams | None = None
     evaluate: EvaluateParams | None = None
     replay: ReplayParams | None = None
     battery: BatteryParams | None = None

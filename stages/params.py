@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from stages.algorithm_params import Algorithm, BestOfNParams, DpoParams, GrpoParams, OnlineParams, RlooParams
 from stages.errors import BadInput
 from stages.gate_params import GatesParams
 from stages.section import Section
@@ -346,7 +347,12 @@ class Params(Section):
     sft: SftParams = Field(default_factory=SftParams)
     annotate: AnnotateParams = Field(default_factory=AnnotateParams)
     reward: RewardParams = Field(default_factory=RewardParams)
+    algorithm: Algorithm = Field(Algorithm.ppo, description="What makes the policy of the SFT model (docs/algorithms.md).")
     ppo: PpoParams = Field(default_factory=PpoParams)
+    dpo: DpoParams = Field(default_factory=DpoParams)
+    best_of_n: BestOfNParams = Field(default_factory=BestOfNParams)
+    rloo: RlooParams = Field(default_factory=RlooParams)
+    grpo: GrpoParams = Field(default_factory=GrpoParams)
     evaluate: EvaluateParams = Field(default_factory=EvaluateParams)
     replay: ReplayParams = Field(default_factory=ReplayParams)
     battery: BatteryParams = Field(default_factory=BatteryParams)
@@ -375,6 +381,14 @@ class Params(Section):
                 expected = ", ".join(["assets/start", *before])
                 raise ValueError(f"rounds.{name}.previous is {each.previous}, which is no round before it; expected one of {expected}")
             before.append(f"rounds/{name}")
+        return self
+
+    @model_validator(mode="after")
+    def groups_divide(self) -> "Params":
+        online: dict[Algorithm, OnlineParams] = {Algorithm.rloo: self.rloo, Algorithm.grpo: self.grpo}
+        name, size = self.algorithm, self.ppo.batch_size
+        if name in online and size % online[name].num_generations:
+            raise ValueError(f"ppo.batch_size {size} must be a multiple of {name.value}.num_generations {online[name].num_generations}")
         return self
 
 

@@ -77,6 +77,7 @@ def test_the_deployment_names_a_flow_that_exists() -> None:
 PLUMBING = {
     "stages/params.py",
     "stages/gate_params.py",
+    "stages/algorithm_params.py",
     "stages/section.py",
     "stages/errors.py",
     "stages/records.py",

@@ -1,15 +1,15 @@
-"""PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget."""
+"""PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget; or what `algorithm` names in its place."""
 
-import shutil
 from pathlib import Path
 from statistics import fmean
 
+from stages.algorithm_params import Algorithm
 from stages.models import prepare_torch, save_trained
 from stages.params import Params
 from stages.ppo import sources
 from stages.ppo.prompts import episodes
 from stages.ppo.roles import load_roles
-from stages.ppo.run import Run
+from stages.ppo.run import Run, keep_work
 from stages.ppo.trainer import PpoTrainer
 from stages.program import run_stage
 from stages.prompts import check_template, template_hash
@@ -19,6 +19,11 @@ REPORTED = ("score_mean", "judge_mean", "kl", "entropy", "response_length", "eos
 
 
 def main(params: Params, round_: str) -> None:
+    if params.algorithm is not Algorithm.ppo:
+        from stages.alternatives import run  # with TRL, seconds that PPO need not wait
+
+        return run.main(params, round_)
+
     # 1. roles: policy and reference from SFT, critic and reward model from the reward stage
     prepare_torch(params)
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
@@ -41,10 +46,7 @@ def main(params: Params, round_: str) -> None:
     run.best.restore()
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
-    for name in ("checkpoints", "rollouts"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (run.work / name).mkdir(exist_ok=True)
-        shutil.copytree(run.work / name, folder / name)
+    keep_work(run.work, folder)
     write_json(folder / "health.json", run.health())
     write_manifest(
         folder,

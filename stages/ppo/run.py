@@ -1,7 +1,9 @@
 """A run of PPO from its first update, or from where a killed one got to, to its last; everything it writes goes to the work folder."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 
 from stages.judges import sentiment
@@ -82,6 +84,14 @@ class Run:
 
     def health(self) -> Row:
         return {"verdict": self.monitor.verdict, "findings": [asdict(finding) for finding in self.monitor.findings]}
+
+
+def keep_work(work: Path, folder: Path) -> None:
+    """Checkpoints and rollouts, from the work folder to the stage's."""
+    for name in ("checkpoints", "rollouts"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (work / name).mkdir(exist_ok=True)
+        shutil.copytree(work / name, folder / name)
 
 
 def episodes(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:

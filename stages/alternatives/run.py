@@ -1,0 +1,122 @@
+"""The policy stage where `algorithm` is not PPO, top to bottom; its outputs are PPO's."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from stages.algorithm_params import Algorithm
+from stages.alternatives import best_of_n
+from stages.alternatives.course import Course
+from stages.alternatives.pupil import Setting
+from stages.models import load_causal_lm, load_reward_model, load_tokenizer, prepare_torch, save_trained, weights_params
+from stages.params import Params, PpoParams
+from stages.ppo.best import Validation
+from stages.ppo.health import DANGER, WARN, Finding
+from stages.ppo.prompts import episodes
+from stages.ppo.rewards import load_rewards
+from stages.ppo.run import describe_texts, keep_work
+from stages.prompts import check_template, template_hash
+from stages.records import Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_manifest, write_text
+
+ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {Algorithm.best_of_n: best_of_n.train}
+
+
+def main(params: Params, round_: str) -> None:
+    # 1. the SFT model, what rewards, and prompts, of which some are held out
+    prepare_torch(params)
+    folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
+    setting = load(params, round_)
+    tokenizer = setting.tokenizer
+
+    # 2. learn
+    course = ALGORITHMS[params.algorithm](setting)
+
+    # 3. the policy to keep: the judge's choice among those within the KL budget; what it says
+    course.best.restore()
+    policy, kept = course.pupil.policy.eval(), course.best.found
+    save_trained(policy, tokenizer, folder / "policy")
+    said = course.draw(kept.update) if kept.update else course.first
+
+    # 4. the outputs that PPO has; of a critic there is only the mark that there is none
+    shutil.rmtree(folder / "critic", ignore_errors=True)
+    write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
+    keep_work(setting.work, folder)
+    findings = look(kept, params.ppo)
+    verdict = next((each.verdict for each in findings), "healthy")
+    write_json(folder / "health.json", {"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
+    write_manifest(
+        folder,
+        stage="ppo",
+        round_=round_,
+        seed=params.seed,
+        inputs=[prompts_of(round_), sft / "manifest.json", reward / "manifest.json"],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        algorithm=params.algorithm.value,
+    )
+    setting.recorder.finish(summary(course, said) | {"health": verdict})
+    print(
+        f"[ppo@{round_}] {params.algorithm.value}: kept is the policy after update {kept.update}: "
+        f"judge {course.before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
+        flush=True,
+    )
+
+
+def prompts_of(round_: str) -> Path:
+    return stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
+
+
+def load(params: Params, round_: str) -> Setting:
+    """
+    Raises:
+        BadInput: SFT or reward model were made with another rendering of prompts.
+    """
+    sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
+    tokenizer = load_tokenizer(sft / "model")
+    for stage in (sft, reward):
+        check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
+    train, held_out = episodes(read_jsonl(prompts_of(round_), f"dvc repro prepare@{round_}"), tokenizer, params)
+    work = work_dir(round_, "ppo") / params.algorithm.value
+    shutil.rmtree(work, ignore_errors=True)
+    return Setting(
+        params=params,
+        recorder=Recorder("ppo", round_),
+        work=work,
+        tokenizer=tokenizer,
+        sft=load_causal_lm(sft / "model", weights_params(params.model, params.ppo.lora)),
+        reward_model=load_reward_model(reward / "model", params.model),
+        rewards=load_rewards(params),
+        prompts=train,
+        held_out=held_out,
+    )
+
+
+def summary(course: Course, said: list[Row]) -> Row:
+    """What was kept, and the means of what it says to training prompts."""
+    kept = course.best.found
+    return {
+        "score_mean": fmean(row["score"] for row in said),
+        "score_mean_first": fmean(row["score"] for row in course.first),
+        "kl": fmean(row["kl"] for row in said),
+        "response_length": fmean(row["length"] for row in said),
+        "eos_rate": fmean(row["finish_reason"] == "stop" for row in said),
+        **describe_texts(said),
+        "updates": course.updates,
+        "stopped": "completed",
+        "policy_update": kept.update,
+        "validation_judge_before": course.before.judge,
+        "validation_judge": kept.judge,
+        "validation_kl": kept.kl,
+    }
+
+
+def look(kept: Validation, ppo: PpoParams) -> list[Finding]:
+    """The little that can be said of any algorithm's policy; PPO's monitor reads PPO's metrics."""
+    if kept.kl > ppo.max_kl:
+        cause, fix = "no policy was within the budget", "lower its learning_rate or epochs, raise its beta"
+        return [Finding("kl above budget", DANGER, kept.update, "validation_kl", kept.kl, "at most ppo.max_kl nats a sequence", cause, fix)]
+    if kept.update == 0:
+        cause, fix = "the judge likes none better than SFT", "look at the rollouts, and at the reward model's gate"
+        return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]
+    return []

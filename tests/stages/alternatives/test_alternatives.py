@@ -1,0 +1,48 @@
+"""The policy stage from folder to folder by each algorithm, and the stages that read it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.evaluate import main as evaluate
+from stages.ppo.__main__ import main
+from stages.ppo.rollouts import read_rollouts
+from stages.records import file_hash
+from stages.replay.__main__ import main as replay
+
+OWN = {"best_of_n": {"n": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01}}
+FOLDER = Path("rounds/r0/ppo")
+OUTPUTS = ["checkpoints", "critic", "curves.csv", "health.json", "manifest.json", "metrics.json", "metrics.jsonl", "policy", "rollouts"]
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_a_policy_is_made_evaluated_and_mined(make_params, algorithm):
+    params = make_params(algorithm, OWN[algorithm])
+    main(params, "r0")
+    assert sorted(path.name for path in FOLDER.iterdir()) == OUTPUTS
+    assert (FOLDER / "policy/adapter_model.safetensors").exists()
+    assert (FOLDER / "checkpoints/step_00002/adapter_model.safetensors").exists()
+    metrics = json.loads((FOLDER / "metrics.json").read_text())
+    assert metrics["updates"] == 4 and metrics["policy_update"] in (0, 2, 4)
+    assert metrics["health"] == json.loads((FOLDER / "health.json").read_text())["verdict"]
+    steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in steps if "validation_judge" in row] == [2, 4]
+    assert steps[-1]["validation_kl"] != 0.0
+    kept = [row for row in read_rollouts(FOLDER / "rollouts", "") if row["update"] == metrics["policy_update"]]
+    assert kept and {"id", "prompt", "response", "score", "kl", "judge", "finish_reason", "length"} <= kept[-1].keys()
+    evaluate(params, "r0")
+    judged = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+    assert judged["reproduced"] and (judged["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
+    replay(params, "r0")
+    assert json.loads(Path("rounds/r0/replay/metrics.json").read_text())["badcases"] > 0
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_the_same_seed_gives_the_same_bytes(make_params, algorithm):
+    params, seen = make_params(algorithm, OWN[algorithm]), []
+    for _ in range(2):
+        main(params, "r0")
+        seen.append(file_hash(FOLDER))
+    assert seen[0] == seen[1]
