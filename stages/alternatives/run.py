@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from stages.algorithm_params import Algorithm
-from stages.alternatives import best_of_n
+from stages.alternatives import best_of_n, dpo
 from stages.alternatives.course import Course
 from stages.alternatives.pupil import Setting
 from stages.models import load_causal_lm, load_reward_model, load_tokenizer, prepare_torch, save_trained, weights_params
@@ -20,7 +20,7 @@ from stages.ppo.run import describe_texts, keep_work
 from stages.prompts import check_template, template_hash
 from stages.records import Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_manifest, write_text
 
-ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {Algorithm.best_of_n: best_of_n.train}
+ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {Algorithm.best_of_n: best_of_n.train, Algorithm.dpo: dpo.train}
 
 
 def main(params: Params, round_: str) -> None:
@@ -46,12 +46,13 @@ def main(params: Params, round_: str) -> None:
     findings = look(kept, params.ppo)
     verdict = next((each.verdict for each in findings), "healthy")
     write_json(folder / "health.json", {"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
+    learnt_from = [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"] if params.algorithm is Algorithm.dpo else []
     write_manifest(
         folder,
         stage="ppo",
         round_=round_,
         seed=params.seed,
-        inputs=[prompts_of(round_), sft / "manifest.json", reward / "manifest.json"],
+        inputs=[prompts_of(round_), *learnt_from, sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         algorithm=params.algorithm.value,
     )

@@ -11,7 +11,10 @@ from stages.ppo.rollouts import read_rollouts
 from stages.records import file_hash
 from stages.replay.__main__ import main as replay
 
-OWN = {"best_of_n": {"n": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01}}
+OWN = {
+    "best_of_n": {"n": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01},
+    "dpo": {"per_device_train_batch_size": 9, "learning_rate": 0.01},
+}
 FOLDER = Path("rounds/r0/ppo")
 OUTPUTS = ["checkpoints", "critic", "curves.csv", "health.json", "manifest.json", "metrics.json", "metrics.jsonl", "policy", "rollouts"]
 
