@@ -11,15 +11,18 @@ from stages.alternatives.pupil import Pupil, Setting
 from stages.errors import Diverged
 from stages.judges import sentiment
 from stages.models import save_trained
+from stages.params import OnDanger
 from stages.ppo.best import Best, Validation
+from stages.ppo.health import DANGER, Monitor
 from stages.ppo.rollouts import RolloutLog
 from stages.records import Row
 
+SHOWN = ("loss", "accuracy", "score_mean", "judge_mean", "kl", "response_length", "entropy")
 DRAWN = 256  # responses, at most, by which policies are described before and after
 
 
 class Course(TrainerCallback):
-    """`names`: ours by TRL's of the numbers that it logs. `steps`: optimiser steps an update."""
+    """`names`: ours by TRL's of the numbers that it logs. `steps`: optimiser steps an update. `stopped`: the sign that ended it early."""
 
     pupil: Pupil
     best: Best
@@ -30,6 +33,7 @@ class Course(TrainerCallback):
         self.setting, self.ppo = setting, setting.params.ppo
         self.names, self.steps, self.updates = names, steps, 0
         self.logs: list[dict[str, float]] = []  # of the update at hand
+        self.monitor, self.stopped = Monitor(self.ppo, f"{setting.params.algorithm.value}.beta"), ""
         self.rollouts = RolloutLog(setting.work / "rollouts")
         shuffled = random.Random(setting.params.seed).sample(setting.prompts, len(setting.prompts))
         self.asked = shuffled[:DRAWN]
@@ -66,15 +70,23 @@ class Course(TrainerCallback):
             self.setting.recorder.total_steps = state.max_steps // self.steps
             self.updates += 1
             self.end_update(last=state.global_step == state.max_steps)
+            control.should_training_stop |= bool(self.stopped)
 
     def end_update(self, last: bool) -> None:
+        """As PPO's ends: what is wrong, how good the policy is where it is time to ask, what it was."""
+        recorder = self.setting.recorder
         metrics = {name: fmean(each[name] for each in self.logs) for name in self.logs[0]} | self.describe()
         self.logs = []
-        if last or self.updates % self.ppo.validation_updates == 0:
+        findings = self.monitor.read([*recorder.steps, {"step": self.updates, **metrics}])
+        if self.ppo.on_danger is OnDanger.stop:
+            self.stopped = next((finding.sign for finding in findings if finding.verdict == DANGER), "")
+        if (last or self.updates % self.ppo.validation_updates == 0) and not self.stopped:
             validation = self.validate()
             metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
-        shown = [name for name in metrics if name not in ("grad_norm", "learning_rate")]
-        self.setting.recorder.log(self.updates, metrics, shown)
+        shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
+        recorder.log(self.updates, metrics, shown)
+        for finding in findings:
+            recorder.say(self.updates, str(finding))
         if self.updates % self.ppo.save_updates == 0:
             folder = self.setting.work / "checkpoints" / f"step_{self.updates:05d}"
             save_trained(self.pupil.policy, self.setting.tokenizer, folder)

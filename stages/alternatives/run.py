@@ -2,12 +2,11 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 from stages.algorithm_params import Algorithm
-from stages.alternatives import best_of_n, dpo
+from stages.alternatives import best_of_n, dpo, grpo, rloo
 from stages.alternatives.course import Course
 from stages.alternatives.pupil import Setting
 from stages.models import load_causal_lm, load_reward_model, load_tokenizer, prepare_torch, save_trained, weights_params
@@ -20,7 +19,12 @@ from stages.ppo.run import describe_texts, keep_work
 from stages.prompts import check_template, template_hash
 from stages.records import Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_manifest, write_text
 
-ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {Algorithm.best_of_n: best_of_n.train, Algorithm.dpo: dpo.train}
+ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {
+    Algorithm.dpo: dpo.train,
+    Algorithm.rloo: rloo.train,
+    Algorithm.grpo: grpo.train,
+    Algorithm.best_of_n: best_of_n.train,
+}
 
 
 def main(params: Params, round_: str) -> None:
@@ -43,9 +47,8 @@ def main(params: Params, round_: str) -> None:
     shutil.rmtree(folder / "critic", ignore_errors=True)
     write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
     keep_work(setting.work, folder)
-    findings = look(kept, params.ppo)
-    verdict = next((each.verdict for each in findings), "healthy")
-    write_json(folder / "health.json", {"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
+    course.monitor.findings += look(kept, params.ppo)
+    write_json(folder / "health.json", course.monitor.report())
     learnt_from = [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"] if params.algorithm is Algorithm.dpo else []
     write_manifest(
         folder,
@@ -56,7 +59,7 @@ def main(params: Params, round_: str) -> None:
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         algorithm=params.algorithm.value,
     )
-    setting.recorder.finish(summary(course, said) | {"health": verdict})
+    setting.recorder.finish(summary(course, said))
     print(
         f"[ppo@{round_}] {params.algorithm.value}: kept is the policy after update {kept.update}: "
         f"judge {course.before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
@@ -104,16 +107,17 @@ def summary(course: Course, said: list[Row]) -> Row:
         "eos_rate": fmean(row["finish_reason"] == "stop" for row in said),
         **describe_texts(said),
         "updates": course.updates,
-        "stopped": "completed",
+        "stopped": course.stopped or "completed",
         "policy_update": kept.update,
         "validation_judge_before": course.before.judge,
         "validation_judge": kept.judge,
         "validation_kl": kept.kl,
+        "health": course.monitor.verdict,
     }
 
 
 def look(kept: Validation, ppo: PpoParams) -> list[Finding]:
-    """The little that can be said of any algorithm's policy; PPO's monitor reads PPO's metrics."""
+    """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and GRPO, but those of no other."""
     if kept.kl > ppo.max_kl:
         cause, fix = "no policy was within the budget", "lower its learning_rate or epochs, raise its beta"
         return [Finding("kl above budget", DANGER, kept.update, "validation_kl", kept.kl, "at most ppo.max_kl nats a sequence", cause, fix)]

@@ -20,9 +20,9 @@ REPORTED = ("score_mean", "judge_mean", "kl", "entropy", "response_length", "eos
 
 def main(params: Params, round_: str) -> None:
     if params.algorithm is not Algorithm.ppo:
-        from stages.alternatives import run  # with TRL, seconds that PPO need not wait
+        from stages.alternatives.run import main as alternative  # with TRL, seconds that PPO need not wait
 
-        return run.main(params, round_)
+        return alternative(params, round_)
 
     # 1. roles: policy and reference from SFT, critic and reward model from the reward stage
     prepare_torch(params)
@@ -47,7 +47,7 @@ def main(params: Params, round_: str) -> None:
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
     keep_work(run.work, folder)
-    write_json(folder / "health.json", run.health())
+    write_json(folder / "health.json", run.monitor.report())
     write_manifest(
         folder,
         stage="ppo",

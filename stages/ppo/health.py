@@ -6,7 +6,7 @@ within a text, so those are watched too.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 
 from stages.params import PpoParams
@@ -14,6 +14,7 @@ from stages.records import Row
 
 WINDOW = 5
 WARN, DANGER = "warn", "danger"
+KL_KEY = "ppo.kl_coef"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ Reading = tuple[str, float]  # verdict, or "" where there is nothing to say; val
 
 @dataclass(frozen=True)
 class Sign:
-    """`read` says the verdict and the value of `metric`; `after` updates of history it can be read."""
+    """`read` says the verdict and the value of `metric`, which begins with its column; `after` updates of history it can be read."""
 
     name: str
     metric: str
@@ -66,6 +67,10 @@ class Sign:
     first_fix: str
     read: Callable[[History, PpoParams], Reading]
     after: int = 2 * WINDOW
+
+    @property
+    def column(self) -> str:
+        return self.metric.split()[0].rstrip(",")
 
 
 def worse_above(value: float, warn: float, danger: float) -> Reading:
@@ -189,10 +194,13 @@ SIGNS = (
 
 
 class Monitor:
-    """Reads the history after each update; each sign is reported once as a warning and once as a danger."""
+    """Reads the history after each update; each sign is reported once as a warning and once as a danger, where its metric is there.
 
-    def __init__(self, params: PpoParams) -> None:
-        self.params = params
+    kl_key: what holds the policy to the reference.
+    """
+
+    def __init__(self, params: PpoParams, kl_key: str = KL_KEY) -> None:
+        self.params, self.kl_key = params, kl_key
         self.findings: list[Finding] = []
 
     def read(self, steps: Sequence[Row]) -> list[Finding]:
@@ -200,11 +208,12 @@ class Monitor:
         history, new = History(steps), []
         known = {(finding.sign, finding.verdict) for finding in self.findings}
         for sign in SIGNS:
-            if len(steps) < sign.after:
+            if len(steps) < sign.after or sign.column not in steps[-1]:
                 continue
             verdict, value = sign.read(history, self.params)
             if verdict and (sign.name, verdict) not in known and (sign.name, DANGER) not in known:
-                new.append(Finding(sign.name, verdict, steps[-1]["step"], sign.metric, value, sign.band, sign.cause, sign.first_fix))
+                fix = sign.first_fix.replace(KL_KEY, self.kl_key)
+                new.append(Finding(sign.name, verdict, steps[-1]["step"], sign.metric, value, sign.band, sign.cause, fix))
         self.findings += new
         return new
 
@@ -216,3 +225,6 @@ class Monitor:
     def verdict(self) -> str:
         verdicts = {finding.verdict for finding in self.findings}
         return DANGER if DANGER in verdicts else WARN if WARN in verdicts else "healthy"
+
+    def report(self) -> Row:
+        return {"verdict": self.verdict, "findings": [asdict(finding) for finding in self.findings]}

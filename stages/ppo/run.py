@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -81,9 +80,6 @@ class Run:
                 "stopped": self.stopped,
             }
         )
-
-    def health(self) -> Row:
-        return {"verdict": self.monitor.verdict, "findings": [asdict(finding) for finding in self.monitor.findings]}
 
 
 def keep_work(work: Path, folder: Path) -> None:

@@ -185,3 +185,16 @@ def chat_server() -> Iterator[ChatServer]:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield chat
         server.shutdown()
+
+
+@pytest.fixture
+def shift() -> Callable[..., None]:
+    """Move a model's trained weights: adapters start at zero, where they do nothing."""
+
+    def move(model, by: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * by)
+
+    return move

@@ -14,6 +14,8 @@ from stages.replay.__main__ import main as replay
 OWN = {
     "best_of_n": {"n": 3, "per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01},
     "dpo": {"per_device_train_batch_size": 9, "learning_rate": 0.01},
+    "rloo": {"num_generations": 2},
+    "grpo": {"num_generations": 2},
 }
 FOLDER = Path("rounds/r0/ppo")
 OUTPUTS = ["checkpoints", "critic", "curves.csv", "health.json", "manifest.json", "metrics.json", "metrics.jsonl", "policy", "rollouts"]

@@ -40,16 +40,3 @@ def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
         )
 
     return make
-
-
-@pytest.fixture
-def shift() -> Callable[..., None]:
-    """Move a model's trained weights: adapters start at zero, where they do nothing."""
-
-    def move(model, by: float) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * by)
-
-    return move

@@ -101,3 +101,12 @@ def test_a_length_that_grows_without_the_score_is_no_hack():
     assert {f.sign for f in read(lambda row, share: {"response_length": 12 + 12 * share, "reward_mean": -1.5 - share}).findings} == {
         "reward does not move"
     }
+
+
+def test_signs_of_metrics_that_are_not_there_are_left_out_and_the_key_that_holds_the_policy_is_named():
+    monitor = Monitor(PpoParams(max_kl=1.0, kl_patience=2), kl_key="rloo.beta")
+    steps = [{"step": step, "kl": 2.0} for step in range(1, 21)]
+    assert [(finding.sign, finding.first_fix) for finding in monitor.read(steps)] == [
+        ("kl above budget", "raise rloo.beta, lower ppo.learning_rate")
+    ]
+    assert monitor.report()["verdict"] == "danger"

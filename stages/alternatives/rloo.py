@@ -1,0 +1,34 @@
+"""RLOO (Ahmadian et al. 2024): each response's reward, less KL, against the mean of the others to its prompt; no critic."""
+
+from typing import Any
+
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+from stages.alternatives.course import Course
+from stages.alternatives.online import OnlineCourse, arguments, assemble, run
+from stages.alternatives.pupil import Setting
+from stages.packing import Tokens
+
+
+class SampledRloo(RLOOTrainer):
+    """Prompts have the tokens, and responses are sampled, as everywhere in this project."""
+
+    course: OnlineCourse
+
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[Tokens], None, dict[str, Any]]:
+        return self.course.tokenise(prompts), None, {}
+
+    def _generate_single_turn(self, prompt_ids: list[Tokens], *_: Any) -> list[Tokens]:
+        return self.course.respond(prompt_ids)
+
+
+def train(setting: Setting) -> Course:
+    return run(make_trainer(setting))
+
+
+def make_trainer(setting: Setting) -> SampledRloo:
+    course, own = OnlineCourse(setting), setting.params.rloo
+    config = RLOOConfig(**arguments(setting, course.steps, own.num_generations, own.beta))
+    trainer: SampledRloo = assemble(SampledRloo, config, setting, course)
+    return trainer
