@@ -17,6 +17,7 @@ import psutil
 
 from flows import warm
 from flows.dag import split
+from stages.algorithm_params import Algorithm
 from stages.params import Annotator, InitFrom, JudgeName, LoraParams, Params, TrainParams
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a measured run of the defaults.
@@ -32,7 +33,7 @@ FULL_BYTES = 20  # of a role whose weights are all trained: weights, frozen copy
 WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
 DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
 
-# Weights, and rows of data (demonstrations, pairs), of what the params can name; others are looked at as the embedded ones.
+# Weights, and rows of data (demonstrations, pairs, prompts), of what the params can name; others are looked at as the embedded ones.
 WEIGHTS = {
     "tiny": 1e5,
     "embedded": 135e6,
@@ -40,7 +41,8 @@ WEIGHTS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494e6,
     "EleutherAI/pythia-410m": 405e6,
 }
-ROWS = {"tiny": (64, 64), "embedded": (936, 1195), "Anthropic/hh-rlhf": (42_000, 42_000)}
+ROWS = {"tiny": (64, 64, 64), "embedded": (936, 1195, 483), "Anthropic/hh-rlhf": (42_000, 42_000, 42_000)}
+DRAWN = 256  # responses by which the alternatives to PPO are described before and after
 
 
 @dataclass(frozen=True)
@@ -86,26 +88,20 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     """Seconds of one round, and memory, from the params' token counts and the machine's rate; `continues`: a round after the first."""
     weights, dtype = weights_of(params.assets.model), dtype_of(params, machine)
     rate = machine.rates[dtype]
-    demonstrations, pairs = (min(rows, params.prepare.max_rows or rows) for rows in ROWS.get(params.assets.data, ROWS["embedded"]))
+    demonstrations, pairs, prompts = (min(rows, params.prepare.max_rows or rows) for rows in ROWS.get(params.assets.data, ROWS["embedded"]))
     prompt = 1.5 * params.prepare.prompt_words if params.assets.data == "embedded" else params.prepare.max_prompt_tokens / 2
     length = prompt + params.ppo.response_length
     ppo = params.ppo
-    updates = min(ppo.total_episodes // ppo.batch_size, ppo.max_steps or sys.maxsize)
-    rollouts = updates * ppo.batch_size * length
-    validated = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length
+    updates = _updates(params, pairs, prompts)
     evaluated = params.prepare.max_eval_prompts * (3 * params.evaluate.samples_per_prompt + updates // ppo.save_updates + 1)
     answered = params.battery.prompts * max(params.battery.best_of)
     tried = params.battery.pairs * (TRIALS + len(params.battery.endings)) / 2  # human texts, some cut, are half as long
-    learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
-    # a sample is read twice (by reference and reward model, or policy and reference); the adapted layers of policy and critic learn
-    # from a rollout's num_ppo_epochs times
     work = {
         "prepare": 0.0,
         "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
         "reward": params.reward.ensemble * _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
         "battery": weights * answered * length * (2 / GENERATION + 2 / FORWARD) / rate + weights * tried * length * 2 / FORWARD / rate,
-        "ppo": weights * (rollouts + validated) * (2 / GENERATION + 2 * 2 / FORWARD) / rate
-        + weights * rollouts * ppo.num_ppo_epochs * learning / PPO_LEARNING / rate,
+        "ppo": _policy_flops(params, updates, prompts, length) * weights / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate,
         "replay": params.replay.max_badcases * (params.replay.best_of + 8) * length * weights * (2 / GENERATION + 2 / FORWARD) / rate,
     }
@@ -128,6 +124,39 @@ def _training(section: TrainParams, rows: int, texts_a_row: int, weights: float,
     batch = section.per_device_train_batch_size * section.gradient_accumulation_steps * texts_a_row
     texts = min(rows * texts_a_row * epochs, batch * (section.max_steps or sys.maxsize))
     return texts * section.max_length / 3 * weights * (_lora_flops(section.lora) if section.lora.r else 6) / rate
+
+
+def _updates(params: Params, pairs: int, prompts: int) -> int:
+    """Of the policy: rollouts, or optimiser steps on texts that are there."""
+    ppo, algorithm = params.ppo, params.algorithm
+    if algorithm is Algorithm.dpo:
+        updates = pairs * params.dpo.num_train_epochs / params.dpo.per_device_train_batch_size
+    elif algorithm is Algorithm.best_of_n:
+        updates = prompts * params.best_of_n.num_train_epochs / params.best_of_n.per_device_train_batch_size
+    else:
+        updates = ppo.total_episodes // ppo.batch_size
+    return min(max(int(updates), 1), ppo.max_steps or sys.maxsize)
+
+
+def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> float:
+    """For each weight; at the rate of a matrix product."""
+    ppo, algorithm = params.ppo, params.algorithm
+    # a sample is read twice: by reference and reward model, or by policy and reference
+    sampled = 2 / GENERATION + 2 * 2 / FORWARD
+    validated = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length * sampled
+    if algorithm is Algorithm.dpo:  # chosen and rejected, read by the reference too
+        texts = 2 * updates * params.dpo.per_device_train_batch_size
+        learnt = texts * length * (_lora_flops(ppo.lora) / TRAINING["sft"] + 2 / FORWARD)
+    elif algorithm is Algorithm.best_of_n:
+        texts = updates * params.best_of_n.per_device_train_batch_size
+        learnt = length * (prompts * params.best_of_n.n * sampled + texts * _lora_flops(ppo.lora) / TRAINING["sft"])
+    else:  # the adapted layers of policy and critic learn from a rollout num_ppo_epochs times; of TRL's, the policy's and those below
+        own = algorithm is Algorithm.ppo
+        learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora) if own else _lora_flops(ppo.lora)
+        read_more = 0 if own else 3 * 2 / FORWARD  # by TRL's policy and reference, and by the policy for the KL
+        learnt = updates * ppo.batch_size * length * (sampled + read_more + ppo.num_ppo_epochs * learning / PPO_LEARNING)
+    drawn = 0 if algorithm is Algorithm.ppo else 2 * min(DRAWN, prompts) * length * sampled
+    return learnt + validated + drawn
 
 
 def _annotating(params: Params, length: float, weights: float, rate: float) -> float:

@@ -40,8 +40,8 @@ class OnlineParams(Section):
 
 
 class RlooParams(OnlineParams):
-    beta: float = Field(0.05, ge=0, description="KL coefficient: what a nat a sequence takes from its reward.")
+    beta: float = Field(0.11, ge=0, description="KL coefficient: what a nat a sequence takes from its reward.")
 
 
 class GrpoParams(OnlineParams):
-    beta: float = Field(0.05, ge=0, description="KL coefficient: what a nat a token (k3) adds to the loss.")
+    beta: float = Field(0.11, ge=0, description="KL coefficient: what a nat a token (k3) adds to the loss.")

@@ -10,9 +10,9 @@ from stages.alternatives import best_of_n, dpo, grpo, rloo
 from stages.alternatives.course import Course
 from stages.alternatives.pupil import Setting
 from stages.models import load_causal_lm, load_reward_model, load_tokenizer, prepare_torch, save_trained, weights_params
-from stages.params import Params, PpoParams
+from stages.params import Params
 from stages.ppo.best import Validation
-from stages.ppo.health import DANGER, WARN, Finding
+from stages.ppo.health import WARN, Finding
 from stages.ppo.prompts import episodes
 from stages.ppo.rewards import load_rewards
 from stages.ppo.run import describe_texts, keep_work
@@ -47,7 +47,7 @@ def main(params: Params, round_: str) -> None:
     shutil.rmtree(folder / "critic", ignore_errors=True)
     write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
     keep_work(setting.work, folder)
-    course.monitor.findings += look(kept, params.ppo)
+    course.monitor.findings += look(kept)
     write_json(folder / "health.json", course.monitor.report())
     learnt_from = [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"] if params.algorithm is Algorithm.dpo else []
     write_manifest(
@@ -116,12 +116,9 @@ def summary(course: Course, said: list[Row]) -> Row:
     }
 
 
-def look(kept: Validation, ppo: PpoParams) -> list[Finding]:
+def look(kept: Validation) -> list[Finding]:
     """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and GRPO, but those of no other."""
-    if kept.kl > ppo.max_kl:
-        cause, fix = "no policy was within the budget", "lower its learning_rate or epochs, raise its beta"
-        return [Finding("kl above budget", DANGER, kept.update, "validation_kl", kept.kl, "at most ppo.max_kl nats a sequence", cause, fix)]
-    if kept.update == 0:
-        cause, fix = "the judge likes none better than SFT", "look at the rollouts, and at the reward model's gate"
-        return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]
-    return []
+    if kept.update:
+        return []
+    cause, fix = "the judge likes no policy within the KL budget better than SFT", "read the rollouts and the reward model's gate"
+    return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from stages.alternatives.run import look
+from stages.errors import BadInput
 from stages.evaluate import main as evaluate
 from stages.ppo.__main__ import main
+from stages.ppo.best import Validation
 from stages.ppo.rollouts import read_rollouts
 from stages.records import file_hash
 from stages.replay.__main__ import main as replay
@@ -51,3 +54,33 @@ def test_the_same_seed_gives_the_same_bytes(make_params, algorithm):
         main(params, "r0")
         seen.append(file_hash(FOLDER))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_all_weights_can_learn_beside_a_copy_of_what_they_were(make_params, algorithm):
+    params = make_params(algorithm, OWN[algorithm], lora={"r": 0})
+    main(params, "r0")
+    assert (FOLDER / "policy/model.safetensors").exists() and (FOLDER / "checkpoints/step_00002/model.safetensors").exists()
+    rows = read_rollouts(FOLDER / "rollouts", "")
+    assert {row["kl"] for row in rows if row["update"] == 0} == {0.0}
+    steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["validation_kl"] != 0.0
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+def test_in_danger_it_stops_and_says_what_to_do(make_params, algorithm):
+    params = make_params(algorithm, OWN[algorithm], kl_patience=3, min_kl=100.0, validation_updates=2)
+    main(params, "r0")
+    metrics, health = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("metrics", "health"))
+    assert (metrics["updates"], metrics["stopped"], metrics["health"]) == (3, "no movement", "danger")
+    assert health["findings"][0]["first_fix"] == f"raise ppo.learning_rate, lower {algorithm}.beta"
+
+
+def test_where_sft_is_kept_that_is_a_warning():
+    [finding] = look(Validation(0, 0.1, 0.0))
+    assert (finding.sign, finding.verdict) == ("nothing gained", "warn") and look(Validation(4, 0.1, 2.0)) == []
+
+
+def test_groups_that_do_not_divide_a_batch_are_refused(make_params):
+    with pytest.raises(BadInput, match=r"ppo\.batch_size 4 must be a multiple of rloo\.num_generations 3"):
+        make_params("rloo", {"num_generations": 3})
