@@ -10,6 +10,7 @@ import yaml
 from dvc_render.vega_templates import get_template
 
 from flows import config, dag
+from stages.algorithm_params import Algorithm
 from stages.bands import BANDS, markdown
 from stages.gate_params import GatesParams
 from stages.params import Params, PpoParams, load_params, rounds
@@ -31,6 +32,12 @@ def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
 def test_every_key_of_ppo_is_explained() -> None:
     text = (ROOT / "docs/ppo.md").read_text()
     assert [key for key in PpoParams.model_fields if f"`{key}`" not in text] == []
+
+
+@pytest.mark.parametrize("algorithm", [each.value for each in Algorithm if each is not Algorithm.ppo])
+def test_every_key_of_the_alternatives_is_explained(algorithm: str) -> None:
+    text = (ROOT / "docs/algorithms.md").read_text()
+    assert [key for key in getattr(Params(), algorithm).model_dump() if f"`{algorithm}.{key}`" not in text] == []
 
 
 @pytest.mark.parametrize("gate", BANDS)

@@ -1,5 +1,6 @@
 """How a policy learns, seen from beside the trainer: metrics of each update, validations, checkpoints, rollouts."""
 
+import math
 import random
 from statistics import fmean
 from typing import Any
@@ -59,13 +60,17 @@ class Course(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """
         Raises:
-            Diverged: the loss is not finite.
+            Diverged: the loss, the gradients or another number of TRL's is not finite.
         """
         if not logs or "loss" not in logs:  # what TRL says at its end
             return
+        metrics = {ours: float(logs[theirs]) for theirs, ours in self.names.items() if theirs in logs}
+        if bad := [ours for ours, value in metrics.items() if not math.isfinite(value)]:
             name = self.setting.params.algorithm.value
-            raise Diverged(f"{name}: the loss of step {state.global_step} is {logs['loss']}: lower its learning_rate")
-        self.logs.append({ours: float(logs[theirs]) for theirs, ours in self.names.items() if theirs in logs})
+            raise Diverged(
+                f"{name}, step {state.global_step}: {', '.join(bad)} not finite. Next: lower its learning rate (docs/algorithms.md)"
+            )
+        self.logs.append(metrics)
         if state.global_step % self.steps == 0:
             self.setting.recorder.total_steps = state.max_steps // self.steps
             self.updates += 1

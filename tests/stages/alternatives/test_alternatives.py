@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stages.alternatives.run import look
-from stages.errors import BadInput
+from stages.errors import BadInput, Diverged
 from stages.evaluate import main as evaluate
 from stages.ppo.__main__ import main
 from stages.ppo.best import Validation
@@ -79,6 +79,12 @@ def test_in_danger_it_stops_and_says_what_to_do(make_params, algorithm):
 def test_where_sft_is_kept_that_is_a_warning():
     [finding] = look(Validation(0, 0.1, 0.0))
     assert (finding.sign, finding.verdict) == ("nothing gained", "warn") and look(Validation(4, 0.1, 2.0)) == []
+
+
+def test_a_run_that_diverges_is_ended(make_params):
+    params = make_params("dpo", OWN["dpo"] | {"learning_rate": 1e30})
+    with pytest.raises(Diverged, match=r"dpo, step \d: .*grad_norm.* not finite\. Next: lower its learning rate"):
+        main(params, "r0")
 
 
 def test_groups_that_do_not_divide_a_batch_are_refused(make_params):
