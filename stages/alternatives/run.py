@@ -113,6 +113,7 @@ def summary(course: Course, said: list[Row]) -> Row:
         "validation_judge": kept.judge,
         "validation_kl": kept.kl,
         "health": course.monitor.verdict,
+        "dangers": course.monitor.dangers(kept.update + 1),
     }
 
 

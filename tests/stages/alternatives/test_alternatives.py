@@ -33,6 +33,7 @@ def test_a_policy_is_made_evaluated_and_mined(make_params, algorithm):
     assert (FOLDER / "checkpoints/step_00002/adapter_model.safetensors").exists()
     metrics = json.loads((FOLDER / "metrics.json").read_text())
     assert metrics["updates"] == 4 and metrics["policy_update"] in (0, 2, 4)
+    assert metrics["dangers"] == 0
     assert metrics["health"] == json.loads((FOLDER / "health.json").read_text())["verdict"]
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
