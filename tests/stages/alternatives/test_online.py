@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
+from transformers import AutoConfig, LlamaForCausalLM
 
 from stages.alternatives import grpo, rloo
 from stages.alternatives.run import load
@@ -14,6 +15,7 @@ from stages.packing import without_padding
 from stages.ppo.__main__ import main
 from stages.ppo.rollouts import read_rollouts
 from stages.prompts import encode
+from stages.records import write_jsonl
 from stages.scorer import Scorer
 
 KINDS = {"rloo": rloo, "grpo": grpo}
@@ -126,3 +128,29 @@ def test_gradients_are_those_of_the_papers(trainer):
         if weight.requires_grad:
             torch.testing.assert_close(found[name], weight.grad, rtol=1e-3, atol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in found.values()) > 1e-3
+
+
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_a_users_reward_rises(make_params, monkeypatch, tmp_path, algorithm):
+    """The share of vowels; the margin is five standard errors of the difference of two means of 96 samples."""
+    Path(f"vowels_{algorithm}.py").write_text(
+        "def reward(prompts, responses):\n    return [5 * sum(c in 'aeiou' for c in r) / (len(r) + 1) for r in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    vowels = {"rewards": [{"name": "vowels", "function": f"vowels_{algorithm}:reward"}], "reward_weight": 0.0, "missing_eos_penalty": 0.0}
+    sizes = {"batch_size": 32, "mini_batch_size": 32, "micro_batch_size": 32, "total_episodes": 1280, "num_ppo_epochs": 2}
+    params = make_params(algorithm, {"beta": 0.0}, **sizes, **vowels, learning_rate=0.01, validation_updates=100, on_danger="warn")
+    write_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), [{"id": str(n), "prompt": f"Day {n}"} for n in range(40)])
+    spread_out(Path("rounds/r0/sft/model"))
+    main(params, "r0")
+    steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
+    first, last = (fmean(row["reward_mean"] for row in part) for part in (steps[:3], steps[-3:]))
+    assert last > first + 5 * steps[0]["reward_std"] * (2 / 96) ** 0.5
+
+
+def spread_out(folder: Path) -> None:
+    """A random model whose weights are so large that adapters can move it far."""
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range, config.tie_word_embeddings = 0.3, False
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
