@@ -18,12 +18,11 @@ from stages.algorithm_params import Algorithm, BestOfNParams, DpoParams, GrpoPar
 from stages.badcases import report_path
 from stages.errors import BadInput
 from stages.gate_params import GatesParams
+from stages.judge_params import AnnotateParams, EvaluateParams
 from stages.params import (
     PARAMS_FILE,
-    AnnotateParams,
     AssetsParams,
     BatteryParams,
-    EvaluateParams,
     ModelParams,
     Params,
     PpoParams,

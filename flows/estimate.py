@@ -18,7 +18,8 @@ import psutil
 from flows import warm
 from flows.dag import split
 from stages.algorithm_params import Algorithm
-from stages.params import Annotator, InitFrom, JudgeName, LoraParams, Params, TrainParams
+from stages.judge_params import Annotator, JudgeName
+from stages.params import InitFrom, LoraParams, Params, TrainParams
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a measured run of the defaults.
 TRAINING = {"sft": 0.24, "reward": 0.4}  # SFT's vocabulary head is not counted in its FLOPs

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from stages.answers import Answer, Answers
 from stages.errors import BadInput, RondoError, faults
-from stages.params import EndpointParams
+from stages.judge_params import EndpointParams
 from stages.preferences import Comparison, Preference, Verdict
 from stages.prompts import transcript
 from stages.records import JUDGE_CACHE, Row

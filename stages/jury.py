@@ -14,10 +14,11 @@ import numpy as np
 from stages.agreement import between_judges, between_orders
 from stages.endpoint import Endpoint
 from stages.functions import Number, load_function
+from stages.judge_params import APART, JudgeName
 from stages.judges import Fluency
 from stages.jurors import Absolute, Lexicon
 from stages.models import load_tokenizer
-from stages.params import APART, JudgeName, Params
+from stages.params import Params
 from stages.preferences import Comparison, Judge, Judgement, Preference, in_both_orders
 from stages.prompts import Prompt
 from stages.records import Row, stage_dir

@@ -85,6 +85,7 @@ PLUMBING = {
     "stages/params.py",
     "stages/gate_params.py",
     "stages/algorithm_params.py",
+    "stages/judge_params.py",
     "stages/section.py",
     "stages/errors.py",
     "stages/records.py",

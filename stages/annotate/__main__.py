@@ -2,7 +2,8 @@
 
 import shutil
 
-from stages.params import Annotator, Params
+from stages.judge_params import Annotator
+from stages.params import Params
 from stages.program import run_stage
 from stages.records import Recorder, read_jsonl, stage_dir, write_manifest
 

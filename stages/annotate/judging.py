@@ -1,8 +1,9 @@
 """The judges that can label: by name in `load_judge`. Another one is a class with the methods of stages.preferences.Judge."""
 
 from stages.endpoint import Endpoint
+from stages.judge_params import JudgeName
 from stages.jurors import Lexicon
-from stages.params import JudgeName, Params
+from stages.params import Params
 from stages.preferences import Judge
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from stages.endpoint import Endpoint, read
 from stages.errors import BadInput, RondoError
-from stages.params import EndpointParams
+from stages.judge_params import EndpointParams
 from stages.preferences import Comparison, Judgement, Preference, Verdict, in_both_orders
 
 KEY = "sk-very-secret"
