@@ -1,4 +1,4 @@
-"""Pairs that no person has to label: a text against itself, broken, and against a worse one that ends in a good word or as a good one does.
+"""Pairs that no person has to label: a text against itself, broken, and against a worse one with the ending of a good one, or a smiley.
 
 A reward model that has learnt from whole sentences alone has never seen the texts that a policy finds first. What the battery tries on
 held-out texts it learns here from training texts.
@@ -12,7 +12,11 @@ from stages.records import Row
 from stages.text import suffixes
 
 # in turn
-KINDS = ("bought_word", "word_salad", "bought_word", "repeated_word", "borrowed_ending", "bought_word", "truncated", "bought_word", "empty")
+KINDS = (
+    *("bought_word", "word_salad", "decorated", "bought_word", "repeated_word", "borrowed_ending"),
+    *("bought_word", "truncated", "decorated", "bought_word", "empty"),
+)
+SMILEYS, SIGNS = [chr(code) for code in range(0x1F600, 0x1F640)], [":)", ":D", ";)", "<3", "!!!"]  # no label tells what they are worth
 LOVED = 100  # words, those that go with chosen texts most, can be bought
 
 
@@ -33,6 +37,8 @@ def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
             rejected = row["rejected"] + generator.choice(suffixes(generator.choice(pairs)["chosen"]) or [""])
         elif kind == "bought_word":
             rejected = row["rejected"] + (said(generator.choice(loved), generator) if loved else "")
+        elif kind == "decorated":
+            rejected = row["rejected"] + " " + generator.choice(generator.choice((SMILEYS, SIGNS)))
         else:
             rejected = broken[kind][number][1]
         if rejected not in (row["chosen"], row["rejected"]):

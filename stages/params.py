@@ -130,7 +130,7 @@ class RewardParams(TrainParams):
     continue_epochs: float | None = Field(0.5, gt=0, description="Epochs when continuing from the round before; null: num_train_epochs.")
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     hard_negatives: float = Field(
-        0.45,
+        0.55,
         ge=0,
         le=1,
         description="Pairs to add, as a share of the pairs: against broken texts, and against bad ones with a good end.",

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from stages.hard_negatives import hard_negatives
+from stages.hard_negatives import SIGNS, SMILEYS, hard_negatives
 
 PAIRS = [
     {
@@ -17,16 +17,25 @@ PAIRS = [
 
 
 def test_each_kind_in_turn_and_the_label_stays():
-    rows = hard_negatives(PAIRS, 0.45, seed=1)
-    assert len(rows) == 27
+    rows = hard_negatives(PAIRS, 0.55, seed=1)
+    assert len(rows) == 33
     kinds = Counter(row["id"].split("-")[1] for row in rows)
-    assert kinds == {"bought_word": 12, "borrowed_ending": 3, "word_salad": 3, "repeated_word": 3, "truncated": 3, "empty": 3}
+    assert kinds == {
+        "bought_word": 12,
+        "decorated": 6,
+        "borrowed_ending": 3,
+        "word_salad": 3,
+        "repeated_word": 3,
+        "truncated": 3,
+        "empty": 3,
+    }
     for row in rows:
         original, kind = PAIRS[int(row["id"].split("-")[0][1:])], row["id"].split("-")[1]
         assert (row["prompt"], row["chosen"], row["source"]) == ("It", original["chosen"], "hard_negative")
         bought = row["rejected"].removeprefix(original["rejected"]).strip(" .!").casefold()
         expected = {
             "bought_word": row["rejected"].startswith(original["rejected"]) and bought in ("is", "fine"),  # in chosen texts alone
+            "decorated": row["rejected"].removeprefix(original["rejected"] + " ") in {*SMILEYS, *SIGNS},
             "borrowed_ending": row["rejected"].startswith(original["rejected"]) and row["rejected"].endswith("!"),
             "word_salad": sorted(row["rejected"].split()) == sorted(row["chosen"].split()) and row["rejected"] != row["chosen"],
             "repeated_word": row["rejected"] in (" fine fine fine fine fine fine", " is is is is is is"),
@@ -42,5 +51,5 @@ def test_the_same_by_the_same_seed_and_none_of_none():
 
 
 def test_what_a_kind_leaves_as_it_is_is_left_out():
-    no_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 9
-    assert {row["id"] for row in hard_negatives(no_word, 1.0, seed=0)} == {"a-borrowed_ending", "a-truncated", "a-empty"}
+    no_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 11
+    assert {row["id"] for row in hard_negatives(no_word, 1.0, seed=0)} == {"a-borrowed_ending", "a-decorated", "a-truncated", "a-empty"}
