@@ -251,8 +251,8 @@ PROMOTE = (
         ">=",
         "champion_win_rate",
         "The same against the champion, the policy of the round before; the first round has none. A round that mends badcases need "
-        "not win, but must not lose: at most five of a hundred, as sure as 95%. The default's 88 prompts give an interval of 0.06 "
-        "to each side, so a policy that is just as good has to show 0.51; more prompts need less luck.",
+        "not win, but must not lose. 88 prompts give an interval of 0.06 to each side, so that a policy that is just as good has a lower "
+        "bound of 0.44, give or take 0.06: 0.38 turns one of forty such away, 0.45 two of three. With more prompts, raise it.",
         "it may be worse than the champion: read `champion` beside `ppo` in rounds/{round}/evaluate/samples.jsonl; where the interval is "
         "wide, raise evaluate.samples_per_prompt or prepare.max_eval_prompts; else keep the champion, and look at what this round learnt "
         "from instead (reports/{round}/data.html), or raise ppo.total_episodes",

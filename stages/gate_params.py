@@ -59,7 +59,7 @@ class RewardGate(Gate):
 class PromoteGate(Gate):
     win_rate: float = Field(0.5, ge=0, le=1, description="Least lower bound of the 95% interval of the win rate against SFT.")
     champion_win_rate: float = Field(
-        0.45, ge=0, le=1, description="The same against the champion, the policy of the round before: what it may lose is 0.5 less this."
+        0.38, ge=0, le=1, description="The same against the champion, the policy of the round before: what it may lose is 0.5 less this."
     )
     dangers: int = Field(0, ge=0, description="Most dangers that PPO's health had found when the kept policy was reached.")
     max_kl: float = Field(8.0, gt=0, description="Most KL from SFT, nats a sequence.")

@@ -41,7 +41,7 @@ BATTERY = {
     "worst_mined": 0.1,
     "best_of_n": {"rise_low": 0.2},
 }
-EVALUATE = {"win_rate_low": 0.7, "win_rate_champion_low": 0.45, "sft": {"repetition_3": 0.03}}
+EVALUATE = {"win_rate_low": 0.7, "win_rate_champion_low": 0.38, "sft": {"repetition_3": 0.03}}
 EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06}}
 METRICS = {
     "sft": {"sft": SFT},
@@ -108,7 +108,7 @@ def test_good_numbers_pass(attempt, gate):
         ("reward", "battery", {"best_of_n": {"rise_low": 0.0}}, "battery.best_of_n.rise_low", "misled"),
         ("promote", "replay", {"regressed": 1}, "replay.regressed", "rondo badcases list --state regressed"),
         ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
-        ("promote", "evaluate", {"win_rate_champion_low": 0.449}, "evaluate.win_rate_champion_low", "prepare.max_eval_prompts"),
+        ("promote", "evaluate", {"win_rate_champion_low": 0.379}, "evaluate.win_rate_champion_low", "prepare.max_eval_prompts"),
         ("promote", "ppo", {"dangers": 1}, "ppo.dangers", "ppo/health.json"),
         ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"kl": 8.1}}, "evaluate.ppo.kl", "ppo.target_kl"),
         ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}}, "evaluate.ppo.distinct_2", "raise ppo.kl_coef"),
@@ -158,7 +158,7 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
 
 @pytest.mark.parametrize(
     ("gate", "stage", "name", "band"),
-    [("reward", "battery", "worst_slice", ">= 0.65"), ("promote", "evaluate", "win_rate_champion_low", ">= 0.45")],
+    [("reward", "battery", "worst_slice", ">= 0.65"), ("promote", "evaluate", "win_rate_champion_low", ">= 0.38")],
 )
 def test_what_could_not_be_measured_is_told_and_no_failure(attempt, gate, stage, name, band):
     verdict, opened = attempt(gate, changed(gate, stage, {name: None}))
