@@ -57,7 +57,7 @@ def list_all(options: argparse.Namespace) -> int:
     for case in cases:
         fails = "  ".join(f"{attempt.round} {attempt.fired}/{attempt.of}{'' if attempt.ranked else '!'}" for attempt in case.tries)
         numbers = (f"{case.score:+.2f}", f"{case.sentiment:+.2f}")
-        table.add_row(case.id, case.round, case.cause.value, case.state.value, fails, *numbers, ascii(case.response)[1 : SHOWN + 1])
+        table.add_row(case.id, case.round, case.cause.value, case.state.value, fails, *numbers, ascii(case.response)[1:-1][:SHOWN])
     Console(width=180, color_system=None, markup=False).print(table)
     print(f"{len(cases)} badcases; " + ", ".join(f"{count} {state}" for state, count in Counter(c.state.value for c in cases).items()))
     print("fails: how many of the new responses of each round failed again, its own first; !: the reward model prefers the bad answer")

@@ -1,6 +1,7 @@
 """The command `rondo`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -17,6 +18,8 @@ HOME = Path(".rondo")
 def main(arguments: list[str] | None = None) -> None:
     """The command line; ends the process."""
     options = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # in a pipe too, what is said is seen when it is said
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not the default, which would leave Prefect's server behind
     try:
         if options.command != "check-data" and not Path("dvc.yaml").exists():
