@@ -22,6 +22,7 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
         "Run",
         "one",
+        "badcases/r0.jsonl",  # which the project's replay depends on, and which the run's params brought along
         "dvc.lock",
         "params.yaml",
         "rounds/r0/prepare/metrics.json",
