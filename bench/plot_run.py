@@ -1,6 +1,5 @@
 """The picture in the README, from the files of a run: `python bench/plot_run.py docs/run.png`."""
 
-import csv
 import sys
 from pathlib import Path
 
@@ -10,16 +9,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import yaml
 
+from flows.report.story import columns
 from stages.comparable import refuse_other_evaluations
 from stages.records import read_json
 
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
-
-
-def columns(path: Path) -> dict[str, list[float]]:
-    with path.open() as stream:
-        rows = list(csv.DictReader(stream))
-    return {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
 
 
 def main(target: str) -> None:

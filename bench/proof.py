@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flows.config import DEFAULT, resolve, write_params
+from flows.summary import STAGES
 from stages.overoptimisation import Point, overoptimisation
 from stages.records import Row, read_json, read_jsonl, stage_dir
 
-METRICS = ("prepare", "sft", "reward", "battery", "ppo", "evaluate", "replay")
 ALTERNATIVES = {
     "dpo": ("algorithm=dpo",),
     "dpo 1e-4": ("algorithm=dpo", "dpo.learning_rate=0.0001"),
@@ -70,7 +70,7 @@ def measure(seed: int, variant: str, settings: tuple[str, ...]) -> list[Row]:
     print(f"seed {seed}: {variant}", flush=True)
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", *([] if whole else ["evaluate@r0"])], check=True)
     names = ["r0", "r1"] if whole else ["r0"]
-    stages = METRICS if whole else ("ppo", "evaluate")
+    stages = STAGES if whole else ("ppo", "evaluate")
     return [
         {"seed": seed, "variant": variant, "round": name}
         | {stage: read_json(stage_dir(name, stage) / "metrics.json", "") for stage in stages}

@@ -89,9 +89,7 @@ def flag(options: argparse.Namespace) -> int:
 
 def import_file(options: argparse.Namespace) -> int:
     path, by = Path(options.file), options.by or me()
-    fix = (
-        "mend it (JSON lines of prompt, response and, where known, better, note; without a response: a prompt to ask); nothing was imported"
-    )
+    fix = "expected JSON lines of prompt, response and, where known, better, note, or of a prompt alone; nothing was imported"
     rows = ((place, {"by": by, **row} if isinstance(row, dict) else row) for place, row in read_lines(path, fix))
     return keep([(f"{place}: its prompt", given(row, place)) for place, row in rows], options.round)
 

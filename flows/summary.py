@@ -17,7 +17,7 @@ from stages.records import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = "Where to look next: `make ui` (runs, curves, checkpoints), `dvc metrics show`, `dvc plots show`, reports/<round>/."
-STAGES = ("prepare", "sft", "reward", "battery", "ppo", "evaluate", "capability", "replay")
+STAGES = ("prepare", "sft", "annotate", "reward", "battery", "ppo", "evaluate", "capability", "replay")
 OTHERWISE = "†"  # of numbers from another evaluation than the first
 CHAMPION = "evaluate.win_rate_champion_low"
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "{algorithm}"}

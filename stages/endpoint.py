@@ -169,6 +169,6 @@ class Endpoint:
             ) from None
         raise RondoError(
             f"{self.where}.base_url {params.base_url}: no answer after up to {params.max_retries} more tries ({said}); start the "
-            "server, or, where it is slow or overrun, raise {self.where}.timeout or lower {self.where}.concurrency, and run the "
+            f"server, or, where it is slow or overrun, raise {self.where}.timeout or lower {self.where}.concurrency, and run the "
             "stage again: what was answered is kept"
         ) from None

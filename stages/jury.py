@@ -73,13 +73,13 @@ def load_jury(params: Params, round_: str, base: Any, tokenizer: Any, people: Se
     Raises:
         BadInput: a function or model is not there.
     """
-    margin = params.evaluate.tie_margin
+    margin, language_models = params.evaluate.tie_margin, params.language_models()
 
     def load(named: str) -> Judge:
         if named == JudgeName.lexicon:
             return Lexicon(margin)
-        if named in params.language_models():
-            key, endpoint = params.language_models()[named]
+        if named in language_models:
+            key, endpoint = language_models[named]
             return Endpoint(endpoint, key=key)
         if named == FLUENCY:
             return Absolute(named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0)

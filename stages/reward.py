@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,7 @@ def main(params: Params, round_: str) -> None:
 
     # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
     score_chosen, score_rejected = reward_scores(merged, chosen), reward_scores(merged, rejected)
-    calibrated_pairs = zip(held_out, *(calibrated(side, merged).tolist() for side in (score_chosen, score_rejected)), strict=True)
-    write_jsonl(
-        folder / "scores.jsonl", ({"id": row["id"], "chosen": round(c, 4), "rejected": round(r, 4)} for row, c, r in calibrated_pairs)
-    )
+    write_jsonl(folder / "scores.jsonl", score_rows(held_out, merged, score_chosen, score_rejected))
     measured = quality(score_chosen - score_rejected, folder)
     write_manifest(
         folder,
@@ -141,6 +139,12 @@ def centred(model: Any, scores: Tensor) -> Any:
     """The model, which will be read in terms of these raw scores' mean and standard deviation."""
     model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
     return model
+
+
+def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -> Iterator[Row]:
+    """Calibrated scores of each pair, of (B,) raw ones."""
+    for row, good, bad in zip(pairs, calibrated(chosen, model).tolist(), calibrated(rejected, model).tolist(), strict=True):
+        yield {"id": row["id"], "chosen": round(good, 4), "rejected": round(bad, 4)}
 
 
 def check_reloaded(model: Path, difference: float) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from stages.checked import SomePrompt, read_checked
 from stages.prepare.split import refuse_frozen
 from stages.prompts import Prompt
-from stages.records import Row, metric_name
+from stages.records import metric_name
 
 SLICES = Path("slices")
 
@@ -28,23 +28,17 @@ class SlicePrompt(BaseModel):
     label: Label
 
 
-def read_slices() -> dict[str, list[SlicePrompt]]:
-    """The prompts of each file by label: `xstest_safe`, `xstest_unsafe`.
+def read_slices() -> dict[str, dict[str, SlicePrompt]]:
+    """The prompts of each file by label, `xstest_safe`, `xstest_unsafe`, and by place, `slices/xstest.jsonl:4`.
 
     Raises:
         BadInput: a row is no such prompt; names its line.
     """
-    slices: dict[str, list[SlicePrompt]] = {}
+    slices: dict[str, dict[str, SlicePrompt]] = {}
     for path in sorted(SLICES.glob("*.jsonl")):
-        for _, row in read_checked(SlicePrompt, path, "mend the line"):
-            slices.setdefault(f"{metric_name(path.stem)}_{row.label.value}", []).append(row)
+        for place, row in read_checked(SlicePrompt, path, "mend the line"):
+            slices.setdefault(f"{metric_name(path.stem)}_{row.label.value}", {})[place] = row
     return slices
-
-
-def slice_rows() -> list[Row]:
-    """All of them as rows of `id`, the place, and `prompt`, as evaluation sets have them."""
-    paths = sorted(SLICES.glob("*.jsonl"))
-    return [{"id": place, "prompt": row.prompt} for path in paths for place, row in read_checked(SlicePrompt, path, "mend the line")]
 
 
 def refuse_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
@@ -53,4 +47,5 @@ def refuse_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
     Raises:
         BadInput: one is in slices/.
     """
-    refuse_frozen(asked, slice_rows(), "take it out of one of the two")
+    rows = [{"id": place, "prompt": row.prompt} for some in read_slices().values() for place, row in some.items()]
+    refuse_frozen(asked, rows, "take it out of one of the two")

@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flows import summary
@@ -14,6 +13,7 @@ from flows.report import charts
 from flows.report.story import Round, read_badcases, read_round
 from flows.server import MLFLOW_PAGES
 from flows.tracking import read_lock, revision
+from stages.pages import fill
 from stages.params import Params, load_params
 from stages.prompts import transcript
 from stages.records import REPORTS, write_text
@@ -34,11 +34,11 @@ POLICY = (
 def write(rounds: Sequence[str]) -> Path:
     """The report of these rounds; returns where it is."""
     params, told = load_params(), [read_round(name) for name in rounds]
-    environment = Environment(
-        loader=PackageLoader("flows.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"said": said, "prompt": said_prompt, "number": number}
-    page = environment.get_template("report.html.jinja").render(
+    page = fill(
+        "flows.report",
+        "report.html.jinja",
+        {"said": said, "prompt": said_prompt, "number": number},
+        stages=summary.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
         params=params,

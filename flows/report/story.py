@@ -14,7 +14,6 @@ from stages.badcases import Badcase, ledger_path, read_ledger
 from stages.records import REPORTS, Row, read_jsonl, stage_dir, work_dir
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}
-STAGES = ("prepare", "sft", "annotate", "reward", "battery", "ppo", "evaluate", "capability", "replay")
 SHOWN = 4  # of the best and the worst samples, and of badcases in each state
 
 
@@ -38,7 +37,7 @@ class Round:
     samples: Sequence[Row]
     findings: Sequence[Row]
     data: Mapping[str, Any]
-    manifests: Mapping[str, Mapping[str, Any]]
+    versions: Mapping[str, str]
     minutes: Mapping[str, float]
 
     @property
@@ -52,13 +51,13 @@ def read_round(name: str) -> Round:
     return Round(
         name=name,
         verdicts=[verdict(name, gate) for gate in GATES],
-        metrics={stage: summary.read_metrics(stage_dir(name, stage)) for stage in STAGES},
-        curves={stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("sft", "reward", "ppo", "evaluate")},
+        metrics={stage: summary.read_metrics(stage_dir(name, stage)) for stage in summary.STAGES},
+        curves={stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")},
         samples=telling(read_jsonl(samples, "")) if samples.exists() else [],
         findings=summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json").get("findings", []),
         data=summary.read_json_or_nothing(REPORTS / name / "data.json"),
-        manifests={stage: summary.read_json_or_nothing(stage_dir(name, stage) / "manifest.json") for stage in STAGES},
-        minutes={stage: taken / 60 for stage in STAGES if (taken := seconds(name, stage)) is not None},
+        versions=summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json").get("versions", {}),
+        minutes={stage: taken / 60 for stage in summary.STAGES if (taken := seconds(name, stage)) is not None},
     )
 
 

@@ -16,14 +16,14 @@ from stages.records import Row, stage_dir
 from stages.slices import SlicePrompt
 
 
-def measure(params: Params, round_: str, slices: Mapping[str, Sequence[SlicePrompt]]) -> tuple[dict[str, Row], list[Row]]:
+def measure(params: Params, round_: str, slices: Mapping[str, Mapping[str, SlicePrompt]]) -> tuple[dict[str, Row], list[Row]]:
     """What each slice and task says of both; and the answers to the slices' prompts."""
     prepare_torch(params)
     config, sft, policy = params.capability, stage_dir(round_, "sft") / "model", stage_dir(round_, "ppo") / "policy"
     tokenizer = load_tokenizer(sft)
     for stage in (sft.parent, policy.parent):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    asked = [(name, row) for name, rows in slices.items() for row in rows]
+    asked = [(name, row) for name, rows in slices.items() for row in rows.values()]
     answers: dict[str, list[str]] = {}
     tasks: dict[str, dict[str, list[float]]] = {}
     for who in ("sft", "policy"):

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from stages.pages import fill
 from stages.prepare.formats import source_texts
 from stages.records import Row
 
@@ -22,12 +21,8 @@ EXPLAINED = {
 
 def page(report: dict[str, Any], round_: str) -> str:
     """The page of a report as written to data.json."""
-    environment = Environment(
-        loader=PackageLoader("stages.prepare", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"texts": texts, "percent": lambda share: f"{share:.1%}", "number": lambda value: f"{value:,.6g}"}
-    template = environment.get_template("data.html.jinja")
-    return template.render(report=report, round=round_, shown=SHOWN, explained=EXPLAINED)
+    filters = {"texts": texts, "percent": lambda share: f"{share:.1%}", "number": lambda value: f"{value:,.6g}"}
+    return fill("stages.prepare", "data.html.jinja", filters, report=report, round=round_, shown=SHOWN, explained=EXPLAINED)
 
 
 def texts(row: Row) -> list[tuple[str, str]]:

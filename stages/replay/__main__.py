@@ -57,7 +57,7 @@ def main(params: Params, round_: str) -> None:
     recorder.say(1, f"{len(asked)} fresh samples of policy and SFT")
     sft = sampler.sft(texts, params.seed)
     jury = load_jury(params, round_, load_causal_lm(ASSETS / "model", params.model), sampler.tokenizer, evaluation["sft_eval"])
-    samples = from_rollouts(rollouts) + from_draws(asked, sampler.policy(texts, params.seed), [draw.text for draw in sft], "fresh", jury)
+    samples = from_rollouts(rollouts) + from_draws(asked, sampler.policy(texts, params.seed), [each.text for each in sft], "fresh", jury)
 
     # 3. exploits: what the policy ends with, SFT does not, and the reward model overpays
     shares = candidates([s.response for s in samples], [d.text for d in sft], params.replay.exploit_share, params.replay.exploit_lift)
@@ -138,7 +138,7 @@ def from_rollouts(rows: list[Row]) -> list[Sample]:
 
 def from_draws(asked: list[Row], policy: list[PolicyDraw], rivals: Sequence[str | None], origin: str, jury: Jury) -> list[Sample]:
     """Samples with the jury's votes against their rivals, where they have one."""
-    judged = judge([row["prompt"] for row in asked], [draw.text for draw in policy])
+    judged = judge([row["prompt"] for row in asked], [each.text for each in policy])
     compared = [place for place, rival in enumerate(rivals) if rival is not None]
     told = jury.compare([Comparison(asked[place]["prompt"], policy[place].text, rivals[place] or "") for place in compared])
     votes = {place: {name: each[number] for name, each in told.items()} for number, place in enumerate(compared)}

@@ -145,7 +145,9 @@ def test_a_busy_server_is_tried_again(endpoint, chat_server):
 
 
 def test_no_server(endpoint):
-    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server"):
+    with pytest.raises(
+        RondoError, match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server.* raise annotate\.endpoint\.timeout"
+    ):
         endpoint(base_url="http://127.0.0.1:9/v1").compare([PAIR])
 
 
