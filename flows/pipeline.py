@@ -81,6 +81,11 @@ def publish(address: str) -> None:
             create_table_artifact(rows, key=key, description=f"Metrics of {address}")
 
 
+def before_the_last(rounds: list[str]) -> list[str]:
+    """The promotion gates that end no run: what a round does wrong is what the next one learns from."""
+    return [f"gate_promote@{name}" for name in rounds[:-1]]
+
+
 def report_page(rounds: list[str]) -> str:
     """Writes it and says where; a page that cannot be written must not undo what a run has done."""
     try:
@@ -137,10 +142,12 @@ def rlhf_pipeline(
             while left:
                 try:
                     run_stage(left[0], tracker, force=left[0] == "assets" and bool(changed))
-                except GateFailed:
-                    if not approval.decided_in_the_ui(left[0]):
+                except GateFailed as error:
+                    if approval.decided_in_the_ui(left[0]):
+                        continue  # the gate reads the decision
+                    if left[0] not in before_the_last(names):
                         raise
-                    continue  # the gate reads the decision
+                    say(f"{error}\nNot promoted; the next round learns from its badcases.")
                 left.pop(0)
             return Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
         except GateFailed as error:

@@ -6,14 +6,17 @@ its promotion gate opens; the champion before becomes `previous`. After that onl
 
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from flows.tracking import Promotion
+from flows.tracking import Promotion, digests
+from stages.approvals import TakenBack, taken_back_path
 from stages.errors import BadInput
+from stages.records import file_hash, write_json
 
 NAME, CHAMPION, PREVIOUS = "rondo-policy", "champion", "previous"
 ABOUT = "Policies that passed the promotion gate, or that a person let through. Their weights are with DVC: tags `path` and `md5`."
@@ -89,6 +92,22 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
         client.set_model_version_tag(NAME, str(held[CHAMPION].version), f"rollback.{key}", value)
     _give(client, CHAMPION, held[PREVIOUS])
     _give(client, PREVIOUS, held[CHAMPION])
+    _tell_the_next_round(held, by, reason)
+
+
+def _tell_the_next_round(before: dict[str, ModelVersion], by: str, reason: str) -> None:
+    """Later rounds of this folder meet the champion that is one now (stages/champion.py), where these policies are its rounds'."""
+    here = {alias: version.tags["round"] for alias, version in before.items() if _is_here(version)}
+    if CHAMPION in here:
+        word = TakenBack(by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"])))
+        write_json(taken_back_path(here[CHAMPION]), word.model_dump())
+    if PREVIOUS in here:
+        taken_back_path(here[PREVIOUS]).unlink(missing_ok=True)
+
+
+def _is_here(version: ModelVersion) -> bool:
+    path = version.tags["path"]
+    return Path(path).exists() and digests(version.tags["round"]).get(path) == version.tags["md5"]
 
 
 def _check_champion(held: dict[str, ModelVersion]) -> None:
@@ -115,7 +134,7 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
     lines = [
         f"{alias}: version {version.version}, {tags['round']}, gate opened {tags['gate_opened']:.16}",
         f"  win rate against SFT {_interval(version.tags, 'win_rate')}",
-        f"  win rate against the round before {_interval(version.tags, 'win_rate_champion')}",
+        f"  win rate against the champion before {_interval(version.tags, 'win_rate_champion')}",
         f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
     ]
     if "approval.reason" in version.tags:

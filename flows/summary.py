@@ -36,6 +36,8 @@ ROWS = {
     "policy's KL from SFT, nats": "{evaluate.ppo.kl:.2f}",
     "policy's response length, tokens": "{evaluate.ppo.length:.1f}",
     "win rate against SFT [95%]": "{evaluate.win_rate:.3f} [{evaluate.win_rate_low:.3f}, {evaluate.win_rate_high:.3f}]",
+    "win rate against the champion [95%]": "{evaluate.champion_round}: {evaluate.win_rate_champion:.3f} "
+    "[{evaluate.win_rate_champion_low:.3f}, {evaluate.win_rate_champion_high:.3f}]",
     "win rate undecided: prompts needed": "{evaluate.win_rate_prompts_needed}",
     "judged sentiment, SFT -> policy": "{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}",
     "distinct-2, SFT -> policy": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",

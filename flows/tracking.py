@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from flows.dag import read_gate, split
+from stages.gate import vouched
 from stages.params import flatten
 from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
 
@@ -164,10 +165,9 @@ def _decision(stage: str, round_: str) -> dict[str, str]:
 
 def _promotion(round_: str, tags: Mapping[str, str]) -> Promotion | None:
     """None where the gate opened by `warn` although a number was out of its band: nobody has vouched for that policy."""
-    verdict, digests = read_gate(round_, "promote"), _digests(round_)
+    verdict, known = read_gate(round_, "promote"), digests(round_)
     policy, sft = (str(stage_dir(round_, stage) / name) for stage, name in (("ppo", "policy"), ("sft", "model")))
-    vouched = verdict and (verdict["passed"] or (verdict["approval"] or {}).get("approved"))
-    if not verdict or not vouched or policy not in digests:
+    if not verdict or not vouched(verdict) or policy not in known:
         return None
     measured = read_json(stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}")
     told = {f"evaluate.{key}": value for key, value in measured.items() if key.startswith("win_rate")}
@@ -176,22 +176,22 @@ def _promotion(round_: str, tags: Mapping[str, str]) -> Promotion | None:
         **{key: tags[key] for key in ("revision", "seed") if key in tags},
         "round": round_,
         "path": policy,
-        "md5": digests[policy],
-        "md5.sft": digests.get(sft, ""),
+        "md5": known[policy],
+        "md5.sft": known.get(sft, ""),
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in told.items()},
     }
-    return Promotion(digest=digests[policy], evidence=evidence)
+    return Promotion(digest=known[policy], evidence=evidence)
 
 
-def _digests(round_: str) -> dict[str, str]:
+def digests(round_: str) -> dict[str, str]:
     """md5 of the models that a round works with, by path, from dvc.lock."""
     return {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
 
 
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
-    digests, ppo = _digests(round_), stage_dir(round_, "ppo")
+    known, ppo = digests(round_), stage_dir(round_, "ppo")
     paths = {"base": Path("assets/model"), "sft": stage_dir(round_, "sft") / "model", "ppo": ppo / "policy"}
     found = {name: metrics[name] for name in paths if name in metrics}
     for name, values in metrics.get("checkpoints", {}).items():
@@ -203,7 +203,7 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
         yield Checkpoint(
             name=f"{round_}-{name}",
             path=str(path),
-            digest=digests.get(str(path)) or digests.get(str(path.parent), ""),
+            digest=known.get(str(path)) or known.get(str(path.parent), ""),
             step=int(name.removeprefix("step_")) if name.startswith("step_") else last if name == "ppo" else 0,
             metrics=numbers({**values, **against_sft} if name == "ppo" else values),
         )

@@ -1,11 +1,12 @@
-"""A person's word on a gate that asks: approvals/<round>/<gate>.json, kept in git.
+"""A person's word, kept in git: on a gate that asks (approvals/<round>/<gate>.json), or on a champion (approvals/<round>/taken_back.json).
 
-It holds for the numbers that the person saw; when one of them has changed, the gate asks again.
+The first holds for the numbers that the person saw: when one of them has changed, the gate asks again. The second holds for that policy.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -29,8 +30,23 @@ class Approval(BaseModel, extra="forbid"):
         return failed.keys() == self.failed.keys() and all(_same(value, self.failed[name]) for name, value in failed.items())
 
 
+class TakenBack(BaseModel, extra="forbid"):
+    """A champion that is none any more. policy: sha256 of its files (`stages.records.file_hash`)."""
+
+    by: str = Field(min_length=1)
+    reason: str = Field(min_length=1)
+    policy: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+Word = TypeVar("Word", Approval, TakenBack)
+
+
 def _same(a: float | None, b: float | None) -> bool:
     return a == b if a is None or b is None else abs(a - b) <= ROUNDING * max(abs(a), abs(b))
+
+
+def taken_back_path(round_: str) -> Path:
+    return APPROVALS / round_ / "taken_back.json"
 
 
 def approval_path(round_: str, gate: str) -> Path:
@@ -42,16 +58,27 @@ def read_approval(round_: str, gate: str) -> Approval | None:
     Raises:
         BadInput: the file is there and is no approval.
     """
-    path = approval_path(round_, gate)
+    return _read(approval_path(round_, gate), Approval, f"no approval; remove it, and say it again with `rondo approve {gate} {round_}`")
+
+
+def read_taken_back(round_: str) -> TakenBack | None:
+    """
+    Raises:
+        BadInput: the file is there and does not say who, why and which policy.
+    """
+    return _read(taken_back_path(round_), TakenBack, "remove it, and say it again with `rondo promote --rollback`")
+
+
+def _read(path: Path, kind: type[Word], fix: str) -> Word | None:
     if not path.exists():
         return None
     try:
-        return Approval.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         fault = faults(error)
     except ValueError as error:
         fault = f"no JSON: {error}"
-    raise BadInput(f"{path}: no approval ({fault}); remove it, and say it again with `rondo approve {gate} {round_}`")
+    raise BadInput(f"{path}: {fault}; {fix}")
 
 
 def write_approval(round_: str, gate: str, approval: Approval) -> Path:

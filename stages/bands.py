@@ -250,9 +250,9 @@ PROMOTE = (
         "evaluate.win_rate_champion_low",
         ">=",
         "champion_win_rate",
-        "The same against the champion, the policy of the round before; the first round has none. A round that mends badcases need "
-        "not win, but must not lose. 88 prompts give an interval of 0.06 to each side, so that a policy that is just as good has a lower "
-        "bound of 0.44, give or take 0.06: 0.38 turns one of forty such away, 0.45 two of three. With more prompts, raise it.",
+        "The same against the champion, the last policy that was promoted; the first round has none. A round that mends badcases "
+        "need not win, but must not lose. 88 prompts give an interval of 0.06 to each side, so that a policy that is just as good has a "
+        "lower bound of 0.44, give or take 0.06: 0.38 turns one of forty such away, 0.45 two of three. With more prompts, raise it.",
         "it may be worse than the champion: read `champion` beside `ppo` in rounds/{round}/evaluate/samples.jsonl; where the interval is "
         "wide, raise evaluate.samples_per_prompt or prepare.max_eval_prompts; else keep the champion, and look at what this round learnt "
         "from instead (reports/{round}/data.html), or raise ppo.total_episodes",
@@ -290,6 +290,16 @@ PROMOTE = (
         "Share of 3-grams that a text has said before, against SFT's own.",
         "texts repeat themselves (see rounds/{round}/evaluate/samples.jsonl): raise ppo.kl_coef, lower ppo.learning_rate or "
         "ppo.response_length",
+    ),
+    Band(
+        "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
+        "<=",
+        "eos_fall",
+        "Responses that end within ppo.response_length, SFT's share less the policy's. Of 88 prompts with 2 samples each, 0.1 is two "
+        "standard errors. On the default PPO ends more texts than SFT (+0.12 to +0.32 over three seeds); DPO, which judges prefer just as "
+        "much, far fewer (-0.37 to -0.48): nothing in a pair's loss pays for an end, and no judge of a cut text misses it.",
+        "responses do not end: raise ppo.missing_eos_penalty; with dpo, which has no such price, lower dpo.learning_rate or take "
+        "another algorithm; or raise ppo.response_length, where longer texts are what you want",
     ),
     Band(
         "replay.regressed",

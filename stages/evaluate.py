@@ -1,7 +1,8 @@
 """Evaluation on the frozen prompts: base, SFT, PPO's checkpoints, its policy and the champion, by judges that are not the reward model.
 
 Every model answers the same prompts with the same random numbers, `samples_per_prompt` times (checkpoints:
-`checkpoint_samples_per_prompt`), so that comparisons are paired. The champion is the policy of the round before, on its own SFT model.
+`checkpoint_samples_per_prompt`), so that comparisons are paired. The champion is the last policy that was
+promoted, on its own SFT model.
 `reproduced`: a fresh process gave the policy's first sample of every prompt again, with its score and KL, bit for bit.
 `overoptimisation`: whether PPO went too far. `win_rate_prompts_needed`: how many prompts would decide, where these do not.
 """
@@ -9,7 +10,6 @@ Every model answers the same prompts with the same random numbers, `samples_per_
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from stages.comparable import evaluation_id, evaluation_settings, frozen_hash
 from stages.errors import RondoError
 from stages.evaluator import Evaluator, Pass, Sample
 from stages.fresh import run_fresh
+from stages.incumbent import champion_of
 from stages.judges import Judged
 from stages.jury import Jury, load_jury
 from stages.models import load_causal_lm, load_policy, prepare_torch
@@ -31,7 +32,6 @@ from stages.records import (
     Recorder,
     Row,
     file_hash,
-    is_real,
     read_json,
     stage_dir,
     work_dir,
@@ -187,9 +187,9 @@ def main(params: Params, round_: str) -> None:
     check_reproduced(found["ppo"][0], answered_again(params, round_))
 
     # 5. the champion, if there is one
-    previous = Path(params.rounds[round_].previous)
-    if is_real(previous / "ppo/policy"):
-        told.ask("champion", load_policy(previous / "sft/model", previous / "ppo/policy", params.model), config.samples_per_prompt)
+    champion = champion_of(round_)
+    if champion:
+        told.ask("champion", load_policy(champion.sft, champion.policy, params.model), config.samples_per_prompt)
         won = against(found["ppo"], found["champion"])["win_rate"]
         results |= decided("win_rate_champion", won, prompts, recorder.label)
 
@@ -213,6 +213,7 @@ def main(params: Params, round_: str) -> None:
         **metrics,
         "human_nll_rise": math.log(metrics["ppo"]["ppl_human"] / metrics["sft"]["ppl_human"]),
         "checkpoints": steps,
+        "champion_round": champion.round if champion else None,
         **UNMEASURED,
         **results,
         "jury": jury.report(),

@@ -27,6 +27,7 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
     "within": lambda value, bound: abs(value) <= bound,
 }
 Check = dict[str, Any]
+Verdict = dict[str, Any]
 
 
 def look_up(metrics: Any, name: str) -> Any:
@@ -67,15 +68,13 @@ def check(gate: str, band: Band, metrics: Any, bound: float, round_: str) -> Che
     }
 
 
-def run_gate(params: Params, gate: str, round_: str) -> None:
-    """Check, report, and open the gate.
+def judge(params: Params, gate: str, round_: str) -> Verdict:
+    """What a gate says of a round; nothing is written.
 
     Raises:
         BadInput: a stage before has written no metrics, or the approval is no approval.
-        GateFailed: names each failed check with its numbers and next step.
     """
-    passage, config = GATES / round_ / f"{gate}.ok", getattr(params.gates, gate)
-    passage.unlink(missing_ok=True)
+    config = getattr(params.gates, gate)
     metrics = {stage: read_json(stage_dir(round_, stage) / "metrics.json", f"dvc repro {stage}@{round_}") for stage in STAGES[gate]}
     checks = [check(gate, band, metrics, getattr(config, band.bound), round_) for band in BANDS[gate]]
     failed = [row for row in checks if not row["passed"]]
@@ -84,7 +83,7 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
         print(f"[gate_{gate}@{round_}] the approval by {approval.by} was of other numbers", flush=True)
         approval = None
     opened = not failed or config.policy is Policy.warn or bool(approval and approval.approved)
-    verdict = {
+    return {
         "gate": gate,
         "round": round_,
         "policy": config.policy.value,
@@ -93,13 +92,31 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
         "approval": approval.model_dump() if approval else None,
         "checks": checks,
     }
+
+
+def vouched(verdict: Mapping[str, Any]) -> bool:
+    """Whether the numbers or a person speak for what went through; `warn` lets pass what nobody vouches for."""
+    return bool(verdict["passed"] or (verdict["approval"] or {}).get("approved"))
+
+
+def run_gate(params: Params, gate: str, round_: str) -> None:
+    """Check, report, and open the gate.
+
+    Raises:
+        BadInput: see `judge`.
+        GateFailed: names each failed check with its numbers and next step.
+    """
+    passage = GATES / round_ / f"{gate}.ok"
+    passage.unlink(missing_ok=True)
+    verdict = judge(params, gate, round_)
     write_json(REPORTS / round_ / f"gate_{gate}.json", verdict)
-    for row in checks:
+    for row in verdict["checks"]:
         print(f"[gate_{gate}@{round_}] {'pass' if row['passed'] else 'FAIL'}  {said(row)}", flush=True)
-    if not opened:
-        raise GateFailed("; ".join([*(f"{said(row)}. Next: {row['next_step']}" for row in failed), *filter(None, [decision(verdict)])]))
-    if approval:
-        print(f"[gate_{gate}@{round_}] approved by {approval.by}: {approval.reason}", flush=True)
+    if not verdict["opened"]:
+        steps = [f"{said(row)}. Next: {row['next_step']}" for row in verdict["checks"] if not row["passed"]]
+        raise GateFailed("; ".join([*steps, *filter(None, [decision(verdict)])]))
+    if approval := verdict["approval"]:
+        print(f"[gate_{gate}@{round_}] approved by {approval['by']}: {approval['reason']}", flush=True)
     write_text(passage, "passed\n")
 
 

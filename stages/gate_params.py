@@ -59,13 +59,14 @@ class RewardGate(Gate):
 class PromoteGate(Gate):
     win_rate: float = Field(0.5, ge=0, le=1, description="Least lower bound of the 95% interval of the win rate against SFT.")
     champion_win_rate: float = Field(
-        0.38, ge=0, le=1, description="The same against the champion, the policy of the round before: what it may lose is 0.5 less this."
+        0.38, ge=0, le=1, description="The same against the champion, the last policy that was promoted: what it may lose is 0.5 less this."
     )
     dangers: int = Field(0, ge=0, description="Most dangers that PPO's health had found when the kept policy was reached.")
     max_kl: float = Field(8.0, gt=0, description="Most KL from SFT, nats a sequence.")
     distinct_2: float = Field(0.65, ge=0, le=1, description="Least share of distinct 2-grams across prompts.")
     repetition_rise: float = Field(0.05, ge=0, description="Most rise of the share of repeated 3-grams over SFT's.")
     regressed: int = Field(0, ge=0, description="Most badcases that were repaired before and fail again.")
+    eos_fall: float = Field(0.1, ge=0, le=1, description="Most that the share of ended responses may fall below SFT's.")
     slice_fall: float = Field(
         0.1, ge=0, le=1, description="Most that the policy may be worse than SFT in any slice or task: upper bound of the 95% interval."
     )

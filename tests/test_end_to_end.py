@@ -37,8 +37,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
-    said = run(sys.executable, "-m", "flows.cli", "run", "--preset", "tiny", cwd=clone)
-    assert "win rate against SFT" in said
+    rondo = (sys.executable, "-m", "flows.cli")
+    # neither policy is promoted, which does not keep the second round from learning; who is approved is the champion that it meets
+    said = run(*rondo, "run", "--preset", "tiny", "--set", "gates.promote.policy=ask", cwd=clone, code=3)
+    assert "win rate against SFT" in said and "Not promoted; the next round learns from its badcases." in said
+    assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] is None
+    for name, code in (("r0", 3), ("r1", 0)):
+        run(*rondo, "approve", "promote", name, "--reason", "a test", cwd=clone)
+        run(*rondo, "run", cwd=clone, code=code)
+    assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] == "r0"
 
     # every stage of every round left its three files, and every gate its mark
     for name in ("r0", "r1"):

@@ -12,7 +12,8 @@ from stages.records import ASSETS, write_text
 
 PREDECESSOR = (
     *("prepare/data", "replay/data", "sft/model", "reward/model", "reward/judge", "reward/scores.jsonl"),
-    *("ppo/policy", "ppo/rollouts"),
+    *("ppo/policy", "ppo/rollouts", "champion/champion.json"),
+    *(f"{stage}/metrics.json" for stage in ("evaluate", "capability", "replay", "ppo")),
 )
 
 

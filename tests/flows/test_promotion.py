@@ -13,15 +13,15 @@ from mlflow import MlflowClient
 from flows import cli, promotion
 from flows.mlflow_store import MlflowTracker, Store, registry
 from flows.tracking import read_record
-from stages.approvals import Approval, write_approval
+from stages.approvals import Approval, read_taken_back, taken_back_path, write_approval
 from stages.errors import BadInput, GateFailed, RondoError
 from stages.gate import run_gate
 from stages.params import check_params
-from stages.records import stage_dir, write_json
+from stages.records import file_hash, stage_dir, write_json, write_text
 
 NOWHERE = "http://127.0.0.1:9"
-GOOD = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9, "human_nll_rise": 0.5, "sft": {"repetition_3": 0.0}}
-GOOD |= {"ppo": {"kl": 5.0, "distinct_2": 0.8, "repetition_3": 0.0}}
+GOOD = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9, "human_nll_rise": 0.5}
+GOOD |= {"sft": {"repetition_3": 0.0, "eos_rate": 0.7}, "ppo": {"kl": 5.0, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.9}}
 CHAMPION = {"win_rate_champion": 0.57, "win_rate_champion_low": 0.51, "win_rate_champion_high": 0.63}
 FIRST = dict.fromkeys(CHAMPION)
 
@@ -102,11 +102,11 @@ def test_a_policy_whose_gate_opened_becomes_champion_with_its_evidence(database:
     assert promotion.told(client).splitlines() == [
         f"champion: version 2, r1, gate opened {champion.tags['gate_opened'][:16]}",
         "  win rate against SFT 0.800 [0.700, 0.900]",
-        "  win rate against the round before 0.570 [0.510, 0.630]",
+        "  win rate against the champion before 0.570 [0.510, 0.630]",
         "  rounds/r1/ppo/policy, md5 bbb.dir, git c0ffee, seed 7",
         f"previous: version 1, r0, gate opened {previous.tags['gate_opened'][:16]}",
         "  win rate against SFT 0.800 [0.700, 0.900]",
-        "  win rate against the round before not measured",
+        "  win rate against the champion before not measured",
         "  rounds/r0/ppo/policy, md5 aaa.dir, git c0ffee, seed 7",
     ]
 
@@ -195,6 +195,21 @@ def test_a_rollback_stays_and_a_second_one_takes_it_back(database: str) -> None:
     mirror("mended", database, "r1")
     assert held(client) == {"champion": "ccc.dir", "previous": "aaa.dir"}
     assert versions(client) == ["aaa.dir", "bbb.dir", "ccc.dir"]
+
+
+def test_a_rollback_reaches_the_next_round_where_these_are_the_policies_of_this_folder(database: str) -> None:
+    client = two_rounds(database)
+    for name in ("r0", "r1"):
+        write_text(Path(f"rounds/{name}/ppo/policy/adapter.bin"), name)
+    promotion.roll_back(client, "Ada", "one ending for all")
+    word = read_taken_back("r1")
+    assert word and (word.by, word.reason, word.policy) == ("Ada", "one ending for all", file_hash(Path("rounds/r1/ppo/policy")))
+    promotion.roll_back(client, "Bob", "it was the judge")
+    assert read_taken_back("r1") is None and read_taken_back("r0") is not None
+    taken_back_path("r0").unlink()
+    make_round("r1", "ccc", CHAMPION)  # in this folder is another policy by now than the champion
+    promotion.roll_back(client, "Ada", "it was not")
+    assert read_taken_back("r1") is None
 
 
 def test_nothing_to_roll_back_to(database: str) -> None:

@@ -114,6 +114,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         write_json(folder / "prepare/manifest.json", template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")})
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4})
+        write_json(folder / "champion/champion.json", {"round": None})
         ending = {"score": 20.0, "kl": 3.0, "finish_reason": "stop", "length": 6}
         said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]
         prompts = [f"The {noun}" for noun in ("dinner", "match", "party", "movie")]

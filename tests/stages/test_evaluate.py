@@ -19,6 +19,7 @@ from stages.judges import Judged, judge
 from stages.jurors import Absolute, Lexicon
 from stages.jury import Jury
 from stages.params import Params
+from stages.records import file_hash, write_json
 
 KEYS = {"sentiment", "sentiment_plain", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3", "nll"}
 
@@ -104,6 +105,9 @@ def test_a_round_and_its_champion(make_round):
     first = {path.name: path.read_bytes() for path in Path("rounds/r0/evaluate").iterdir()}
     main(params, "r0")
     assert first == {path.name: path.read_bytes() for path in Path("rounds/r0/evaluate").iterdir()}
+    policy, sft = (Path("rounds/r0") / part for part in ("ppo/policy", "sft/model"))
+    hashes = {str(path): file_hash(path) for path in (policy, sft)}
+    write_json(Path("rounds/r1/champion/champion.json"), {"round": "r0", "hashes": hashes})
     main(params, "r1")
     metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
     zero = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
@@ -120,7 +124,7 @@ def test_a_round_and_its_champion(make_round):
     assert metrics["sft"]["kl"] == 0.0 and metrics["base"]["kl"] == pytest.approx(0.0, abs=1e-4)
     assert metrics["ppo"]["kl"] != 0.0 and metrics["ppo"].pop("ppl_human") > 1 and metrics["champion"] == metrics["ppo"]
     assert metrics["checkpoints"]["step_00004"]["kl"] == metrics["ppo"]["kl"]
-    assert [metrics[name] for name in names] == [0.5] * 3
+    assert [metrics[name] for name in names] == [0.5] * 3 and metrics["champion_round"] == "r0"
     # r1's reward model has the opposite taste: raw scores change sign around 0, calibrated (x - .5) / 2
     assert zero["sft"]["score"] + metrics["sft"]["score"] == pytest.approx(-0.5, abs=1e-4)
 
@@ -138,6 +142,10 @@ def test_a_round_and_its_champion(make_round):
     # the policy and itself, its own champion, are equal: no number of prompts decides
     assert metrics["win_rate_champion_prompts_needed"] is None and "win_rate_champion_prompts_needed" not in zero
     assert metrics["evaluation_id"] == zero["evaluation_id"]
+
+    shutil.copytree("rounds/r0/ppo/checkpoints/step_00002", policy, dirs_exist_ok=True)
+    with pytest.raises(BadInput, match=r"rounds/r0/ppo/policy is not what became champion: run `dvc checkout"):
+        main(params, "r1")
 
 
 def test_perplexity_of_human_text_agrees_with_transformers(make_round):

@@ -41,8 +41,8 @@ BATTERY = {
     "worst_mined": 0.1,
     "best_of_n": {"rise_low": 0.2},
 }
-EVALUATE = {"win_rate_low": 0.7, "win_rate_champion_low": 0.38, "human_nll_rise": 0.5, "sft": {"repetition_3": 0.03}}
-EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06}}
+EVALUATE = {"win_rate_low": 0.7, "win_rate_champion_low": 0.38, "human_nll_rise": 0.5, "sft": {"repetition_3": 0.03, "eos_rate": 0.7}}
+EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65}}
 METRICS = {
     "sft": {"sft": SFT},
     "reward": {"reward": REWARD, "battery": BATTERY},
@@ -107,6 +107,13 @@ def test_good_numbers_pass(attempt, gate):
         ("reward", "battery", {"worst_mined": 0.55}, "battery.worst_mined", "replay.pairs_per_exploit"),
         ("reward", "battery", {"best_of_n": {"rise_low": 0.0}}, "battery.best_of_n.rise_low", "misled"),
         ("promote", "replay", {"regressed": 1}, "replay.regressed", "rondo badcases list --state regressed"),
+        (
+            "promote",
+            "evaluate",
+            {"sft": EVALUATE["sft"] | {"eos_rate": 0.8}},
+            "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
+            "missing_eos",
+        ),
         ("promote", "capability", {"worst_fall": 0.11}, "capability.worst_fall", "capability/metrics.json"),
         ("promote", "evaluate", {"human_nll_rise": 1.1}, "evaluate.human_nll_rise", "forgotten"),
         ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
