@@ -65,14 +65,16 @@ def main(params: Params, round_: str) -> None:
     exploits = find_exploits(shares, shuffled(human, params.seed), sampler.scorer)
     suffixes = [exploit.suffix for exploit in exploits]
 
-    # 4. badcases by cause; what people have reported is added to them
+    # 4. badcases by cause, as far as no earlier round knows them; what people have reported is added to them
+    earlier = read_ledger(previous.name) if is_real(previous / "replay/data") else []
     samples = read_bare(samples, [suffixes] * len(samples), sampler.scorer)
     limits = Limits(
         params.replay, kl_limit([s.kl for s in samples], params.replay.kl_outlier), JudgeName.lexicon.value in params.evaluate.judges
     )
-    mined = mine(samples, limits, round_, file_hash(stage_dir(round_, "ppo") / "policy"))
+    policy, known = file_hash(stage_dir(round_, "ppo") / "policy"), {case.id for case in earlier}
+    mined = mine(samples, limits, round_, policy, known)
     scores = sampler.scorer([report.prompt for report in reports], [report.response for report in reports])
-    badcases = [*reported(reports, scores, round_), *mined]
+    badcases = [*(case for case in reported(reports, scores, round_) if case.id not in known), *mined]
     recorder.say(3, f"{len(badcases)} badcases, {len(reports)} of them reported, exploits {suffixes}")
 
     # 5. better answers, and the next round's rows; what of the badcases is chance
@@ -88,7 +90,6 @@ def main(params: Params, round_: str) -> None:
 
     # 6. the round before: its badcases tried again, its exploits under both reward models
     chosen = chosen_scores(stage_dir(round_, "reward"))
-    earlier = read_ledger(previous.name) if is_real(previous / "replay/data") else []
     tried = ask_again(earlier, sampler, jury, params.seed + 2, limits, round_)
     progress = became(earlier, tried) | blind_spots(previous, sampler, params, held_out, chosen)
     progress["fooled_now"] = share(fooled(suffixes, held_out, sampler.scorer, chosen))

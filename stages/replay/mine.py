@@ -1,6 +1,6 @@
 """Badcases found: responses of the policy to training prompts that show a failure, by cause (stages/badcases.py says what each is)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, zip_longest
 from statistics import median
@@ -81,14 +81,16 @@ CAUSES: dict[Cause, Callable[[Sample, Limits], float | None]] = {
 }
 
 
-def mine(samples: Iterable[Sample], limits: Limits, round_: str, policy: str) -> list[Badcase]:
-    """At most replay.max_badcases of them: the causes take turns, each giving its worst first."""
+def mine(samples: Iterable[Sample], limits: Limits, round_: str, policy: str, known: Collection[str]) -> list[Badcase]:
+    """At most replay.max_badcases of them: the causes take turns, each giving its worst first. known: ids of earlier rounds', tried again
+    anyway."""
     found: dict[Cause, dict[str, tuple[float, Badcase]]] = {cause: {} for cause in CAUSES}
     for sample in samples:
         for cause, severity in CAUSES.items():
             if (bad := severity(sample, limits)) is not None:
                 case = badcase(sample, cause, round_, policy)
-                found[cause][case.id] = (bad, case)
+                if case.id not in known:
+                    found[cause][case.id] = (bad, case)
     ranked = ([case for _, case in sorted(cases.values(), key=lambda item: (-item[0], item[1].id))] for cases in found.values())
     turns = (case for case in chain.from_iterable(zip_longest(*ranked)) if case)
     return [case for case, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]

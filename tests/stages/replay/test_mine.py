@@ -54,7 +54,7 @@ def test_causes_take_turns_and_give_their_worst_first():
     endless = [replace(FINE, response=f" {n}", ended=False, score=float(n)) for n in range(5)]
     far = [replace(FINE, response=f" far {n}", kl=20.0 + n) for n in range(2)]
     limits = replace(LIMITS, replay=ReplayParams(max_badcases=4))
-    cases = mine([*endless, *far, endless[4]], limits, "r0", "abc")
+    cases = mine([*endless, *far, endless[4]], limits, "r0", "abc", set())
     assert [(case.cause, case.response) for case in cases] == [
         (Cause.no_eos, " 4"),
         (Cause.kl_outlier, " far 1"),
@@ -64,8 +64,14 @@ def test_causes_take_turns_and_give_their_worst_first():
     assert {(case.round, case.policy, case.state, case.origin) for case in cases} == {("r0", "abc", State.open, "fresh")}
 
 
+def test_what_an_earlier_round_knows_is_not_found_again():
+    endless = [replace(FINE, response=f" {n}", ended=False) for n in range(2)]
+    first, second = mine(endless, LIMITS, "r0", "abc", set())
+    assert mine(endless, LIMITS, "r1", "def", {first.id}) == [second.model_copy(update={"round": "r1", "policy": "def"})]
+
+
 def test_a_blind_spot_names_its_exploit():
-    [case] = mine([replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc")
+    [case] = mine([replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc", set())
     assert (case.exploits, case.stage) == ([" Enjoy!"], "reward")
     assert (case.sft, case.votes) == (" was sad.", {TOGETHER: 1.0})
 
