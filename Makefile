@@ -38,7 +38,7 @@ lint: setup
 	$(BIN)/mypy
 
 ui: setup
-	@exec $(BIN)/rondo serve
+	@exec $(BIN)/rondo up
 
 # The whole closure by exact version, from a clean environment. Neither +cpu nor NVIDIA's packages: pip takes the torch that is offered.
 lock:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from prefect import get_run_logger
-from prefect.flow_runs import pause_flow_run
+from prefect.flow_runs import suspend_flow_run
 from prefect.input import RunInput
 from prefect.runtime import deployment
 from pydantic import Field
@@ -16,11 +16,10 @@ from stages.gate import values
 from stages.gate_params import Policy
 
 WAIT_SECONDS = 7 * 24 * 3600
-POLL_SECONDS = 3
 
 
 class Decision(RunInput):
-    """The form that a paused run shows."""
+    """The form that a suspended run shows."""
 
     approve: bool = Field(False, description="Go on although these numbers are out of their bands.")
     by: str = Field(min_length=1, description="Who decides.")
@@ -36,14 +35,19 @@ def waiting(address: str) -> dict[str, Any] | None:
 
 
 def decided_in_the_ui(address: str) -> bool:
-    """Pause a run that was started in the Prefect UI until somebody has decided on its gate; whether there is a decision."""
+    """Whether somebody has decided on the gate of a run that was started in the Prefect UI; until then it is suspended: its process ends,
+    and starts again with the decision.
+
+    Raises:
+        Pause: there is no decision yet.
+    """
     verdict = waiting(address)
     if verdict is None or not deployment.id:  # a run of the terminal has nobody who looks at the UI
         return False
     get_run_logger().info(f"{address} waits for a decision: press Resume in this run's page")
     told = "\n".join([f"The {verdict['gate']} gate of {verdict['round']} is shut:", *(f"- {line}" for line in failed_checks(verdict))])
     form = Decision.with_initial_data(description=told)
-    decision = pause_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, poll_interval=POLL_SECONDS, key=slug(address))
+    decision = suspend_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, key=slug(address))
     decide(verdict, decision.approve, decision.by, decision.reason)
     return True
 

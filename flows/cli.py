@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of params.yaml; may be repeated"
         )
         each.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
-    commands.add_parser("serve", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
+    commands.add_parser("up", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
     commands.add_parser("report", help="print the table of what is there; write reports/summary.md and reports/report.html")
     word = commands.add_parser("approve", help="let a round go on past a gate that asks (gates.<gate>.policy: ask), or refuse it")
     word.add_argument("gate", choices=["sft", "reward", "promote"])
@@ -116,10 +116,10 @@ def next_round(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def serve(_: argparse.Namespace) -> int:
-    from flows.server import serve as serve_all
+def up(_: argparse.Namespace) -> int:
+    from flows.server import serve
 
-    serve_all(HOME.resolve())
+    serve(HOME.resolve())
     return 0
 
 
@@ -173,7 +173,7 @@ def check_data(options: argparse.Namespace) -> int:
 COMMANDS = {
     "run": run,
     "next-round": next_round,
-    "serve": serve,
+    "up": up,
     "report": report,
     "approve": approve,
     "promote": promote,

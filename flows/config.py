@@ -36,7 +36,7 @@ from stages.params import (
     rounds,
 )
 from stages.ppo.sources import files
-from stages.records import write_text
+from stages.records import stage_dir, write_text
 from stages.section import Section
 
 PRESETS = Path(__file__).parent.parent / "presets"
@@ -136,7 +136,7 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
 
 
 def one_more_round() -> int:
-    """How many rounds there are with one more.
+    """How many rounds there are with one more; none more where the last one has not come to its replay, which the next one needs.
 
     Raises:
         BadInput: the rounds of params.yaml are not r0, r1, ..., each after the one before.
@@ -144,7 +144,7 @@ def one_more_round() -> int:
     named = load_params().rounds
     if named != rounds(len(named)):
         raise BadInput(f"rounds of params.yaml are {', '.join(named)}, not r0, r1, ...: add the next one there, with its `previous`")
-    return len(named) + 1
+    return len(named) + (stage_dir(list(named)[-1], "replay") / "metrics.json").exists()
 
 
 def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:

@@ -112,7 +112,7 @@ def stage_environment() -> dict[str, str]:
 
 
 def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Outcome:
-    """Bring one stage up to date with `dvc repro --single-item`, as a process group that dies with this call.
+    """Bring one stage up to date with `dvc repro --single-item`.
 
     `on_line` gets each line that the stage or DVC prints, while it runs. `force`: also a stage that DVC finds unchanged.
 
@@ -122,26 +122,35 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
     """
     if not force and up_to_date(address):
         return Outcome.unchanged
-    command = [warm.python(), "-m", "dvc", "repro", "--single-item", *(["--force"] if force else []), address]
-    process = guard.start(command, env=stage_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     lines: deque[str] = deque(maxlen=SHOWN_LINES)
     text: list[str] = []
+
+    def sort(line: str) -> None:
+        if DVC_NOISE.match(line):
+            text.append(line)
+        elif line:
+            lines.append(line)
+            on_line(line)
+
+    code = stream(["dvc", "repro", "--single-item", *(["--force"] if force else []), address], sort)
+    if code:
+        raise _failure(address, code, [*text, *lines], "\n".join(lines))
+    return Outcome.restored if any("is cached" in line for line in text) else Outcome.ran
+
+
+def stream(module: list[str], on_line: Callable[[str], None]) -> int:
+    """Run `python -m MODULE ...` as a process group that dies with this call; `on_line` gets what it prints, while it runs."""
+    command = [warm.python(), "-m", *module]
+    process = guard.start(command, env=stage_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
     assert process.stdout is not None
     try:
         for line in map(str.rstrip, process.stdout):
-            if DVC_NOISE.match(line):
-                text.append(line)
-            elif line:
-                lines.append(line)
-                on_line(line)
-        code = process.wait()
+            on_line(line)
+        return process.wait()
     finally:  # TerminationSignal and KeyboardInterrupt pass here too
         if process.poll() is None:
             guard.stop(process)
         process.stdout.close()
-    if code:
-        raise _failure(address, code, [*text, *lines], "\n".join(lines))
-    return Outcome.restored if any("is cached" in line for line in text) else Outcome.ran
 
 
 # What DVC itself says; the flow says the same once, shorter.

@@ -15,16 +15,17 @@ from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas import State
+from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import approval, dag, estimate, summary, warm
-from flows.config import KEEP, Sections, preset_names, resolve, write_params
+from flows import approval, dag, estimate, slots, summary, warm
+from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
 from flows.tracking import NoTracker, revision
-from flows.workspace import workspace
+from flows.workspace import WORKSPACES, working_tree, workspace
 from stages.assets.data import changed_sources
 from stages.errors import GateFailed
 from stages.params import flatten
@@ -55,16 +56,17 @@ def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
         say(line)
         tracker.progress()
 
-    tracker.start(address)
-    outcome = "failed"
-    try:
-        done = dag.run(address, on_line, force)
-        outcome = done.value
-        say(f"[{address}] {outcome}")
-        return done
-    finally:
-        tracker.finish(outcome)
-        publish(address)
+    with slots.computing(say):
+        tracker.start(address)
+        outcome = "failed"
+        try:
+            done = dag.run(address, on_line, force)
+            outcome = done.value
+            say(f"[{address}] {outcome}")
+            return done
+        finally:
+            tracker.finish(outcome)
+            publish(address)
 
 
 def publish(address: str) -> None:
@@ -102,6 +104,17 @@ def gate_markdown(verdict: dict[str, Any]) -> str:
     return f"{summary.outcome(verdict)}\n\n{table}"
 
 
+def home_folder() -> Path:
+    return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
+
+
+def run_id() -> str:
+    """Of this flow run; what it had before, where it goes on after a crash, a retry or a decision in a workspace of its own."""
+    own = str(flow_run.id)[:8]
+    known = sorted((home_folder() / WORKSPACES).glob(f"*-{own}*"))  # a sweep has several, ID.N
+    return known[0].name.partition(".")[0] if known else f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{own}"
+
+
 @flow(name="rlhf-pipeline", flow_run_name="{preset}", persist_result=False)
 def rlhf_pipeline(
     preset: PresetName = KEEP,
@@ -119,10 +132,18 @@ def rlhf_pipeline(
         sections: Whole sections of params.yaml; what is left out stays.
         isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
     """
-    say, home = speaker(), Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
-    run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:4]}"
+    return pipeline(run_id(), preset, rounds, settings, sections, isolated)
+
+
+def pipeline(run: str, preset: str, rounds: int | None, settings: list[str], sections: Sections | None, isolated: bool) -> State[Any]:
+    """What `rlhf_pipeline` does, as the run of this name.
+
+    Raises:
+        Pause: a gate waits for a decision.
+    """
+    say, home = speaker(), home_folder()
     warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
-    with warmth, workspace(run, home) if isolated else nullcontext(Path.cwd()) as folder:
+    with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
         params = resolve(preset, rounds, settings, sections)
         changes = write_params(params)
         say(f"run {run} in {folder}")
@@ -149,15 +170,38 @@ def rlhf_pipeline(
                         raise
                     say(f"{error}\nNot promoted; the next round learns from its badcases.")
                 left.pop(0)
-            return Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
+            ended: State[Any] = Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
         except GateFailed as error:
-            return Failed(name="GateFailed", message=str(error))
-        finally:
-            tracker.close(not left, summary.markdown(names))
-            create_markdown_artifact(summary.markdown(names), key="summary", description=f"Run {run}")
-            summary.write(names)
-            say(summary.text(names))
-            if todo or not page.REPORT.exists():
-                say(report_page(names))
-            if left:
-                say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")
+            ended = Failed(name="GateFailed", message=str(error))
+        except Pause:
+            raise
+        except BaseException:
+            close(run, names, left, tracker, say, bool(todo))
+            raise
+        close(run, names, left, tracker, say, bool(todo))
+        return ended
+
+
+def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say: Say, changed: bool) -> None:
+    """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not come to."""
+    table = summary.markdown(rounds)
+    tracker.close(not left, table)
+    create_markdown_artifact(table, key="summary", description=f"Run {run}")
+    summary.write(rounds)
+    say(summary.text(rounds))
+    if changed or not page.REPORT.exists():
+        say(report_page(rounds))
+    if left:
+        say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")
+
+
+@flow(name="next-round", flow_run_name="next-round", persist_result=False)
+def next_round(settings: list[str] = [], sections: Sections | None = None, isolated: bool = False) -> State[Any]:  # noqa: B006
+    """One more round, on the failures of the last; those before are not run again. Goes on with a last round that has not ended.
+
+    Args:
+        settings: Single values, section.key=value, e.g. replay.max_badcases=32.
+        sections: Whole sections of params.yaml; what is left out stays.
+        isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
+    """
+    return pipeline(run_id(), KEEP, one_more_round(), settings, sections, isolated)

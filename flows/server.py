@@ -1,4 +1,4 @@
-"""`rondo serve`: Prefect server, a worker and MLflow on loopback, until Ctrl-C; and where to find them."""
+"""`rondo up`: Prefect server, a worker and MLflow on loopback, until Ctrl-C; and where to find them."""
 
 import json
 import os
@@ -10,14 +10,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
 from flows import guard
 from flows.dag import command_environment
 from stages.errors import BadInput, RondoError
+from stages.records import write_json
 
 HOST = "127.0.0.1"
 PREFECT_PORT = int(os.environ.get("PREFECT_SERVER_API_PORT", "4200"))
@@ -26,6 +29,7 @@ PREFECT_URL, MLFLOW_URL = f"http://{HOST}:{PREFECT_PORT}", f"http://{HOST}:{MLFL
 MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?workflowType=machine_learning"  # its pages for models; else it opens those for agents
 POOL = "rondo"
 START_SECONDS = 120.0
+CUT_OFF = "cut_off.json"
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report
 
 Process = subprocess.Popen[str]
@@ -49,11 +53,14 @@ def prefect_environment(home: Path) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
         "PREFECT_CLI_PROMPT": "false",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",  # slots outlive a restart
     }
 
 
 def serve(home: Path, say: Callable[[str], None] = print) -> None:
     """Start everything, print the addresses when they answer, wait for SIGINT or SIGTERM, end everything.
+
+    Runs of the UI that end with it go on with the next call.
 
     Raises:
         BadInput: a port is in use.
@@ -99,10 +106,12 @@ def serve(home: Path, say: Callable[[str], None] = print) -> None:
             if services[name].wait(START_SECONDS):
                 raise RondoError(f"prefect {name} failed:\n{_tail(logs / f'{name}.log')}")
             del services[name]
+        for name in _take_up(home):
+            say(f"goes on: {name}, which the last end has cut off")
         begin("worker", "prefect", "worker", "start", "--pool", POOL, "--type", "process")
         until("worker", _worker_online)
         until("mlflow", lambda: answers(f"{MLFLOW_URL}/health"))
-        say(f"Prefect  {PREFECT_URL}   deployment rlhf-pipeline/rlhf-pipeline: start a run there")
+        say(f"Prefect  {PREFECT_URL}/deployments   start a run there: rlhf-pipeline, next-round, sweep, evaluate-checkpoint")
         say(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
         while True:
             _check_alive(services, logs)
@@ -110,7 +119,7 @@ def serve(home: Path, say: Callable[[str], None] = print) -> None:
     except KeyboardInterrupt:
         say("\nstopping ...")
     finally:
-        _stop_all(services)
+        _stop_all(services, home / CUT_OFF)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -137,13 +146,43 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
+def _ask(path: str, body: dict[str, Any]) -> Any:
+    """What Prefect answers to a POST."""
+    request = urllib.request.Request(f"{PREFECT_URL}/api/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return json.load(answer)
+
+
 def _worker_online() -> bool:
-    request = urllib.request.Request(f"{PREFECT_URL}/api/work_pools/{POOL}/workers/filter", b"{}", {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return any(worker["status"] == "ONLINE" for worker in json.load(answer))
+        return any(worker["status"] == "ONLINE" for worker in _ask(f"work_pools/{POOL}/workers/filter", {}))
     except urllib.error.URLError:
         return False
+
+
+def _running() -> list[str]:
+    """Ids of the runs that Prefect believes a worker to run."""
+    chosen = {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["RUNNING"]}}}
+    return [run["id"] for run in _ask("flow_runs/filter", {"flow_runs": chosen})]
+
+
+def _take_up(home: Path) -> list[str]:
+    """Schedule again what was running when `rondo up` ended, or died; returns the names. No worker is there yet, so none runs."""
+    cut_off = home / CUT_OFF
+    dead = _running()
+    for run in dead:
+        _ask(f"flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "message": "its worker has gone"}})
+    known = json.loads(cut_off.read_text()) if cut_off.exists() else []
+    names = []
+    for run in dict.fromkeys([*known, *dead]):
+        try:
+            answer = _ask(f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
+        except urllib.error.HTTPError:  # somebody has deleted it
+            continue
+        if answer["status"] == "ACCEPT":
+            names.append(run)
+    cut_off.unlink(missing_ok=True)
+    return names
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -153,11 +192,13 @@ def _children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _stop_all(services: dict[str, Process]) -> None:
-    """Flow runs first, while the server still hears how they ended; then the rest at once. Within 10 s."""
+def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
+    """Flow runs first, while the server still hears how they ended; then the rest at once. Within 10 s. cut_off: keeps their ids."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if "worker" in services:
+        with suppress(OSError):  # the server may be what has ended
+            write_json(cut_off, _running())
         runs = [run for worker in _children(services["worker"].pid) for run in _children(worker.pid)]  # each leads a session of its own
         for run in runs:
             run.terminate()

@@ -105,7 +105,7 @@ def not_comparable(rounds: list[str]) -> list[str]:
 
 def rows(rounds: list[str]) -> list[tuple[str, list[str]]]:
     """Title and a cell a round; a row of the evaluation's numbers once for each evaluation, so that none stands beside another's."""
-    cells, apart = {name: _cells(name) for name in rounds}, evaluations(rounds)
+    cells, apart = {name: cells_of(name) for name in rounds}, evaluations(rounds)
     return [
         (f"{title} {OTHERWISE * number}".strip(), [cells[name][title] if name in together else "-" for name in rounds])
         for title, cell in ROWS.items()
@@ -123,7 +123,8 @@ def table(rounds: list[str], markdown: bool = False) -> Table:
     return shown
 
 
-def _cells(round_: str) -> dict[str, str]:
+def cells_of(round_: str) -> dict[str, str]:
+    """A round's cells by title."""
     metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in STAGES}
     texts = {title: cell.format_map(metrics) for title, cell in ROWS.items()}
     return {title: text if any(sign.isdigit() for sign in text) else "-" for title, text in texts.items()}

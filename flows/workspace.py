@@ -1,14 +1,21 @@
 """A workspace of its own for one run: a git worktree that shares DVC's cache and ends as the branch `runs/<run id>`."""
 
+import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from flows.dag import open_repo
 from stages.errors import BadInput, RondoError
 from stages.records import JUDGE_CACHE
 
+WORKSPACES = "workspaces"
+ENDED = Path(".rondo/ended")  # in a workspace: its run has come to its end
+KEPT_DAYS = 7
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases")
 GIVEN = ("slices", "badcases")  # what people have put there
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
@@ -22,28 +29,63 @@ def git(*arguments: str) -> str:
 
 
 @contextmanager
+def working_tree(home: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Work where we are, when no other run does."""
+    home.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(home / "working-tree.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        say("waits: another run works in this folder; with `isolated` each has its own")
+        lock.acquire()
+    try:
+        yield Path.cwd()
+    finally:
+        lock.release()
+
+
+@contextmanager
 def workspace(run: str, home: Path) -> Iterator[Path]:
     """Work in `.rondo/workspaces/<run>`, a worktree of HEAD with today's params.yaml; commit its results to `runs/<run>` at the end.
 
-    The worktree is kept: its files are the run's.
+    One that is there already goes on as it is. It is kept after its end, for a week at least: its files are the run's.
 
     Raises:
         BadInput: no git repository, no commit in it, or code that is not committed and would therefore not be in the branch.
     """
-    root, folder, branch = Path.cwd(), home / "workspaces" / run, f"runs/{run}"
-    _check_committed()
-    params = (root / "params.yaml").read_text()
-    with open_repo() as repo:
-        cache = repo.cache.local_cache_dir
-    git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
-    (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
-    (folder / "params.yaml").write_text(params)
-    _share(JUDGE_CACHE, root, folder)
+    folder = home / WORKSPACES / run
+    if not folder.exists():
+        _check_committed()
+        collect(home)
+        _make(folder, f"runs/{run}")
     with chdir(folder):
         yield folder
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
         if git("status", "--porcelain"):
             git(*_identity(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
+        ENDED.touch()
+
+
+def _make(folder: Path, branch: str) -> None:
+    root = Path.cwd()
+    with open_repo() as repo:
+        cache = repo.cache.local_cache_dir
+    git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
+    (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
+    shutil.copy("params.yaml", folder)
+    _share(JUDGE_CACHE, root, folder)
+    for name in git("ls-files", "--others", "--exclude-standard").splitlines():  # data and functions that params.yaml may name
+        if Path(name).parts[0] not in (*COMMITTED, *GIVEN, *CODE):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(root / name)
+
+
+def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
+    """Remove workspaces of runs that ended so many days ago; returns their names. Branches and DVC's cache keep what they made."""
+    old = [mark.parents[1] for mark in (home / WORKSPACES).glob(f"*/{ENDED}") if mark.stat().st_mtime < time.time() - days * 24 * 3600]
+    for folder in old:
+        git("worktree", "remove", "--force", str(folder))
+    return [folder.name for folder in old]
 
 
 def _share(cache: Path, root: Path, folder: Path) -> None:

@@ -1,9 +1,11 @@
 """Every shipped configuration is read by what reads it in a run."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -84,15 +86,18 @@ def test_every_plot_has_a_template() -> None:
     assert "boxes" in names and all(get_template(name, ROOT / ".dvc/plots") for name in names)
 
 
-def test_the_deployment_names_a_flow_that_exists() -> None:
-    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    path, name = deployments[0]["entrypoint"].split(":")
-    from flows import pipeline
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 
-    assert (ROOT / path).samefile(pipeline.__file__)
-    assert getattr(pipeline, name).name == "rlhf-pipeline"
-    assert deployments[0]["enforce_parameter_schema"] is True
-    assert deployments[0]["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
+def test_a_deployment_names_a_flow_that_exists_and_parameters_that_it_has(deployment: dict[str, Any]) -> None:
+    path, name = deployment["entrypoint"].split(":")
+    assert (ROOT / path).exists()
+    flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    assert flow.name == deployment["name"]
+    assert deployment.get("parameters", {}).keys() <= flow.parameters.properties.keys()
+    assert deployment["enforce_parameter_schema"] is True
+    assert deployment["concurrency_limit"] == {"limit": 2, "collision_strategy": "ENQUEUE"}
 
 
 PLUMBING = {

@@ -93,20 +93,22 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
     """One server for the three ways to use it, since its start is what takes the time."""
     (project / "prefect.yaml").write_text((ROOT / "prefect.yaml").read_text())
     (project / "flows").symlink_to(ROOT / "flows")
-    elsewhere = {"PWD": str(project.parent)}  # as when `rondo serve` is started by a program and not a shell
+    elsewhere = {"PWD": str(project.parent)}  # as when `rondo up` is started by a program and not a shell
     environment = elsewhere | {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "flows.cli", "serve"]
+    command = [sys.executable, "-m", "flows.cli", "up"]
     server = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
     try:
         read_until(server, "Ctrl-C")
         api = f"http://127.0.0.1:{environment['PREFECT_SERVER_API_PORT']}/api"
-        in_use = rondo(project, "serve", **environment)
+        in_use = rondo(project, "up", **environment)
         assert in_use.returncode == 2
         assert "is in use" in in_use.stderr
 
         deployment = request(f"{api}/deployments/name/rlhf-pipeline/rlhf-pipeline")
         assert deployment["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(project)
-        made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": {"sections": {"seed": 3}}})
+        assert deployment["parameters"] == {"isolated": True}
+        here = {"isolated": False}
+        made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": here | {"sections": {"seed": 3}}})
         assert finished(api, made["id"]) == "Completed"
         names = {run["name"] for run in request(f"{api}/task_runs/filter", {})}
         assert names == {"assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
@@ -120,10 +122,10 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         assert "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little" in failed.stderr
         assert "GateFailed" in {run["state_name"] for run in request(f"{api}/flow_runs/filter", {})}
 
-        asks = {"parameters": {"settings": ["gates.sft.loss_drop=0.9", "gates.sft.policy=ask"]}}
+        asks = {"parameters": here | {"settings": ["gates.sft.loss_drop=0.9", "gates.sft.policy=ask"]}}
         paused = request(f"{api}/deployments/{deployment['id']}/create_flow_run", asks)["id"]
-        until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Paused", 90)
-        schema = f"{api}/flow_runs/{paused}/input/filter", {"prefix": "paused-gate-sft-r0-schema"}
+        until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended", 90)
+        schema = f"{api}/flow_runs/{paused}/input/filter", {"prefix": "suspended-gate-sft-r0-schema"}
         until(lambda: request(*schema))  # it is written after the state
         form = json.loads(request(*schema)[0]["value"])
         assert set(form["properties"]) == {"approve", "by", "reason"}
@@ -134,14 +136,23 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
         assert verdict["opened"] and not verdict["passed"] and verdict["approval"]["reason"] == word["reason"]
 
-        settings = {"parameters": {"settings": ["gates.sft.loss_drop=0.4", "sft.max_steps=2"]}}  # sleeps
-        request(f"{api}/deployments/{deployment['id']}/create_flow_run", settings)
+        settings = {"parameters": here | {"settings": ["gates.sft.loss_drop=0.4", "sft.max_steps=2"]}}  # sleeps
+        sleeping = request(f"{api}/deployments/{deployment['id']}/create_flow_run", settings)["id"]
         until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
         start = time.monotonic()
         server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0
         assert time.monotonic() - start < 10
         until(lambda: not of_project(project), 2)
+
+        server = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+        assert f"goes on: {sleeping}" in read_until(server, "Ctrl-C")
+        until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
+        start = time.monotonic()
+        request(f"{api}/flow_runs/{sleeping}/set_state", {"state": {"type": "CANCELLING"}})
+        until(lambda: not any("stage.py" in process.info["cmdline"] for process in of_project(project)))
+        assert time.monotonic() - start < 10
+        until(lambda: request(f"{api}/flow_runs/{sleeping}")["state_type"] == "CANCELLED")
     finally:
         server.terminate()
         server.wait(20)

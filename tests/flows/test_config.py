@@ -6,6 +6,7 @@ import yaml
 from flows import config
 from stages.errors import BadInput
 from stages.params import Params
+from stages.records import write_json
 
 COMMENTED = """# the run
 seed: 0  # of everything
@@ -80,6 +81,8 @@ def test_bad_input_is_named_and_nothing_is_written(
 
 
 def test_one_more_round_and_the_files_that_it_depends_on(params_yaml: Path) -> None:
+    assert config.one_more_round() == 2  # r1 has not ended
+    write_json(Path("rounds/r1/replay/metrics.json"), {})
     config.write_params(config.resolve(number=config.one_more_round()))
     assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0", "r1", "r2"]
     assert sorted(path.name for path in Path("badcases").iterdir()) == ["r0.jsonl", "r1.jsonl", "r2.jsonl"]

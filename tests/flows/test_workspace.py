@@ -1,11 +1,15 @@
+import os
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from flows import config, dag
-from flows.workspace import git, workspace
+from flows.workspace import ENDED, collect, git, working_tree, workspace
 from stages.errors import BadInput
 
 
@@ -33,6 +37,50 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     subprocess.run([sys.executable, "-m", "dvc", "repro", "prepare@r0"], cwd=clone, env=dag.command_environment(), check=True)
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
     assert changed.stdout == ""
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_was(project: Path) -> None:
+    Path("pairs.jsonl").write_text("{}\n")
+    with suppress(KeyboardInterrupt), workspace("one", project / ".rondo") as folder:
+        assert Path("pairs.jsonl").read_text() == "{}\n"  # what nobody committed and params.yaml may name
+        Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seed: 0", "seed: 4"))
+        raise KeyboardInterrupt
+    assert git("rev-parse", "runs/one") == git("rev-parse", "HEAD")
+    Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed since\n")
+    with workspace("one", project / ".rondo") as again:
+        assert again == folder and "seed: 4" in Path("params.yaml").read_text()
+    assert "seed: 4" in git("show", "runs/one:params.yaml")
+
+
+def test_workspaces_are_collected_when_their_runs_have_ended_long_ago(project: Path) -> None:
+    home = project / ".rondo"
+    with workspace("old", home), workspace("new", home):
+        Path("rounds").mkdir(exist_ok=True)
+    with suppress(KeyboardInterrupt), workspace("cut-off", home):
+        raise KeyboardInterrupt
+    os.utime(home / "workspaces/old" / ENDED, (0, 0))
+    assert collect(home) == ["old"]
+    assert sorted(path.name for path in (home / "workspaces").iterdir()) == ["cut-off", "new"]
+    assert git("branch", "--list", "runs/old").strip() == "runs/old"
+
+
+def test_in_one_folder_runs_wait_for_each_other(project: Path) -> None:
+    said: list[str] = []
+    order: list[str] = []
+
+    def second() -> None:
+        with working_tree(project / ".rondo", said.append):
+            order.append("second")
+
+    with working_tree(project / ".rondo", said.append) as folder:
+        assert folder == project and said == []
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        while not said:
+            time.sleep(0.01)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"] and "another run works in this folder" in said[0]
 
 
 def test_code_that_is_not_committed_is_refused(project: Path) -> None:
