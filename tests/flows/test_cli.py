@@ -93,6 +93,8 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
     """One server for the three ways to use it, since its start is what takes the time."""
     (project / "prefect.yaml").write_text((ROOT / "prefect.yaml").read_text())
     (project / "flows").symlink_to(ROOT / "flows")
+    for command in (["add", "prefect.yaml", "flows"], ["commit", "-qm", "the flow"]):
+        subprocess.run(["git", *command], cwd=project, check=True)
     elsewhere = {"PWD": str(project.parent)}  # as when `rondo up` is started by a program and not a shell
     environment = elsewhere | {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "up"]
@@ -114,6 +116,17 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         assert names == {"assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
         assert "seed: 3" in (project / "params.yaml").read_text()
         assert "r0: has not reached the reward gate" in (project / "reports/report.html").read_text()
+
+        swept = request(f"{api}/deployments/name/sweep/sweep")["id"]
+        wanted = {"key": "sft.max_steps", "values": ["4", "5"], "settings": ["gates.sft.loss_drop=0.9"]}
+        run = request(f"{api}/deployments/{swept}/create_flow_run", {"parameters": wanted})["id"]
+        assert finished(api, run) == "Completed"
+        [table] = (project / "reports").glob("sweep-*.md")
+        rows = table.read_text().splitlines()[2:]
+        assert [row.split("|")[2].strip() for row in rows] == ["sft.max_steps=4", "sft.max_steps=5"]
+        assert all("r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row for row in rows)
+        branches = subprocess.run(["git", "branch", "--list", "runs/*"], cwd=project, capture_output=True, text=True, check=True)
+        assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1"]
 
         failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
         assert failed.returncode == 3
