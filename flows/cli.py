@@ -66,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
     )
     champion.add_argument("--reason", default="", help="why; a tag of the version that is champion no more")
     champion.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
+    two = commands.add_parser("compare", help="the policies of two recorded runs on the same prompts, paired, and what was set otherwise")
+    for name in ("a", "b"):
+        two.add_argument(name, metavar="RUN[:ROUND]", help="a run's name or how it begins; default: the last round that it evaluated")
+    two.add_argument("--open", action="store_true", help="MLflow's page of the two, in the browser (`rondo up` has to run)")
     checked = commands.add_parser("check-data", help="say what a file of pairs or demonstrations is, and which rows are bad")
     checked.add_argument("file", metavar="FILE", help=".jsonl or .parquet")
     return top
@@ -164,6 +168,24 @@ def promote(options: argparse.Namespace) -> int:
     return 0
 
 
+def compare(options: argparse.Namespace) -> int:
+    import webbrowser
+
+    from flows import compare as comparison
+    from flows.mlflow_store import EXPERIMENT, registry
+
+    with registry(HOME.resolve()) as client:
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
+        a, b = (comparison.find(client, experiment.experiment_id, name) for name in (options.a, options.b))
+        print(comparison.text(client, a, b))
+    print(f"the same in MLflow: {comparison.address(a, b)}")
+    if options.open:
+        webbrowser.open(comparison.address(a, b))
+    return 0
+
+
 def check_data(options: argparse.Namespace) -> int:
     from stages.prepare.check import check
 
@@ -177,6 +199,7 @@ COMMANDS = {
     "report": report,
     "approve": approve,
     "promote": promote,
+    "compare": compare,
     "badcases": badcases,
     "check-data": check_data,
 }

@@ -110,7 +110,8 @@ class Store:
             checkpoint.name,
             source_run_id=run_id,
             params={"path": checkpoint.path, "step": str(checkpoint.step)},
-            tags={"md5": checkpoint.digest, "rondo.run": record.run, "round": record.tags["round"]},
+            tags={"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
+            | {name: record.tags[name] for name in ("round", "seed", "revision") if name in record.tags},
             model_type="checkpoint",
             experiment_id=self.experiment,
         )

@@ -183,19 +183,20 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 def markdown(rounds: list[str]) -> str:
     """The table and the verdicts, for reports/summary.md and the README."""
-    return "\n".join([*_lines(table(rounds, markdown=True)), "", *(f"- {line}" for line in not_comparable(rounds) + verdict(rounds)), ""])
+    return "\n".join([drawn(table(rounds, markdown=True)), "", *(f"- {line}" for line in not_comparable(rounds) + verdict(rounds)), ""])
 
 
 def text(rounds: list[str]) -> str:
     """The same for a terminal, and where to look next."""
-    return "\n".join([*_lines(table(rounds)), "", *not_comparable(rounds), *verdict(rounds), NEXT])
+    return "\n".join([drawn(table(rounds)), "", *not_comparable(rounds), *verdict(rounds), NEXT])
 
 
 def write(rounds: list[str]) -> None:
     write_text(SUMMARY, markdown(rounds))
 
 
-def _lines(shown: Table) -> list[str]:
+def drawn(table: Table) -> str:
+    """As text without colours."""
     buffer = StringIO()
-    Console(file=buffer, width=200, color_system=None).print(shown)
-    return [line.rstrip() for line in buffer.getvalue().splitlines() if line.strip()]
+    Console(file=buffer, width=200, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())

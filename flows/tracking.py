@@ -41,9 +41,10 @@ class Data(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """A model that was evaluated: `step` in PPO updates, `path` where its weights are."""
+    """A model that was evaluated: `step` in PPO updates, `path` where its weights are, `stage` what made it: base, sft or ppo."""
 
     name: str
+    stage: str
     path: str
     digest: str
     step: int
@@ -202,6 +203,7 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
         path = paths[name]
         yield Checkpoint(
             name=f"{round_}-{name}",
+            stage=name if name in ("base", "sft") else "ppo",
             path=str(path),
             digest=known.get(str(path)) or known.get(str(path.parent), ""),
             step=int(name.removeprefix("step_")) if name.startswith("step_") else last if name == "ppo" else 0,

@@ -35,8 +35,8 @@ metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "jud
 metrics |= {"memorised": 0.02, "memorised_demonstrations": 0.01}
 metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0, "repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
 if name == "evaluate":
-    metrics = {"win_rate": 0.8, **{model: {"sentiment": value} for model, value in (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))}}
-    metrics["checkpoints"] = {"step_00009": {"sentiment": 0.5}}
+    metrics = {"win_rate": 0.8, **{model: {"sentiment": value, "kl": 6.0} for model, value in (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))}}
+    metrics["checkpoints"] = {"step_00009": {"sentiment": 0.5, "kl": 3.0, "win_rate": 0.6}, "step_00018": {"kl": 9.0, "win_rate": 0.9}}
 (folder / "metrics.json").write_text(json.dumps(metrics))
 data = folder / "data"
 data.mkdir(exist_ok=True)

@@ -57,9 +57,13 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
     table = json.loads(client_text(client, sft, "samples.json"))
     assert table["columns"] == ["id", "prompt", "base", "sft"]
     models = {model.name: model for model in client.search_logged_models([parent.info.experiment_id])}
-    assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009"}
+    assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009", "r0-step_00018"}
+    # the search of docs/mlflow.md
+    near = "metrics.kl < 8 AND tags.stage = 'ppo' AND tags.seed = '0'"
+    best = client.search_logged_models([parent.info.experiment_id], near, order_by=[{"field_name": "metrics.win_rate", "ascending": False}])
+    assert [model.name for model in best] == ["r0-ppo", "r0-step_00009"]
     best = client.search_logged_models([parent.info.experiment_id], order_by=[{"field_name": "metrics.sentiment", "ascending": False}])
-    assert [model.name for model in best] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
+    assert [model.name for model in best][:4] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
     assert evaluate.outputs is not None
     assert {output.model_id for output in evaluate.outputs.model_outputs} == {model.model_id for model in models.values()}
 
@@ -101,7 +105,7 @@ def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
     run_id = after["evaluate@r0"].info.run_id
     assert len(client.get_metric_history(run_id, "loss")) == 3
     assert before["evaluate@r0"].outputs is not None and after["evaluate@r0"].outputs is not None
-    assert len(after["evaluate@r0"].outputs.model_outputs) == len(before["evaluate@r0"].outputs.model_outputs) == 4
+    assert len(after["evaluate@r0"].outputs.model_outputs) == len(before["evaluate@r0"].outputs.model_outputs) == 5
 
 
 def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> None:
