@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
         )
         each.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
     commands.add_parser("up", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
+    commands.add_parser("status", help="how far each round is, what runs now, whose fault a shut gate is")
     commands.add_parser("report", help="print the table of what is there; write reports/summary.md and reports/report.html")
     word = commands.add_parser("approve", help="let a round go on past a gate that asks (gates.<gate>.policy: ask), or refuse it")
     word.add_argument("gate", choices=["sft", "reward", "promote"])
@@ -138,6 +139,13 @@ def report(_: argparse.Namespace) -> int:
     return 0
 
 
+def status(_: argparse.Namespace) -> int:
+    from flows.status import text
+
+    print(text(HOME.resolve()))
+    return 0
+
+
 def approve(options: argparse.Namespace) -> int:
     from flows.approval import decide_here
 
@@ -196,6 +204,7 @@ COMMANDS = {
     "run": run,
     "next-round": next_round,
     "up": up,
+    "status": status,
     "report": report,
     "approve": approve,
     "promote": promote,

@@ -176,7 +176,12 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
     environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
     run = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True)
-    until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
+    until(lambda: any({"stage.py", "sft"} <= set(process.info["cmdline"]) for process in of_project(project)))
+    told = rondo(project, "status")
+    assert told.returncode == 0, told.stderr
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in told.stdout.splitlines() if len(line.split()) > 1}
+    assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
+    assert lines["sft"] == "runs: step 3, loss 0.333" and lines["r0:"] == "has not reached the sft gate"
     run.terminate()
     assert run.wait(20) != 0
     until(lambda: not of_project(project), 10)
