@@ -1,7 +1,8 @@
 """Which policy is champion: versions and aliases of MLflow's registered model `rondo-policy`.
 
-A version is a policy, known by its DVC md5, with the evidence as tags; its weights stay with DVC. It becomes `champion` once, when
-its promotion gate opens; the champion before becomes `previous`. After that only a person moves the aliases.
+A version is a policy, known by its DVC md5, with the evidence as tags; its weights stay with DVC. The newest one that its promotion gate
+did not let through is `challenger`. Once it passes, or a person lets it through, it becomes `champion`, and the champion before `previous`.
+After that only a person moves these two.
 """
 
 import json
@@ -18,15 +19,15 @@ from stages.approvals import TakenBack, taken_back_path
 from stages.errors import BadInput
 from stages.records import file_hash, write_json
 
-NAME, CHAMPION, PREVIOUS = "rondo-policy", "champion", "previous"
-ABOUT = "Policies that passed the promotion gate, or that a person let through. Their weights are with DVC: tags `path` and `md5`."
+NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
+ABOUT = "Policies that came to the promotion gate, and what it saw. Their weights are with DVC: tags `path` and `md5`."
 
 
 def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> None:
-    """Register a policy, and make it champion; a second time nothing changes.
+    """Register a policy, and make it champion, or challenger where nobody vouches for it; a second time nothing changes.
 
     It does not become champion where a later one is, since its record had to wait, nor after a person has taken it back.
-    `run_id`: the run of its gate, which opened at `opened` (milliseconds since the epoch).
+    `run_id`: the run of its gate, which ended at `opened` (milliseconds since the epoch).
 
     Raises:
         MlflowException: its LoggedModel is not there, since evaluate's record waits too.
@@ -36,7 +37,16 @@ def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promo
     known = client.search_model_versions(f"name = '{NAME}' AND tags.md5 = '{promotion.digest}'")
     version = known[0] if known else _register(client, experiment, run_id, promotion, opened)
     held = holders(client)
-    champion, previous = held.get(CHAMPION), held.get(PREVIOUS)
+    champion, previous, challenger = (held.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER))
+    if version.tags["vouched"] == str(False):
+        if not promotion.vouched:
+            if _opened(challenger) < _opened(version):
+                _give(client, CHALLENGER, version)
+            return
+        _tag(client, version, _evidence(promotion, opened))  # a person has let it through since
+        version = client.get_model_version(NAME, str(version.version))
+    if challenger and challenger.version == version.version:
+        client.delete_registered_model_alias(NAME, CHALLENGER)
     if "rollback.reason" in version.tags:
         return
     if _opened(champion) < _opened(version):
@@ -48,7 +58,7 @@ def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promo
 
 
 def _opened(version: ModelVersion | None) -> str:
-    """When its gate opened, in ISO 8601; before any time where there is none."""
+    """When its gate spoke, in ISO 8601; before any time where there is none."""
     return str(version.tags.get("gate_opened", "")) if version else ""
 
 
@@ -57,16 +67,25 @@ def _register(client: MlflowClient, experiment: str, run_id: str, promotion: Pro
     models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'", max_results=1)
     if not models:
         raise MlflowException(f"{promotion.evidence['path']} can be registered when the record of its evaluation has come")
-    tags = promotion.evidence | {"gate_opened": datetime.fromtimestamp(opened / 1000, UTC).isoformat(timespec="milliseconds")}
     model = models[0].model_id
-    return client.create_model_version(NAME, f"models:/{model}", run_id, tags=tags, model_id=model)
+    return client.create_model_version(NAME, f"models:/{model}", run_id, tags=_evidence(promotion, opened), model_id=model)
+
+
+def _evidence(promotion: Promotion, opened: int) -> dict[str, str]:
+    moment = datetime.fromtimestamp(opened / 1000, UTC).isoformat(timespec="milliseconds")
+    return promotion.evidence | {"vouched": str(promotion.vouched), "gate_opened": moment}
+
+
+def _tag(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
+    for key, value in tags.items():
+        client.set_model_version_tag(NAME, str(version.version), key, value)
 
 
 def holders(client: MlflowClient) -> dict[str, ModelVersion]:
-    """The versions that are champion and previous, as far as there are any."""
+    """The versions that are champion, previous and challenger, as far as there are any."""
     models = client.search_registered_models(f"name = '{NAME}'")
     aliases = models[0].aliases if models else {}
-    return {alias: client.get_model_version(NAME, str(aliases[alias])) for alias in (CHAMPION, PREVIOUS) if alias in aliases}
+    return {alias: client.get_model_version(NAME, str(aliases[alias])) for alias in (CHAMPION, PREVIOUS, CHALLENGER) if alias in aliases}
 
 
 def _give(client: MlflowClient, alias: str, version: ModelVersion) -> None:
@@ -88,8 +107,7 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
     if PREVIOUS not in held or held[PREVIOUS].version == held[CHAMPION].version:
         raise BadInput(f"nothing to roll back to: version {held[CHAMPION].version} of {NAME} is the only champion there was; improve on it")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    for key, value in {"at": now, "by": by, "reason": reason}.items():
-        client.set_model_version_tag(NAME, str(held[CHAMPION].version), f"rollback.{key}", value)
+    _tag(client, held[CHAMPION], {"rollback.at": now, "rollback.by": by, "rollback.reason": reason})
     _give(client, CHAMPION, held[PREVIOUS])
     _give(client, PREVIOUS, held[CHAMPION])
     _tell_the_next_round(held, by, reason)
@@ -119,7 +137,7 @@ def _check_champion(held: dict[str, ModelVersion]) -> None:
 
 
 def told(client: MlflowClient) -> str:
-    """Champion and previous with their evidence, for a terminal.
+    """Champion, previous and challenger with their evidence, for a terminal.
 
     Raises:
         BadInput: there is no champion.
@@ -131,8 +149,9 @@ def told(client: MlflowClient) -> str:
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
     tags = {key: version.tags.get(key, "-") for key in ("round", "gate_opened", "path", "md5", "revision", "seed")}
+    spoke = "not promoted" if alias == CHALLENGER else "gate opened"
     lines = [
-        f"{alias}: version {version.version}, {tags['round']}, gate opened {tags['gate_opened']:.16}",
+        f"{alias}: version {version.version}, {tags['round']}, {spoke} {tags['gate_opened']:.16}",
         f"  win rate against SFT {_interval(version.tags, 'win_rate')}",
         f"  win rate against the champion before {_interval(version.tags, 'win_rate_champion')}",
         f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",

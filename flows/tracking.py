@@ -52,9 +52,10 @@ class Checkpoint(BaseModel):
 
 
 class Promotion(BaseModel):
-    """A policy that its gate let through because it passed or a person said so: its DVC md5, and what speaks for it."""
+    """A policy that came to its promotion gate: its DVC md5, and what the gate saw. vouched: it passed, or a person let it through."""
 
     digest: str
+    vouched: bool
     evidence: dict[str, str]
 
 
@@ -144,7 +145,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
         samples=[] if failed or not (folder / "samples.jsonl").exists() else read_jsonl(folder / "samples.jsonl", ""),
         texts=dict(_texts(folder, stage, round_)),
         checkpoints=list(_checkpoints(round_, metrics)) if stage == "evaluate" else [],
-        promotion=_promotion(round_, tags) if stage == "gate_promote" and not failed else None,
+        promotion=_promotion(round_, tags, failed) if stage == "gate_promote" else None,
     )
 
 
@@ -164,11 +165,11 @@ def _decision(stage: str, round_: str) -> dict[str, str]:
     return {"passed": str(verdict["passed"]), "opened": str(verdict["opened"]), "policy": verdict["policy"], **said}
 
 
-def _promotion(round_: str, tags: Mapping[str, str]) -> Promotion | None:
-    """None where the gate opened by `warn` although a number was out of its band: nobody has vouched for that policy."""
+def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion | None:
+    """None where the gate did not come to a verdict. Nobody vouches for a policy that `warn` let pass."""
     verdict, known = read_gate(round_, "promote"), digests(round_)
     policy, sft = (str(stage_dir(round_, stage) / name) for stage, name in (("ppo", "policy"), ("sft", "model")))
-    if not verdict or not vouched(verdict) or policy not in known:
+    if not verdict or policy not in known or (failed and verdict["opened"]):  # of a run before this one, which failed
         return None
     measured = read_json(stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}")
     told = {f"evaluate.{key}": value for key, value in measured.items() if key.startswith("win_rate")}
@@ -182,7 +183,7 @@ def _promotion(round_: str, tags: Mapping[str, str]) -> Promotion | None:
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in told.items()},
     }
-    return Promotion(digest=known[policy], evidence=evidence)
+    return Promotion(digest=known[policy], vouched=vouched(verdict), evidence=evidence)
 
 
 def digests(round_: str) -> dict[str, str]:

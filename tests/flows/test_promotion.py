@@ -65,7 +65,7 @@ def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran") -> list[str]:
     for round_ in rounds:
         for stage in ("evaluate", "gate_promote"):
             tracker.start(f"{stage}@{round_}")
-            tracker.finish(outcome)
+            tracker.finish("ran" if stage == "evaluate" and outcome == "failed" else outcome)
     tracker.close(True, "the table")
     return said
 
@@ -139,14 +139,29 @@ def test_a_policy_that_nobody_vouches_for_is_not_promoted(database: str) -> None
     mirror("warned", database, "r0", "r1")
     mirror("failed", database, "r2", outcome="failed")
     client = MlflowClient(database)
-    assert client.search_registered_models() == []
+    assert held(client) == {"challenger": "bbb.dir"} and versions(client) == ["aaa.dir", "bbb.dir"]
     with pytest.raises(BadInput, match="`warn` is not enough"):
         promotion.told(client)
 
     write_approval("r0", "promote", Approval(approved=False, by="Ada", reason="a hack", failed={"evaluate.win_rate_low": 0.4}))
     make_round("r0", "aaa", bad, gate="ask")
     mirror("refused", database, "r0")
-    assert client.search_registered_models() == []
+    assert held(client) == {"challenger": "bbb.dir"}
+
+
+def test_a_challenger_becomes_champion_when_a_person_lets_it_through(database: str) -> None:
+    make_round("r0", "aaa", FIRST)
+    make_round("r1", "bbb", {"win_rate_low": 0.4, **CHAMPION}, gate="ask")
+    mirror("asked", database, "r0")
+    mirror("asked", database, "r1", outcome="failed")
+    client = MlflowClient(database)
+    assert held(client) == {"champion": "aaa.dir", "challenger": "bbb.dir"}
+    assert "challenger: version 2, r1, not promoted" in promotion.told(client)
+    write_approval("r1", "promote", Approval(approved=True, by="Ada", reason="read them all", failed={"evaluate.win_rate_low": 0.4}))
+    make_round("r1", "bbb", {"win_rate_low": 0.4, **CHAMPION}, gate="ask")
+    mirror("approved", database, "r1")
+    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert promotion.holders(client)["champion"].tags["approval.by"] == "Ada"
 
 
 def test_a_policy_that_a_person_let_through_is_promoted_with_who_and_why(database: str) -> None:
