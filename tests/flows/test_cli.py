@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +118,9 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         assert "seed: 3" in (project / "params.yaml").read_text()
         assert "r0: has not reached the reward gate" in (project / "reports/report.html").read_text()
 
+        with pytest.raises(urllib.error.HTTPError, match="409"):  # the form shows why
+            wrong = {"parameters": {"sections": {"ppo": {"gamma": 7}}}}
+            request(f"{api}/deployments/{deployment['id']}/create_flow_run", wrong)
         swept = request(f"{api}/deployments/name/sweep/sweep")["id"]
         wanted = {"key": "sft.max_steps", "values": ["4", "5"], "settings": ["gates.sft.loss_drop=0.9"]}
         run = request(f"{api}/deployments/{swept}/create_flow_run", {"parameters": wanted})["id"]
