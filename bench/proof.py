@@ -140,6 +140,8 @@ def peaks(law: Row) -> str:
 
 
 def interval(metrics: Row, name: str) -> str:
+    if metrics[name] is None:  # there is no champion to meet
+        return "-"
     return f"{metrics[name]:.3f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
 
 

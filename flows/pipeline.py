@@ -21,7 +21,7 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows import approval, dag, estimate, slots, summary, warm
-from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
+from flows.config import KEEP, LeftOut, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
 from flows.tracking import NoTracker, revision
@@ -33,7 +33,7 @@ from stages.records import stage_dir
 
 Say = Callable[[str], None]
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
-Rounds = Annotated[int | None, Field(ge=1)]
+Rounds = Annotated[int, Field(ge=1)] | LeftOut
 
 
 def speaker() -> Say:
@@ -120,7 +120,7 @@ def rlhf_pipeline(
     preset: PresetName = KEEP,
     rounds: Rounds = None,
     settings: list[str] = [],  # noqa: B006
-    sections: Sections | None = None,
+    sections: Sections | LeftOut = None,
     isolated: bool = False,
 ) -> State[Any]:
     """Data preparation, SFT, reward model, PPO, evaluation and badcase replay, round after round, with gates between.
@@ -196,7 +196,7 @@ def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say:
 
 
 @flow(name="next-round", flow_run_name="next-round", persist_result=False)
-def next_round(settings: list[str] = [], sections: Sections | None = None, isolated: bool = False) -> State[Any]:  # noqa: B006
+def next_round(settings: list[str] = [], sections: Sections | LeftOut = None, isolated: bool = False) -> State[Any]:  # noqa: B006
     """One more round, on the failures of the last; those before are not run again. Goes on with a last round that has not ended.
 
     Args:

@@ -1,6 +1,9 @@
 """A tiny Llama that every test of models shares: random, float32, 2 layers."""
 
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import stages.attention  # noqa: F401 - registers `grouped`
 
+ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
 
 TINY = {
@@ -24,6 +28,21 @@ TINY = {
     "eos_token_id": 2,
     "attn_implementation": "grouped",
 }
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The tracked and new files of the working tree as a repository of their own."""
+    folder = tmp_path / "clone"
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).exists() and name != "dvc.lock":
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    for command in (["init", "-q"], ["config", "user.name", "t"], ["config", "user.email", "t@localhost"], ["add", "-A"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    subprocess.run(["git", "commit", "-qm", "clone"], cwd=folder, check=True)
+    return folder
 
 
 @pytest.fixture

@@ -6,11 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from flows.dag import command_environment
-
-ROOT = Path(__file__).parent.parent
 
 
 def run(*command: str, cwd: Path, code: int = 0) -> str:
@@ -21,19 +17,6 @@ def run(*command: str, cwd: Path, code: int = 0) -> str:
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracked and new files of the working tree as a repository of their own."""
-    folder = tmp_path_factory.mktemp("clone")
-    files = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).split()
-    run("sh", "-c", f"tar cf - {' '.join(f for f in files if (ROOT / f).exists())} | tar xf - -C {folder}", cwd=ROOT)
-    (folder / "dvc.lock").unlink(missing_ok=True)
-    run("git", "init", "-q", cwd=folder)
-    run("git", "add", "-A", cwd=folder)
-    run("git", "-c", "user.name=t", "-c", "user.email=t@localhost", "commit", "-qm", "clone", cwd=folder)
-    return folder
 
 
 def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:

@@ -3,17 +3,16 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+
+from tests.servers import free_port, read_until, request, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,35 +58,6 @@ def test_data_are_checked_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 2 and "bad.jsonl:2: `chosen` is empty" in done.stdout and done.stderr == ""
     done = rondo(tmp_path, "check-data", "none.jsonl", **environment)
     assert done.returncode == 2 and "none.jsonl: expected a file" in done.stderr
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def request(url: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    for _ in range(10):
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=10) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            if error.code != 503:  # Prefect on sqlite asks to come again when it is busy
-                raise
-            time.sleep(1)
-    raise AssertionError(f"{url} stays busy")
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        said += line
-        if text in line:
-            return said
-    raise AssertionError(f"ended without {text!r}:\n{said}")
 
 
 def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path) -> None:
@@ -199,10 +169,3 @@ def finished(api: str, flow_run: str) -> str:
 def of_project(folder: Path) -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline", "cwd"])
     return [process for process in found if process.pid != os.getpid() and process.info["cwd"] == str(folder) and process.info["cmdline"]]
-
-
-def until(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.2)

@@ -1,0 +1,205 @@
+"""Runs as a person starts, watches, approves and cancels them: Prefect, MLflow and the report in Chromium, on the tiny model."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from flows.dag import command_environment
+from tests.servers import free_port, read_until, request, until
+
+SCREENSHOTS = Path(__file__).parents[2] / ".rondo/screenshots"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+RUN_SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        if not CHROMIUM and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("no browser: install Debian's chromium, or run `playwright install chromium`")
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    shown = browser.new_page(viewport={"width": 1400, "height": 1000})
+    shown.set_default_timeout(20_000)
+    yield shown
+    shown.close()
+
+
+@pytest.fixture
+def servers(clone: Path) -> Iterator[tuple[str, str]]:
+    """`rondo up` in a clone: the addresses of Prefect and of MLflow."""
+    ports = {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port()}
+    environment = command_environment() | ports | {"PYTHONPATH": str(clone), "PWD": str(clone)}
+    command = [sys.executable, "-m", "flows.cli", "up"]
+    server = subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        read_until(server, "Ctrl-C")
+        yield f"http://127.0.0.1:{ports['PREFECT_SERVER_API_PORT']}", f"http://127.0.0.1:{ports['MLFLOW_PORT']}"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(20)
+
+
+def shot(page: Page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def stages_of(folder: Path) -> list[psutil.Process]:
+    found = psutil.process_iter(["cwd", "cmdline"])
+    return [process for process in found if str(process.info["cwd"]).startswith(str(folder / ".rondo/workspaces"))]
+
+
+class Ui:
+    """What a person does in Prefect's pages."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page, self.address, self.api = page, address, f"{address}/api"
+
+    def form(self, deployment: str) -> None:
+        found = request(f"{self.api}/deployments/name/{deployment}/{deployment}")
+        self.page.goto(f"{self.address}/deployments/deployment/{found['id']}/run")
+        self.page.get_by_text("Validate parameters").wait_for()
+
+    def fill(self, rounds: int, settings: list[str]) -> None:
+        """The form of rlhf-pipeline, for the tiny model."""
+        self.page.locator(".p-select-button__control").press("ArrowDown")
+        self.page.get_by_role("option", name="tiny").click()
+        self.page.get_by_role("button", name="int", exact=True).click()
+        self.rounds(rounds)
+        for setting in settings:
+            self.page.get_by_role("button", name="Add item").click()
+            self.page.locator(".p-draggable-list textarea").last.fill(setting)
+
+    def rounds(self, number: int) -> None:
+        self.page.locator("input[type=number]").first.fill(str(number))
+
+    def submit(self) -> None:
+        self.page.get_by_role("button", name="Submit").click()
+
+    def open_newest(self) -> str:
+        """The page of the newest run; returns its id."""
+        until(lambda: self.runs())
+        newest: str = self.runs()[0]["id"]
+        self.page.goto(f"{self.address}/runs/flow-run/{newest}")
+        return newest
+
+    def runs(self) -> list[dict[str, Any]]:
+        return list(request(f"{self.api}/flow_runs/filter", {"sort": "EXPECTED_START_TIME_DESC"}))
+
+    def state(self, run: str) -> str:
+        return str(request(f"{self.api}/flow_runs/{run}")["state_name"])
+
+    def becomes(self, run: str, state: str) -> None:
+        """Waits until the run's state is this, on the page too."""
+        until(lambda: self.state(run) == state or self.state(run) in ("Failed", "Crashed"), RUN_SECONDS)
+        expect(self.page.get_by_text(state, exact=True).first).to_be_visible()
+
+    def approve(self, by: str, reason: str) -> None:
+        self.page.get_by_role("button", name="Resume").click()
+        modal = self.page.locator(".p-modal").last
+        expect(modal).to_contain_text("The sft gate of r0 is shut")
+        modal.locator("input[type=checkbox]").evaluate("toggle => toggle.click()")
+        for number, text in enumerate((by, reason)):
+            modal.locator("textarea").nth(number).fill(text)
+        shot(self.page, "approve")
+        modal.get_by_role("button", name="Submit").click()
+
+
+def test_a_run_from_the_form_to_the_report(clone: Path, servers: tuple[str, str], page: Page) -> None:
+    prefect, mlflow = servers
+    ui = Ui(page, prefect)
+
+    # a bad value is refused in the form, with the reason
+    ui.form("rlhf-pipeline")
+    ui.fill(0, ["gates.sft.policy=ask"])
+    ui.submit()
+    expect(page.get_by_text("0 is less than the minimum of 1")).to_be_visible()
+    shot(page, "form")
+    assert ui.runs() == []
+
+    # a gate that asks suspends the run; a person approves, and it goes on to its end
+    ui.rounds(1)
+    ui.submit()
+    run = ui.open_newest()
+    ui.becomes(run, "Suspended")
+    ui.approve("Ada", "the tiny model learns nothing, and need not")
+    ui.becomes(run, "Completed")
+    shot(page, "run")
+    [folder] = (clone / ".rondo/workspaces").iterdir()
+    verdict = json.loads((folder / "reports/r0/gate_sft.json").read_text())
+    assert verdict["opened"] and (verdict["approval"]["by"], verdict["approval"]["approved"]) == ("Ada", True)
+
+    # its branch, cloned: nothing is left to compute, nothing differs
+    fresh = clone / ".rondo/fresh"
+    git = ["git", "-C", str(fresh)]
+    subprocess.run(["git", "clone", "-q", "--branch", f"runs/{folder.name}", str(clone), str(fresh)], check=True)
+    (fresh / ".dvc/config.local").write_text(f"[cache]\n    dir = {clone / '.dvc/cache'}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", "repro"], cwd=fresh, env=command_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "Running stage" not in done.stdout, done.stdout + done.stderr
+    assert subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout == ""
+
+    look_at_mlflow(page, mlflow)
+    look_at_the_report(page, folder / "reports/report.html")
+
+    # cancelled: the stage ends within ten seconds, the run's folder stays
+    ui.form("rlhf-pipeline")
+    ui.fill(1, ["sft.num_train_epochs=100000", "seed=1"])
+    ui.submit()
+    until(lambda: len(ui.runs()) == 2)
+    run = ui.open_newest()
+    until(lambda: any("stages.sft" in process.info["cmdline"] for process in stages_of(clone)), RUN_SECONDS)
+    page.get_by_role("button", name="Cancel").first.click()
+    page.locator(".p-modal").get_by_role("button", name="Cancel").click()
+    start = time.monotonic()
+    until(lambda: not stages_of(clone))
+    assert time.monotonic() - start < 10
+    ui.becomes(run, "Cancelled")
+    assert len(list((clone / ".rondo/workspaces").iterdir())) == 2
+
+
+def look_at_mlflow(page: Page, address: str) -> None:
+    """Its pages for runs, models and a comparison."""
+    [experiment] = request(f"{address}/api/2.0/mlflow/experiments/search", {"max_results": 5, "filter": "name = 'rondo'"})["experiments"]
+    number = experiment["experiment_id"]
+    runs = request(f"{address}/api/2.0/mlflow/runs/search", {"experiment_ids": [number], "filter": "tags.round = 'r0'"})["runs"]
+    ids = {run["info"]["run_name"]: run["info"]["run_id"] for run in runs}
+    page.goto(f"{address}/#/experiments/{number}/models?workflowType=machine_learning")
+    expect(page.get_by_text("r0-ppo").first).to_be_visible()
+    shot(page, "models")
+    two = json.dumps([ids["sft@r0"], ids["evaluate@r0"]])
+    page.goto(f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]')
+    expect(page.get_by_text("Comparing 2 Runs").first).to_be_visible()
+    shot(page, "compare")
+
+
+def look_at_the_report(page: Page, report: Path) -> None:
+    """It asks the network for nothing, and its script, if any, has no error."""
+    asked: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda sent: asked.append(sent.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(report.as_uri())
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Which is at fault")
+    expect(page.get_by_text("approved by Ada").first).to_be_visible()
+    shot(page, "report")
+    page.emulate_media(color_scheme="dark")
+    shot(page, "report-dark")
+    assert asked == [report.as_uri()] and errors == []

@@ -1,0 +1,45 @@
+"""For tests against real servers: ports, requests, and waiting for what takes its time."""
+
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def request(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    for _ in range(10):
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503:  # Prefect on sqlite asks to come again when it is busy
+                raise
+            time.sleep(1)
+    raise AssertionError(f"{url} stays busy")
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"ended without {text!r}:\n{said}")
+
+
+def until(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.2)
