@@ -1,10 +1,14 @@
 """A gate that asks (gates.<gate>.policy `ask`): a person decides, in the Prefect UI or with `rondo approve`, and says why."""
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
 from prefect.flow_runs import suspend_flow_run
-from prefect.input import RunInput
+from prefect.input import RunInput, keyset_from_base_key
+from prefect.input.actions import delete_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment
 from pydantic import Field
 
@@ -46,17 +50,33 @@ def decided_in_the_ui(address: str) -> bool:
         return False
     get_run_logger().info(f"{address} waits for a decision: press Resume in this run's page")
     told = "\n".join([f"The {verdict['gate']} gate of {verdict['round']} is shut:", *(f"- {line}" for line in failed_checks(verdict))])
-    form = Decision.with_initial_data(description=told)
-    decision = suspend_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, key=slug(address))
+    form, key = Decision.with_initial_data(description=told), key_of(verdict)
+    answers = keyset_from_base_key(f"suspended-{key}")
+    if given := read_flow_run_input(answers["response"]):  # before the run was cut off
+        decision = Decision.model_validate(given)
+    else:
+        for name in answers.values():  # of a question that nobody has answered: Prefect takes none twice
+            if read_flow_run_input(name) is not None:
+                delete_flow_run_input(name)
+        decision = suspend_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, key=key)
     decide(verdict, decision.approve, decision.by, decision.reason)
     return True
 
 
+def key_of(verdict: dict[str, Any]) -> str:
+    """Of a question: the folder, the gate, and the numbers that are seen, for a decision holds for these alone."""
+    numbers = json.dumps(failed_values(verdict), sort_keys=True)
+    return slug(f"{Path.cwd().name}-{verdict['gate']}-{verdict['round']}-{hashlib.sha256(numbers.encode()).hexdigest()[:8]}".lower())
+
+
 def decide(verdict: dict[str, Any], approve: bool, by: str, reason: str) -> str:
     """Write the decision down; returns the path."""
-    failed = values([check for check in verdict["checks"] if not check["passed"]])
-    approval = Approval(approved=approve, by=by, reason=reason, failed=failed)
+    approval = Approval(approved=approve, by=by, reason=reason, failed=failed_values(verdict))
     return str(write_approval(verdict["round"], verdict["gate"], approval))
+
+
+def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
+    return values([check for check in verdict["checks"] if not check["passed"]])
 
 
 def decide_here(gate: str, round_: str, approve: bool, by: str | None, reason: str) -> str:

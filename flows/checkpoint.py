@@ -1,6 +1,7 @@
-"""The flow `evaluate-checkpoint`: stages/checkpoint.py from the Prefect UI, in the folder that `rondo up` was started in."""
+"""The flow `evaluate-checkpoint`: stages/checkpoint.py from the Prefect UI, in the folder of a run, or in the project's."""
 
 import json
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ from prefect.client.schemas import State
 from prefect.states import Completed
 
 from flows import dag, slots
-from flows.pipeline import speaker
+from flows.pipeline import home_folder, speaker
+from flows.workspace import WORKSPACES
 from stages.errors import BadInput, RondoError
 
 ROWS = ("sentiment", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3")
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="{checkpoint}@{round}", persist_result=False)
-def evaluate_checkpoint(round: str = "r0", checkpoint: str = "step_00010") -> State[Any]:
+def evaluate_checkpoint(run: str = "", round: str = "r0", checkpoint: str = "step_00010") -> State[Any]:
     """A checkpoint on the frozen prompts by the jury, against SFT and the policy that was kept.
 
     Args:
+        run: A run with a folder of its own, as `rondo status` names it, e.g. 20261122-154944-e99e311a. Empty: the project's folder.
         round: Whose SFT model, reward model and frozen prompts.
         checkpoint: A name in rounds/ROUND/ppo/checkpoints, or the folder of any adapter of that round's SFT model.
     """
@@ -31,14 +34,17 @@ def evaluate_checkpoint(round: str = "r0", checkpoint: str = "step_00010") -> St
         lines.append(line)
         say(line)
 
-    with slots.computing(say):
+    folder = home_folder() / WORKSPACES / run if run else Path.cwd()
+    if not folder.is_dir():
+        raise BadInput(f"run {run}: {folder} is no folder; `rondo status` lists those that there are")
+    with chdir(folder), slots.computing(say):
         code = dag.stream(["stages.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line)
     if code:
         raise (BadInput if code == BadInput.exit_code else RondoError)("\n".join(lines[-dag.SHOWN_LINES :]))
-    told = json.loads(Path(lines[-1]).read_text())
+    told = json.loads((folder / lines[-1]).read_text())
     create_table_artifact(table(told), key=dag.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()), description=told["path"])
     sft, kept = (f"{told[name]:.3f} [{told[f'{name}_low']:.3f}, {told[f'{name}_high']:.3f}]" for name in ("win_rate_sft", "win_rate_ppo"))
-    return Completed(message=f"win rate against SFT {sft}, against the policy that was kept {kept}; all of it: {lines[-1]}")
+    return Completed(message=f"win rate against SFT {sft}, against the policy that was kept {kept}; all of it: {folder / lines[-1]}")
 
 
 def table(told: dict[str, Any]) -> list[dict[str, Any]]:

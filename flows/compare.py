@@ -71,7 +71,7 @@ def read(run: Run, artifact: str) -> Any:
 
 
 def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]]:
-    """B against A on the frozen prompts, each (mean, low, high) over prompts: the judge's gain, and B's win rate by it (ties half).
+    """B against A on the frozen prompts, each (mean, low, high) over prompts: judged sentiment, whoever else was in the jury.
 
     Raises:
         BadInput: the evaluations were set otherwise, so that nothing is paired.
@@ -87,8 +87,8 @@ def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]
         gains.setdefault(prompt, []).append(b.samples[prompt, number]["ppo_sentiment"] - row["ppo_sentiment"])
     wins = [[0.5 if abs(gain) < margin else float(gain > 0) for gain in each] for each in gains.values()]
     return {
-        "judged sentiment, B - A [95%]": paired_bootstrap(list(gains.values()), RESAMPLES, seed),
-        "win rate of B by it [95%]": paired_bootstrap(wins, RESAMPLES, seed),
+        "judged sentiment (VADER), B - A [95%]": paired_bootstrap(list(gains.values()), RESAMPLES, seed),
+        "how often B's is higher, ties half [95%]": paired_bootstrap(wins, RESAMPLES, seed),
     }
 
 
@@ -128,4 +128,5 @@ def shown(value: float | None) -> str:
 def address(*evaluations: Evaluation) -> str:
     """MLflow's page that compares them."""
     runs = json.dumps([each.run.info.run_id for each in evaluations], separators=(",", ":"))
-    return f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={json.dumps([evaluations[0].run.info.experiment_id])}"
+    experiments = json.dumps([evaluations[0].run.info.experiment_id])
+    return f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={experiments}&workflowType=machine_learning"

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel
-from pydantic.json_schema import SkipJsonSchema
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
@@ -41,7 +40,6 @@ from stages.records import stage_dir, write_text
 from stages.section import Section
 
 PRESETS = Path(__file__).parent.parent / "presets"
-LeftOut = SkipJsonSchema[None]  # a form that offers no null beside a value can say what is wrong with the value
 KEEP, DEFAULT = "keep", "default"
 WHOLE = ("rubric", "endpoints")  # mappings of the user's own names
 
@@ -49,24 +47,24 @@ WHOLE = ("rubric", "endpoints")  # mappings of the user's own names
 class Sections(Section):
     """Sections of params.yaml for a form; what is not set stays as the preset or params.yaml has it."""
 
-    seed: int | LeftOut = None
-    assets: AssetsParams | LeftOut = None
-    prepare: PrepareParams | LeftOut = None
-    model: ModelParams | LeftOut = None
-    sft: SftParams | LeftOut = None
-    annotate: AnnotateParams | LeftOut = None
-    reward: RewardParams | LeftOut = None
-    algorithm: Algorithm | LeftOut = None
-    ppo: PpoParams | LeftOut = None
-    dpo: DpoParams | LeftOut = None
-    best_of_n: BestOfNParams | LeftOut = None
-    rloo: RlooParams | LeftOut = None
-    grpo: GrpoParams | LeftOut = None
-    evaluate: EvaluateParams | LeftOut = None
-    capability: CapabilityParams | LeftOut = None
-    replay: ReplayParams | LeftOut = None
-    battery: BatteryParams | LeftOut = None
-    gates: GatesParams | LeftOut = None
+    seed: int | None = None
+    assets: AssetsParams | None = None
+    prepare: PrepareParams | None = None
+    model: ModelParams | None = None
+    sft: SftParams | None = None
+    annotate: AnnotateParams | None = None
+    reward: RewardParams | None = None
+    algorithm: Algorithm | None = None
+    ppo: PpoParams | None = None
+    dpo: DpoParams | None = None
+    best_of_n: BestOfNParams | None = None
+    rloo: RlooParams | None = None
+    grpo: GrpoParams | None = None
+    evaluate: EvaluateParams | None = None
+    capability: CapabilityParams | None = None
+    replay: ReplayParams | None = None
+    battery: BatteryParams | None = None
+    gates: GatesParams | None = None
 
 
 def preset_names() -> list[str]:

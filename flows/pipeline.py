@@ -3,6 +3,7 @@
 Started by `rondo run`, or from the Prefect UI through the deployment in prefect.yaml. Both take the same parameters.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -19,21 +20,22 @@ from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from flows import approval, dag, estimate, slots, summary, warm
-from flows.config import KEEP, LeftOut, Sections, one_more_round, preset_names, resolve, write_params
+from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
 from flows.tracking import NoTracker, revision
-from flows.workspace import WORKSPACES, working_tree, workspace
+from flows.workspace import working_tree, workspace
 from stages.assets.data import changed_sources
 from stages.errors import GateFailed
 from stages.params import flatten
-from stages.records import stage_dir
+from stages.records import stage_dir, write_json
 
 Say = Callable[[str], None]
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
-Rounds = Annotated[int, Field(ge=1)] | LeftOut
+Rounds = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]  # without null beside it the form can say what is wrong with a number
 
 
 def speaker() -> Say:
@@ -108,11 +110,18 @@ def home_folder() -> Path:
     return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
 
 
+def once(name: str, decide: Callable[[], Any]) -> Any:
+    """What this flow run decided when it first asked: after a crash, a retry or a gate that asks it starts again from the top."""
+    path = home_folder() / "runs" / f"{flow_run.id}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if name not in known:
+        known[name] = decide()
+        write_json(path, known)
+    return known[name]
+
+
 def run_id() -> str:
-    """Of this flow run; what it had before, where it goes on after a crash, a retry or a decision in a workspace of its own."""
-    own = str(flow_run.id)[:8]
-    known = sorted((home_folder() / WORKSPACES).glob(f"*-{own}*"))  # a sweep has several, ID.N
-    return known[0].name.partition(".")[0] if known else f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{own}"
+    return str(once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"))
 
 
 @flow(name="rlhf-pipeline", flow_run_name="{preset}", persist_result=False)
@@ -120,7 +129,7 @@ def rlhf_pipeline(
     preset: PresetName = KEEP,
     rounds: Rounds = None,
     settings: list[str] = [],  # noqa: B006
-    sections: Sections | LeftOut = None,
+    sections: Sections | None = None,
     isolated: bool = False,
 ) -> State[Any]:
     """Data preparation, SFT, reward model, PPO, evaluation and badcase replay, round after round, with gates between.
@@ -142,6 +151,7 @@ def pipeline(run: str, preset: str, rounds: int | None, settings: list[str], sec
         Pause: a gate waits for a decision.
     """
     say, home = speaker(), home_folder()
+    resolve(preset, rounds, settings, sections)  # bad input is said before there is anything to clean up
     warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
     with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
         params = resolve(preset, rounds, settings, sections)
@@ -196,7 +206,7 @@ def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say:
 
 
 @flow(name="next-round", flow_run_name="next-round", persist_result=False)
-def next_round(settings: list[str] = [], sections: Sections | LeftOut = None, isolated: bool = False) -> State[Any]:  # noqa: B006
+def next_round(settings: list[str] = [], sections: Sections | None = None, isolated: bool = False) -> State[Any]:  # noqa: B006
     """One more round, on the failures of the last; those before are not run again. Goes on with a last round that has not ended.
 
     Args:
@@ -204,4 +214,4 @@ def next_round(settings: list[str] = [], sections: Sections | LeftOut = None, is
         sections: Whole sections of params.yaml; what is left out stays.
         isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
     """
-    return pipeline(run_id(), KEEP, one_more_round(), settings, sections, isolated)
+    return pipeline(run_id(), KEEP, once("rounds", one_more_round), settings, sections, isolated)

@@ -38,7 +38,7 @@ def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promo
     version = known[0] if known else _register(client, experiment, run_id, promotion, opened)
     held = holders(client)
     champion, previous, challenger = (held.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER))
-    if version.tags["vouched"] == str(False):
+    if version.tags.get("vouched") == str(False):
         if not promotion.vouched:
             if _opened(challenger) < _opened(version):
                 _give(client, CHALLENGER, version)
@@ -116,7 +116,7 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
 def _tell_the_next_round(before: dict[str, ModelVersion], by: str, reason: str) -> None:
     """Later rounds of this folder meet the champion that is one now (stages/champion.py), where these policies are its rounds'."""
     here = {alias: version.tags["round"] for alias, version in before.items() if _is_here(version)}
-    if CHAMPION in here:
+    if CHAMPION in here and _opened(before[PREVIOUS]) < _opened(before[CHAMPION]):  # else it takes a rollback back
         word = TakenBack(by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"])))
         write_json(taken_back_path(here[CHAMPION]), word.model_dump())
     if PREVIOUS in here:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +31,7 @@ MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?workflowType=machine_learning"  # it
 POOL = "rondo"
 START_SECONDS = 120.0
 CUT_OFF = "cut_off.json"
+NIGHTLY = "0 2 * * *"
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report
 
 Process = subprocess.Popen[str]
@@ -106,6 +108,7 @@ def serve(home: Path, say: Callable[[str], None] = print) -> None:
             if services[name].wait(START_SECONDS):
                 raise RondoError(f"prefect {name} failed:\n{_tail(logs / f'{name}.log')}")
             del services[name]
+        _offer_nightly()
         for name in _take_up(home):
             say(f"goes on: {name}, which the last end has cut off")
         begin("worker", "prefect", "worker", "start", "--pool", POOL, "--type", "process")
@@ -146,11 +149,19 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
-def _ask(path: str, body: dict[str, Any]) -> Any:
-    """What Prefect answers to a POST."""
-    request = urllib.request.Request(f"{PREFECT_URL}/api/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        return json.load(answer)
+def _ask(path: str, body: Any = None) -> Any:
+    """What Prefect answers to a POST, or, without a body, to a GET; asked again while its database is busy."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{PREFECT_URL}/api/{path}", data, {"Content-Type": "application/json"})
+    for seconds in (0.5, 1, 2, None):
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or seconds is None:
+                raise
+            time.sleep(seconds)
+    raise AssertionError("not reached")
 
 
 def _worker_online() -> bool:
@@ -162,8 +173,15 @@ def _worker_online() -> bool:
 
 def _running() -> list[str]:
     """Ids of the runs that Prefect believes a worker to run."""
-    chosen = {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["RUNNING"]}}}
+    chosen = {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["PENDING", "RUNNING"]}}}
     return [run["id"] for run in _ask("flow_runs/filter", {"flow_runs": chosen})]
+
+
+def _offer_nightly() -> None:
+    """A schedule of next-round that is off; whether it is on later is for the person who switches it."""
+    deployment = _ask("deployments/name/next-round/next-round")
+    if not deployment["schedules"]:
+        _ask(f"deployments/{deployment['id']}/schedules", [{"schedule": {"cron": NIGHTLY, "timezone": "UTC"}, "active": False}])
 
 
 def _take_up(home: Path) -> list[str]:
@@ -173,16 +191,12 @@ def _take_up(home: Path) -> list[str]:
     for run in dead:
         _ask(f"flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "message": "its worker has gone"}})
     known = json.loads(cut_off.read_text()) if cut_off.exists() else []
-    names = []
-    for run in dict.fromkeys([*known, *dead]):
-        try:
-            answer = _ask(f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
-        except urllib.error.HTTPError:  # somebody has deleted it
-            continue
-        if answer["status"] == "ACCEPT":
-            names.append(run)
+    wanted = {"id": {"any_": [*known, *dead]}, "state": {"type": {"any_": ["CRASHED"]}}}  # some have come to their end meanwhile
+    again = [run["id"] for run in _ask("flow_runs/filter", {"flow_runs": wanted})]
+    for run in again:
+        _ask(f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
     cut_off.unlink(missing_ok=True)
-    return names
+    return again
 
 
 def _children(pid: int) -> list[psutil.Process]:

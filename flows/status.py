@@ -43,7 +43,10 @@ def state(address: str, now: str | None, todo: set[str]) -> str:
 
 def running() -> str | None:
     """The stage that DVC runs in this folder, by its locks."""
-    locks = json.loads(LOCKS.read_text() or "{}") if LOCKS.exists() else {}
+    try:
+        locks = json.loads(LOCKS.read_text())
+    except (FileNotFoundError, ValueError):  # nothing has run yet, or DVC writes at this moment
+        return None
     holders = [holder for kind in locks.values() for each in kind.values() for holder in (each if isinstance(each, list) else [each])]
     commands = (holder["cmd"] for holder in holders if psutil.pid_exists(holder["pid"]))
     found = (re.search(r"repro --single-item (?:--force )?(\S+)", command) for command in commands)

@@ -123,6 +123,11 @@ def table(rounds: list[str], markdown: bool = False) -> Table:
     return shown
 
 
+def stage_of(title: str) -> str:
+    """The stage that a row's first number is of."""
+    return ROWS[title].partition("{")[2].partition(".")[0]
+
+
 def cells_of(round_: str) -> dict[str, str]:
     """A round's cells by title."""
     metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in STAGES}

@@ -9,7 +9,7 @@ from prefect.client.schemas import State
 from prefect.states import Completed
 from pydantic import Field
 
-from flows import summary
+from flows import dag, summary
 from flows.config import KEEP, resolve
 from flows.pipeline import PresetName, Rounds, home_folder, pipeline, run_id, speaker
 from flows.workspace import WORKSPACES
@@ -57,7 +57,9 @@ def sweep(
         say(f"{number + 1} of {len(points)}: {', '.join(point)}")
         pipeline(name, preset, rounds, [*settings, *point], None, isolated=True)
         with chdir(home_folder() / WORKSPACES / name):
-            rows += [row(name, point, round_) for round_ in load_params().rounds]
+            names = list(load_params().rounds)
+            todo = dag.waiting(dag.stage_order(names))
+            rows += [row(name, point, round_, todo) for round_ in names]
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"
     write_text(path, markdown(rows))
@@ -65,11 +67,13 @@ def sweep(
     return Completed(message=f"{len(points)} runs done, each on its branch runs/{run}.N; {path}")
 
 
-def row(name: str, point: list[str], round_: str) -> dict[str, str]:
-    """What there is of a round of a run, in whose folder this is called."""
+def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, str]:
+    """What there is of a round of a run, in whose folder this is called. todo: stages that it has not come to; their files are older."""
     cells = summary.cells_of(round_)
+    made_by = {title: f"{summary.stage_of(title)}@{round_}" for title in SHOWN}
+    told = {title: "-" if made_by[title] in todo else cells[title] for title in SHOWN}
     (verdict,) = summary.verdict([round_])
-    return {"run": name, "what": ", ".join(point), "round": round_} | {title: cells[title] for title in SHOWN} | {"verdict": verdict}
+    return {"run": name, "what": ", ".join(point), "round": round_, **told, "verdict": verdict}
 
 
 def markdown(rows: list[dict[str, str]]) -> str:

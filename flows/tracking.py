@@ -55,7 +55,7 @@ class Promotion(BaseModel):
     """A policy that came to its promotion gate: its DVC md5, and what the gate saw. vouched: it passed, or a person let it through."""
 
     digest: str
-    vouched: bool
+    vouched: bool = True  # of a record that waits since before there were challengers
     evidence: dict[str, str]
 
 

@@ -14,10 +14,10 @@ from stages.errors import BadInput, RondoError
 from stages.records import JUDGE_CACHE
 
 WORKSPACES = "workspaces"
-ENDED = Path(".rondo/ended")  # in a workspace: its run has come to its end
+MADE, ENDED = Path(".rondo/made"), Path(".rondo/ended")  # in a workspace: it is whole; its run has come to its end
 KEPT_DAYS = 7
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases")
-GIVEN = ("slices", "badcases")  # what people have put there
+GIVEN = ("slices", "badcases", "approvals")  # what people have put there
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
 
 
@@ -48,20 +48,23 @@ def working_tree(home: Path, say: Callable[[str], None]) -> Iterator[Path]:
 def workspace(run: str, home: Path) -> Iterator[Path]:
     """Work in `.rondo/workspaces/<run>`, a worktree of HEAD with today's params.yaml; commit its results to `runs/<run>` at the end.
 
-    One that is there already goes on as it is. It is kept after its end, for a week at least: its files are the run's.
+    One that is there already goes on as it is. It is kept for a week at least after its end, and as long as it has
+    not ended.
 
     Raises:
         BadInput: no git repository, no commit in it, or code that is not committed and would therefore not be in the branch.
     """
     folder = home / WORKSPACES / run
-    if not folder.exists():
+    if not (folder / MADE).exists():
         _check_committed()
-        collect(home)
-        _make(folder, f"runs/{run}")
+        with FileLock(home / "workspaces.lock"):
+            collect(home)
+            _make(folder, f"runs/{run}")
     with chdir(folder):
+        ENDED.unlink(missing_ok=True)
         yield folder
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
-        if git("status", "--porcelain"):
+        if git("diff", "--cached", "--name-only"):
             git(*_identity(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
         ENDED.touch()
 
@@ -70,7 +73,9 @@ def _make(folder: Path, branch: str) -> None:
     root = Path.cwd()
     with open_repo() as repo:
         cache = repo.cache.local_cache_dir
-    git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
+    if folder.exists():  # half made
+        git("worktree", "remove", "--force", str(folder))
+    git("worktree", "add", "--quiet", "-B", branch, str(folder), "HEAD")
     (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
     shutil.copy("params.yaml", folder)
     _share(JUDGE_CACHE, root, folder)
@@ -78,6 +83,7 @@ def _make(folder: Path, branch: str) -> None:
         if Path(name).parts[0] not in (*COMMITTED, *GIVEN, *CODE):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(root / name)
+    (folder / MADE).touch()
 
 
 def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:

@@ -1,7 +1,7 @@
 """One checkpoint evaluated as the policy was: `python -m stages.checkpoint --round r0 --checkpoint step_00010`.
 
 On the frozen prompts, against SFT and the policy that was kept, with the same random numbers, reward model and jury. Beside the DAG, for a
-person who wonders whether another checkpoint would have been better: no stage reads reports/<round>/checkpoint_<name>.json and .jsonl.
+person who wonders whether another checkpoint would have been better: no stage reads reports/<round>/checkpoint_<name>_<hash>.json.
 """
 
 import argparse
@@ -49,14 +49,15 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
         for other in ("sft", "ppo")
         for name, interval in compare(told.found["checkpoint"], told.found[other], evaluator.prompts, jury, params).items()
     }
-    report = REPORTS / round_ / f"checkpoint_{path.name}.json"
+    weights = file_hash(path)
+    report = REPORTS / round_ / f"checkpoint_{path.name}_{weights[:8]}.json"
     write_jsonl(report.with_suffix(".jsonl"), side_by_side(evaluator.rows, told.found))
     write_json(
         report,
         {
             "round": round_,
             "path": str(path),
-            "hash": file_hash(path),
+            "hash": weights,
             "evaluation_id": evaluation_id(settings),
             **told.metrics,
             **{key: value for name, interval in against.items() for key, value in with_interval(name, interval).items()},

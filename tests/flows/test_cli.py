@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -112,9 +113,9 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
         asks = {"parameters": here | {"settings": ["gates.sft.loss_drop=0.9", "gates.sft.policy=ask"]}}
         paused = request(f"{api}/deployments/{deployment['id']}/create_flow_run", asks)["id"]
         until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended", 90)
-        schema = f"{api}/flow_runs/{paused}/input/filter", {"prefix": "suspended-gate-sft-r0-schema"}
-        until(lambda: request(*schema))  # it is written after the state
-        form = json.loads(request(*schema)[0]["value"])
+        asked = f"{api}/flow_runs/{paused}/input/filter", {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"}
+        until(lambda: request(*asked))  # it is written after the state
+        form = json.loads(request(*asked)[0]["value"])
         assert set(form["properties"]) == {"approve", "by", "reason"}
         word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
         assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"] == "REJECT"
@@ -125,6 +126,9 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
 
         settings = {"parameters": here | {"settings": ["gates.sft.loss_drop=0.4", "sft.max_steps=2"]}}  # sleeps
         sleeping = request(f"{api}/deployments/{deployment['id']}/create_flow_run", settings)["id"]
+        nightly = request(f"{api}/deployments/name/next-round/next-round")
+        assert [schedule["active"] for schedule in nightly["schedules"]] == [False]
+        switch_on(f"{api}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}")
         until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
         start = time.monotonic()
         server.send_signal(signal.SIGINT)
@@ -134,6 +138,8 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path)
 
         server = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
         assert f"goes on: {sleeping}" in read_until(server, "Ctrl-C")
+        [schedule] = request(f"{api}/deployments/name/next-round/next-round")["schedules"]
+        assert schedule["active"]  # as the person left it
         until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
         start = time.monotonic()
         request(f"{api}/flow_runs/{sleeping}/set_state", {"state": {"type": "CANCELLING"}})
@@ -159,6 +165,11 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
     run.terminate()
     assert run.wait(20) != 0
     until(lambda: not of_project(project), 10)
+
+
+def switch_on(schedule: str) -> None:
+    sent = urllib.request.Request(schedule, b'{"active": true}', {"Content-Type": "application/json"}, method="PATCH")
+    urllib.request.urlopen(sent, timeout=10).close()
 
 
 def finished(api: str, flow_run: str) -> str:

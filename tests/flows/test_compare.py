@@ -56,8 +56,8 @@ def test_two_runs_are_paired_by_prompt_and_say_what_was_otherwise(database: str,
     assert code == 0 and lines[0] == "A = one-before:r0 B = two-after:r0"
     assert "KL from SFT, nats 6.000 6.000" in lines and "people's texts, rise over SFT, nats a token - -" in lines
     # by prompt 0.4 0.4, 0 0.02, 0.3 -0.2; as wins 1 1, 1/2 1/2, 1 0
-    [gain] = [line for line in lines if line.startswith("judged sentiment, B - A")]
-    [won] = [line for line in lines if line.startswith("win rate of B by it")]
+    [gain] = [line for line in lines if line.startswith("judged sentiment (VADER), B - A")]
+    [won] = [line for line in lines if line.startswith("how often B's is higher")]
     assert "0.153 [0.010, 0.400]" in gain and "0.667 [0.500, 1.000]" in won
     assert "ppo.kl_coef 0.11 0.3" in lines and not any(line.startswith(("seed", "git")) for line in lines)
     assert "/#/compare-runs?runs=[" in lines[-1]

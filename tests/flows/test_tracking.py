@@ -58,7 +58,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
     assert table["columns"] == ["id", "prompt", "base", "sft"]
     models = {model.name: model for model in client.search_logged_models([parent.info.experiment_id])}
     assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009", "r0-step_00018"}
-    # the search of docs/mlflow.md
+    # the search of docs/running.md
     near = "metrics.kl < 8 AND tags.stage = 'ppo' AND tags.seed = '0'"
     best = client.search_logged_models([parent.info.experiment_id], near, order_by=[{"field_name": "metrics.win_rate", "ascending": False}])
     assert [model.name for model in best] == ["r0-ppo", "r0-step_00009"]
