@@ -20,6 +20,8 @@ from tests.servers import free_port, read_until, request, until
 SCREENSHOTS = Path(__file__).parents[2] / ".rondo/screenshots"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RUN_SECONDS = 240.0
+PAGE_SECONDS = 30.0
+expect.set_options(timeout=PAGE_SECONDS * 1000)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     shown = browser.new_page(viewport={"width": 1400, "height": 1000})
-    shown.set_default_timeout(20_000)
+    shown.set_default_timeout(PAGE_SECONDS * 1000)
     yield shown
+    shot(shown, "end")
     shown.close()
 
 
