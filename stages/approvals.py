@@ -58,7 +58,7 @@ def read_approval(round_: str, gate: str) -> Approval | None:
     Raises:
         BadInput: the file is there and is no approval.
     """
-    return _read(approval_path(round_, gate), Approval, f"no approval; remove it, and say it again with `rondo approve {gate} {round_}`")
+    return _read(approval_path(round_, gate), Approval, "no approval", f"rondo approve {gate} {round_}")
 
 
 def read_taken_back(round_: str) -> TakenBack | None:
@@ -66,10 +66,10 @@ def read_taken_back(round_: str) -> TakenBack | None:
     Raises:
         BadInput: the file is there and does not say who, why and which policy.
     """
-    return _read(taken_back_path(round_), TakenBack, "remove it, and say it again with `rondo promote --rollback`")
+    return _read(taken_back_path(round_), TakenBack, "no rollback", "rondo promote --rollback")
 
 
-def _read(path: Path, kind: type[Word], fix: str) -> Word | None:
+def _read(path: Path, kind: type[Word], otherwise: str, command: str) -> Word | None:
     if not path.exists():
         return None
     try:
@@ -78,7 +78,7 @@ def _read(path: Path, kind: type[Word], fix: str) -> Word | None:
         fault = faults(error)
     except ValueError as error:
         fault = f"no JSON: {error}"
-    raise BadInput(f"{path}: {fault}; {fix}")
+    raise BadInput(f"{path}: {otherwise} ({fault}); remove it, and say it again with `{command}`")
 
 
 def write_approval(round_: str, gate: str, approval: Approval) -> Path:

@@ -88,7 +88,7 @@ def test_a_word_that_is_none() -> None:
     played("r0", 0.6)
     write_text(taken_back_path("r0"), json.dumps({"by": "Ada", "reason": "why", "policy": "the last"}))
     main(params_of("block"), "r0")
-    with pytest.raises(BadInput, match=r"approvals/r0/taken_back.json: policy.*`rondo promote --rollback`"):
+    with pytest.raises(BadInput, match=r"approvals/r0/taken_back.json: no rollback \(policy.*`rondo promote --rollback`"):
         main(params_of("block"), "r1")
 
 

@@ -31,7 +31,7 @@ def test_tiny_assets_are_the_same_bytes_twice(tmp_path: Path, monkeypatch: pytes
         hashes.append(file_hash(Path("assets")))
     assert hashes[0] == hashes[1]
     assert sorted(path.name for path in Path("assets").iterdir()) == ["data", "model", "start"]
-    assert len(list(Path("assets/start").rglob("EMPTY"))) == 8
+    assert len(list(Path("assets/start").rglob("EMPTY"))) == 13
 
     tokenizer = load_tokenizer(Path("assets/model"))
     weights = load_file("assets/model/model.safetensors")
