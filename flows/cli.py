@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     with warm.started(dag.stage_environment()):  # it imports while Prefect starts
         from flows.pipeline import rlhf_pipeline
 
-        state = rlhf_pipeline(options.preset, options.rounds, options.set, isolated=options.isolated, return_state=True)
+        state = rlhf_pipeline(options.preset, options.rounds or 0, options.set, isolated=options.isolated, return_state=True)
     if state.is_completed():
         return 0
     if state.name == "GateFailed":

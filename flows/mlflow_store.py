@@ -151,10 +151,16 @@ class MlflowTracker(NoTracker):
     def finish(self, outcome: str) -> None:
         self._deliver(read_record(self.run, self.address, outcome, self.tags))
 
-    def close(self, passed: bool, summary: str) -> None:
+    def page(self) -> str | None:
+        """Of our own database: where `rondo up` serves it."""
+        run_id = self.store.runs.get((self.run, "")) if self.store else None
+        server = self.uri if self.uri.startswith("http") else MLFLOW_URL
+        return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}" if self.store and run_id else None
+
+    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"
-        self._deliver(Record(run=self.run, status=status, started=now, ended=now, texts={"summary.md": summary}))
+        self._deliver(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
         if self.unsent.exists():
             self.say(f"MLflow has not got everything of this run: {self.unsent} is sent with the next run")
 

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas import State
 from prefect.exceptions import Pause
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
-from pydantic.json_schema import SkipJsonSchema
 
-from flows import approval, dag, estimate, slots, summary, warm
+from flows import approval, dag, estimate, live, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
@@ -30,12 +29,11 @@ from flows.tracking import NoTracker, revision
 from flows.workspace import working_tree, workspace
 from stages.assets.data import changed_sources
 from stages.errors import GateFailed
-from stages.params import flatten
-from stages.records import stage_dir, write_json
+from stages.records import write_json
 
 Say = Callable[[str], None]
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
-Rounds = Annotated[int, Field(ge=1)] | SkipJsonSchema[None]  # without null beside it the form can say what is wrong with a number
+Rounds = Annotated[int, Field(ge=0)]  # a form sends null for a field that was emptied, and can give no reason where null is allowed
 
 
 def speaker() -> Say:
@@ -51,12 +49,14 @@ def speaker() -> Say:
 
 @task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
 def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
-    """Bring one stage up to date, streaming its log; its metrics or verdict become an artifact of the run."""
+    """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what it has left."""
     say = speaker()
+    shown = live.Live(address, say)
 
     def on_line(line: str) -> None:
         say(line)
         tracker.progress()
+        shown.line(line)
 
     with slots.computing(say):
         tracker.start(address)
@@ -68,21 +68,7 @@ def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
             return done
         finally:
             tracker.finish(outcome)
-            publish(address)
-
-
-def publish(address: str) -> None:
-    """The stage's metrics as a table, a gate's verdict as markdown."""
-    stage, round_ = dag.split(address)
-    key = dag.slug(address)
-    if stage.startswith("gate_"):
-        verdict = dag.read_gate(round_, stage.removeprefix("gate_"))
-        if verdict:
-            create_markdown_artifact(gate_markdown(verdict), key=key, description=f"Verdict of {address}")
-    else:
-        rows = [{"metric": name, "value": value} for name, value in flatten(summary.read_metrics(stage_dir(round_, stage)))]
-        if rows:
-            create_table_artifact(rows, key=key, description=f"Metrics of {address}")
+            shown.end(outcome != "failed")
 
 
 def before_the_last(rounds: list[str]) -> list[str]:
@@ -96,14 +82,6 @@ def report_page(rounds: list[str]) -> str:
         return f"the same with pictures and samples: {page.write(rounds).resolve()}"
     except Exception as error:
         return f"{page.REPORT} was not written ({type(error).__name__}: {error}); `rondo report` tries again"
-
-
-def gate_markdown(verdict: dict[str, Any]) -> str:
-    """A gate's checks as a markdown table."""
-    columns = ("metric", "value", "band", "passed", "next_step")
-    rows = [columns, ["---"] * len(columns), *([check[column] for column in columns] for check in verdict["checks"])]
-    table = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
-    return f"{summary.outcome(verdict)}\n\n{table}"
 
 
 def home_folder() -> Path:
@@ -124,10 +102,16 @@ def run_id() -> str:
     return str(once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"))
 
 
-@flow(name="rlhf-pipeline", flow_run_name="{preset}", persist_result=False)
+def run_name() -> str:
+    """In Prefect: what is run, and the name that branch, folder and MLflow know it by."""
+    given = flow_run.parameters
+    return f"{given.get('key') or given.get('preset') or flow_run.flow_name} {run_id()}"
+
+
+@flow(name="rlhf-pipeline", flow_run_name=run_name, persist_result=False)
 def rlhf_pipeline(
     preset: PresetName = KEEP,
-    rounds: Rounds = None,
+    rounds: Rounds = 0,
     settings: list[str] = [],  # noqa: B006
     sections: Sections | None = None,
     isolated: bool = False,
@@ -136,7 +120,7 @@ def rlhf_pipeline(
 
     Args:
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
-        rounds: How many rounds. Empty: as params.yaml or the preset says.
+        rounds: How many rounds. 0: as params.yaml or the preset says.
         settings: Single values, section.key=value, e.g. ppo.total_episodes=64.
         sections: Whole sections of params.yaml; what is left out stays.
         isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
@@ -144,17 +128,17 @@ def rlhf_pipeline(
     return pipeline(run_id(), preset, rounds, settings, sections, isolated)
 
 
-def pipeline(run: str, preset: str, rounds: int | None, settings: list[str], sections: Sections | None, isolated: bool) -> State[Any]:
+def pipeline(run: str, preset: str, rounds: int, settings: list[str], sections: Sections | None, isolated: bool) -> State[Any]:
     """What `rlhf_pipeline` does, as the run of this name.
 
     Raises:
         Pause: a gate waits for a decision.
     """
     say, home = speaker(), home_folder()
-    resolve(preset, rounds, settings, sections)  # bad input is said before there is anything to clean up
+    resolve(preset, rounds or None, settings, sections)  # bad input is said before there is anything to clean up
     warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
     with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
-        params = resolve(preset, rounds, settings, sections)
+        params = resolve(preset, rounds or None, settings, sections)
         changes = write_params(params)
         say(f"run {run} in {folder}")
         say("\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)]) if changes else "params.yaml as it was")
@@ -168,6 +152,7 @@ def pipeline(run: str, preset: str, rounds: int | None, settings: list[str], sec
         for line in estimate.report(params, addresses, todo):
             say(line)
         tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
+        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models")
         left = list(addresses)
         try:
             while left:
@@ -195,17 +180,23 @@ def pipeline(run: str, preset: str, rounds: int | None, settings: list[str], sec
 def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say: Say, changed: bool) -> None:
     """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not come to."""
     table = summary.markdown(rounds)
-    tracker.close(not left, table)
     create_markdown_artifact(table, key="summary", description=f"Run {run}")
     summary.write(rounds)
     say(summary.text(rounds))
     if changed or not page.REPORT.exists():
         say(report_page(rounds))
+    tracker.close(not left, {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()})
+    link(f"{kept}/artifacts/{page.REPORT.name}" if (kept := tracker.page()) else None, "report", "Who is at fault, on one page")
     if left:
         say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")
 
 
-@flow(name="next-round", flow_run_name="next-round", persist_result=False)
+def link(address: str | None, key: str, told: str) -> None:
+    if address:
+        create_link_artifact(address, link_text=told, key=key, description=told)
+
+
+@flow(name="next-round", flow_run_name=run_name, persist_result=False)
 def next_round(settings: list[str] = [], sections: Sections | None = None, isolated: bool = False) -> State[Any]:  # noqa: B006
     """One more round, on the failures of the last; those before are not run again. Goes on with a last round that has not ended.
 

@@ -54,6 +54,7 @@ def prefect_environment(home: Path) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": f"{START_SECONDS:.0f}",  # a busy machine needs more than Prefect's 20
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",  # slots outlive a restart
     }

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows import dag, summary
 from flows.config import KEEP, resolve
-from flows.pipeline import PresetName, Rounds, home_folder, pipeline, run_id, speaker
+from flows.pipeline import PresetName, Rounds, home_folder, pipeline, run_id, run_name, speaker
 from flows.workspace import WORKSPACES
 from stages.params import load_params
 from stages.records import REPORTS, write_text
@@ -27,7 +27,7 @@ SHOWN = (
 )
 
 
-@flow(name="sweep", flow_run_name="{key}", persist_result=False)
+@flow(name="sweep", flow_run_name=run_name, persist_result=False)
 def sweep(
     key: str = "ppo.kl_coef",
     values: Values = ["0.05", "0.11", "0.3"],  # noqa: B006
@@ -44,13 +44,13 @@ def sweep(
         seeds: Each value once for each of these. Empty: the seed of params.yaml.
         settings: Other values, section.key=value, the same for all.
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
-        rounds: How many rounds. Empty: as params.yaml or the preset says.
+        rounds: How many rounds. 0: as params.yaml or the preset says.
     """
     say, run = speaker(), run_id()
     seeded = [[f"seed={seed}"] for seed in seeds] or [[]]
     points = [[f"{key}={value}", *seed] for seed in seeded for value in values]
     for point in points:
-        resolve(preset, rounds, [*settings, *point])  # bad input is said before anything starts
+        resolve(preset, rounds or None, [*settings, *point])  # bad input is said before anything starts
     rows: list[dict[str, str]] = []
     for number, point in enumerate(points):
         name = f"{run}.{number}"

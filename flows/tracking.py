@@ -231,5 +231,9 @@ class NoTracker:
     def finish(self, outcome: str) -> None:
         """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
 
-    def close(self, passed: bool, summary: str) -> None:
-        """The pipeline run ended."""
+    def page(self) -> str | None:
+        """Where a browser finds the pipeline run; None where it does not."""
+        return None
+
+    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
+        """The pipeline run ended; texts: by file name, what it leaves to be read."""

@@ -11,12 +11,13 @@ from filelock import FileLock, Timeout
 
 from flows.dag import open_repo
 from stages.errors import BadInput, RondoError
-from stages.records import JUDGE_CACHE
+from stages.records import JUDGE_CACHE, REPORTS
 
 WORKSPACES = "workspaces"
 MADE, ENDED = Path(".rondo/made"), Path(".rondo/ended")  # in a workspace: it is whole; its run has come to its end
 KEPT_DAYS = 7
-COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases")
+RECORDS = Path("records")  # in the branch: a folder a run, with its report and verdicts
+COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
 GIVEN = ("slices", "badcases", "approvals")  # what people have put there
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
 
@@ -63,6 +64,8 @@ def workspace(run: str, home: Path) -> Iterator[Path]:
     with chdir(folder):
         ENDED.unlink(missing_ok=True)
         yield folder
+        if REPORTS.exists():
+            shutil.copytree(REPORTS, RECORDS / run, dirs_exist_ok=True)
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
         if git("diff", "--cached", "--name-only"):
             git(*_identity(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")

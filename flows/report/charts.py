@@ -17,6 +17,7 @@ Rate = tuple[float, float, float]  # share, and its interval
 INK, LINE = "#010101", "#020202"
 SERIES = ("#0300f1", "#0300f2", "#0300f3", "#0300f4")
 VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", **{colour: f"var(--c{n})" for n, colour in enumerate(SERIES, 1)}}
+PAPER = {"--ink": "#1b1f24", "--line": "#d5dae0", "--c1": "#2a6fb0", "--c2": "#c25e00", "--c3": "#4d8b31", "--c4": "#8a4fa3"}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -65,6 +66,14 @@ def bars(title: str, rates: Mapping[str, Rate], bounds: Mapping[str, float]) -> 
         axes.set_xlim(0, 1)
 
     return _svg(title, (4.6, 0.9 + 0.28 * len(rates)), draw)
+
+
+def on_paper(picture: Markup) -> str:
+    """The picture for where there is no page with a style of its own: dark on white."""
+    text = str(picture)  # Markup would escape what is put in
+    for variable, colour in PAPER.items():
+        text = text.replace(f"var({variable})", colour)
+    return text.replace("<svg ", '<svg style="background: #fff" ', 1)
 
 
 def _svg(title: str, size: tuple[float, float], draw: Callable[[Axes], None]) -> Markup:

@@ -37,7 +37,7 @@ def record(database: str, run: str, judged: dict[str, tuple[float, ...]], kl_coe
     for stage in ("ppo", "evaluate"):
         tracker.start(f"{stage}@r0")
         tracker.finish("ran")
-    tracker.close(True, "the table")
+    tracker.close(True, {"summary.md": "the table"})
 
 
 def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

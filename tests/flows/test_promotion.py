@@ -66,7 +66,7 @@ def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran") -> list[str]:
         for stage in ("evaluate", "gate_promote"):
             tracker.start(f"{stage}@{round_}")
             tracker.finish("ran" if stage == "evaluate" and outcome == "failed" else outcome)
-    tracker.close(True, "the table")
+    tracker.close(True, {"summary.md": "the table"})
     return said
 
 
@@ -185,7 +185,7 @@ def test_what_a_dead_server_missed_is_promoted_later_and_the_last_one_is_champio
     lines = sorted(unsent.read_text().splitlines(), key=lambda line: str(json.loads(line)["address"]), reverse=True)
     unsent.write_text("".join(line + "\n" for line in lines))
     for _ in range(2):
-        MlflowTracker("next", database, Path(".rondo").absolute(), {}, print).close(True, "")
+        MlflowTracker("next", database, Path(".rondo").absolute(), {}, print).close(True, {})
     assert not unsent.exists()
     client = MlflowClient(database)
     assert versions(client) == ["aaa.dir", "bbb.dir"]

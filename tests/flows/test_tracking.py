@@ -26,7 +26,7 @@ def run_all(tracker: NoTracker) -> None:
         tracker.start(address)
         outcome = dag.run(address, lambda _: tracker.progress())
         tracker.finish(outcome.value)
-    tracker.close(True, "the table")
+    tracker.close(True, {"summary.md": "the table"})
 
 
 def runs(database: str, run: str) -> dict[str, Run]:
@@ -123,7 +123,7 @@ def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
     tracker = open_tracker("off", project / ".rondo", {}, print)
     assert type(tracker) is NoTracker
-    tracker.close(True, "")
+    tracker.close(True, {})
     assert not (project / ".rondo").exists()
 
 
