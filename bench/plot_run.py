@@ -1,4 +1,4 @@
-"""The picture in the README, from the files of a run: `python bench/plot_run.py docs/run.png`."""
+"""The picture in docs/default.md, from the files of a run: `python bench/plot_run.py docs/run.png`."""
 
 import sys
 from pathlib import Path

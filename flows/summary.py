@@ -187,7 +187,7 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 
 def markdown(rounds: list[str]) -> str:
-    """The table and the verdicts, for reports/summary.md and the README."""
+    """The table and the verdicts, for reports/summary.md and docs/default.md."""
     return "\n".join([drawn(table(rounds, markdown=True)), "", *(f"- {line}" for line in not_comparable(rounds) + verdict(rounds)), ""])
 
 

@@ -1,5 +1,6 @@
-"""A tiny Llama that every test of models shares: random, float32, 2 layers."""
+"""A tiny Llama that every test of models shares: random, float32, 2 layers. And how tests run beside each other."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import stages.attention  # noqa: F401 - registers `grouped`
 
 ROOT = Path(__file__).parent.parent
+SLOWEST = ("test_cli.py", "test_ui.py", "test_end_to_end.py")
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the stages that tests start need one
 
 TINY = {
     "vocab_size": 40,
@@ -28,6 +31,11 @@ TINY = {
     "eos_token_id": 2,
     "attn_implementation": "grouped",
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take minutes first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.path.name not in SLOWEST)
 
 
 @pytest.fixture
