@@ -111,7 +111,7 @@ class Store:
             source_run_id=run_id,
             params={"path": checkpoint.path, "step": str(checkpoint.step)},
             tags={"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-            | {name: record.tags[name] for name in ("round", "seed", "revision") if name in record.tags},
+            | {name: record.tags[name] for name in ("round", "seed", "revision", "evaluation_id") if name in record.tags},
             model_type="checkpoint",
             experiment_id=self.experiment,
         )
@@ -220,6 +220,18 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         yield connect(uri)
     except FAILURES as error:
         raise RondoError(f"MLflow at {uri} fails ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to the one that answers") from None
+
+
+def experiment_of(client: MlflowClient) -> str:
+    """The id of Rondo's experiment.
+
+    Raises:
+        BadInput: there is none.
+    """
+    found = client.get_experiment_by_name(EXPERIMENT)
+    if found is None:
+        raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
+    return str(found.experiment_id)
 
 
 def cause(error: Exception) -> str:

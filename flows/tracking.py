@@ -191,6 +191,11 @@ def digests(round_: str) -> dict[str, str]:
     return {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
 
 
+def digest_of(path: str, known: Mapping[str, str]) -> str:
+    """A model's md5, or that of the folder that DVC has it in."""
+    return known.get(path) or known.get(str(Path(path).parent), "")
+
+
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
     known, ppo = digests(round_), stage_dir(round_, "ppo")
@@ -206,7 +211,7 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
             name=f"{round_}-{name}",
             stage=name if name in ("base", "sft") else "ppo",
             path=str(path),
-            digest=known.get(str(path)) or known.get(str(path.parent), ""),
+            digest=digest_of(str(path), known),
             step=int(name.removeprefix("step_")) if name.startswith("step_") else last if name == "ppo" else 0,
             metrics=numbers({**values, **against_sft} if name == "ppo" else values),
         )
