@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flows import promotion
 from flows.server import MLFLOW_URL, answers
-from flows.tracking import Checkpoint, NoTracker, Record, Step, milliseconds, read_record, read_steps
+from flows.tracking import Checkpoint, NoTracker, Record, Step, health, milliseconds, read_record, read_steps
 from stages.errors import BadInput, RondoError
 from stages.records import write_text
 
@@ -73,7 +73,12 @@ class Store:
             self.runs[key] = made.info.run_id
         return self.runs[key]
 
-    def send_steps(self, run_id: str, steps: Sequence[Step]) -> None:
+    def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
+        """To the stage's run; PPO's health to the pipeline run too, where MLflow lays those of several runs over each other."""
+        self._log(self.run_id(run, address, started), steps)
+        self._log(self.run_id(run, "", started), health(address, steps))
+
+    def _log(self, run_id: str, steps: Sequence[Step]) -> None:
         for first in range(0, len(steps), MAX_METRICS):
             batch = [Metric(s.key, s.value, s.time, s.step) for s in steps[first : first + MAX_METRICS]]
             self.client.log_batch(run_id, metrics=batch)
@@ -86,7 +91,7 @@ class Store:
         self.client.log_batch(run_id, tags=[RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()])
         last = max((step.step for step in record.steps), default=0)
         final = [Step(key=f"final/{key}", value=value, time=record.ended, step=last) for key, value in record.final.items()]
-        self.send_steps(run_id, [*record.steps, *final])
+        self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         if record.inputs:
             used = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
             found = [Dataset(d.path, d.digest, "local", json.dumps({"uri": d.path})) for d in record.inputs]
@@ -144,7 +149,7 @@ class MlflowTracker(NoTracker):
         if time.monotonic() < self.next_time:
             return
         steps = read_steps(self.address, self.sent_lines)
-        if steps and self._try(lambda store: store.send_steps(store.run_id(self.run, self.address, steps[0].time), steps)):
+        if steps and self._try(lambda store: store.send_steps(self.run, self.address, steps[0].time, steps)):
             self.sent_lines += len({step.step for step in steps})
         self.next_time = time.monotonic() + EVERY_SECONDS
 

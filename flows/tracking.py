@@ -8,7 +8,7 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from stages.params import flatten
 from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
 
 MAX_ARTIFACT_BYTES = 1_000_000
+HEALTH = ("score_mean", "judge_mean", "kl", "response_length", "distinct_2", "repetition_3", "entropy")  # of PPO, by update
 ARTIFACTS = ("metrics.json", "manifest.json", "curves.csv", "calibration.csv", "probes.csv", "accuracy.csv", "scores.csv")
 
 
@@ -111,6 +112,12 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
         for key, value in numbers(row).items()
         if key != "step"
     ]
+
+
+def health(address: str, steps: Iterable[Step]) -> list[Step]:
+    """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing of other stages."""
+    stage, _, round_ = address.partition("@")
+    return [step.model_copy(update={"key": f"{round_}/{step.key}"}) for step in steps if stage == "ppo" and step.key in HEALTH]
 
 
 def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
