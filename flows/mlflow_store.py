@@ -140,7 +140,7 @@ class MlflowTracker(NoTracker):
         self.warned = False
         self.address, self.sent_lines, self.next_time = "", 0, 0.0
         now = milliseconds()
-        self._deliver(Record(run=run, started=now, ended=now, tags=self.tags))
+        self.tell(Record(run=run, started=now, ended=now, tags=self.tags))
 
     def start(self, address: str) -> None:
         self.address, self.sent_lines, self.next_time = address, 0, time.monotonic() + EVERY_SECONDS
@@ -154,16 +154,16 @@ class MlflowTracker(NoTracker):
         self.next_time = time.monotonic() + EVERY_SECONDS
 
     def finish(self, outcome: str) -> None:
-        self._deliver(read_record(self.run, self.address, outcome, self.tags))
+        self.tell(read_record(self.run, self.address, outcome, self.tags))
 
     def close(self, passed: bool, summary: str) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"
-        self._deliver(Record(run=self.run, status=status, started=now, ended=now, texts={"summary.md": summary}))
+        self.tell(Record(run=self.run, status=status, started=now, ended=now, texts={"summary.md": summary}))
         if self.unsent.exists():
             self.say(f"MLflow has not got everything of this run: {self.unsent} is sent with the next run")
 
-    def _deliver(self, record: Record) -> None:
+    def tell(self, record: Record) -> None:
         """Write the record down, then send everything that waits; what fails waits on."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
         with self.unsent.open("a", encoding="utf-8") as file:

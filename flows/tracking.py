@@ -15,10 +15,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel
 
-from flows.dag import read_gate, split
+from flows.dag import read_gate, split, up_to_date
 from stages.gate import vouched
 from stages.params import flatten
-from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
+from stages.records import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
 
 MAX_ARTIFACT_BYTES = 1_000_000
 HEALTH = ("score_mean", "judge_mean", "kl", "response_length", "distinct_2", "repetition_3", "entropy")  # of PPO, by update
@@ -219,9 +219,43 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
             stage=name if name in ("base", "sft") else "ppo",
             path=str(path),
             digest=digest_of(str(path), known),
-            step=int(name.removeprefix("step_")) if name.startswith("step_") else last if name == "ppo" else 0,
+            step=last if name == "ppo" else update_of(name),
             metrics=numbers({**values, **against_sft} if name == "ppo" else values),
         )
+
+
+def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
+    """What stages/checkpoint.py has told about a checkpoint; its md5 is DVC's where PPO's files are those of dvc.lock."""
+    told, now = read_json(report, "the flow evaluate-checkpoint"), milliseconds()
+    path, round_ = Path(told["path"]), told["round"]
+    name = metric_name(path.name)
+    against_sft = {f"win_rate{end}": told[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
+    checkpoint = Checkpoint(
+        name=f"{round_}-{name}",
+        stage="ppo",
+        path=str(path),
+        digest=digest_of(str(path), digests(round_) if up_to_date(f"ppo@{round_}") else {}) or told["hash"],
+        step=update_of(name),
+        metrics=numbers(told["checkpoint"] | against_sft),
+    )
+    return Record(
+        run=run,
+        address=f"{name}-{told['hash'][:8]}-{told['evaluation_id'][:8]}@{round_}",
+        status="FINISHED",
+        started=now,
+        ended=now,
+        tags={**tags, "stage": "checkpoint", "round": round_, "path": str(path), "evaluation_id": told["evaluation_id"]},
+        final=numbers(told),
+        samples=read_jsonl(report.with_suffix(".jsonl"), "the flow evaluate-checkpoint"),
+        texts={report.name: report.read_text(encoding="utf-8")},
+        checkpoints=[checkpoint],
+    )
+
+
+def update_of(name: str) -> int:
+    """PPO's update that a checkpoint is named after; 0 where it has another name."""
+    number = name.removeprefix("step_")
+    return int(number) if number.isdecimal() else 0
 
 
 def revision() -> str:
@@ -242,6 +276,9 @@ class NoTracker:
 
     def finish(self, outcome: str) -> None:
         """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
+
+    def tell(self, record: Record) -> None:
+        """Something beside the pipeline's stages."""
 
     def close(self, passed: bool, summary: str) -> None:
         """The pipeline run ended."""
