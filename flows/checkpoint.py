@@ -1,6 +1,7 @@
 """The flow `evaluate-checkpoint`: stages/checkpoint.py from the Prefect UI, in the folder of a run, or in the project's."""
 
 import json
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ from prefect.client.schemas import State
 from prefect.states import Completed
 
 from flows import dag, slots
+from flows.mlflow_store import open_tracker
 from flows.pipeline import home_folder, speaker
+from flows.tracking import Record, milliseconds, read_checkpoint, revision
 from flows.workspace import WORKSPACES
 from stages.errors import BadInput, RondoError
+from stages.params import load_params
+from stages.records import metric_name
 
 ROWS = ("sentiment", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3")
 
@@ -34,17 +39,30 @@ def evaluate_checkpoint(run: str = "", round: str = "r0", checkpoint: str = "ste
         lines.append(line)
         say(line)
 
-    folder = home_folder() / WORKSPACES / run if run else Path.cwd()
+    home = home_folder()
+    folder = home / WORKSPACES / run if run else Path.cwd()
     if not folder.is_dir():
         raise BadInput(f"run {run}: {folder} is no folder; `rondo status` lists those that there are")
     with chdir(folder), slots.computing(say):
         code = dag.stream(["stages.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line)
     if code:
         raise (BadInput if code == BadInput.exit_code else RondoError)("\n".join(lines[-dag.SHOWN_LINES :]))
+    with chdir(folder):
+        record(run, Path(lines[-1]), home, say)
     told = json.loads((folder / lines[-1]).read_text())
     create_table_artifact(table(told), key=dag.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()), description=told["path"])
     sft, kept = (f"{told[name]:.3f} [{told[f'{name}_low']:.3f}, {told[f'{name}_high']:.3f}]" for name in ("win_rate_sft", "win_rate_ppo"))
     return Completed(message=f"win rate against SFT {sft}, against the policy that was kept {kept}; all of it: {folder / lines[-1]}")
+
+
+def record(run: str, report: Path, home: Path, say: Callable[[str], None]) -> None:
+    """Tell MLflow, as a child of the run in whose folder this is called; without one of a run that has the folder's name."""
+    name, now = run or metric_name(Path.cwd().name), milliseconds()
+    tags = {"revision": revision(), "seed": str(load_params().seed)}
+    tracker = open_tracker(name, home, {}, say)
+    tracker.tell(read_checkpoint(name, report, tags))
+    if not run:
+        tracker.tell(Record(run=name, status="FINISHED", started=now, ended=now))
 
 
 def table(told: dict[str, Any]) -> list[dict[str, Any]]:

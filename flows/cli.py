@@ -71,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     for name in ("a", "b"):
         two.add_argument(name, metavar="RUN[:ROUND]", help="a run's name or how it begins; default: the last round that it evaluated")
     two.add_argument("--open", action="store_true", help="MLflow's page of the two, in the browser (`rondo up` has to run)")
+    found = commands.add_parser("best", help="the policies of all recorded runs by judged win rate against SFT, under a KL")
+    found.add_argument("--kl", type=float, metavar="NATS", help="KL from SFT, nats a sequence; default: gates.promote.max_kl")
     checked = commands.add_parser("check-data", help="say what a file of pairs or demonstrations is, and which rows are bad")
     checked.add_argument("file", metavar="FILE", help=".jsonl or .parquet")
     return top
@@ -180,17 +182,27 @@ def compare(options: argparse.Namespace) -> int:
     import webbrowser
 
     from flows import compare as comparison
-    from flows.mlflow_store import EXPERIMENT, registry
+    from flows.mlflow_store import experiment_of, registry
 
     with registry(HOME.resolve()) as client:
-        experiment = client.get_experiment_by_name(EXPERIMENT)
-        if experiment is None:
-            raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
-        a, b = (comparison.find(client, experiment.experiment_id, name) for name in (options.a, options.b))
+        experiment = experiment_of(client)
+        a, b = (comparison.find(client, experiment, name) for name in (options.a, options.b))
         print(comparison.text(client, a, b))
     print(f"the same in MLflow: {comparison.address(a, b)}")
     if options.open:
         webbrowser.open(comparison.address(a, b))
+    return 0
+
+
+def best(options: argparse.Namespace) -> int:
+    from flows import best as policies
+    from flows.mlflow_store import experiment_of, registry
+    from stages.params import load_params
+
+    kl = load_params().gates.promote.max_kl if options.kl is None else options.kl
+    home = HOME.resolve()
+    with registry(home) as client:
+        print(policies.text(home, policies.within(experiment_of(client), kl)))
     return 0
 
 
@@ -209,6 +221,7 @@ COMMANDS = {
     "approve": approve,
     "promote": promote,
     "compare": compare,
+    "best": best,
     "badcases": badcases,
     "check-data": check_data,
 }

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flows import promotion
 from flows.server import MLFLOW_URL, answers
-from flows.tracking import Checkpoint, NoTracker, Record, Step, milliseconds, read_record, read_steps
+from flows.tracking import Checkpoint, NoTracker, Record, Step, health, milliseconds, read_record, read_steps
 from stages.errors import BadInput, RondoError
 from stages.records import write_text
 
@@ -73,7 +73,12 @@ class Store:
             self.runs[key] = made.info.run_id
         return self.runs[key]
 
-    def send_steps(self, run_id: str, steps: Sequence[Step]) -> None:
+    def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
+        """To the stage's run; PPO's health to the pipeline run too, where MLflow lays those of several runs over each other."""
+        self._log(self.run_id(run, address, started), steps)
+        self._log(self.run_id(run, "", started), health(address, steps))
+
+    def _log(self, run_id: str, steps: Sequence[Step]) -> None:
         for first in range(0, len(steps), MAX_METRICS):
             batch = [Metric(s.key, s.value, s.time, s.step) for s in steps[first : first + MAX_METRICS]]
             self.client.log_batch(run_id, metrics=batch)
@@ -86,7 +91,7 @@ class Store:
         self.client.log_batch(run_id, tags=[RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()])
         last = max((step.step for step in record.steps), default=0)
         final = [Step(key=f"final/{key}", value=value, time=record.ended, step=last) for key, value in record.final.items()]
-        self.send_steps(run_id, [*record.steps, *final])
+        self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         if record.inputs:
             used = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
             found = [Dataset(d.path, d.digest, "local", json.dumps({"uri": d.path})) for d in record.inputs]
@@ -111,7 +116,7 @@ class Store:
             source_run_id=run_id,
             params={"path": checkpoint.path, "step": str(checkpoint.step)},
             tags={"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-            | {name: record.tags[name] for name in ("round", "seed", "revision") if name in record.tags},
+            | {name: record.tags[name] for name in ("round", "seed", "revision", "evaluation_id") if name in record.tags},
             model_type="checkpoint",
             experiment_id=self.experiment,
         )
@@ -135,7 +140,7 @@ class MlflowTracker(NoTracker):
         self.warned = False
         self.address, self.sent_lines, self.next_time = "", 0, 0.0
         now = milliseconds()
-        self._deliver(Record(run=run, started=now, ended=now, tags=self.tags))
+        self.tell(Record(run=run, started=now, ended=now, tags=self.tags))
 
     def start(self, address: str) -> None:
         self.address, self.sent_lines, self.next_time = address, 0, time.monotonic() + EVERY_SECONDS
@@ -144,27 +149,27 @@ class MlflowTracker(NoTracker):
         if time.monotonic() < self.next_time:
             return
         steps = read_steps(self.address, self.sent_lines)
-        if steps and self._try(lambda store: store.send_steps(store.run_id(self.run, self.address, steps[0].time), steps)):
+        if steps and self._try(lambda store: store.send_steps(self.run, self.address, steps[0].time, steps)):
             self.sent_lines += len({step.step for step in steps})
         self.next_time = time.monotonic() + EVERY_SECONDS
 
     def finish(self, outcome: str) -> None:
-        self._deliver(read_record(self.run, self.address, outcome, self.tags))
+        self.tell(read_record(self.run, self.address, outcome, self.tags))
 
-    def page(self) -> str | None:
+    def page(self, address: str = "") -> str | None:
         """Of our own database: where `rondo up` serves it."""
-        run_id = self.store.runs.get((self.run, "")) if self.store else None
+        run_id = self.store.runs.get((self.run, address)) if self.store else None
         server = self.uri if self.uri.startswith("http") else MLFLOW_URL
         return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}" if self.store and run_id else None
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"
-        self._deliver(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
+        self.tell(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
         if self.unsent.exists():
             self.say(f"MLflow has not got everything of this run: {self.unsent} is sent with the next run")
 
-    def _deliver(self, record: Record) -> None:
+    def tell(self, record: Record) -> None:
         """Write the record down, then send everything that waits; what fails waits on."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
         with self.unsent.open("a", encoding="utf-8") as file:
@@ -226,6 +231,18 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         yield connect(uri)
     except FAILURES as error:
         raise RondoError(f"MLflow at {uri} fails ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to the one that answers") from None
+
+
+def experiment_of(client: MlflowClient) -> str:
+    """The id of Rondo's experiment.
+
+    Raises:
+        BadInput: there is none.
+    """
+    found = client.get_experiment_by_name(EXPERIMENT)
+    if found is None:
+        raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
+    return str(found.experiment_id)
 
 
 def cause(error: Exception) -> str:

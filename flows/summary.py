@@ -200,6 +200,11 @@ def write(rounds: list[str]) -> None:
     write_text(SUMMARY, markdown(rounds))
 
 
+def interval(mean: float, low: float | None, high: float | None) -> str:
+    """`0.881 [0.832, 0.923]`, without brackets where the interval is not known."""
+    return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
 def drawn(table: Table) -> str:
     """As text without colours."""
     buffer = StringIO()

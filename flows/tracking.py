@@ -8,19 +8,20 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel
 
-from flows.dag import read_gate, split
+from flows.dag import read_gate, split, up_to_date
 from stages.gate import vouched
 from stages.params import flatten
-from stages.records import REPORTS, read_json, read_jsonl, stage_dir, work_dir
+from stages.records import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
 
 MAX_ARTIFACT_BYTES = 1_000_000
+HEALTH = ("score_mean", "judge_mean", "kl", "response_length", "distinct_2", "repetition_3", "entropy")  # of PPO, by update
 ARTIFACTS = ("metrics.json", "manifest.json", "curves.csv", "calibration.csv", "probes.csv", "accuracy.csv", "scores.csv")
 
 
@@ -113,6 +114,12 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     ]
 
 
+def health(address: str, steps: Iterable[Step]) -> list[Step]:
+    """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing of other stages."""
+    stage, _, round_ = address.partition("@")
+    return [step.model_copy(update={"key": f"{round_}/{step.key}"}) for step in steps if stage == "ppo" and step.key in HEALTH]
+
+
 def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
     """Everything that the files say about a stage that ran, was restored, was unchanged, or failed."""
     stage, round_ = split(address)
@@ -191,6 +198,11 @@ def digests(round_: str) -> dict[str, str]:
     return {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
 
 
+def digest_of(path: str, known: Mapping[str, str]) -> str:
+    """A model's md5, or that of the folder that DVC has it in."""
+    return known.get(path) or known.get(str(Path(path).parent), "")
+
+
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
     known, ppo = digests(round_), stage_dir(round_, "ppo")
@@ -206,10 +218,44 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
             name=f"{round_}-{name}",
             stage=name if name in ("base", "sft") else "ppo",
             path=str(path),
-            digest=known.get(str(path)) or known.get(str(path.parent), ""),
-            step=int(name.removeprefix("step_")) if name.startswith("step_") else last if name == "ppo" else 0,
+            digest=digest_of(str(path), known),
+            step=last if name == "ppo" else update_of(name),
             metrics=numbers({**values, **against_sft} if name == "ppo" else values),
         )
+
+
+def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
+    """What stages/checkpoint.py has told about a checkpoint; its md5 is DVC's where PPO's files are those of dvc.lock."""
+    told, now = read_json(report, "the flow evaluate-checkpoint"), milliseconds()
+    path, round_ = Path(told["path"]), told["round"]
+    name = metric_name(path.name)
+    against_sft = {f"win_rate{end}": told[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
+    checkpoint = Checkpoint(
+        name=f"{round_}-{name}",
+        stage="ppo",
+        path=str(path),
+        digest=digest_of(str(path), digests(round_) if up_to_date(f"ppo@{round_}") else {}) or told["hash"],
+        step=update_of(name),
+        metrics=numbers(told["checkpoint"] | against_sft),
+    )
+    return Record(
+        run=run,
+        address=f"{name}-{told['hash'][:8]}-{told['evaluation_id'][:8]}@{round_}",
+        status="FINISHED",
+        started=now,
+        ended=now,
+        tags={**tags, "stage": "checkpoint", "round": round_, "path": str(path), "evaluation_id": told["evaluation_id"]},
+        final=numbers(told),
+        samples=read_jsonl(report.with_suffix(".jsonl"), "the flow evaluate-checkpoint"),
+        texts={report.name: report.read_text(encoding="utf-8")},
+        checkpoints=[checkpoint],
+    )
+
+
+def update_of(name: str) -> int:
+    """PPO's update that a checkpoint is named after; 0 where it has another name."""
+    number = name.removeprefix("step_")
+    return int(number) if number.isdecimal() else 0
 
 
 def revision() -> str:
@@ -231,9 +277,12 @@ class NoTracker:
     def finish(self, outcome: str) -> None:
         """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
 
-    def page(self) -> str | None:
-        """Where a browser finds the pipeline run; None where it does not."""
+    def page(self, address: str = "") -> str | None:
+        """Where a browser finds what was told of a stage, or of the pipeline run; None where it does not."""
         return None
+
+    def tell(self, record: Record) -> None:
+        """Something beside the pipeline's stages."""
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         """The pipeline run ended; texts: by file name, what it leaves to be read."""

@@ -1,7 +1,9 @@
 """Against a real MLflow database, and a port where nothing listens."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -9,9 +11,11 @@ from mlflow.entities import Run
 
 from flows import dag, tracking
 from flows.mlflow_store import MlflowTracker, open_tracker
-from flows.tracking import NoTracker
-from stages.records import write_json, write_text
+from flows.tracking import HEALTH, NoTracker, Record, read_steps
+from stages.ppo.run import describe_rows
+from stages.records import write_json, write_jsonl, write_text
 
+DOCS = Path(__file__).parents[2] / "docs/running.md"
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -48,8 +52,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
     assert sft.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert (sft.data.tags["stage"], sft.data.tags["round"], sft.data.tags["dvc"], sft.data.tags["seed"]) == ("sft", "r0", "ran", "0")
     assert sft.data.params["sft.lora.r"] == "16"
-    history = [(point.step, point.value, point.timestamp) for point in client.get_metric_history(sft.info.run_id, "loss")]
-    assert history == [(1, 1.0, 1001000), (2, 0.5, 1002000), (3, 1 / 3, 1003000)]
+    assert curve(client, sft.info.run_id, "loss") == [(1, 1.0, 1001000), (2, 0.5, 1002000), (3, 1 / 3, 1003000)]
     assert sft.data.metrics["final/loss_after"] == 4.67
     (data,) = [used.dataset for used in sft.inputs.dataset_inputs]
     locked = tracking.read_lock("prepare@r0")["outs"]
@@ -58,10 +61,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
     assert table["columns"] == ["id", "prompt", "base", "sft"]
     models = {model.name: model for model in client.search_logged_models([parent.info.experiment_id])}
     assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009", "r0-step_00018"}
-    # the search of docs/running.md
-    near = "metrics.kl < 8 AND tags.stage = 'ppo' AND tags.seed = '0'"
-    best = client.search_logged_models([parent.info.experiment_id], near, order_by=[{"field_name": "metrics.win_rate", "ascending": False}])
-    assert [model.name for model in best] == ["r0-ppo", "r0-step_00009"]
+    assert search_of_the_docs(database) == ["r0-ppo", "r0-step_00009"]
     best = client.search_logged_models([parent.info.experiment_id], order_by=[{"field_name": "metrics.sentiment", "ascending": False}])
     assert [model.name for model in best][:4] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
     assert evaluate.outputs is not None
@@ -70,6 +70,16 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: 
     run_all(MlflowTracker("again", database, project / ".rondo", {}, said.append))
     assert {run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"} == {"unchanged"}
     assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
+
+
+def search_of_the_docs(database: str) -> list[str]:
+    """What docs/running.md searches for, in our database, as it is written there; names."""
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    written = "sqlite:///.rondo/mlflow.db"
+    assert written in block
+    names: dict[str, Any] = {}
+    exec(block.replace(written, database), names)
+    return list(names["found"]["name"])
 
 
 def client_text(client: MlflowClient, run: Run, name: str) -> str:
@@ -106,6 +116,41 @@ def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
     assert len(client.get_metric_history(run_id, "loss")) == 3
     assert before["evaluate@r0"].outputs is not None and after["evaluate@r0"].outputs is not None
     assert len(after["evaluate@r0"].outputs.model_outputs) == len(before["evaluate@r0"].outputs.model_outputs) == 5
+
+
+def test_the_health_of_each_round_is_the_pipeline_run_s_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for round_, kls in (("r0", (0.5, 3.0, 6.0)), ("r1", (0.25, 2.0))):
+        rows = [{"step": step, "kl": kl, "entropy": 2.0, "kl_coef": 0.1} for step, kl in enumerate(kls, 1)]
+        write_jsonl(Path(f"rounds/{round_}/ppo/metrics.jsonl"), rows)
+        write_jsonl(Path(f".rondo/work/{round_}/ppo/clock.jsonl"), [{"step": n, "time": 1000.0 + n} for n in (-1, *range(1, len(kls) + 1))])
+    write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
+    tracker = MlflowTracker("health", database, tmp_path / ".rondo", {}, print)
+    for address in ("sft@r0", "ppo@r0", "ppo@r1"):
+        tracker.start(address)
+        tracker.next_time = 0
+        tracker.progress()
+    client, parent = MlflowClient(database), runs(database, "health")["pipeline"].info
+    live = curve(client, parent.run_id, "r0/kl")
+    tracker.close(True, "the table")
+    assert tracker.store is not None
+    waited = Record.model_validate({"run": "health", "address": "ppo@r0", "started": 0, "ended": 0, "steps": read_steps("ppo@r0")})
+    for _ in range(2):  # the rest of what was sent while it ran, or waited
+        tracker.store.send(waited)
+    assert live == curve(client, parent.run_id, "r0/kl") == [(1, 0.5, 1001000), (2, 3.0, 1002000), (3, 6.0, 1003000)]
+    assert curve(client, parent.run_id, "r1/kl") == [(1, 0.25, 1001000), (2, 2.0, 1002000)]
+    after = client.get_run(parent.run_id)
+    assert after.info.status == "FINISHED"
+    assert set(after.data.metrics) == {"r0/kl", "r0/entropy", "r1/kl", "r1/entropy"}
+
+
+def curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float, int]]:
+    return [(point.step, point.value, point.timestamp) for point in client.get_metric_history(run_id, key)]
+
+
+def test_ppo_measures_what_is_its_health() -> None:
+    row = {"score": 0.0, "kl": 0.0, "length": 2, "finish_reason": "stop", "response": "Fine day", "judge": 0.5}
+    assert set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()  # entropy is of the rollout's tensors
 
 
 def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> None:
