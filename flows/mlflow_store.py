@@ -151,6 +151,10 @@ class MlflowTracker(NoTracker):
     def finish(self, outcome: str) -> None:
         self._deliver(read_record(self.run, self.address, outcome, self.tags))
 
+    def page(self) -> str | None:
+        found = self.store.runs.get((self.run, self.address)) if self.store else None
+        return f"experiments/{self.store.experiment}/runs/{found}" if self.store and found else None
+
     def close(self, passed: bool, summary: str) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"

@@ -22,7 +22,7 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from flows import approval, dag, estimate, slots, summary, warm
+from flows import approval, dag, energy, estimate, made, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
@@ -50,7 +50,7 @@ def speaker() -> Say:
 
 
 @task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
-def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
+def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag.Outcome:
     """Bring one stage up to date, streaming its log; its metrics or verdict become an artifact of the run."""
     say = speaker()
 
@@ -60,14 +60,17 @@ def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
 
     with slots.computing(say):
         tracker.start(address)
-        outcome = "failed"
+        outcome, meter = "failed", energy.Meter(energy.counters())
         try:
-            done = dag.run(address, on_line, force)
+            with meter:
+                done = dag.run(address, on_line, force)
             outcome = done.value
             say(f"[{address}] {outcome}")
             return done
         finally:
             tracker.finish(outcome)
+            if outcome == dag.Outcome.ran.value:
+                made.note(address, by, tracker.page(), meter)
             publish(address)
 
 
@@ -167,12 +170,13 @@ def pipeline(run: str, preset: str, rounds: int | None, settings: list[str], sec
             todo = set(addresses)  # all stages hang on assets
         for line in estimate.report(params, addresses, todo):
             say(line)
-        tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
+        by = made.By(run, revision())
+        tracker = open_tracker(run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say)
         left = list(addresses)
         try:
             while left:
                 try:
-                    run_stage(left[0], tracker, force=left[0] == "assets" and bool(changed))
+                    run_stage(left[0], by, tracker, force=left[0] == "assets" and bool(changed))
                 except GateFailed as error:
                     if approval.decided_in_the_ui(left[0]):
                         continue  # the gate reads the decision

@@ -10,9 +10,10 @@ from markupsafe import Markup
 
 from flows import summary
 from flows.report import charts
+from flows.report.lineage import origins, short
 from flows.report.story import Round, read_badcases, read_round
 from flows.server import MLFLOW_PAGES
-from flows.tracking import read_lock, revision
+from flows.tracking import read_locks, revision
 from stages.pages import fill
 from stages.params import Params, load_params
 from stages.prompts import transcript
@@ -37,7 +38,7 @@ def write(rounds: Sequence[str]) -> Path:
     page = fill(
         "flows.report",
         "report.html.jinja",
-        {"said": said, "prompt": said_prompt, "number": number},
+        {"said": said, "prompt": said_prompt, "number": number, "short": short},
         stages=summary.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
@@ -48,7 +49,7 @@ def write(rounds: Sequence[str]) -> Path:
         notes=summary.not_comparable(list(rounds)),
         charts={each.name: draw(each, params) for each in told},
         badcases=read_badcases(rounds),
-        digests={name: digests(name) for name in rounds},
+        origins=origins(rounds, read_locks()),
         mlflow=MLFLOW_PAGES,
     )
     write_text(REPORT, page)
@@ -114,13 +115,6 @@ def against_kl(told: Round) -> list[Markup]:
         "distinct-2": (kl, distinct),
     }
     return [charts.lines("Judge against reward model, SFT to the policy", series, "KL, nats a sequence", "", marks=True)]
-
-
-def digests(round_: str) -> dict[str, str]:
-    """md5 of what DVC keeps of a round's models and data."""
-    addresses = (f"{stage}@{round_}" for stage in ("prepare", "sft", "reward", "ppo", "replay"))
-    outs = (out for address in addresses for out in read_lock(address).get("outs", []))
-    return {out["path"]: out["md5"] for out in outs if out["path"].endswith(("/data", "/model", "/policy"))}
 
 
 def said(text: Any) -> str:
