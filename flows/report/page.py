@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from flows import summary
-from flows.report import charts
+from flows.report import charts, cost
 from flows.report.lineage import origins, short
 from flows.report.story import Round, read_badcases, read_round
 from flows.server import MLFLOW_PAGES
@@ -34,7 +34,8 @@ POLICY = (
 
 def write(rounds: Sequence[str]) -> Path:
     """The report of these rounds; returns where it is."""
-    params, told = load_params(), [read_round(name) for name in rounds]
+    params, locks = load_params(), read_locks()
+    told = [read_round(name, locks) for name in rounds]
     page = fill(
         "flows.report",
         "report.html.jinja",
@@ -49,7 +50,8 @@ def write(rounds: Sequence[str]) -> Path:
         notes=summary.not_comparable(list(rounds)),
         charts={each.name: draw(each, params) for each in told},
         badcases=read_badcases(rounds),
-        origins=origins(rounds, read_locks()),
+        costs={each.name: cost.lines(each) for each in told},
+        origins=origins(rounds, locks),
         mlflow=MLFLOW_PAGES,
     )
     write_text(REPORT, page)
