@@ -29,6 +29,7 @@ from prefect.artifacts import (
 from flows import dag, summary
 from flows.report import charts, page
 from flows.report.story import read_round, telling
+from flows.tracking import read_locks
 from stages.params import flatten, load_params
 from stages.prompts import transcript
 from stages.records import Row, read_jsonl, stage_dir, work_dir
@@ -118,7 +119,7 @@ class Live:
             rows = read_jsonl(path, "")
             shown = telling(rows) if self.stage == "evaluate" else rows[:SHOWN]
             yield TableArtifact(key=f"samples-{self.key}", table=table(shown), description=f"Samples of {self.address}")
-        if (section := PICTURES.get(self.stage)) and (drawn := page.draw(read_round(self.round), load_params())[section]):
+        if (section := PICTURES.get(self.stage)) and (drawn := page.draw(read_round(self.round, read_locks()), load_params())[section]):
             shown_pictures = "\n\n".join(picture(each) for each in drawn)
             yield MarkdownArtifact(key=f"pictures-{self.key}", markdown=shown_pictures, description=f"Pictures of {self.address}")
 

@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import approval, dag, estimate, live, slots, summary, warm
+from flows import approval, dag, energy, estimate, live, made, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
@@ -48,7 +48,7 @@ def speaker() -> Say:
 
 
 @task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
-def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
+def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag.Outcome:
     """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what it has left."""
     say = speaker()
     shown = live.Live(address, say)
@@ -60,14 +60,17 @@ def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
 
     with slots.computing(say):
         tracker.start(address)
-        outcome = "failed"
+        outcome, meter = "failed", energy.Meter(energy.counters())
         try:
-            done = dag.run(address, on_line, force)
+            with meter:
+                done = dag.run(address, on_line, force)
             outcome = done.value
             say(f"[{address}] {outcome}")
             return done
         finally:
             tracker.finish(outcome)
+            if outcome == dag.Outcome.ran.value:
+                made.note(address, by, tracker.page(address), meter)
             shown.end(outcome != "failed")
 
 
@@ -151,13 +154,14 @@ def pipeline(run: str, preset: str, rounds: int, settings: list[str], sections: 
             todo = set(addresses)  # all stages hang on assets
         for line in estimate.report(params, addresses, todo):
             say(line)
-        tracker = open_tracker(run, home, {"revision": revision(), "seed": str(params.seed), "preset": preset}, say)
+        by = made.By(run, revision())
+        tracker = open_tracker(run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say)
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models")
         left = list(addresses)
         try:
             while left:
                 try:
-                    run_stage(left[0], tracker, force=left[0] == "assets" and bool(changed))
+                    run_stage(left[0], by, tracker, force=left[0] == "assets" and bool(changed))
                 except GateFailed as error:
                     if approval.decided_in_the_ui(left[0]):
                         continue  # the gate reads the decision

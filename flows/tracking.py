@@ -87,11 +87,15 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in flatten(values) if isinstance(value, int | float)}
 
 
-def read_lock(address: str) -> dict[str, Any]:
-    """The stage's entry in dvc.lock: params, deps and outs with their md5."""
+def read_locks() -> dict[str, dict[str, Any]]:
+    """The stages in dvc.lock by address: params, deps and outs with their md5."""
     path = Path("dvc.lock")
-    entry: dict[str, Any] = yaml.safe_load(path.read_text())["stages"].get(address, {}) if path.exists() else {}
-    return entry
+    return dict(yaml.safe_load(path.read_text())["stages"]) if path.exists() else {}
+
+
+def read_lock(address: str) -> dict[str, Any]:
+    """The stage's entry in dvc.lock, empty when there is none."""
+    return read_locks().get(address, {})
 
 
 def read_steps(address: str, start: int = 0) -> list[Step]:

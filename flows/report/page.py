@@ -9,10 +9,11 @@ from typing import Any
 from markupsafe import Markup
 
 from flows import summary
-from flows.report import charts
+from flows.report import charts, cost
+from flows.report.lineage import origins, short
 from flows.report.story import Round, read_badcases, read_round
 from flows.server import MLFLOW_PAGES
-from flows.tracking import read_lock, revision
+from flows.tracking import read_locks, revision
 from stages.pages import fill
 from stages.params import Params, load_params
 from stages.prompts import transcript
@@ -33,11 +34,12 @@ POLICY = (
 
 def write(rounds: Sequence[str]) -> Path:
     """The report of these rounds; returns where it is."""
-    params, told = load_params(), [read_round(name) for name in rounds]
+    params, locks = load_params(), read_locks()
+    told = [read_round(name, locks) for name in rounds]
     page = fill(
         "flows.report",
         "report.html.jinja",
-        {"said": said, "prompt": said_prompt, "number": number},
+        {"said": said, "prompt": said_prompt, "number": number, "short": short},
         stages=summary.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
@@ -48,7 +50,8 @@ def write(rounds: Sequence[str]) -> Path:
         notes=summary.not_comparable(list(rounds)),
         charts={each.name: draw(each, params) for each in told},
         badcases=read_badcases(rounds),
-        digests={name: digests(name) for name in rounds},
+        costs={each.name: cost.lines(each) for each in told},
+        origins=origins(rounds, locks),
         mlflow=MLFLOW_PAGES,
     )
     write_text(REPORT, page)
@@ -114,13 +117,6 @@ def against_kl(told: Round) -> list[Markup]:
         "distinct-2": (kl, distinct),
     }
     return [charts.lines("Judge against reward model, SFT to the policy", series, "KL, nats a sequence", "", marks=True)]
-
-
-def digests(round_: str) -> dict[str, str]:
-    """md5 of what DVC keeps of a round's models and data."""
-    addresses = (f"{stage}@{round_}" for stage in ("prepare", "sft", "reward", "ppo", "replay"))
-    outs = (out for address in addresses for out in read_lock(address).get("outs", []))
-    return {out["path"]: out["md5"] for out in outs if out["path"].endswith(("/data", "/model", "/policy"))}
 
 
 def said(text: Any) -> str:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows import summary
+from flows import made, summary
 from flows.dag import read_gate
+from flows.made import Made
 from stages.badcases import Badcase, ledger_path, read_ledger
-from stages.records import REPORTS, Row, read_jsonl, stage_dir, work_dir
+from stages.records import REPORTS, Row, read_jsonl, stage_dir
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}
 SHOWN = 4  # of the best and the worst samples, and of badcases in each state
@@ -30,6 +31,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Round:
+    """locks: what dvc.lock has of its stages. made: by which run, where that is known."""
+
     name: str
     verdicts: Sequence[Verdict]
     metrics: Mapping[str, Mapping[str, Any]]
@@ -38,16 +41,24 @@ class Round:
     findings: Sequence[Row]
     data: Mapping[str, Any]
     versions: Mapping[str, str]
-    minutes: Mapping[str, float]
+    locks: Mapping[str, Mapping[str, Any]]
+    made: Mapping[str, Made]
 
     @property
     def done(self) -> bool:
         """Every gate has opened."""
         return all(verdict.opened for verdict in self.verdicts)
 
+    def settings(self, stage: str) -> Mapping[str, Any]:
+        """What of params.yaml the stage has run with."""
+        found: Mapping[str, Any] = self.locks[stage].get("params", {}).get("params.yaml", {})
+        return found
 
-def read_round(name: str) -> Round:
+
+def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> Round:
+    """locks: dvc.lock's, by address."""
     samples = stage_dir(name, "evaluate") / "samples.jsonl"
+    ours = {stage: locks.get(f"{stage}@{name}", {}) for stage in summary.STAGES}
     return Round(
         name=name,
         verdicts=[verdict(name, gate) for gate in GATES],
@@ -57,7 +68,8 @@ def read_round(name: str) -> Round:
         findings=summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json").get("findings", []),
         data=summary.read_json_or_nothing(REPORTS / name / "data.json"),
         versions=summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json").get("versions", {}),
-        minutes={stage: taken / 60 for stage in summary.STAGES if (taken := seconds(name, stage)) is not None},
+        locks=ours,
+        made={stage: note for stage, lock in ours.items() if (note := made.read(f"{stage}@{name}", lock))},
     )
 
 
@@ -76,13 +88,6 @@ def columns(path: Path) -> dict[str, list[float]]:
     with path.open() as stream:
         rows = list(csv.DictReader(stream))
     return {name: [float(row[name]) if row[name] else math.nan for row in rows] for name in (rows[0] if rows else ())}
-
-
-def seconds(round_: str, stage: str) -> float | None:
-    """From its start to its last step, by the clock beside its metrics; None where it ran elsewhere or has no steps."""
-    clock = work_dir(round_, stage) / "clock.jsonl"
-    times = [row["time"] for row in read_jsonl(clock, "")] if clock.exists() else []
-    return times[-1] - times[0] if len(times) > 1 else None
 
 
 def telling(samples: Sequence[Row]) -> list[Row]:

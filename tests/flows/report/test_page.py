@@ -2,15 +2,13 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-
-import pytest
 
 from flows.report import charts, page
 from flows.report.story import telling
 from stages.badcases import Badcase, Try, ledger_path
 from stages.records import stage_dir, write_json, write_jsonl, write_text
+from tests.flows.report.reading import Page
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
 SIDE = {"accuracy": 0.9, "low": 0.8, "high": 0.95, "pairs": 40}
@@ -22,42 +20,6 @@ BATTERY = {
     "mined_text": [],
     "accuracy": {"length": {"alike": SIDE}},
 }
-
-
-class Page(HTMLParser):
-    """What a browser would fetch, the text that a reader sees, and whether every tag is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.words: list[str] = []
-        self.open: list[str] = []
-        self.pictures: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = dict(attributes)
-        self.fetched += [str(given[name]) for name in ("src", "data", "poster") if name in given]
-        self.fetched += [str(given["href"])] if tag == "link" else []
-        self.pictures += [str(given["aria-label"])] if tag == "svg" else []
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        """Closed already."""
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, text: str) -> None:
-        self.words.append(text.strip())
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_text(Path("params.yaml"), "seed: 3\n")
-    return tmp_path
 
 
 def check(passed: bool) -> dict[str, object]:

@@ -1,0 +1,40 @@
+"""Lineage: which run made each stage of a round, and under which md5 DVC keeps it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flows import made, summary
+from flows.server import PREFECT_URL
+
+KEPT = ("/data", "/model", "/policy")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """made: None where it was not made here. kept: md5 of what DVC has of it, models and data, by path."""
+
+    address: str
+    made: made.Made | None
+    kept: Mapping[str, str]
+
+    @property
+    def prefect(self) -> str | None:
+        """The page of its flow run."""
+        return f"{PREFECT_URL}/runs/flow-run/{self.made.flow_run}" if self.made and self.made.flow_run else None
+
+
+def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> list[Origin]:
+    """Of all stages that dvc.lock knows: of `assets`, which the rounds share, then round by round."""
+    addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in summary.STAGES)]
+    return [Origin(address, made.read(address, lock), kept(lock)) for address in addresses if (lock := locks.get(address))]
+
+
+def kept(lock: Mapping[str, Any]) -> dict[str, str]:
+    return {out["path"]: out["md5"] for out in lock.get("outs", []) if out["path"].endswith(KEPT)}
+
+
+def short(text: str) -> str:
+    """The beginning of a hash or an id, and what was put after it."""
+    name, dirty, _ = text.partition("-dirty")
+    return name[:10] + dirty
