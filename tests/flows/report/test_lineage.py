@@ -19,7 +19,7 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
     write_text(Path("dvc.lock"), yaml.safe_dump({"stages": stages}))
     with Meter([]) as meter:
         pass
-    made.note("sft@r0", made.By("20270102-030405-abc", "0123456789abcdef-dirty"), "experiments/1/runs/fedcba9876543210", meter)
+    made.note("sft@r0", made.By("20270102-030405-abc", "0123456789abcdef-dirty"), f"{MLFLOW_URL}/#/experiments/1/runs/fedcba9876543210", meter)
     note = made.place("sft@r0")
     write_text(note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"'))  # as within a flow
     text = page.write(["r0"]).read_text()
