@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     two = commands.add_parser("compare", help="the policies of two recorded runs on the same prompts, paired, and what was set otherwise")
     for name in ("a", "b"):
         two.add_argument(name, metavar="RUN[:ROUND]", help="a run's name or how it begins; default: the last round that it evaluated")
-    two.add_argument("--open", action="store_true", help="MLflow's page of the two, in the browser (`rondo up` has to run)")
+    two.add_argument("--open", action="store_true", help="MLflow's pages of the two, in the browser (`rondo up` has to run)")
     found = commands.add_parser("best", help="the policies of all recorded runs by judged win rate against SFT, under a KL")
     found.add_argument("--kl", type=float, metavar="NATS", help="KL from SFT, nats a sequence; default: gates.promote.max_kl")
     checked = commands.add_parser("check-data", help="say what a file of pairs or demonstrations is, and which rows are bad")
@@ -188,9 +188,10 @@ def compare(options: argparse.Namespace) -> int:
         experiment = experiment_of(client)
         a, b = (comparison.find(client, experiment, name) for name in (options.a, options.b))
         print(comparison.text(client, a, b))
-    print(f"the same in MLflow: {comparison.address(a, b)}")
-    if options.open:
-        webbrowser.open(comparison.address(a, b))
+    for what, page in comparison.pages(a, b).items():
+        print(f"{what} in MLflow: {page}")
+        if options.open:
+            webbrowser.open(page)
     return 0
 
 

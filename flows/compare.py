@@ -4,10 +4,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -19,6 +21,7 @@ from stages.records import Row
 from stages.statistics import paired_bootstrap
 
 RESAMPLES = 10_000
+CLASSIC = "workflowType=machine_learning"  # MLflow's pages for models; else it opens those for agents
 NUMBERS = {  # of the evaluation, by what they are called here
     "win rate against SFT": "final/win_rate",
     "KL from SFT, nats": "final/ppo/kl",
@@ -125,8 +128,13 @@ def shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def address(*evaluations: Evaluation) -> str:
-    """MLflow's page that compares them."""
+def pages(*evaluations: Evaluation) -> dict[str, str]:
+    """MLflow's pages of the two, by what they show."""
+    experiment = evaluations[0].run.info.experiment_id
     runs = json.dumps([each.run.info.run_id for each in evaluations], separators=(",", ":"))
-    experiments = json.dumps([evaluations[0].run.info.experiment_id])
-    return f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={experiments}&workflowType=machine_learning"
+    parents = ",".join(dict.fromkeys(f"'{each.run.data.tags[MLFLOW_PARENT_RUN_ID]}'" for each in evaluations))
+    these = quote(f"attributes.run_id IN ({parents})")
+    return {
+        "the same numbers": f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={json.dumps([experiment])}&{CLASSIC}",
+        "PPO's curves": f"{MLFLOW_URL}/#/experiments/{experiment}/runs?searchFilter={these}&compareRunsMode=CHART&{CLASSIC}",
+    }

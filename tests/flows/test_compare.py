@@ -1,9 +1,13 @@
 """Two runs in a real MLflow database, compared as a user compares them."""
 
+import json
+import webbrowser
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 
 from flows import cli
 from flows.mlflow_store import MlflowTracker
@@ -60,7 +64,23 @@ def test_two_runs_are_paired_by_prompt_and_say_what_was_otherwise(database: str,
     [won] = [line for line in lines if line.startswith("how often B's is higher")]
     assert "0.153 [0.010, 0.400]" in gain and "0.667 [0.500, 1.000]" in won
     assert "ppo.kl_coef 0.11 0.3" in lines and not any(line.startswith(("seed", "git")) for line in lines)
-    assert "/#/compare-runs?runs=[" in lines[-1]
+    assert "the same numbers in MLflow: http" in lines[-2] and "/#/compare-runs?runs=[" in lines[-2]
+
+
+def test_the_pages_of_mlflow_are_of_the_two_evaluations_and_of_their_pipeline_runs(
+    database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("one", "two", "three"):
+        record(database, run, BEFORE, 0.11)
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    assert compare(capsys, "one", "two", "--open")[0] == 0
+    numbers, curves = (parse_qs(page.partition("?")[2]) for page in opened)
+    client = MlflowClient(database)
+    assert [client.get_run(each).data.tags["rondo.address"] for each in json.loads(numbers["runs"][0])] == ["evaluate@r0"] * 2
+    shown = client.search_runs(json.loads(numbers["experiments"][0]), curves["searchFilter"][0])  # what the page asks the server for
+    assert {(run.data.tags["rondo.run"], run.data.tags["rondo.address"]) for run in shown} == {("one", "pipeline"), ("two", "pipeline")}
+    assert curves["compareRunsMode"] == ["CHART"]
 
 
 def test_what_cannot_be_compared_says_why(database: str, capsys: pytest.CaptureFixture[str]) -> None:
