@@ -3,6 +3,8 @@
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -14,10 +16,12 @@ Points = tuple[Sequence[float], Sequence[float]]  # x, y
 Rate = tuple[float, float, float]  # share, and its interval
 
 # matplotlib knows no CSS variables: these colours stand for them until the text is there
-INK, LINE = "#010101", "#020202"
+INK, LINE, BAD = "#010101", "#020202", "#030303"
 SERIES = ("#0300f1", "#0300f2", "#0300f3", "#0300f4")
-VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", **{colour: f"var(--c{n})" for n, colour in enumerate(SERIES, 1)}}
-PAPER = {"--ink": "#1b1f24", "--line": "#d5dae0", "--c1": "#2a6fb0", "--c2": "#c25e00", "--c3": "#4d8b31", "--c4": "#8a4fa3"}
+VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", BAD: "var(--bad)", **{colour: f"var(--c{n})" for n, colour in enumerate(SERIES, 1)}}
+PAPER = {
+    "--ink": "#1b1f24", "--line": "#d5dae0", "--bad": "#b3261e", "--c1": "#2a6fb0", "--c2": "#c25e00", "--c3": "#4d8b31", "--c4": "#8a4fa3",
+}  # fmt: skip
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -31,24 +35,49 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "grid.color": LINE,
     "legend.frameon": False,
+    "text.parse_math": False,  # a model may write $
 }
+BOUNDS = (":", "-.")
+FAR = 2.0  # heights of the curves
 
 
-def lines(
-    title: str, series: Mapping[str, Points], x: str, y: str, bounds: Mapping[str, float] | None = None, marks: bool = False
-) -> Markup:
-    """bounds: horizontal lines by name."""
+@dataclass(frozen=True)
+class Marks:
+    """By what the legend calls them: heights as dotted lines, moments as dashed upright ones, spots (x, y) as crosses."""
+
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    moments: Mapping[str, float] = field(default_factory=dict)
+    spots: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.bounds) + len(self.moments) + len(self.spots)
+
+
+NO_MARKS = Marks()
+
+
+def lines(title: str, series: Mapping[str, Points], x: str, y: str, marks: Marks = NO_MARKS, dots: bool = False) -> Markup:
+    named = len(series) + len(marks) if len(series) > 1 or marks else 0
 
     def draw(axes: Axes) -> None:
         for (label, (xs, ys)), colour in zip(series.items(), SERIES, strict=False):
-            axes.plot(xs, ys, "o-" if marks else "-", color=colour, label=label, markersize=4, linewidth=1.6)
-        for label, bound in (bounds or {}).items():
-            axes.axhline(bound, color=INK, linestyle=":", linewidth=1, label=label)
+            axes.plot(xs, ys, "o-" if dots else "-", color=colour, label=label, markersize=4, linewidth=1.6)
+        low, high = axes.get_ylim()
+        for (label, bound), dashes in zip(marks.bounds.items(), cycle(BOUNDS)):
+            near = low - FAR * (high - low) <= bound <= high + FAR * (high - low)  # else the legend says it, and the curve keeps its shape
+            axes.plot([], [], color=INK, linestyle=dashes, linewidth=1, label=label)
+            if near:
+                axes.axhline(bound, color=INK, linestyle=dashes, linewidth=1)
+        for label, moment in marks.moments.items():
+            axes.axvline(moment, color=INK, linestyle="--", linewidth=1, label=label)
+        for label, (at_x, at_y) in marks.spots.items():
+            axes.plot([at_x], [at_y], "X", color=BAD, markersize=8, markeredgewidth=0, label=label)
         axes.set(xlabel=x, ylabel=y)
-        if len(series) > 1 or bounds:
-            axes.legend(fontsize=8)
+        axes.locator_params(axis="x", integer=all(float(at).is_integer() for xs, _ in series.values() for at in xs))
+        if named:
+            axes.figure.legend(fontsize=8, loc="outside lower left")
 
-    return _svg(title, (4.6, 2.7), draw)
+    return _svg(title, (4.6, 2.7 + 0.17 * named), draw)
 
 
 def bars(title: str, rates: Mapping[str, Rate], bounds: Mapping[str, float]) -> Markup:

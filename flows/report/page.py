@@ -1,6 +1,5 @@
 """reports/report.html: the story, and below it what it rests on."""
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -9,27 +8,19 @@ from typing import Any
 from markupsafe import Markup
 
 from flows import summary
-from flows.report import charts, cost
+from flows.report import charts, cost, policy
 from flows.report.lineage import origins, short
 from flows.report.story import Round, read_badcases, read_round
 from flows.server import MLFLOW_PAGES
 from flows.tracking import read_locks, revision
 from stages.pages import fill
 from stages.params import Params, load_params
+from stages.ppo.health import WINDOW
 from stages.prompts import transcript
 from stages.records import REPORTS, write_text
 
 REPORT = REPORTS / "report.html"
 PROXY_SCALE = 4  # the reward model's score is some four times the judge's
-# curves of the policy stage: title, columns, unit
-POLICY = (
-    ("Reward model's score", ("score_mean",), "standard deviations"),
-    ("Judge, which the policy does not see", ("judge_mean", "validation_judge"), "sentiment"),
-    ("KL from SFT", ("kl", "validation_kl"), "nats a sequence"),
-    ("Length", ("response_length",), "tokens"),
-    ("Variety", ("distinct_2", "ending_share", "repetition_3"), "share"),
-    ("Entropy", ("entropy",), "nats a token"),
-)
 
 
 def write(rounds: Sequence[str]) -> Path:
@@ -49,6 +40,7 @@ def write(rounds: Sequence[str]) -> Path:
         table=summary.rows(list(rounds)),
         notes=summary.not_comparable(list(rounds)),
         charts={each.name: draw(each, params) for each in told},
+        window=WINDOW,
         badcases=read_badcases(rounds),
         costs={each.name: cost.lines(each) for each in told},
         origins=origins(rounds, locks),
@@ -60,7 +52,7 @@ def write(rounds: Sequence[str]) -> Path:
 
 def draw(told: Round, params: Params) -> dict[str, list[Markup]]:
     """The round's pictures by section."""
-    return {"battery": battery(told, params), "policy": policy(told, params), "evaluate": against_kl(told)}
+    return {"battery": battery(told, params), "policy": policy.pictures(told, params), "evaluate": against_kl(told)}
 
 
 def battery(told: Round, params: Params) -> list[Markup]:
@@ -86,25 +78,6 @@ def rate(row: Mapping[str, Any]) -> charts.Rate:
     return row["rate"], row["low"], row["high"]
 
 
-def policy(told: Round, params: Params) -> list[Markup]:
-    curves = told.curves["ppo"]
-    bounds = {"KL from SFT": {"budget": params.ppo.max_kl}}
-    pictures = []
-    for title, names, unit in POLICY:
-        series = {name: points for name in names if (points := measured(curves, name))}
-        if series:
-            pictures.append(
-                charts.lines(title, series, "update", unit, bounds.get(title), marks=any("validation" in name for name in names))
-            )
-    return pictures
-
-
-def measured(curves: Mapping[str, Sequence[float]], name: str) -> charts.Points | None:
-    """A column by step, where it was measured."""
-    both = [(x, y) for x, y in zip(curves.get("step", ()), curves.get(name, ()), strict=False) if not math.isnan(y)]
-    return ([x for x, _ in both], [y for _, y in both]) if both else None
-
-
 def against_kl(told: Round) -> list[Markup]:
     curve = told.curves["evaluate"]
     if not curve:
@@ -116,7 +89,7 @@ def against_kl(told: Round) -> list[Markup]:
         f"reward model / {PROXY_SCALE}": (kl, [value / PROXY_SCALE for value in proxy]),
         "distinct-2": (kl, distinct),
     }
-    return [charts.lines("Judge against reward model, SFT to the policy", series, "KL, nats a sequence", "", marks=True)]
+    return [charts.lines("Judge against reward model, SFT to the policy", series, "KL, nats a sequence", "", dots=True)]
 
 
 def said(text: Any) -> str:

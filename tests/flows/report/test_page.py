@@ -93,7 +93,7 @@ def test_before_anything_has_run(project: Path) -> None:
 
 def test_the_same_picture_twice_is_the_same_text() -> None:
     points = ([1.0, 2.0], [0.5, 0.25])
-    first, second = (charts.lines("A", {"x": points}, "update", "nats", {"budget": 0.4}) for _ in range(2))
+    first, second = (charts.lines("A", {"x": points}, "update", "nats", charts.Marks({"budget": 0.4})) for _ in range(2))
     assert first == second and first != charts.lines("B", {"x": points}, "update", "nats")
     assert "<script" not in charts.bars("<script>", {"<b>": (0.5, 0.4, 0.6)}, {})
 
