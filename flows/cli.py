@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one value of params.yaml; may be repeated"
         )
         each.add_argument("--isolated", action="store_true", help="in a git worktree of its own that ends as the branch runs/<run id>")
-    commands.add_parser("up", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
+    services = commands.add_parser("up", help="Prefect server, worker and MLflow on loopback, until Ctrl-C")
+    services.add_argument("--notify", metavar="URL", help="a webhook that is told of shut gates, failed and crashed runs (docs/running.md)")
     commands.add_parser("status", help="how far each round is, what runs now, whose fault a shut gate is")
     commands.add_parser("report", help="print the table of what is there; write reports/summary.md and reports/report.html")
     word = commands.add_parser("approve", help="let a round go on past a gate that asks (gates.<gate>.policy: ask), or refuse it")
@@ -83,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
     from flows.config import resolve
 
     resolve(options.preset, options.rounds, options.set)  # bad input is said before anything starts
-    from flows.server import PREFECT_URL, answers, prefect_environment
+    from flows.prefect_api import PREFECT_URL
+    from flows.server import answers, prefect_environment
 
     for name, value in prefect_environment(HOME.resolve()).items():
         os.environ.setdefault(name, value)
@@ -123,10 +125,10 @@ def next_round(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def up(_: argparse.Namespace) -> int:
+def up(options: argparse.Namespace) -> int:
     from flows.server import serve
 
-    serve(HOME.resolve())
+    serve(HOME.resolve(), options.notify)
     return 0
 
 

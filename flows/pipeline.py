@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import approval, dag, energy, estimate, live, made, slots, summary, warm
+from flows import alive, approval, dag, energy, estimate, live, made, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
@@ -91,9 +91,14 @@ def home_folder() -> Path:
     return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
 
 
+def record() -> Path:
+    """Where this flow run keeps what it has decided."""
+    return home_folder() / "runs" / f"{flow_run.id}.json"
+
+
 def once(name: str, decide: Callable[[], Any]) -> Any:
     """What this flow run decided when it first asked: after a crash, a retry or a gate that asks it starts again from the top."""
-    path = home_folder() / "runs" / f"{flow_run.id}.json"
+    path = record()
     known = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
         known[name] = decide()
@@ -102,6 +107,7 @@ def once(name: str, decide: Callable[[], Any]) -> Any:
 
 
 def run_id() -> str:
+    alive.hold(record())
     return str(once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"))
 
 

@@ -1,5 +1,6 @@
 """`rondo up`: Prefect server, a worker and MLflow on loopback, until Ctrl-C; and where to find them."""
 
+import itertools
 import json
 import os
 import signal
@@ -11,28 +12,27 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
-from flows import guard
+from flows import alive, automations, guard
 from flows.dag import command_environment
+from flows.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, ask, flow_runs, set_state
 from stages.errors import BadInput, RondoError
 from stages.records import write_json
 
-HOST = "127.0.0.1"
-PREFECT_PORT = int(os.environ.get("PREFECT_SERVER_API_PORT", "4200"))
 MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
-PREFECT_URL, MLFLOW_URL = f"http://{HOST}:{PREFECT_PORT}", f"http://{HOST}:{MLFLOW_PORT}"
+MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
 MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?workflowType=machine_learning"  # its pages for models; else it opens those for agents
 POOL = "rondo"
 START_SECONDS = 120.0
 CUT_OFF = "cut_off.json"
+CUT_OFF_STATE = {"type": "CRASHED", "name": "CutOff", "message": "goes on with the next `rondo up`"}
 NIGHTLY = "0 2 * * *"
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report
+LOOK_SECONDS, TICK_SECONDS = 10.0, 0.5  # between looks for runs whose process has gone, for services that have ended
 
 Process = subprocess.Popen[str]
 
@@ -60,15 +60,17 @@ def prefect_environment(home: Path) -> dict[str, str]:
     }
 
 
-def serve(home: Path, say: Callable[[str], None] = print) -> None:
+def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = print) -> None:
     """Start everything, print the addresses when they answer, wait for SIGINT or SIGTERM, end everything.
 
-    Runs of the UI that end with it go on with the next call.
+    Runs of the UI that end with it go on with the next call. notify: the address of a webhook (flows/automations.py).
 
     Raises:
-        BadInput: a port is in use.
+        BadInput: a port is in use, or `notify` is no address.
         RondoError: one of the services ended, or did not answer in time; the end of its log is in the message.
     """
+    if notify is not None:
+        automations.check(notify)
     for name, port in (("Prefect", PREFECT_PORT), ("MLflow", MLFLOW_PORT)):
         _check_port(name, port)
     logs = home / "logs"
@@ -110,6 +112,8 @@ def serve(home: Path, say: Callable[[str], None] = print) -> None:
                 raise RondoError(f"prefect {name} failed:\n{_tail(logs / f'{name}.log')}")
             del services[name]
         _offer_nightly()
+        for name in automations.tell(notify):
+            say(f"notifies: block `{automations.BLOCK}` ({name})")
         for name in _take_up(home):
             say(f"goes on: {name}, which the last end has cut off")
         begin("worker", "prefect", "worker", "start", "--pool", POOL, "--type", "process")
@@ -117,9 +121,12 @@ def serve(home: Path, say: Callable[[str], None] = print) -> None:
         until("mlflow", lambda: answers(f"{MLFLOW_URL}/health"))
         say(f"Prefect  {PREFECT_URL}/deployments   start a run there: rlhf-pipeline, next-round, sweep, evaluate-checkpoint")
         say(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
-        while True:
+        for tick in itertools.count():
             _check_alive(services, logs)
-            time.sleep(0.5)
+            if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
+                with suppress(OSError):  # Prefect is busy: the next look will do
+                    alive.mark_gone(home / "runs")
+            time.sleep(TICK_SECONDS)
     except KeyboardInterrupt:
         say("\nstopping ...")
     finally:
@@ -150,39 +157,23 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
-def _ask(path: str, body: Any = None) -> Any:
-    """What Prefect answers to a POST, or, without a body, to a GET; asked again while its database is busy."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{PREFECT_URL}/api/{path}", data, {"Content-Type": "application/json"})
-    for seconds in (0.5, 1, 2, None):
-        try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or seconds is None:
-                raise
-            time.sleep(seconds)
-    raise AssertionError("not reached")
-
-
 def _worker_online() -> bool:
     try:
-        return any(worker["status"] == "ONLINE" for worker in _ask(f"work_pools/{POOL}/workers/filter", {}))
+        return any(worker["status"] == "ONLINE" for worker in ask(f"work_pools/{POOL}/workers/filter", {}))
     except urllib.error.URLError:
         return False
 
 
 def _running() -> list[str]:
     """Ids of the runs that Prefect believes a worker to run."""
-    chosen = {"deployment_id": {"is_null_": False}, "state": {"type": {"any_": ["PENDING", "RUNNING"]}}}
-    return [run["id"] for run in _ask("flow_runs/filter", {"flow_runs": chosen})]
+    return flow_runs(deployment_id={"is_null_": False}, state={"type": {"any_": ["PENDING", "RUNNING"]}})
 
 
 def _offer_nightly() -> None:
     """A schedule of next-round that is off; whether it is on later is for the person who switches it."""
-    deployment = _ask("deployments/name/next-round/next-round")
+    deployment = ask("deployments/name/next-round/next-round")
     if not deployment["schedules"]:
-        _ask(f"deployments/{deployment['id']}/schedules", [{"schedule": {"cron": NIGHTLY, "timezone": "UTC"}, "active": False}])
+        ask(f"deployments/{deployment['id']}/schedules", [{"schedule": {"cron": NIGHTLY, "timezone": "UTC"}, "active": False}])
 
 
 def _take_up(home: Path) -> list[str]:
@@ -190,12 +181,11 @@ def _take_up(home: Path) -> list[str]:
     cut_off = home / CUT_OFF
     dead = _running()
     for run in dead:
-        _ask(f"flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "message": "its worker has gone"}})
+        set_state(run, CUT_OFF_STATE)
     known = json.loads(cut_off.read_text()) if cut_off.exists() else []
-    wanted = {"id": {"any_": [*known, *dead]}, "state": {"type": {"any_": ["CRASHED"]}}}  # some have come to their end meanwhile
-    again = [run["id"] for run in _ask("flow_runs/filter", {"flow_runs": wanted})]
+    again = flow_runs(id={"any_": [*known, *dead]}, state={"type": {"any_": ["CRASHED"]}})  # some have come to their end meanwhile
     for run in again:
-        _ask(f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
+        set_state(run, {"type": "SCHEDULED", "name": "AwaitingRetry"})
     cut_off.unlink(missing_ok=True)
     return again
 
@@ -212,14 +202,21 @@ def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if "worker" in services:
+        going: list[str] = []
         with suppress(OSError):  # the server may be what has ended
-            write_json(cut_off, _running())
-        runs = [run for worker in _children(services["worker"].pid) for run in _children(worker.pid)]  # each leads a session of its own
-        for run in runs:
-            run.terminate()
-        for run in psutil.wait_procs(runs, RUN_SECONDS)[1]:
-            run.kill()
-    for process in services.values():
-        process.terminate()
-    for process in services.values():
-        guard.stop(process)
+            going = _running()
+            write_json(cut_off, going)
+            for run in going:  # before their processes end, for the worker reports a crash of those that have not
+                set_state(run, CUT_OFF_STATE)
+        processes = [process for worker in _children(services["worker"].pid) for process in _children(worker.pid)]  # each leads a session
+        for process in processes:
+            process.terminate()
+        for process in psutil.wait_procs(processes, RUN_SECONDS)[1]:
+            process.kill()
+        with suppress(OSError):
+            for run in flow_runs(id={"any_": going}, state={"name": {"any_": ["Crashed"]}}):  # which were their own last words
+                set_state(run, CUT_OFF_STATE, force=True)
+    for service in services.values():
+        service.terminate()
+    for service in services.values():
+        guard.stop(service)

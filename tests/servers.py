@@ -38,7 +38,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"ended without {text!r}:\n{said}")
 
 
-def until(condition: Any, seconds: float = 60) -> None:
+def until(condition: Any, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows import made, summary
-from flows.server import PREFECT_URL
+from flows.prefect_api import PREFECT_URL
 
 KEPT = ("/data", "/model", "/policy")
 

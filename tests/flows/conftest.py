@@ -28,7 +28,7 @@ if name == "sft" and params["sft"]["max_steps"] == 1:
     print("sft@r0: BadInput: rows missing", file=sys.stderr)
     sys.exit(2)
 if name == "sft" and params["sft"]["max_steps"] == 2:
-    time.sleep(60)
+    time.sleep(600)
 if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")
 metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "judged_gain_low": 0.1}

@@ -5,14 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import psutil
 import pytest
 
+from flows import automations, prefect_api
 from tests.servers import free_port, read_until, request, until
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
@@ -28,6 +33,8 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
         (["run", "--preset", "nope"], "no such preset"),
         (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
         (["run", "--rounds", "0"], "at least 1"),
+        (["up", "--notify", "hooks.example.org/rondo"], "http://... or https://..."),
+        (["up", "--notify", "http://[example"], "http://... or https://..."),
     ):
         done = rondo(project, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
@@ -61,94 +68,180 @@ def test_data_are_checked_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 2 and "none.jsonl: expected a file" in done.stderr
 
 
-def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(project: Path) -> None:
-    """One server for the three ways to use it, since its start is what takes the time."""
+@dataclass
+class Receiver:
+    """Of a webhook, on this machine: what it was told."""
+
+    url: str
+    told: list[str]
+
+    def wait_for(self, *texts: str) -> None:
+        until(lambda: any(all(text in each for text in texts) for each in self.told))
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    told: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever).start()
+        yield Receiver(f"http://127.0.0.1:{server.server_port}/", told)
+        server.shutdown()
+
+
+def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
+    project: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One server for the ways to use it, since its start is what takes the time."""
+    environment = with_the_flow(project)
+    api = f"http://127.0.0.1:{environment['PREFECT_SERVER_API_PORT']}/api"
+    server = up(project, environment, "--notify", receiver.url)
+    try:
+        assert "notifies: block `rondo` (Custom Webhook)" in read_until(server, "Ctrl-C")
+        in_use = rondo(project, "up", **environment)
+        assert in_use.returncode == 2
+        assert "is in use" in in_use.stderr
+
+        pipeline = a_run_from_the_form(project, api)
+        a_sweep(project, api)
+        a_shut_gate(project, api, environment, receiver)
+        a_gate_that_asks(project, api, pipeline, receiver)
+        sleeping = start(api, pipeline, "gates.sft.loss_drop=0.4", "sft.max_steps=2")  # sleeps
+        nightly = request(f"{api}/deployments/name/next-round/next-round")
+        assert [schedule["active"] for schedule in nightly["schedules"]] == [False]
+        change(f"{api}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": True})
+        until(lambda: computes(project))
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+        until(lambda: not of_project(project))
+
+        server = up(project, environment)
+        assert f"goes on: {sleeping}" in read_until(server, "Ctrl-C")
+        [schedule] = request(f"{api}/deployments/name/next-round/next-round")["schedules"]
+        assert schedule["active"]  # as the person left it
+        until(lambda: computes(project))
+        request(f"{api}/flow_runs/{sleeping}/set_state", {"state": {"type": "CANCELLING"}})
+        until(lambda: not computes(project))
+        until(lambda: request(f"{api}/flow_runs/{sleeping}")["state_type"] == "CANCELLED")
+        a_killed_run(project, api, environment, receiver)
+        states = sorted(request(f"{api}/flow_run_states/?flow_run_id={sleeping}"), key=lambda state: state["timestamp"])
+        names = [state["name"] for state in states]
+        assert names[names.index("AwaitingRetry") - 1] == "CutOff"
+        assert not any(sleeping in text for text in receiver.told)
+        what_a_person_left(api, monkeypatch)
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def with_the_flow(project: Path) -> dict[str, str]:
+    """The project with what is deployed in it, and an environment with ports of its own."""
     (project / "prefect.yaml").write_text((ROOT / "prefect.yaml").read_text())
     (project / "flows").symlink_to(ROOT / "flows")
     for command in (["add", "prefect.yaml", "flows"], ["commit", "-qm", "the flow"]):
         subprocess.run(["git", *command], cwd=project, check=True)
     elsewhere = {"PWD": str(project.parent)}  # as when `rondo up` is started by a program and not a shell
-    environment = elsewhere | {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "flows.cli", "up"]
-    server = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
-    try:
-        read_until(server, "Ctrl-C")
-        api = f"http://127.0.0.1:{environment['PREFECT_SERVER_API_PORT']}/api"
-        in_use = rondo(project, "up", **environment)
-        assert in_use.returncode == 2
-        assert "is in use" in in_use.stderr
+    return elsewhere | {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port(), "PYTHONPATH": str(ROOT)}
 
-        deployment = request(f"{api}/deployments/name/rlhf-pipeline/rlhf-pipeline")
-        assert deployment["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(project)
-        assert deployment["parameters"] == {"isolated": True}
-        here = {"isolated": False}
-        made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": here | {"sections": {"seed": 3}}})
-        assert finished(api, made["id"]) == "Completed"
-        names = {run["name"] for run in request(f"{api}/task_runs/filter", {})}
-        assert names == {"assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
-        assert "seed: 3" in (project / "params.yaml").read_text()
-        assert "r0: has not reached the reward gate" in (project / "reports/report.html").read_text()
 
-        with pytest.raises(urllib.error.HTTPError, match="409"):  # the form shows why
-            wrong = {"parameters": {"sections": {"ppo": {"gamma": 7}}}}
-            request(f"{api}/deployments/{deployment['id']}/create_flow_run", wrong)
-        swept = request(f"{api}/deployments/name/sweep/sweep")["id"]
-        wanted = {"key": "sft.max_steps", "values": ["4", "5"], "settings": ["gates.sft.loss_drop=0.9"]}
-        run = request(f"{api}/deployments/{swept}/create_flow_run", {"parameters": wanted})["id"]
-        assert finished(api, run) == "Completed"
-        [table] = (project / "reports").glob("sweep-*.md")
-        rows = table.read_text().splitlines()[2:]
-        assert [row.split("|")[2].strip() for row in rows] == ["sft.max_steps=4", "sft.max_steps=5"]
-        assert all("r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row for row in rows)
-        branches = subprocess.run(["git", "branch", "--list", "runs/*"], cwd=project, capture_output=True, text=True, check=True)
-        assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1"]
+def up(project: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flows.cli", "up", *arguments]
+    return subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
 
-        failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
-        assert failed.returncode == 3
-        assert "[sft@r0] unchanged" in failed.stdout
-        assert "Ended at gate_sft@r0: what is shown of the stages after it" in failed.stdout
-        assert "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little" in failed.stderr
-        assert "GateFailed" in {run["state_name"] for run in request(f"{api}/flow_runs/filter", {})}
 
-        asks = {"parameters": here | {"settings": ["gates.sft.loss_drop=0.9", "gates.sft.policy=ask"]}}
-        paused = request(f"{api}/deployments/{deployment['id']}/create_flow_run", asks)["id"]
-        until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended", 90)
-        asked = f"{api}/flow_runs/{paused}/input/filter", {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"}
-        until(lambda: request(*asked))  # it is written after the state
-        form = json.loads(request(*asked)[0]["value"])
-        assert set(form["properties"]) == {"approve", "by", "reason"}
-        word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
-        assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"] == "REJECT"
-        assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"
-        assert finished(api, paused) == "Completed"
-        verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
-        assert verdict["opened"] and not verdict["passed"] and verdict["approval"]["reason"] == word["reason"]
+def a_run_from_the_form(project: Path, api: str) -> str:
+    """Returns the deployment's id."""
+    deployment = request(f"{api}/deployments/name/rlhf-pipeline/rlhf-pipeline")
+    assert deployment["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(project)
+    assert deployment["parameters"] == {"isolated": True}
+    filled = {"parameters": {"isolated": False, "sections": {"seed": 3}}}
+    made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", filled)
+    assert finished(api, made["id"]) == "Completed"
+    names = {run["name"] for run in request(f"{api}/task_runs/filter", {})}
+    assert names == {"assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+    assert "seed: 3" in (project / "params.yaml").read_text()
+    assert "r0: has not reached the reward gate" in (project / "reports/report.html").read_text()
+    with pytest.raises(urllib.error.HTTPError, match="409"):  # the form shows why
+        wrong = {"parameters": {"sections": {"ppo": {"gamma": 7}}}}
+        request(f"{api}/deployments/{deployment['id']}/create_flow_run", wrong)
+    return str(deployment["id"])
 
-        settings = {"parameters": here | {"settings": ["gates.sft.loss_drop=0.4", "sft.max_steps=2"]}}  # sleeps
-        sleeping = request(f"{api}/deployments/{deployment['id']}/create_flow_run", settings)["id"]
-        nightly = request(f"{api}/deployments/name/next-round/next-round")
-        assert [schedule["active"] for schedule in nightly["schedules"]] == [False]
-        switch_on(f"{api}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}")
-        until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
-        start = time.monotonic()
-        server.send_signal(signal.SIGINT)
-        assert server.wait(20) == 0
-        assert time.monotonic() - start < 10
-        until(lambda: not of_project(project), 2)
 
-        server = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
-        assert f"goes on: {sleeping}" in read_until(server, "Ctrl-C")
-        [schedule] = request(f"{api}/deployments/name/next-round/next-round")["schedules"]
-        assert schedule["active"]  # as the person left it
-        until(lambda: any("stage.py" in process.info["cmdline"] for process in of_project(project)))
-        start = time.monotonic()
-        request(f"{api}/flow_runs/{sleeping}/set_state", {"state": {"type": "CANCELLING"}})
-        until(lambda: not any("stage.py" in process.info["cmdline"] for process in of_project(project)))
-        assert time.monotonic() - start < 10
-        until(lambda: request(f"{api}/flow_runs/{sleeping}")["state_type"] == "CANCELLED")
-    finally:
-        server.terminate()
-        server.wait(20)
+def a_sweep(project: Path, api: str) -> None:
+    swept = request(f"{api}/deployments/name/sweep/sweep")["id"]
+    wanted = {"key": "sft.max_steps", "values": ["4", "5"], "settings": ["gates.sft.loss_drop=0.9"]}
+    run = request(f"{api}/deployments/{swept}/create_flow_run", {"parameters": wanted})["id"]
+    assert finished(api, run) == "Completed"
+    [table] = (project / "reports").glob("sweep-*.md")
+    rows = table.read_text().splitlines()[2:]
+    assert [row.split("|")[2].strip() for row in rows] == ["sft.max_steps=4", "sft.max_steps=5"]
+    assert all("r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row for row in rows)
+    branches = subprocess.run(["git", "branch", "--list", "runs/*"], cwd=project, capture_output=True, text=True, check=True)
+    assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1"]
+
+
+def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:
+    failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
+    assert failed.returncode == 3
+    assert "[sft@r0] unchanged" in failed.stdout
+    assert "Ended at gate_sft@r0: what is shown of the stages after it" in failed.stdout
+    assert "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little" in failed.stderr
+    [run] = [run["id"] for run in request(f"{api}/flow_runs/filter", {}) if run["state_name"] == "GateFailed"]
+    numbers = "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9."
+    receiver.wait_for("rlhf-pipeline keep: GateFailed", numbers, f"{api.removesuffix('/api')}/runs/flow-run/{run}")
+
+
+def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver) -> None:
+    paused = start(api, pipeline, "gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
+    until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended")
+    receiver.wait_for("Suspended\nwaits for a decision", paused)
+    asked = f"{api}/flow_runs/{paused}/input/filter", {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"}
+    until(lambda: request(*asked))  # it is written after the state
+    form = json.loads(request(*asked)[0]["value"])
+    assert set(form["properties"]) == {"approve", "by", "reason"}
+    word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
+    assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"] == "REJECT"
+    assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"
+    assert finished(api, paused) == "Completed"
+    verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
+    assert verdict["opened"] and not verdict["passed"] and verdict["approval"]["reason"] == word["reason"]
+
+
+def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:
+    """Of the terminal, which has no worker that would notice."""
+    command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
+    run = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    until(lambda: computes(project))
+    [known] = [run["id"] for run in request(f"{api}/flow_runs/filter", {}) if run["state_name"] == "Running"]
+    run.kill()
+    run.wait()
+    until(lambda: not computes(project))
+    receiver.wait_for("Crashed\nits process has gone", known)
+    assert request(f"{api}/flow_runs/{known}")["state_name"] == "Crashed"
+
+
+def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked again, with another address: one automation, off as before; a block of another type is told too."""
+    monkeypatch.setattr(prefect_api, "PREFECT_URL", api.removesuffix("/api"))
+    [made] = request(f"{api}/automations/filter", {})
+    assert made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
+    change(f"{api}/automations/{made['id']}", {"enabled": False})
+    assert automations.tell("http://127.0.0.1:9/other") == ["Custom Webhook"]
+    [block] = request(f"{api}/block_documents/filter", {})
+    assert block["data"]["url"] == "http://127.0.0.1:9/other"
+    slack = request(f"{api}/block_types/slug/slack-webhook")["id"]
+    schema = request(f"{api}/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [slack]}}})[0]["id"]
+    data = {"url": "https://hooks.slack.com/services/a/b/c"}
+    request(f"{api}/block_documents/", {"name": "rondo", "block_type_id": slack, "block_schema_id": schema, "data": data})
+    assert sorted(automations.tell(None)) == ["Custom Webhook", "Slack Webhook"]
+    [left] = request(f"{api}/automations/filter", {})
+    assert len(left["actions"]) == 2 and not left["enabled"]
 
 
 def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
@@ -163,20 +256,30 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
     assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
     assert lines["sft"] == "runs: step 3, loss 0.333" and lines["r0:"] == "has not reached the sft gate"
     run.terminate()
-    assert run.wait(20) != 0
-    until(lambda: not of_project(project), 10)
+    assert run.wait(60) != 0
+    until(lambda: not of_project(project))
 
 
-def switch_on(schedule: str) -> None:
-    sent = urllib.request.Request(schedule, b'{"active": true}', {"Content-Type": "application/json"}, method="PATCH")
+def change(url: str, body: dict[str, Any]) -> None:
+    sent = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="PATCH")
     urllib.request.urlopen(sent, timeout=10).close()
 
 
+def start(api: str, pipeline: str, *settings: str) -> str:
+    """A run in the project's folder, from the form; returns its id."""
+    filled = {"parameters": {"isolated": False, "settings": settings}}
+    return str(request(f"{api}/deployments/{pipeline}/create_flow_run", filled)["id"])
+
+
 def finished(api: str, flow_run: str) -> str:
-    until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 90)
+    until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"))
     return str(request(f"{api}/flow_runs/{flow_run}")["state_name"])
 
 
 def of_project(folder: Path) -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline", "cwd"])
     return [process for process in found if process.pid != os.getpid() and process.info["cwd"] == str(folder) and process.info["cmdline"]]
+
+
+def computes(folder: Path) -> bool:
+    return any("stage.py" in process.info["cmdline"] for process in of_project(folder))

@@ -88,7 +88,7 @@ def wait_for(condition: object, seconds: float = 20) -> None:
 
 
 def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
-    set_params("sft.max_steps=2")  # sleeps for a minute
+    set_params("sft.max_steps=2")  # sleeps for ten minutes
     run_to("prepare@r0")
 
     def interrupt() -> None:
