@@ -14,7 +14,10 @@ _held: list[FileLock] = []
 
 
 def hold(path: Path) -> None:
-    """The lock of the flow run that is recorded in `path`, until this process ends, however often it asks. To be called before there is a record."""
+    """The lock of the flow run that is recorded in `path`, until this process ends, however often it is asked for.
+
+    To be called before there is a record.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_suffix(".lock"), is_singleton=True)
     lock.acquire()

@@ -6,9 +6,9 @@ import yaml
 
 from flows import made
 from flows.energy import Meter
+from flows.prefect_api import PREFECT_URL
 from flows.report import page
 from flows.report.lineage import short
-from flows.prefect_api import PREFECT_URL
 from flows.server import MLFLOW_URL
 from stages.records import write_text
 from tests.flows.report.reading import Page
