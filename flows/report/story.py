@@ -20,13 +20,20 @@ SHOWN = 4  # of the best and the worst samples, and of badcases in each state
 
 @dataclass(frozen=True)
 class Verdict:
-    """passed: None where the gate was not reached. checks: as in the gate's file, those out of their band first."""
+    """passed: None where the gate was not reached. opened: passed or let through. checks: as in its file, those out of their band first."""
 
     who: str
     passed: bool | None
     opened: bool
     outcome: str
     checks: Sequence[Row]
+
+    @property
+    def mark(self) -> tuple[str, str]:
+        """Its class on the page, and its sign."""
+        if self.passed is None:
+            return "", "-"
+        return ("good", "✓") if self.passed else ("let", "!") if self.opened else ("bad", "✗")
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ def verdict(round_: str, gate: str) -> Verdict:
     if found is None:
         return Verdict(GATES[gate], None, False, "not reached", [])
     checks = sorted(found["checks"], key=lambda check: check["passed"])
-    return Verdict(GATES[gate], found["passed"], found["opened"], summary.outcome(found), checks)
+    let_through = "let through, " if found["opened"] and not found["passed"] else ""
+    return Verdict(GATES[gate], found["passed"], found["opened"], let_through + summary.outcome(found), checks)
 
 
 def columns(path: Path) -> dict[str, list[float]]:

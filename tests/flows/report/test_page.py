@@ -80,6 +80,9 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     assert told.pictures == [*titles, "Judge against reward model, SFT to the policy"]
     # the pictures' colours are the page's
     assert "var(--c1)" in text and not any(colour in text for colour in charts.VARIABLES)
+    # tables that are wider than the window scroll by keyboard
+    regions = re.findall(r'<div class="wide"([^>]*)>', text)
+    assert len(regions) >= 5 and all('tabindex="0"' in region and "aria-label=" in region for region in regions)
     # ids of different pictures differ
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
@@ -115,3 +118,51 @@ def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> N
     assert report_page(["r0"]).endswith("reports/report.html")
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [{"id": "of another version"}])
     assert "was not written (KeyError" in report_page(["r0"]) and "`rondo report` tries again" in report_page(["r0"])
+
+
+def test_what_was_let_through_is_neither_passed_nor_shut(project: Path) -> None:
+    approval = {"approved": True, "by": "Ada", "reason": "seen by hand"}
+    known = {
+        "sft": check(False) | {"opened": True, "policy": "ask", "approval": approval},
+        "reward": check(False) | {"opened": True, "policy": "warn"},
+        "promote": check(False) | {"policy": "ask", "approval": approval | {"approved": False}},
+    }
+    for gate, verdict in known.items():
+        write_json(Path(f"reports/r0/gate_{gate}.json"), verdict)
+    text = page.write(["r0"]).read_text()
+    words, failed = Page(text).words, "reward.accuracy_low 0.71, wanted >= 0.8"
+    assert [word for word in words if word in ("✓", "!", "✗")] == ["!", "!", "✗"]
+    assert text.count('class="gate let"') == 2 and text.count('class="gate bad"') == 1
+    assert f"let through, approved by Ada (seen by hand): {failed}" in words
+    assert f"let through, warned of: {failed}" in words
+    assert f"refused by Ada (seen by hand): {failed}" in words
+
+
+def test_whatever_people_and_models_wrote_is_text(project: Path) -> None:
+    evil = "--><script>alert('x')</script> $\\nothing$ <img src=x onerror=y>"
+    write_round("r0")
+    battery = BATTERY | {"endings_text": [evil], "mined": {"1": RATE}, "mined_text": [evil], "probes": {evil: RATE}}
+    write_json(stage_dir("r0", "battery") / "metrics.json", battery)
+    slices = {evil: {"prompts": 9, "sft": 1, "policy": 0.5, "fall": 0.5, "fall_low": 0.2, "fall_high": 0.8}}
+    write_json(stage_dir("r0", "capability") / "metrics.json", {"slices": slices})
+    finding = dict.fromkeys(("sign", "verdict", "metric", "cause", "first_fix"), evil) | {"update": 2, "value": 1.0}
+    drawn = finding | {"metric": "kl"}
+    write_json(stage_dir("r0", "ppo") / "health.json", {"findings": [finding, drawn]})
+    sample = dict.fromkeys(("id", "base", "sft", "champion", "ppo"), evil) | {"prompt": [{"role": "user", "content": evil}]}
+    sample |= {f"{who}_{what}": 0.25 for who in ("base", "sft", "champion", "ppo") for what in ("sentiment", "score")}
+    write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
+    approval = {"approved": True, "by": evil, "reason": evil}
+    row = {"metric": evil, "value": 0.71, "band": evil, "passed": False, "next_step": evil}
+    for gate, opened in (("sft", True), ("reward", False)):
+        verdict = {"passed": False, "opened": opened, "policy": "ask", "approval": approval if opened else None, "checks": [row]}
+        write_json(Path(f"reports/r0/gate_{gate}.json"), verdict)
+    case = {"id": evil, "round": "r0", "cause": "no_eos", "origin": 4, "prompt_id": "p", "prompt": evil, "response": evil, "better": evil}
+    case |= {"score": 1.5, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0, "tries": []}
+    write_jsonl(ledger_path("r0"), [Badcase.model_validate(case).model_dump(mode="json")])
+    text = page.write(["r0"]).read_text()
+    told = Page(text)
+    assert told.open == [] and told.fetched == []
+    assert "<script" not in text.lower() and "<img" not in text
+    assert told.words.count(evil) >= 10  # samples, badcases, gates' numbers
+    assert {repr(evil), f"{evil!r}, mined", f"{evil}: {evil}, update 2"} <= set(told.words)  # in pictures
+    assert any(f"approved by {evil} ({evil})" in word for word in told.words)
