@@ -14,6 +14,7 @@ from prefect.states import Completed
 from flows import dag, slots
 from flows.mlflow_store import open_tracker
 from flows.pipeline import home_folder, speaker
+from flows.summary import interval
 from flows.tracking import Record, milliseconds, read_checkpoint, revision
 from flows.workspace import WORKSPACES
 from stages.errors import BadInput, RondoError
@@ -51,7 +52,7 @@ def evaluate_checkpoint(run: str = "", round: str = "r0", checkpoint: str = "ste
         record(run, Path(lines[-1]), home, say)
     told = json.loads((folder / lines[-1]).read_text())
     create_table_artifact(table(told), key=dag.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()), description=told["path"])
-    sft, kept = (f"{told[name]:.3f} [{told[f'{name}_low']:.3f}, {told[f'{name}_high']:.3f}]" for name in ("win_rate_sft", "win_rate_ppo"))
+    sft, kept = (interval(*(told[f"win_rate_{name}{end}"] for end in ("", "_low", "_high"))) for name in ("sft", "ppo"))
     return Completed(message=f"win rate against SFT {sft}, against the policy that was kept {kept}; all of it: {folder / lines[-1]}")
 
 

@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.server import MLFLOW_URL
-from flows.summary import drawn
+from flows.summary import drawn, interval
 from stages.comparable import differences
 from stages.errors import BadInput
 from stages.records import Row
@@ -110,7 +110,7 @@ def text(client: MlflowClient, a: Evaluation, b: Evaluation) -> str:
         BadInput: see `paired`.
     """
     rows = [(name, *(shown(each.run.data.metrics.get(key)) for each in (a, b))) for name, key in NUMBERS.items()]
-    told = [(name, "", f"{mean:.3f} [{low:.3f}, {high:.3f}]") for name, (mean, low, high) in paired(a, b).items()]
+    told = [(name, "", interval(*found)) for name, found in paired(a, b).items()]
     ours, theirs = settings(client, a), settings(client, b)
     otherwise = [(key, ours.get(key, "-"), theirs.get(key, "-")) for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     table = Table(box=SIMPLE_HEAD)

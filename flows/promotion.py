@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from flows.summary import interval
 from flows.tracking import Promotion, digests
 from stages.approvals import TakenBack, taken_back_path
 from stages.errors import BadInput
@@ -152,8 +153,8 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
     spoke = "not promoted" if alias == CHALLENGER else "gate opened"
     lines = [
         f"{alias}: version {version.version}, {tags['round']}, {spoke} {tags['gate_opened']:.16}",
-        f"  win rate against SFT {_interval(version.tags, 'win_rate')}",
-        f"  win rate against the champion before {_interval(version.tags, 'win_rate_champion')}",
+        f"  win rate against SFT {_measured(version.tags, 'win_rate')}",
+        f"  win rate against the champion before {_measured(version.tags, 'win_rate_champion')}",
         f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
     ]
     if "approval.reason" in version.tags:
@@ -164,7 +165,6 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
     return lines
 
 
-def _interval(tags: dict[str, Any], name: str) -> str:
-    """`0.881 [0.832, 0.923]`"""
+def _measured(tags: dict[str, Any], name: str) -> str:
     mean, low, high = (json.loads(tags.get(f"evaluate.{name}{end}", "null")) for end in ("", "_low", "_high"))
-    return "not measured" if mean is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return "not measured" if mean is None else interval(mean, low, high)

@@ -142,3 +142,8 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
         "r0: not promoted, the champion stays: evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look.",
         "r1: PPO is at fault: evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look.; evaluate.ppo.kl 9, wanted <= 8. Nearer.",
     ]
+
+
+def test_an_interval_stands_behind_its_mean_where_it_is_known() -> None:
+    assert summary.interval(0.88149, 0.8318, 0.9232) == "0.881 [0.832, 0.923]"
+    assert summary.interval(0.5, None, None) == "0.500"
