@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mlflow
 import pandas
+from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -172,8 +173,12 @@ class MlflowTracker(NoTracker):
     def tell(self, record: Record) -> None:
         """Write the record down, then send everything that waits; what fails waits on."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
-        with self.unsent.open("a", encoding="utf-8") as file:
-            file.write(record.model_dump_json() + "\n")
+        with FileLock(self.unsent.with_suffix(".lock")):  # runs beside each other keep theirs there too
+            with self.unsent.open("a", encoding="utf-8") as file:
+                file.write(record.model_dump_json() + "\n")
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
         waiting = deque(self.unsent.read_text(encoding="utf-8").splitlines())
         while waiting:
             first = Record.model_validate_json(waiting[0])
