@@ -82,7 +82,7 @@ class Live:
             told = f"{self.address}: step {step} of {total}, {found['eta']} left"
             yield ProgressArtifact(key=f"progress-{self.key}", progress=100 * step / total, description=told)
         if FINDING.match(said):
-            self.findings.append(f"- update {step}: {html.escape(said)}")
+            self.findings.append(f"- update {step}: {html.escape(said, quote=False)}")
             yield MarkdownArtifact(key=f"health-{self.key}", markdown="\n".join(self.findings), description=f"Health of {self.address}")
         if time.monotonic() >= self.answers_due:
             self.answers_due = time.monotonic() + ANSWER_SECONDS
@@ -152,7 +152,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Row]:
 def cell(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
         value = transcript(value).strip()
-    return value if isinstance(value, int | float) else html.escape(str(value))[:SHOWN_CHARACTERS]
+    return value if isinstance(value, int | float) else html.escape(str(value), quote=False)[:SHOWN_CHARACTERS]
 
 
 def picture(drawn: Markup) -> str:
@@ -166,4 +166,4 @@ def gate_markdown(verdict: dict[str, Any]) -> str:
     columns = ("metric", "value", "band", "passed", "next_step")
     rows = [columns, ["---"] * len(columns), *([check[column] for column in columns] for check in verdict["checks"])]
     checks = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
-    return f"{html.escape(summary.outcome(verdict))}\n\n{checks}"
+    return f"{html.escape(summary.outcome(verdict), quote=False)}\n\n{checks}"
