@@ -37,4 +37,4 @@ def kept(lock: Mapping[str, Any]) -> dict[str, str]:
 def short(text: str) -> str:
     """The beginning of a hash or an id, and what was put after it."""
     name, dirty, _ = text.partition("-dirty")
-    return name[:10] + dirty
+    return name[:8] + dirty

@@ -60,7 +60,7 @@ def marks(told: Round, columns: Sequence[str], params: PpoParams) -> charts.Mark
         if column in columns and at is not None:
             spots[f"{finding['verdict']}: {finding['sign']}, update {finding['update']}"] = (finding["update"], at)
     return charts.Marks(
-        bounds={f"{name}: {value:.3g}": value for name, value in bounds.items() if value is not None},
+        bounds={f"{name}: {value:.4g}": value for name, value in bounds.items() if value is not None},
         moments={} if kept is None else {f"kept: update {kept}": kept},
         spots=spots,
     )

@@ -30,7 +30,7 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
     places = [told.words.index(address) for address in ("assets", "sft@r0", "reward@r0")]
     assets, sft, reward = (" ".join(told.words[a:b]) for a, b in zip(places, [*places[1:], None], strict=True))
     assert "not made here" in assets and "assets/model md5 of assets/model" in assets
-    assert "20270102-030405-abc" in sft and "0123456789-dirty" in sft and "fedcba9876" in sft
+    assert "20270102-030405-abc" in sft and "01234567-dirty" in sft and "fedcba98" in sft
     assert "rounds/r0/sft/model md5 of rounds/r0/sft/model" in sft
     assert "not made here" in reward and "scores.jsonl" not in reward
     assert f"{PREFECT_URL}/runs/flow-run/11111111-2222" in told.links
@@ -39,4 +39,4 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
 
 
 def test_a_short_name_keeps_what_was_put_after_it() -> None:
-    assert [short(text) for text in ("0123456789abc", "0123456789abc-dirty", "none")] == ["0123456789", "0123456789-dirty", "none"]
+    assert [short(text) for text in ("0123456789abc", "0123456789abc-dirty", "none")] == ["01234567", "01234567-dirty", "none"]
