@@ -104,6 +104,10 @@ class Ui:
     def runs(self) -> list[dict[str, Any]]:
         return list(request(f"{self.api}/flow_runs/filter", {"sort": "EXPECTED_START_TIME_DESC"}))
 
+    def artifact(self, key: str) -> dict[str, Any]:
+        [found] = request(f"{self.api}/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}})
+        return dict(found)
+
     def state(self, run: str) -> str:
         return str(request(f"{self.api}/flow_runs/{run}")["state_name"])
 
@@ -187,15 +191,18 @@ def test_a_run_that_is_cancelled_ends_its_stage(clone: Path, servers: tuple[str,
 
 def look_at_artifacts(page: Page, ui: Ui, run: str) -> None:
     """What the run's page shows of its stages, a picture, and the report that MLflow keeps."""
-    page.goto(f"{ui.address}/runs/flow-run/{run}?tab=Artifacts")
+    page.goto(f"{ui.address}/runs/flow-run/{run}")
+    page.get_by_text("Artifacts", exact=True).last.click()
     for key in ("progress-sft-r0", "samples-evaluate-r0", "gate-promote-r0", "mlflow"):
         expect(page.get_by_text(key, exact=True).first).to_be_visible()
     shot(page, "artifacts")
-    page.goto(f"{ui.address}/artifacts/key/pictures-ppo-r0")
-    until(lambda: page.locator("img").first.evaluate("picture => picture.naturalWidth") > 0, PAGE_SECONDS)
+    page.goto(f"{ui.address}/artifacts/artifact/{ui.artifact('pictures-ppo-r0')['latest_id']}")
+    expect(page.locator("img").first).to_be_visible()
+    until(lambda: page.locator("img").first.evaluate("picture => picture.naturalWidth") > 0)
     shot(page, "pictures")
-    [report] = request(f"{ui.api}/artifacts/latest/filter", {"artifacts": {"key": {"any_": ["report"]}}})
-    page.goto(str(re.search(r"\((\S+)\)", report["data"])[1]))  # type: ignore[index]
+    link = re.search(r"\((\S+)\)", ui.artifact("report")["data"])
+    assert link
+    page.goto(link[1])
     expect(page.frame_locator("iframe").get_by_role("heading", level=1)).to_contain_text("Which is at fault")
     shot(page, "report-in-mlflow")
 
