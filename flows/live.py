@@ -64,11 +64,11 @@ class Live:
                     self._show(artifact)
 
     def end(self, done: bool) -> None:
-        """The stage has ended, well or not."""
+        """The stage has ended, well or not; a gate that is shut has a verdict too."""
         with self._kept_apart():
             if done and self.bar:
                 update_progress_artifact(self.bar, 100.0, f"{self.address}: done")
-            for artifact in self.results():
+            for artifact in self.results() if done or self.stage.startswith("gate_") else ():
                 self._show(artifact)
 
     def news(self, text: str) -> Iterator[Artifact]:
