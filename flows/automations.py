@@ -23,9 +23,10 @@ TRIGGER = {
     "threshold": 1,
     "within": 0,
 }
+WHY = "'waits for a decision: Resume, on its page' if flow_run.state.name == 'Suspended' else flow_run.state.message"
 MESSAGE = {
     "subject": "{{ flow.name }} {{ flow_run.name }}: {{ flow_run.state.name }}",
-    "body": "{{ flow_run.state.message or 'waits for a decision: Resume, on its page' }}\n{{ flow_run|ui_url }}",
+    "body": f"{{{{ {WHY} }}}}\n{{{{ flow_run|ui_url }}}}",
 }
 
 

@@ -272,7 +272,7 @@ def start(api: str, pipeline: str, *settings: str) -> str:
 
 
 def finished(api: str, flow_run: str) -> str:
-    until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"))
+    until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 600)
     return str(request(f"{api}/flow_runs/{flow_run}")["state_name"])
 
 
