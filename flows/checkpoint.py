@@ -40,7 +40,7 @@ def evaluate_checkpoint(run: str = "", round: str = "r0", checkpoint: str = "ste
     with chdir(folder), slots.computing(say):
         code = dag.stream(["stages.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line)
     if code:
-        raise (BadInput if code == BadInput.exit_code else RondoError)("\n".join(lines[-dag.SHOWN_LINES :]))
+        raise dag.SAID.get(code, RondoError)("\n".join(lines[-dag.SHOWN_LINES :]))
     told = json.loads((folder / lines[-1]).read_text())
     create_table_artifact(table(told), key=dag.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()), description=told["path"])
     sft, kept = (f"{told[name]:.3f} [{told[f'{name}_low']:.3f}, {told[f'{name}_high']:.3f}]" for name in ("win_rate_sft", "win_rate_ppo"))

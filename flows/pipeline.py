@@ -17,19 +17,19 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas import State
 from prefect.exceptions import Pause
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from flows import approval, dag, estimate, slots, summary, warm
+from flows import approval, dag, estimate, retries, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
 from flows.tracking import NoTracker, revision
 from flows.workspace import working_tree, workspace
 from stages.assets.data import changed_sources
-from stages.errors import GateFailed
+from stages.errors import GateFailed, Unreachable
 from stages.params import flatten
 from stages.records import stage_dir, write_json
 
@@ -49,9 +49,23 @@ def speaker() -> Say:
     return say
 
 
-@task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
+WAITS = retries.waits()
+
+
+@task(
+    name="stage",
+    task_run_name="{address}",
+    cache_policy=NO_CACHE,
+    retries=len(WAITS),
+    retry_delay_seconds=WAITS,
+    retry_condition_fn=retries.may_pass,
+    log_prints=False,
+)
 def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
-    """Bring one stage up to date, streaming its log; its metrics or verdict become an artifact of the run."""
+    """Bring one stage up to date, streaming its log; its metrics or verdict become an artifact of the run.
+
+    Where only the network was missing Prefect calls it again, after a wait in which the slot is free for other runs.
+    """
     say = speaker()
 
     def on_line(line: str) -> None:
@@ -66,6 +80,11 @@ def run_stage(address: str, tracker: NoTracker, force: bool) -> dag.Outcome:
             outcome = done.value
             say(f"[{address}] {outcome}")
             return done
+        except Unreachable:
+            tried, most = task_run.run_count, 1 + len(WAITS)
+            again = f"tried again in {WAITS[tried - 1]:g} s" if tried < most else "not tried again"
+            say(f"[{address}] out of reach at try {tried} of {most}: {again}")
+            raise
         finally:
             tracker.finish(outcome)
             publish(address)
