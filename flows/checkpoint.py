@@ -47,7 +47,7 @@ def evaluate_checkpoint(run: str = "", round: str = "r0", checkpoint: str = "ste
     with chdir(folder), slots.computing(say):
         code = dag.stream(["stages.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line)
     if code:
-        raise (BadInput if code == BadInput.exit_code else RondoError)("\n".join(lines[-dag.SHOWN_LINES :]))
+        raise dag.SAID.get(code, RondoError)("\n".join(lines[-dag.SHOWN_LINES :]))
     with chdir(folder):
         record(run, Path(lines[-1]), home, say)
     told = json.loads((folder / lines[-1]).read_text())

@@ -1,4 +1,4 @@
-"""The command `rondo`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 1 anything else."""
+"""The command `rondo`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 4 the network or a server was away, 1 anything else."""
 
 import argparse
 import io

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from flows import guard, warm
-from stages.errors import BadInput, GateFailed, RondoError
+from stages.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.gate import decision, said
 from stages.records import REPORTS
 
@@ -118,6 +118,7 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
 
     Raises:
         GateFailed: the stage is a gate that said no; its checks are in the message.
+        Unreachable: only the network, or a server elsewhere, was missing.
         BadInput, RondoError: any other failure, with the last lines of the output.
     """
     if not force and up_to_date(address):
@@ -161,6 +162,9 @@ DVC_NOISE = re.compile(
 )
 
 
+SAID = {kind.exit_code: kind for kind in (BadInput, Unreachable)}  # what a stage ended with, and has said itself
+
+
 def _failure(address: str, code: int, output: list[str], shown: str) -> RondoError:
     """DVC ends with 255 whatever the stage ended with; that is in its text: `exited with 3`."""
     ended = [int(found) for line in output for found in re.findall(r"exited with (-?\d+)", line)]
@@ -168,8 +172,8 @@ def _failure(address: str, code: int, output: list[str], shown: str) -> RondoErr
     stage, round_ = split(address)
     if code == GateFailed.exit_code:
         return GateFailed(gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}")
-    if code == BadInput.exit_code:
-        return BadInput(f"{address}: {shown.replace(f'{address}: {BadInput.__name__}: ', '')}")  # the stage has said who and what
+    if kind := SAID.get(code):
+        return kind(f"{address}: {shown.replace(f'{address}: {kind.__name__}: ', '')}")  # the stage has said who and what
     return RondoError(f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone.")
 
 

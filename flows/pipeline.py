@@ -17,18 +17,18 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas import State
 from prefect.exceptions import Pause
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import alive, approval, dag, energy, estimate, live, made, slots, summary, warm
+from flows import alive, approval, dag, energy, estimate, live, made, retries, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.mlflow_store import open_tracker
 from flows.report import page
 from flows.tracking import NoTracker, revision
 from flows.workspace import working_tree, workspace
 from stages.assets.data import changed_sources
-from stages.errors import GateFailed
+from stages.errors import GateFailed, Unreachable
 from stages.records import write_json
 
 Say = Callable[[str], None]
@@ -47,9 +47,23 @@ def speaker() -> Say:
     return say
 
 
-@task(name="stage", task_run_name="{address}", cache_policy=NO_CACHE, retries=0, log_prints=False)
+WAITS = retries.waits()
+
+
+@task(
+    name="stage",
+    task_run_name="{address}",
+    cache_policy=NO_CACHE,
+    retries=len(WAITS),
+    retry_delay_seconds=WAITS,
+    retry_condition_fn=retries.may_pass,
+    log_prints=False,
+)
 def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag.Outcome:
-    """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what it has left."""
+    """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what it has left.
+
+    Where only the network was missing Prefect calls it again, after a wait in which the slot is free for other runs.
+    """
     say = speaker()
     shown = live.Live(address, say)
 
@@ -67,6 +81,11 @@ def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag
             outcome = done.value
             say(f"[{address}] {outcome}")
             return done
+        except Unreachable:
+            tried, most = task_run.run_count, 1 + len(WAITS)
+            again = f"tried again in {WAITS[tried - 1]:g} s" if tried < most else "not tried again"
+            say(f"[{address}] out of reach at try {tried} of {most}: {again}")
+            raise
         finally:
             tracker.finish(outcome)
             if outcome == dag.Outcome.ran.value:

@@ -17,7 +17,7 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from stages.answers import Answer, Answers
-from stages.errors import BadInput, RondoError
+from stages.errors import BadInput, RondoError, Unreachable
 from stages.judge_params import EndpointParams
 from stages.preferences import Comparison, Verdict
 from stages.prompts import transcript
@@ -77,7 +77,8 @@ class Endpoint:
         """
         Raises:
             BadInput: the server refuses the key, or does not know the model.
-            RondoError: it gives no answer; those given so far are kept.
+            Unreachable: it gives no answer for now; those given so far are kept.
+            RondoError: what it gives is none.
         """
         pool = ThreadPoolExecutor(self.params.concurrency)
         try:
@@ -167,7 +168,8 @@ class Endpoint:
                 f"{self.where}.model {params.model}: {params.base_url} does not take the question ({said}), which may be too long for "
                 "it, or its temperature of 0 unknown to it; choose another model"
             ) from None
-        raise RondoError(
+        passing = isinstance(error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError)
+        raise (Unreachable if passing else RondoError)(
             f"{self.where}.base_url {params.base_url}: no answer after up to {params.max_retries} more tries ({said}); start the "
             f"server, or, where it is slow or overrun, raise {self.where}.timeout or lower {self.where}.concurrency, and run the "
             "stage again: what was answered is kept"

@@ -25,6 +25,12 @@ class GateFailed(RondoError):
     exit_code = 3
 
 
+class Unreachable(RondoError):
+    """What only the network, or a server elsewhere, was missing: the same again may pass."""
+
+    exit_code = 4
+
+
 def faults(error: ValidationError) -> str:
     """What is wrong, `key: reason`, in one line."""
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors())

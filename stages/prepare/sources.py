@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stages import hub
 from stages.assets.data import changed_sources
 from stages.errors import BadInput
 from stages.params import Params, PrepareParams, SourceParams
@@ -24,6 +25,7 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
     """The six data sets from the sources, held out by prompt: rows of `use: eval`, else a share of the prompts.
 
     Raises:
+        Unreachable: a source is the hub's, which is away.
         BadInput: too many bad rows, train/eval overlap, or a set without rows.
     """
     config = params.prepare
@@ -122,12 +124,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 def read_hub(source: SourceParams) -> Any:
     import datasets
-    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
+    with hub.asked(f"prepare.sources: {source.path}", f"no such file, and the hub does not give split {source.split}"):
         return datasets.load_dataset(source.path, split=source.split)
-    except (FileNotFoundError, ConnectionError, ValueError, datasets.exceptions.DatasetsError, HfHubHTTPError) as error:
-        raise BadInput(f"prepare.sources: {source.path}: no such file, and the hub does not give split {source.split} ({error})") from error
 
 
 def separate(rows: list[Row], own: bool, audit: Audit) -> list[Row]:

@@ -196,9 +196,16 @@ def look_at_artifacts(page: Page, ui: Ui, run: str) -> None:
     """What the run's page shows of its stages, a picture, and the report that MLflow keeps."""
     page.goto(f"{ui.address}/runs/flow-run/{run}")
     page.get_by_text("Artifacts", exact=True).last.click()
-    for key in ("progress-sft-r0", "samples-evaluate-r0", "gate-promote-r0", "mlflow"):
+    for key in ("report", "summary", "mlflow"):
         expect(page.get_by_text(key, exact=True).first).to_be_visible()
     shot(page, "artifacts")
+    for key, shown in (
+        ("samples-evaluate-r0", "tweet-"),
+        ("gate-promote-r0", "evaluate.win_rate_low"),
+        ("progress-sft-r0", "sft@r0: done"),
+    ):
+        page.goto(f"{ui.address}/artifacts/artifact/{ui.artifact(key)['latest_id']}")
+        expect(page.get_by_text(shown).first).to_be_visible()
     page.goto(f"{ui.address}/artifacts/artifact/{ui.artifact('pictures-ppo-r0')['latest_id']}")
     expect(page.locator("img").first).to_be_visible()
     until(lambda: page.locator("img").first.evaluate("picture => picture.naturalWidth") > 0)

@@ -27,6 +27,11 @@ with open(folder / "metrics.jsonl", "w") as steps:
 if name == "sft" and params["sft"]["max_steps"] == 1:
     print("sft@r0: BadInput: rows missing", file=sys.stderr)
     sys.exit(2)
+away = work / "away"
+if name == "sft" and (params["sft"]["max_steps"] == 7 and not away.exists() or params["sft"]["max_steps"] == 8):
+    away.touch()
+    print("sft@r0: Unreachable: no answer", file=sys.stderr)
+    sys.exit(4)
 if name == "sft" and params["sft"]["max_steps"] == 2:
     time.sleep(600)
 if name == "sft" and params["sft"]["max_steps"] == 3:

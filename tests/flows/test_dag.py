@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from flows import config, dag
-from stages.errors import BadInput, GateFailed, RondoError
+from stages.errors import BadInput, GateFailed, RondoError, Unreachable
 from tests.servers import until
 
 
@@ -59,11 +59,15 @@ def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
     assert dag.waiting(everything) == {*everything} - {"assets"}
 
 
-def test_bad_input_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
+def test_bad_input_no_network_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
     set_params("sft.max_steps=1")
     with pytest.raises(BadInput, match="rows missing") as raised:
         run_to("sft@r0")
     assert str(raised.value).count("sft@r0: ") == 1 and "BadInput" not in str(raised.value)
+    set_params("sft.max_steps=8")
+    with pytest.raises(Unreachable, match="no answer") as raised:
+        run_to("sft@r0")
+    assert str(raised.value).count("sft@r0: ") == 1 and "Unreachable" not in str(raised.value) and raised.value.exit_code == 4
     set_params("sft.max_steps=3")
     with pytest.raises(RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing") as raised:
         run_to("sft@r0")

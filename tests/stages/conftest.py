@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
@@ -210,6 +211,36 @@ def chat_server() -> Iterator[ChatServer]:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield chat
         server.shutdown()
+
+
+@pytest.fixture
+def status_server() -> Iterator[Callable[..., str]]:
+    """Starts a server that has nothing but this status for everybody, and what the hub calls the error; None: it hangs up. Its address."""
+    with ExitStack() as servers:
+
+        def start(status: int | None, error: str | None = None) -> str:
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    if status is None:
+                        self.close_connection = True
+                        return
+                    self.send_response(status)
+                    self.send_header("Content-Length", "0")
+                    if error:
+                        self.send_header("X-Error-Code", error)
+                    self.end_headers()
+
+                do_HEAD = do_POST = do_GET
+
+                def log_message(self, *_: object) -> None:
+                    pass
+
+            server = servers.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            servers.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_address[1]}"
+
+        yield start
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from stages.endpoint import Endpoint
-from stages.errors import BadInput, RondoError
+from stages.errors import BadInput, RondoError, Unreachable
 from stages.judge_params import EndpointParams
 from stages.preferences import Comparison, Judgement, Preference, Verdict, in_both_orders
 
@@ -129,7 +129,7 @@ def test_a_server_that_is_none_of_this_protocol(endpoint, chat_server, body):
 def test_a_server_that_is_down_loses_no_answer(endpoint, chat_server):
     chat_server.answer = lambda asked: (500, "out of memory") if len(chat_server.seen) > 3 else SAY_A
     pairs = [Comparison("The day", f" was {number}.", " was bad.") for number in range(5)]
-    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*out of memory.*run the stage again"):
+    with pytest.raises(Unreachable, match=r"annotate\.endpoint\.base_url http.*out of memory.*run the stage again"):
         endpoint(concurrency=1).compare(pairs)
     seen = len(chat_server.seen)
     assert seen < 3 + 5  # the others were not asked once one had failed
@@ -144,9 +144,17 @@ def test_a_busy_server_is_tried_again(endpoint, chat_server):
     assert endpoint(max_retries=1).compare([PAIR]) == [Verdict(Preference.a)]
 
 
+@pytest.mark.parametrize(("status", "kind"), [(429, Unreachable), (503, Unreachable), (418, RondoError)])
+def test_what_may_pass_and_what_may_not(endpoint, chat_server, status, kind):
+    chat_server.answer = lambda _: (status, "not now")
+    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*not now") as raised:
+        endpoint().compare([PAIR])
+    assert type(raised.value) is kind
+
+
 def test_no_server(endpoint):
     with pytest.raises(
-        RondoError, match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server.* raise annotate\.endpoint\.timeout"
+        Unreachable, match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server.* raise annotate\.endpoint\.timeout"
     ):
         endpoint(base_url="http://127.0.0.1:9/v1").compare([PAIR])
 
