@@ -13,7 +13,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.server import MLFLOW_URL
+from flows.server import MLFLOW_URL, WORKFLOW
 from flows.summary import drawn, interval
 from stages.comparable import differences
 from stages.errors import BadInput
@@ -21,7 +21,6 @@ from stages.records import Row
 from stages.statistics import paired_bootstrap
 
 RESAMPLES = 10_000
-CLASSIC = "workflowType=machine_learning"  # MLflow's pages for models; else it opens those for agents
 NUMBERS = {  # of the evaluation, by what they are called here
     "win rate against SFT": "final/win_rate",
     "KL from SFT, nats": "final/ppo/kl",
@@ -135,6 +134,6 @@ def pages(*evaluations: Evaluation) -> dict[str, str]:
     parents = ",".join(dict.fromkeys(f"'{each.run.data.tags[MLFLOW_PARENT_RUN_ID]}'" for each in evaluations))
     these = quote(f"attributes.run_id IN ({parents})")
     return {
-        "the same numbers": f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={json.dumps([experiment])}&{CLASSIC}",
-        "PPO's curves": f"{MLFLOW_URL}/#/experiments/{experiment}/runs?searchFilter={these}&compareRunsMode=CHART&{CLASSIC}",
+        "the same numbers": f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={json.dumps([experiment])}&{WORKFLOW}",
+        "PPO's curves": f"{MLFLOW_URL}/#/experiments/{experiment}/runs?searchFilter={these}&compareRunsMode=CHART&{WORKFLOW}",
     }

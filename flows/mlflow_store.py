@@ -24,7 +24,7 @@ from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows import promotion
-from flows.server import MLFLOW_URL, answers
+from flows.server import MLFLOW_URL, WORKFLOW, answers
 from flows.tracking import Checkpoint, NoTracker, Record, Step, health, milliseconds, read_record, read_steps
 from stages.errors import BadInput, RondoError
 from stages.records import write_text
@@ -157,11 +157,13 @@ class MlflowTracker(NoTracker):
     def finish(self, outcome: str) -> None:
         self.tell(read_record(self.run, self.address, outcome, self.tags))
 
-    def page(self, address: str = "") -> str | None:
+    def page(self, address: str = "", text: str = "") -> str | None:
         """Of our own database: where `rondo up` serves it."""
         run_id = self.store.runs.get((self.run, address)) if self.store else None
-        server = self.uri if self.uri.startswith("http") else MLFLOW_URL
-        return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}" if self.store and run_id else None
+        if not self.store or not run_id:
+            return None
+        server, part = self.uri if self.uri.startswith("http") else MLFLOW_URL, f"/artifacts/{text}" if text else ""
+        return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}{part}?{WORKFLOW}"
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         now = milliseconds()

@@ -215,7 +215,7 @@ def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say:
     if changed or not page.REPORT.exists():
         say(report_page(rounds))
     tracker.close(not left, {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()})
-    link(f"{kept}/artifacts/{page.REPORT.name}" if (kept := tracker.page()) else None, "report", "Who is at fault, on one page")
+    link(tracker.page(text=page.REPORT.name), "report", "Who is at fault, on one page")
     if left:
         say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")
 

@@ -25,7 +25,8 @@ from stages.records import write_json
 
 MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
 MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
-MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?workflowType=machine_learning"  # its pages for models; else it opens those for agents
+WORKFLOW = "workflowType=machine_learning"  # MLflow's pages for models; else it opens those for agents
+MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?{WORKFLOW}"
 POOL = "rondo"
 START_SECONDS = 120.0
 CUT_OFF = "cut_off.json"

@@ -281,8 +281,8 @@ class NoTracker:
     def finish(self, outcome: str) -> None:
         """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
 
-    def page(self, address: str = "") -> str | None:
-        """Where a browser finds what was told of a stage, or of the pipeline run; None where it does not."""
+    def page(self, address: str = "", text: str = "") -> str | None:
+        """Where a browser finds what was told of a stage, or of the pipeline run, or one of its texts; None where it does not."""
         return None
 
     def tell(self, record: Record) -> None:

@@ -156,7 +156,6 @@ def test_a_run_from_the_form_to_the_report(clone: Path, servers: tuple[str, str]
     ui.becomes(run, "Suspended")
     ui.approve("Ada", "the tiny model learns nothing, and need not")
     ui.becomes(run, "Completed")
-    shot(page, "run")
     [folder] = (clone / ".rondo/workspaces").iterdir()
     verdict = json.loads((folder / "reports/r0/gate_sft.json").read_text())
     assert verdict["opened"] and (verdict["approval"]["by"], verdict["approval"]["approved"]) == ("Ada", True)

@@ -88,8 +88,9 @@ def test_a_run_leaves_its_pages_in_prefect(project: Path) -> None:
     assert sample == {"id": "1", "prompt": "Human: Hi\n\nAssistant:", "base": "a", "sft": "b"}
     assert found["gate-sft-r0"][1].startswith("passed")
     link = re.search(r"\((\S+)\)", found["mlflow"][1])
-    assert link and re.search(r"/#/experiments/\d+/runs/\w+$", link[1])
-    assert f"{link[1]}/artifacts/report.html" in found["report"][1]
+    run, query = link[1].split("?") if link else ("", "")
+    assert re.search(r"/#/experiments/\d+/runs/\w+$", run) and query == "workflowType=machine_learning"
+    assert f"{run}/artifacts/report.html?{query}" in found["report"][1]
 
 
 def test_a_page_that_cannot_be_shown_is_said_once_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

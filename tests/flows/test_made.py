@@ -74,5 +74,8 @@ def test_the_page_of_a_stage_in_mlflow(project: Path, tmp_path_factory: pytest.T
     experiment = client.get_experiment_by_name("rondo")
     assert experiment is not None
     (stage,) = client.search_runs([experiment.experiment_id], "tags.`rondo.address` = 'assets'")
-    assert tracker.page("assets") == f"{MLFLOW_URL}/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}"
+    assert (
+        tracker.page("assets")
+        == f"{MLFLOW_URL}/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}?workflowType=machine_learning"
+    )
     assert NoTracker().page() is None
