@@ -1,6 +1,7 @@
 """`rondo best`: the policies of all recorded runs by judged win rate against SFT, within a KL budget."""
 
 import math
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from mlflow.entities import LoggedModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from flows.report.lineage import short
 from flows.summary import drawn, interval
 from flows.tracking import digest_of, digests
 from flows.workspace import WORKSPACES
@@ -109,19 +111,13 @@ def table(policies: list[Policy]) -> Table:
             f"{policy.metrics['kl']:.2f}",
             f"{policy.metrics['sentiment']:.3f}" if "sentiment" in policy.metrics else "-",
             policy.tags.get("seed", "-"),
-            revision(policy),
+            short(policy.tags.get("revision", "-")),
         )
     return shown
 
 
 def told(policy: Policy) -> str:
     return interval(policy.metrics["win_rate"], policy.metrics.get("win_rate_low"), policy.metrics.get("win_rate_high"))
-
-
-def revision(policy: Policy) -> str:
-    """Shortened, as git does."""
-    commit, dirty, _ = policy.tags.get("revision", "-").partition("-dirty")
-    return f"{commit:.9}{dirty}"
 
 
 def advice(home: Path, policies: list[Policy]) -> str:
@@ -133,10 +129,14 @@ def advice(home: Path, policies: list[Policy]) -> str:
 
 def weights(home: Path, policy: Policy) -> str:
     """Where they are: in the folder of the run, in this one, or with DVC."""
-    own = home / WORKSPACES / policy.run / policy.path
+    own, md5 = home / WORKSPACES / policy.run / policy.path, policy.tags["md5"]
     if own.exists():
         return f"its weights are in {own}"
-    if Path(policy.path).exists() and digest_of(policy.path, digests(policy.round)) == policy.tags["md5"]:
+    if md5 and Path(policy.path).exists() and digest_of(policy.path, digests(policy.round)) == md5:
         return f"its weights are in {policy.path}"
-    commits = f"`git checkout runs/{policy.run}`, or {revision(policy)} where the run was not isolated"
-    return f"its weights are with DVC: {commits}, then `dvc checkout ppo@{policy.round}`"
+    branch = f"runs/{policy.run}"
+    if not subprocess.run(["git", "rev-parse", "--verify", "--quiet", branch], capture_output=True, check=False).returncode:
+        return f"its weights are with DVC: `git checkout {branch}`, then `dvc checkout ppo@{policy.round}`"
+    if md5:
+        return f"its weights are with DVC: `git log -S {md5} -- dvc.lock` names the commit to check out, if there is one"
+    return "its weights were not kept by DVC"

@@ -30,7 +30,15 @@ class Counter:
 def counters(powercap: Path = POWERCAP) -> list[Counter]:
     """Those of whole packages; their cores, graphics and memory have others."""
     folders = sorted(powercap.glob("intel-rapl:*"))  # AMD's too
-    return [Counter(folder) for folder in folders if (folder / "name").read_text().startswith("package")]
+    return [Counter(folder) for folder in folders if _name(folder).startswith("package")]
+
+
+def _name(folder: Path) -> str:
+    """Nothing where a container hides what the folder leads to."""
+    try:
+        return (folder / "name").read_text()
+    except OSError:
+        return ""
 
 
 class Meter:

@@ -41,7 +41,6 @@ FINDING = re.compile(r"(warn|danger): ")
 BAR_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 2.0, 20.0, 60.0
 SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and of each text
 OF_AN_ANSWER = ("prompt", "response", "score", "judge", "kl")
-PICTURES = {"battery": "battery", "ppo": "policy", "evaluate": "evaluate"}  # stage -> section of the report
 
 
 class Live:
@@ -63,12 +62,14 @@ class Live:
                 for artifact in self.news(text):
                     self._show(artifact)
 
-    def end(self, done: bool) -> None:
-        """The stage has ended, well or not; a gate that is shut has a verdict too."""
+    def end(self, outcome: str) -> None:
+        """The stage has ended, well or not; a gate that is shut has a verdict too. Nothing new is drawn of one that has not run."""
         with self._kept_apart():
-            if done and self.bar:
+            if outcome != "failed" and self.bar:
                 update_progress_artifact(self.bar, 100.0, f"{self.address}: done")
-            for artifact in self.results() if done or self.stage.startswith("gate_") else ():
+            for artifact in self.results() if outcome != "failed" or self.stage.startswith("gate_") else ():
+                self._show(artifact)
+            for artifact in self.pictures() if outcome == dag.Outcome.ran.value else ():
                 self._show(artifact)
 
     def news(self, text: str) -> Iterator[Artifact]:
@@ -119,9 +120,12 @@ class Live:
             rows = read_jsonl(path, "")
             shown = telling(rows) if self.stage == "evaluate" else rows[:SHOWN]
             yield TableArtifact(key=f"samples-{self.key}", table=table(shown), description=f"Samples of {self.address}")
-        if (section := PICTURES.get(self.stage)) and (drawn := page.draw(read_round(self.round, read_locks()), load_params())[section]):
-            shown_pictures = "\n\n".join(picture(each) for each in drawn)
-            yield MarkdownArtifact(key=f"pictures-{self.key}", markdown=shown_pictures, description=f"Pictures of {self.address}")
+
+    def pictures(self) -> Iterator[Artifact]:
+        draw = page.PICTURES.get(self.stage)
+        if draw and (drawn := draw(read_round(self.round, read_locks()), load_params())):
+            shown = "\n\n".join(picture(each) for each in drawn)
+            yield MarkdownArtifact(key=f"pictures-{self.key}", markdown=shown, description=f"Pictures of {self.address}")
 
     def _show(self, artifact: Artifact) -> None:
         key, told = artifact.key, artifact.description
@@ -136,11 +140,19 @@ class Live:
 
     @contextmanager
     def _kept_apart(self) -> Iterator[None]:
-        try:
+        self.silent_until = time.monotonic() + PAUSE_SECONDS
+        with kept_apart(self.address, self.say):
             yield
-        except Exception as error:
-            self.silent_until = time.monotonic() + PAUSE_SECONDS
-            self.say(f"{self.address} is not shown in Prefect for a minute ({type(error).__name__}: {error})")
+            self.silent_until = 0.0
+
+
+@contextmanager
+def kept_apart(what: str, say: Say) -> Iterator[None]:
+    """Around what only shows something."""
+    try:
+        yield
+    except Exception as error:
+        say(f"{what} is not shown in Prefect for now ({type(error).__name__}: {error})")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Row]:
@@ -152,7 +164,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Row]:
 def cell(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
         value = transcript(value).strip()
-    return value if isinstance(value, int | float) else html.escape(str(value), quote=False)[:SHOWN_CHARACTERS]
+    return value if isinstance(value, int | float) else html.escape(str(value)[:SHOWN_CHARACTERS], quote=False)
 
 
 def picture(drawn: Markup) -> str:
@@ -162,8 +174,7 @@ def picture(drawn: Markup) -> str:
 
 
 def gate_markdown(verdict: dict[str, Any]) -> str:
-    """A gate's checks as a markdown table."""
+    """How it ended, and its checks."""
     columns = ("metric", "value", "band", "passed", "next_step")
-    rows = [columns, ["---"] * len(columns), *([check[column] for column in columns] for check in verdict["checks"])]
-    checks = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+    checks = summary.markdown_table(columns, ([check[column] for column in columns] for check in verdict["checks"]))
     return f"{html.escape(summary.outcome(verdict), quote=False)}\n\n{checks}"

@@ -7,6 +7,7 @@ MLflow that is down stops no stage: what could not be sent stays in `.rondo/unse
 import json
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,8 +104,9 @@ class Store:
             table = pandas.DataFrame([{k: _cell(v) for k, v in row.items()} for row in record.samples])
             self.client.log_table(run_id, table, "samples.json")
         outputs = self.client.get_run(run_id).outputs if record.checkpoints else None
-        if not (outputs and outputs.model_outputs):
-            for checkpoint in record.checkpoints:
+        known = {self.client.get_logged_model(each.model_id).name for each in outputs.model_outputs} if outputs else set()
+        for checkpoint in record.checkpoints:
+            if checkpoint.name not in known:
                 self._send_checkpoint(run_id, record, checkpoint)
         if record.status != "RUNNING":
             self.client.set_terminated(run_id, record.status, record.ended)
@@ -160,9 +162,10 @@ class MlflowTracker(NoTracker):
     def page(self, address: str = "", text: str = "") -> str | None:
         """Of our own database: where `rondo up` serves it."""
         run_id = self.store.runs.get((self.run, address)) if self.store else None
-        if not self.store or not run_id:
+        server = re.sub("//[^/@]*@", "//", self.uri) if self.uri.startswith("http") else MLFLOW_URL if self.artifacts else None
+        if not self.store or not run_id or not server:
             return None
-        server, part = self.uri if self.uri.startswith("http") else MLFLOW_URL, f"/artifacts/{text}" if text else ""
+        part = f"/artifacts/{text}" if text else ""
         return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}{part}?{WORKFLOW}"
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
@@ -176,12 +179,12 @@ class MlflowTracker(NoTracker):
         """Write the record down, then send everything that waits; what fails waits on."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.unsent.with_suffix(".lock")):  # runs beside each other keep theirs there too
-            with self.unsent.open("a", encoding="utf-8") as file:
-                file.write(record.model_dump_json() + "\n")
+            before = self.unsent.read_text(encoding="utf-8") if self.unsent.exists() else ""
+            write_text(self.unsent, before + record.model_dump_json() + "\n")  # whole or not at all
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        waiting = deque(self.unsent.read_text(encoding="utf-8").splitlines())
+        waiting = deque(self.unsent.read_text(encoding="utf-8").removesuffix("\n").split("\n"))  # models write other line ends
         while waiting:
             first = Record.model_validate_json(waiting[0])
             if not self._try(lambda store, record=first: store.send(record)):  # type: ignore[misc]

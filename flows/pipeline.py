@@ -29,6 +29,7 @@ from flows.tracking import NoTracker, revision
 from flows.workspace import working_tree, workspace
 from stages.assets.data import changed_sources
 from stages.errors import GateFailed, Unreachable
+from stages.params import load_params
 from stages.records import write_json
 
 Say = Callable[[str], None]
@@ -90,7 +91,7 @@ def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag
             tracker.finish(outcome)
             if outcome == dag.Outcome.ran.value:
                 made.note(address, by, tracker.page(address), meter)
-            shown.end(outcome != "failed")
+            shown.end(outcome)
 
 
 def before_the_last(rounds: list[str]) -> list[str]:
@@ -153,20 +154,22 @@ def rlhf_pipeline(
         sections: Whole sections of params.yaml; what is left out stays.
         isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
     """
-    return pipeline(run_id(), preset, rounds, settings, sections, isolated)
+    return pipeline(run_id(), preset, lambda: rounds, settings, sections, isolated)
 
 
-def pipeline(run: str, preset: str, rounds: int, settings: list[str], sections: Sections | None, isolated: bool) -> State[Any]:
-    """What `rlhf_pipeline` does, as the run of this name.
+def pipeline(
+    run: str, preset: str, rounds: Callable[[], int], settings: list[str], sections: Sections | None, isolated: bool
+) -> State[Any]:
+    """What `rlhf_pipeline` does, as the run of this name. rounds: asked when no other run works in the folder.
 
     Raises:
         Pause: a gate waits for a decision.
     """
     say, home = speaker(), home_folder()
-    resolve(preset, rounds or None, settings, sections)  # bad input is said before there is anything to clean up
+    resolve(preset, None, settings, sections)  # bad input is said before there is anything to clean up
     warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
     with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
-        params = resolve(preset, rounds or None, settings, sections)
+        params = resolve(preset, rounds() or None, settings, sections)
         changes = write_params(params)
         say(f"run {run} in {folder}")
         say("\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)]) if changes else "params.yaml as it was")
@@ -181,7 +184,7 @@ def pipeline(run: str, preset: str, rounds: int, settings: list[str], sections: 
             say(line)
         by = made.By(run, revision())
         tracker = open_tracker(run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say)
-        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models")
+        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", say)
         left = list(addresses)
         try:
             while left:
@@ -208,21 +211,28 @@ def pipeline(run: str, preset: str, rounds: int, settings: list[str], sections: 
 
 def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say: Say, changed: bool) -> None:
     """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not come to."""
-    table = summary.markdown(rounds)
-    create_markdown_artifact(table, key="summary", description=f"Run {run}")
     summary.write(rounds)
     say(summary.text(rounds))
     if changed or not page.REPORT.exists():
         say(report_page(rounds))
     tracker.close(not left, {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()})
-    link(tracker.page(text=page.REPORT.name), "report", "Who is at fault, on one page")
+    with live.kept_apart("summary", say):
+        create_markdown_artifact(summary.SUMMARY.read_text(), key="summary", description=f"Run {run}")
+    if page.REPORT.exists():
+        link(tracker.page(text=page.REPORT.name), "report", "Who is at fault, on one page", say)
     if left:
         say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")
 
 
-def link(address: str | None, key: str, told: str) -> None:
+def link(address: str | None, key: str, told: str, say: Say) -> None:
     if address:
-        create_link_artifact(address, link_text=told, key=key, description=told)
+        with live.kept_apart(key, say):
+            create_link_artifact(address, link_text=told, key=key, description=told)
+
+
+def with_one_more() -> int:
+    """How many rounds there are with one more, decided once; no fewer than others have made of them since."""
+    return max(int(once("rounds", one_more_round)), len(load_params().rounds))
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)
@@ -234,4 +244,4 @@ def next_round(settings: list[str] = [], sections: Sections | None = None, isola
         sections: Whole sections of params.yaml; what is left out stays.
         isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
     """
-    return pipeline(run_id(), KEEP, once("rounds", one_more_round), settings, sections, isolated)
+    return pipeline(run_id(), KEEP, with_one_more, settings, sections, isolated)

@@ -1,7 +1,7 @@
 """The table at the end of a run, from whatever `rounds/*/` holds; what is missing shows as `-`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,12 @@ def text(rounds: list[str]) -> str:
 
 def write(rounds: list[str]) -> None:
     write_text(SUMMARY, markdown(rounds))
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    columns = list(header)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def interval(mean: float, low: float | None, high: float | None) -> str:

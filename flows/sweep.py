@@ -55,7 +55,7 @@ def sweep(
     for number, point in enumerate(points):
         name = f"{run}.{number}"
         say(f"{number + 1} of {len(points)}: {', '.join(point)}")
-        pipeline(name, preset, rounds, [*settings, *point], None, isolated=True)
+        pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
         with chdir(home_folder() / WORKSPACES / name):
             names = list(load_params().rounds)
             todo = dag.waiting(dag.stage_order(names))
@@ -77,5 +77,4 @@ def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, s
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return summary.markdown_table(list(rows[0]), (row.values() for row in rows))

@@ -120,7 +120,7 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
 
 def health(address: str, steps: Iterable[Step]) -> list[Step]:
     """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing of other stages."""
-    stage, _, round_ = address.partition("@")
+    stage, round_ = split(address)
     return [step.model_copy(update={"key": f"{round_}/{step.key}"}) for step in steps if stage == "ppo" and step.key in HEALTH]
 
 

@@ -14,14 +14,17 @@ def asked(what: str, refused: str) -> Iterator[None]:
 
     Raises:
         Unreachable: the network is down, or the hub is: the name may be right.
-        BadInput: the hub was reached, and does not give it.
+        BadInput: the hub was reached, and does not give it; or it was not asked.
     """
     from datasets.exceptions import DatasetsError
+    from huggingface_hub import constants
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # its own one, kept there for other libraries
 
     try:
         yield
     except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
+        if constants.HF_HUB_OFFLINE:
+            raise BadInput(f"{what}: the hub is not asked, since HF_HUB_OFFLINE is set ({error}); unset it, or name a folder") from error
         if away(error):
             raise Unreachable(f"{what}: the hub cannot be reached ({error}); check the network and run the same again") from error
         raise BadInput(f"{what}: {refused} ({error})") from error

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import stages.attention  # noqa: F401 - registers `grouped`
 
 ROOT = Path(__file__).parent.parent
-SLOWEST = ("test_cli.py", "test_ui.py", "test_end_to_end.py")
+SLOWEST = ("test_cli.py", "test_ui.py", "test_end_to_end.py", "test_retries.py", "test_reward_defects.py")
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the stages that tests start need one
 

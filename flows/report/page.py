@@ -39,7 +39,7 @@ def write(rounds: Sequence[str]) -> Path:
         verdicts=dict(zip(rounds, summary.verdict(list(rounds)), strict=True)),
         table=summary.rows(list(rounds)),
         notes=summary.not_comparable(list(rounds)),
-        charts={each.name: draw(each, params) for each in told},
+        charts={each.name: {stage: draw(each, params) for stage, draw in PICTURES.items()} for each in told},
         window=WINDOW,
         badcases=read_badcases(rounds),
         costs={each.name: cost.lines(each) for each in told},
@@ -48,11 +48,6 @@ def write(rounds: Sequence[str]) -> Path:
     )
     write_text(REPORT, page)
     return REPORT
-
-
-def draw(told: Round, params: Params) -> dict[str, list[Markup]]:
-    """The round's pictures by section."""
-    return {"battery": battery(told, params), "policy": policy.pictures(told, params), "evaluate": against_kl(told)}
 
 
 def battery(told: Round, params: Params) -> list[Markup]:
@@ -78,7 +73,7 @@ def rate(row: Mapping[str, Any]) -> charts.Rate:
     return row["rate"], row["low"], row["high"]
 
 
-def against_kl(told: Round) -> list[Markup]:
+def against_kl(told: Round, _: Params) -> list[Markup]:
     curve = told.curves["evaluate"]
     if not curve:
         return []
@@ -90,6 +85,9 @@ def against_kl(told: Round) -> list[Markup]:
         "distinct-2": (kl, distinct),
     }
     return [charts.lines("Judge against reward model, SFT to the policy", series, "KL, nats a sequence", "", dots=True)]
+
+
+PICTURES = {"battery": battery, "ppo": policy.pictures, "evaluate": against_kl}  # by stage
 
 
 def said(text: Any) -> str:

@@ -1,6 +1,7 @@
 """The search of all recorded policies, against a real MLflow database."""
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def record(database: str, run: str, win_rate: float, kl: float, *, md5: str, eva
     tracker = MlflowTracker(run, database, Path(".rondo").absolute(), {"revision": f"{'c0ffee' * 6}1234-dirty", "seed": "7"}, print)
     tracker.start("evaluate@r0")
     tracker.finish("ran")
-    tracker.close(True, "the table")
+    tracker.close(True, {"summary.md": "the table"})
 
 
 def best(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
@@ -61,13 +62,13 @@ def test_policies_of_all_runs_best_first_under_a_kl(database: str, capsys: pytes
     code, lines, _ = best(capsys)  # gates.promote.max_kl is 8
     assert code == 0 and lines[0].startswith("run round policy win rate against SFT [95%] KL")
     assert lines[2:5] == [
-        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 7.90 - 7 c0ffeec0f-dirty",
-        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 6.00 0.700 7 c0ffeec0f-dirty",
-        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0f-dirty",
+        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 7.90 - 7 c0ffeec0ff-dirty",
+        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 6.00 0.700 7 c0ffeec0ff-dirty",
+        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0ff-dirty",
     ]
     assert lines[5] == (
-        "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; its weights are with DVC: `git checkout runs/three`, or "
-        "c0ffeec0f-dirty where the run was not isolated, then `dvc checkout ppo@r0`. "
+        "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; its weights are with DVC: "
+        "`git log -S acheckpoints -- dvc.lock` names the commit to check out, if there is one. "
         "The best two that were kept, on the same prompts: `rondo compare three:r0 two:r0`"
     )
     assert [line.split()[0] for line in best(capsys, "--kl", "5.5")[1][2:-1]] == ["three"]
@@ -95,7 +96,10 @@ def test_the_weights_of_the_best_are_where_they_lie(database: str, capsys: pytes
     write_text(Path("rounds/r0/ppo/policy/adapter.bin"), "here")
     assert best(capsys)[1][-1].endswith("its weights are in rounds/r0/ppo/policy")
     record(database, "two", 0.8, 5.0, md5="b")  # what lies here now
-    assert "its weights are with DVC" in best(capsys)[1][-1]
+    assert "`git log -S apolicy -- dvc.lock`" in best(capsys)[1][-1]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"], ["branch", "runs/one"]):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *command], check=True)
+    assert "with DVC: `git checkout runs/one`, then `dvc checkout ppo@r0`" in best(capsys)[1][-1]
     own = Path(".rondo/workspaces/one/rounds/r0/ppo/policy").absolute()
     own.mkdir(parents=True)
     assert f"its weights are in {own}." in best(capsys)[1][-1]

@@ -88,7 +88,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(folder: Path, 
 
 
 def test_in_a_run_s_folder_it_is_the_run_s_which_stays_as_it_ended(folder: Path, database: str) -> None:
-    MlflowTracker("own", database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(False, "the table")
+    MlflowTracker("own", database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(False, {"summary.md": "the table"})
     write_text(Path(STEP) / "adapter.bin", "another than dvc.lock's")
     record("own", told(), folder / ".rondo", pytest.fail)
     (model,) = models(database, "own")

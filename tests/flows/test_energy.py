@@ -28,6 +28,7 @@ def test_packages_alone_are_counted(tmp_path: Path) -> None:
     domain(tmp_path, "intel-rapl:1", "package-1", 5)
     domain(tmp_path, "intel-rapl:2", "psys", 5)  # the whole board, with the packages in it
     domain(tmp_path, "intel-rapl-mmio:0", "package-0", 5)  # the first package once more
+    (tmp_path / "intel-rapl:3").symlink_to(tmp_path / "hidden")  # as a container shows it
     assert [counter.folder.name for counter in counters(tmp_path)] == ["intel-rapl:0", "intel-rapl:1"]
 
 

@@ -69,7 +69,7 @@ def test_what_a_model_wrote_is_text() -> None:
     turns = [{"role": "user", "content": "<script>alert(1)</script>"}]
     (row,) = live.table([{"prompt": turns, "sft": "<img src=x onerror=alert(1)>" + "x" * 1000, "score": 0.5, "said": None}])
     assert "<" not in row["prompt"] and "alert(1)" in row["prompt"]
-    assert row["sft"].startswith("&lt;img") and len(row["sft"]) == live.SHOWN_CHARACTERS
+    assert row["sft"].startswith("&lt;img") and len(row["sft"]) == live.SHOWN_CHARACTERS + len("&lt;&gt;") - len("<>")
     assert (row["score"], row["said"]) == (0.5, "None")
 
 
@@ -104,11 +104,11 @@ def test_a_page_that_cannot_be_shown_is_said_once_and_stops_nothing(tmp_path: Pa
     shown.bar_due = float("inf")
     for step in (1, 2):
         shown.line(f"[ppo@r0] step {step}/20  eta 1:00")
-    assert len(said) == 1 and "ppo@r0 is not shown in Prefect for a minute (BadGzipFile" in said[0]
+    assert len(said) == 1 and "ppo@r0 is not shown in Prefect for now (BadGzipFile" in said[0]
 
 
 def test_a_picture_stands_by_itself() -> None:
-    drawn = live.charts.lines("Reward & judge", {"a": ([1, 2], [3, 4])}, "update", "nats", {"budget": 3.5})
+    drawn = live.charts.lines("Reward & judge", {"a": ([1, 2], [3, 4])}, "update", "nats", live.charts.Marks({"budget": 3.5}))
     data = re.fullmatch(r"!\[\]\(data:image/svg\+xml;base64,(\S+)\)", live.picture(drawn))
     assert data
     svg = base64.b64decode(data[1]).decode()

@@ -132,7 +132,7 @@ def test_the_health_of_each_round_is_the_pipeline_run_s_too(tmp_path: Path, monk
         tracker.progress()
     client, parent = MlflowClient(database), runs(database, "health")["pipeline"].info
     live = curve(client, parent.run_id, "r0/kl")
-    tracker.close(True, "the table")
+    tracker.close(True, {"summary.md": "the table"})
     assert tracker.store is not None
     waited = Record.model_validate({"run": "health", "address": "ppo@r0", "started": 0, "ended": 0, "steps": read_steps("ppo@r0")})
     for _ in range(2):  # the rest of what was sent while it ran, or waited
