@@ -62,9 +62,9 @@ def test_policies_of_all_runs_best_first_under_a_kl(database: str, capsys: pytes
     code, lines, _ = best(capsys)  # gates.promote.max_kl is 8
     assert code == 0 and lines[0].startswith("run round policy win rate against SFT [95%] KL")
     assert lines[2:5] == [
-        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 7.90 - 7 c0ffeec0ff-dirty",
-        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 6.00 0.700 7 c0ffeec0ff-dirty",
-        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0ff-dirty",
+        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 7.90 - 7 c0ffeec0-dirty",
+        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 6.00 0.700 7 c0ffeec0-dirty",
+        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0-dirty",
     ]
     assert lines[5] == (
         "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; its weights are with DVC: "
