@@ -39,6 +39,7 @@ SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+TRACKING_URI = "MLFLOW_TRACKING_URI"
 OFF = "off"
 MAX_VALUE = 5000  # characters of a param or tag
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -48,7 +49,10 @@ def connect(uri: str) -> MlflowClient:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    given = os.environ.get(TRACKING_URI)
     mlflow.set_tracking_uri(uri)
+    if given is None:  # MLflow sets it, and the next run in this process, and all that it starts, would take it for a person's wish
+        os.environ.pop(TRACKING_URI, None)
     return MlflowClient(uri)
 
 
@@ -215,11 +219,11 @@ def open_tracker(run: str, home: Path, tags: Mapping[str, str], say: Callable[[s
     uri = store_uri(home)
     if uri == OFF:
         return NoTracker()
-    return MlflowTracker(run, uri, home, tags, say, local=not os.environ.get("MLFLOW_TRACKING_URI"))
+    return MlflowTracker(run, uri, home, tags, say, local=not os.environ.get(TRACKING_URI))
 
 
 def store_uri(home: Path) -> str:
-    if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
+    if uri := os.environ.get(TRACKING_URI, ""):
         return uri
     return MLFLOW_URL if answers(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
 

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> Pa
     Path("params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
     Path(".gitignore").write_text("/rounds\n")
     make = f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); (path / 'adapter.bin').write_text('9')"
-    ppo = {"cmd": f'python -c "{make}"', "outs": ["rounds/${key}/ppo/checkpoints"]}
+    ppo = {"cmd": f'{sys.executable} -c "{make}"', "outs": ["rounds/${key}/ppo/checkpoints"]}
     Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"ppo": {"foreach": {"r0": None}, "do": ppo}}}))
     for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"], [sys.executable, "-m", "dvc", "repro", "-q"]):
         subprocess.run(command, check=True)

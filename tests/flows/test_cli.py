@@ -194,7 +194,7 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
     assert "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little" in failed.stderr
     [run] = [run["id"] for run in request(f"{api}/flow_runs/filter", {}) if run["state_name"] == "GateFailed"]
     numbers = "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9."
-    receiver.wait_for("rlhf-pipeline keep: GateFailed", numbers, f"{api.removesuffix('/api')}/runs/flow-run/{run}")
+    receiver.wait_for("rlhf-pipeline keep ", f"-{run[:8]}: GateFailed", numbers, f"{api.removesuffix('/api')}/runs/flow-run/{run}")
 
 
 def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver) -> None:

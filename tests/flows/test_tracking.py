@@ -1,6 +1,7 @@
 """Against a real MLflow database, and a port where nothing listens."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ def search_of_the_docs(database: str) -> list[str]:
     names: dict[str, Any] = {}
     exec(block.replace(written, database), names)
     return list(names["found"]["name"])
+
+
+def test_where_records_go_is_nobody_s_wish(project: Path, database: str) -> None:
+    """MLflow itself would have every process to come send theirs there."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    MlflowTracker("wish", database, project / ".rondo", {}, print)
+    assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
 def client_text(client: MlflowClient, run: Run, name: str) -> str:
