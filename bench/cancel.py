@@ -1,4 +1,4 @@
-"""How long a stage lives after *Cancel*: `rondo up` in one terminal, `python bench/cancel.py [TIMES]` in another.
+"""How long a run lives after *Cancel*: `rondo up` in one terminal, `python bench/cancel.py [TIMES]` in another.
 
 Each time a run of the tiny model is started by Prefect's API, cancelled as SFT trains, and looked for until no process works in its folder.
 """
@@ -17,22 +17,22 @@ ENDLESS = {"preset": "tiny", "rounds": 1, "settings": ["sft.num_train_epochs=100
 FOLDERS = Path(".rondo").resolve() / WORKSPACES
 
 
-def stages() -> list[psutil.Process]:
-    """What works in a run's folder, beside the run itself."""
+def at_work() -> list[list[str]]:
+    """Command lines of what works in a run's folder: the run itself, DVC, the stage."""
     found = psutil.process_iter(["cwd", "cmdline"])
-    return [each for each in found if str(each.info["cwd"]).startswith(str(FOLDERS)) and "stages.sft" in (each.info["cmdline"] or ())]
+    return [each.info["cmdline"] or [] for each in found if str(each.info["cwd"]).startswith(str(FOLDERS))]
 
 
 def cancelled() -> float:
     """Seconds from the word to the end."""
     deployment = ask("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
     run = ask(f"deployments/{deployment}/create_flow_run", {"parameters": ENDLESS})["id"]
-    while not stages():
+    while not any("stages.sft" in command for command in at_work()):
         time.sleep(0.5)
     time.sleep(5)  # it trains
     start = time.monotonic()
     set_state(run, {"type": "CANCELLING"})
-    while stages():
+    while at_work():
         time.sleep(0.05)
     return time.monotonic() - start
 

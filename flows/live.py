@@ -108,7 +108,7 @@ class Live:
         return [row for row in rows if row["update"] == rows[-1]["update"]][:SHOWN]
 
     def results(self) -> Iterator[Artifact]:
-        """What the stage has left: a verdict, or numbers, samples and pictures."""
+        """What the stage has left: a verdict, or numbers and samples."""
         if self.stage.startswith("gate_"):
             if verdict := dag.read_gate(self.round, self.stage.removeprefix("gate_")):
                 yield MarkdownArtifact(key=self.key, markdown=gate_markdown(verdict), description=f"Verdict of {self.address}")

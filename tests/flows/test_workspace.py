@@ -11,6 +11,7 @@ import pytest
 from flows import config, dag
 from flows.workspace import ENDED, collect, git, working_tree, workspace
 from stages.errors import BadInput
+from stages.records import write_json
 
 
 def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
@@ -21,6 +22,7 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
         assert dag.run("assets", print) == dag.Outcome.restored  # from the shared cache
         assert dag.run("prepare@r0", print) == dag.Outcome.ran
         Path(".rondo/judge_cache/answers").touch()
+        write_json(Path("reports/r0/gate_sft.json"), {"passed": True})
     assert Path.cwd() == project and (project / ".rondo/judge_cache/answers").exists()  # what a judge was paid for stays
     assert git("status", "--porcelain", "--untracked-files=no") == ""
     assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
@@ -29,6 +31,7 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
         "badcases/r0.jsonl",  # which the project's replay depends on, and which the run's params brought along
         "dvc.lock",
         "params.yaml",
+        "records/one/r0/gate_sft.json",
         "rounds/r0/prepare/metrics.json",
     ]
 
