@@ -1,5 +1,6 @@
 """A small real DVC project: the stages and addresses of the real dvc.yaml, with a few lines of Python for each but the real gate."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.mlflow_store import Store
 from stages.params import Params, rounds
 
 STAGE = """
@@ -108,3 +110,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project as working directory."""
     monkeypatch.chdir(make_project(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Making a database takes seconds, copying it does not."""
+    folder = tmp_path_factory.mktemp("store")
+    Store(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def database(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its URI, as a user names it; the working directory is a project's."""
+    monkeypatch.chdir(tmp_path)
+    Path("dvc.yaml").touch()
+    shutil.copy(empty, tmp_path / "mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    return f"sqlite:///{tmp_path / 'mlflow.db'}"

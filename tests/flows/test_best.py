@@ -1,6 +1,5 @@
 """The search of all recorded policies, against a real MLflow database."""
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,27 +8,15 @@ import pytest
 import yaml
 
 from flows import cli
-from flows.mlflow_store import MlflowTracker, Store
+from flows.mlflow_store import MlflowTracker
 from stages.params import Params
 from stages.records import stage_dir, write_json, write_text
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Making a database takes seconds, copying it does not."""
-    folder = tmp_path_factory.mktemp("store")
-    Store(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
-def database(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("dvc.yaml").touch()
+def database(database: str) -> str:
     Path("params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
-    shutil.copy(empty, tmp_path / "mlflow.db")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
+    return database
 
 
 def record(database: str, run: str, win_rate: float, kl: float, *, md5: str, evaluation: str = "e1", **steps: dict[str, float]) -> None:

@@ -26,24 +26,6 @@ CHAMPION = {"win_rate_champion": 0.57, "win_rate_champion_low": 0.51, "win_rate_
 FIRST = dict.fromkeys(CHAMPION)
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Making a database takes seconds, copying it does not."""
-    folder = tmp_path_factory.mktemp("store")
-    Store(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
-    return folder / "mlflow.db"
-
-
-@pytest.fixture
-def database(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its URI, as a user names it; the working directory is a project's."""
-    monkeypatch.chdir(tmp_path)
-    Path("dvc.yaml").touch()
-    shutil.copy(empty, tmp_path / "mlflow.db")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
-
-
 def make_round(round_: str, policy: str, evaluate: dict[str, Any], gate: str = "block") -> None:
     """What DVC and the stages leave behind, up to the verdict; `policy` is what its md5 begins with."""
     write_json(stage_dir(round_, "evaluate") / "metrics.json", GOOD | evaluate)
