@@ -23,6 +23,7 @@ from pydantic import Field
 
 from flows import alive, approval, dag, energy, estimate, live, made, retries, slots, summary, warm
 from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
+from flows.live import Say
 from flows.mlflow_store import open_tracker
 from flows.report import page
 from flows.tracking import NoTracker, revision
@@ -32,7 +33,6 @@ from stages.errors import GateFailed, Unreachable
 from stages.params import load_params
 from stages.records import write_json
 
-Say = Callable[[str], None]
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
 Rounds = Annotated[int, Field(ge=0)]  # a form sends null for a field that was emptied, and can give no reason where null is allowed
 
