@@ -1,7 +1,8 @@
-"""Time to quality: what the judge says of a policy on held-out prompts, against the seconds it was trained; JSON on stdout.
+"""Time to quality: what the judge says of a policy on held-out prompts, against the seconds it was
+trained; JSON on stdout.
 
-`python bench/curve.py --set seed=1 --set ppo.lora.top_layers=null` after `make run`: PPO alone, on the models of round r0.
-bench/trl_ppo.py measures TRL's policies with the same `Curve`.
+`python bench/curve.py --set seed=1 --set ppo.lora.top_layers=null` after `make run`: PPO alone, on
+the models of round r0. bench/trl_ppo.py measures TRL's policies with the same `Curve`.
 """
 
 import argparse
@@ -64,7 +65,9 @@ def main() -> None:
         _, metrics = trainer.step()
         if trainer.updates % options.every == 0:
             curve.point(trainer.updates)
-            curve.points[-1] |= {name: metrics[name] for name in ("score_mean", "entropy", "response_length")}
+            curve.points[-1] |= {
+                name: metrics[name] for name in ("score_mean", "entropy", "response_length")
+            }
     print(json.dumps(curve.points))
 
 

@@ -17,11 +17,21 @@ ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evalu
 
 
 def main(target: str) -> None:
-    manifests = {name: read_json(Path("rounds", name, "evaluate/manifest.json"), f"dvc repro evaluate@{name}") for name in ROUNDS}
-    refuse_other_evaluations({name: manifest.get("evaluation", {}) for name, manifest in manifests.items()})
+    manifests = {
+        name: read_json(
+            Path("rounds", name, "evaluate/manifest.json"), f"dvc repro evaluate@{name}"
+        )
+        for name in ROUNDS
+    }
+    refuse_other_evaluations(
+        {name: manifest.get("evaluation", {}) for name, manifest in manifests.items()}
+    )
     figure, (score, kl, judged) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:
-        steps, curve = columns(Path("rounds", name, "ppo/curves.csv")), columns(Path("rounds", name, "evaluate/curves.csv"))
+        steps, curve = (
+            columns(Path("rounds", name, "ppo/curves.csv")),
+            columns(Path("rounds", name, "evaluate/curves.csv")),
+        )
         score.plot(steps["step"], steps["score_mean"], label=name)
         kl.plot(steps["step"], steps["kl"], label=name)
         by_kl = sorted(zip(curve["kl"], curve["sentiment"], curve["score"], strict=True))

@@ -1,7 +1,9 @@
-"""Seconds, tokens and memory of PPO updates on the models of a run, beside what the machine's matrix products allow.
+"""Seconds, tokens and memory of PPO updates on the models of a run, beside what the machine's
+matrix products allow.
 
-`python bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run`; JSON on stdout. EOS is a token that is
-never sampled, so that every response has its full length. The first update warms up and is left out.
+`python bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run`; JSON on
+stdout. EOS is a token that is never sampled, so that every response has its full length. The first
+update warms up and is left out.
 """
 
 import argparse
@@ -45,25 +47,40 @@ class Clock:
 
 
 def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
-    """Of one update's matrix products with weights (adapters' own and attention's left out): the least that the algorithm needs.
+    """Of one update's matrix products with weights (adapters' own and attention's left out): the
+    least that the algorithm needs.
 
-    Per weight and token 2 forward; backward 2 for what passes a gradient on and 2 more for what is trained itself (r 0). Layers that
-    all roles have in common run once.
+    Per weight and token 2 forward; backward 2 for what passes a gradient on and 2 more for what is
+    trained itself (r 0). Layers that all roles have in common run once.
     """
     ppo, model = params.ppo, roles.policy
     config = unwrap(model).config
-    layers, response, whole = config.num_hidden_layers, ppo.response_length, prompt + ppo.response_length
+    layers, response, whole = (
+        config.num_hidden_layers,
+        ppo.response_length,
+        prompt + ppo.response_length,
+    )
     head = config.vocab_size * config.hidden_size
-    trunk = sum(p.numel() for name, p in unwrap(model).base_model.layers.named_parameters() if "lora" not in name)
+    trunk = sum(
+        p.numel()
+        for name, p in unwrap(model).base_model.layers.named_parameters()
+        if "lora" not in name
+    )
     generate = 2 * (trunk * whole + head * response)
-    frozen = 2 * (2 - roles.common / layers) * trunk * whole + 2 * head * response  # reference and reward model
+    frozen = (
+        2 * (2 - roles.common / layers) * trunk * whole + 2 * head * response
+    )  # reference and reward model
 
     def learning(lora: LoraParams) -> float:
         upper = min((lora.top_layers or layers) / layers, 1.0) if lora.r else 1.0
         return (4 if lora.r else 6) * trunk * whole * upper
 
     heads = (4 if ppo.lora.r else 6) * head * response
-    return episodes * (generate + frozen + ppo.num_ppo_epochs * (learning(ppo.lora) + learning(ppo.critic_lora) + heads))
+    return episodes * (
+        generate
+        + frozen
+        + ppo.num_ppo_epochs * (learning(ppo.lora) + learning(ppo.critic_lora) + heads)
+    )
 
 
 def main() -> None:
@@ -73,7 +90,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     sizes = [f"ppo.{name}={options.episodes}" for name in ("batch_size", "mini_batch_size")]
-    params = resolve("keep", None, [*sizes, f"ppo.micro_batch_size={min(options.episodes, 32)}", *options.set])
+    params = resolve(
+        "keep", None, [*sizes, f"ppo.micro_batch_size={min(options.episodes, 32)}", *options.set]
+    )
     prepare_torch(params)
     machine = estimate.measure()
     rate = machine.rates[estimate.dtype_of(params, machine)]
@@ -81,7 +100,11 @@ def main() -> None:
     roles.tokenizer.eos_token = NEVER
     prompts, _ = episodes(params, roles.tokenizer)
     trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
-    for phase, owner, name in (("generate", roles, "sample"), ("score", trainer, "forward"), ("learn", trainer, "optimise")):
+    for phase, owner, name in (
+        ("generate", roles, "sample"),
+        ("score", trainer, "forward"),
+        ("learn", trainer, "optimise"),
+    ):
         setattr(owner, name, clock.timed(phase, getattr(owner, name)))
     step, tokens = clock.timed("update", trainer.step), 0
     for _ in range(options.updates):
@@ -90,7 +113,9 @@ def main() -> None:
         tokens = sum(map(len, rollout.prompts)) + sum(map(len, rollout.responses))
         updates.append(dict(clock.seconds))
     seconds = {phase: median(update[phase] for update in updates[1:]) for phase in updates[0]}
-    need = flops(params, roles, options.episodes, sum(len(tokens) for _, tokens in prompts) / len(prompts))
+    need = flops(
+        params, roles, options.episodes, sum(len(tokens) for _, tokens in prompts) / len(prompts)
+    )
     report = {
         "episodes": options.episodes,
         "seconds": {phase: round(value, 2) for phase, value in seconds.items()},

@@ -1,7 +1,9 @@
-"""Seconds and memory of prepare on made-up pairs, JSON on stdout: `python bench/prepare.py --pairs 200000` after `make run` (or assets).
+"""Seconds and memory of prepare on made-up pairs, JSON on stdout: `python bench/prepare.py --pairs
+200000` after `make run` (or assets).
 
-The words follow Zipf's law; a fifth of the prompts begins with one of twenty templates. Of the pairs 3% are copies, 3% copies but for a
-word, 1% contradict another, and 1% carry a sentence of another pair's response, which is a leak where the split parts the two.
+The words follow Zipf's law; a fifth of the prompts begins with one of twenty templates. Of the
+pairs 3% are copies, 3% copies but for a word, 1% contradict another, and 1% carry a sentence of
+another pair's response, which is a leak where the split parts the two.
 """
 
 import argparse
@@ -29,7 +31,10 @@ class Writer:
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         letters = np.array(list("etaoinshrdlucmfwypvbgk"))
-        spelled = ["".join(self.random.choice(letters, size)) for size in self.random.integers(2, 9, VOCABULARY)]
+        spelled = [
+            "".join(self.random.choice(letters, size))
+            for size in self.random.integers(2, 9, VOCABULARY)
+        ]
         self.words = np.array(spelled, dtype=object)
         self.shares = 1 / np.arange(1, VOCABULARY + 1)
         self.shares /= self.shares.sum()
@@ -38,7 +43,10 @@ class Writer:
     def text(self, least: int, most: int) -> str:
         size = int(self.random.integers(least, most))
         if self.used + size > len(self.drawn):
-            self.drawn, self.used = self.words[self.random.choice(VOCABULARY, 1_000_000, p=self.shares)], 0
+            self.drawn, self.used = (
+                self.words[self.random.choice(VOCABULARY, 1_000_000, p=self.shares)],
+                0,
+            )
         words, self.used = self.drawn[self.used : self.used + size].tolist(), self.used + size
         for place in range(9, size - 1, 10):
             words[place] += "."
@@ -60,8 +68,18 @@ def write_pairs(path: Path, pairs: int, seed: int) -> None:
             made.append(before)
             continue
         template = chance.choice(templates) + "\n" if chance.random() < 0.2 else ""
-        prompt, chosen, rejected = template + writer.text(5, 60), writer.text(10, 120), writer.text(10, 120)
-        made.append({"prompt": prompt, "chosen": f" {before.get('chosen', '')}{chosen}", "rejected": f" {rejected}"})
+        prompt, chosen, rejected = (
+            template + writer.text(5, 60),
+            writer.text(10, 120),
+            writer.text(10, 120),
+        )
+        made.append(
+            {
+                "prompt": prompt,
+                "chosen": f" {before.get('chosen', '')}{chosen}",
+                "rejected": f" {rejected}",
+            }
+        )
     with path.open("w") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in made)
 
@@ -80,14 +98,24 @@ def main() -> None:
         (folder / "assets/model").symlink_to(model)
         (folder / "assets/start").symlink_to(model.parent / "start")
         prepare = {"sources": [{"path": "pairs.jsonl"}], "max_prompt_tokens": 512}
-        (folder / "params.yaml").write_text(yaml.safe_dump({"assets": {"data": "files"}, "prepare": prepare}))
+        (folder / "params.yaml").write_text(
+            yaml.safe_dump({"assets": {"data": "files"}, "prepare": prepare})
+        )
         start = time.perf_counter()
         subprocess.run(
-            [sys.executable, "-m", "stages.prepare"], cwd=folder, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": str(ROOT)}
+            [sys.executable, "-m", "stages.prepare"],
+            cwd=folder,
+            check=True,
+            stdout=sys.stderr,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         found = json.loads((folder / "rounds/r0/prepare/metrics.json").read_text())
-    cost = {"seconds": round(seconds, 1), "user_seconds": round(used.ru_utime, 1), "peak_gib": round(used.ru_maxrss / 2**20, 2)}
+    cost = {
+        "seconds": round(seconds, 1),
+        "user_seconds": round(used.ru_utime, 1),
+        "peak_gib": round(used.ru_maxrss / 2**20, 2),
+    }
     print(json.dumps({"pairs": options.pairs, **cost, "found": found}))
 
 

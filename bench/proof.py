@@ -1,7 +1,9 @@
-"""The proof in docs/log.md: whole runs over seeds, and on their first rounds the alternatives to PPO and a sweep of PPO's KL coefficient.
+"""The proof in docs/log.md: whole runs over seeds, and on their first rounds the alternatives to
+PPO and a sweep of PPO's KL coefficient.
 
-`python bench/proof.py run RESULTS.jsonl --seeds 0 1 2 --sweep 0`, in a clone of its own: it rewrites params.yaml, and goes on where it
-was killed. `python bench/proof.py show RESULTS.jsonl` prints the tables. Every model here is judged on the frozen prompts, by `evaluate`.
+`python bench/proof.py run RESULTS.jsonl --seeds 0 1 2 --sweep 0`, in a clone of its own: it
+rewrites params.yaml, and goes on where it was killed. `python bench/proof.py show RESULTS.jsonl`
+prints the tables. Every model here is judged on the frozen prompts, by `evaluate`.
 """
 
 import argparse
@@ -39,7 +41,9 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--alternatives", nargs="*", default=ALTERNATIVES, choices=ALTERNATIVES)
-    parser.add_argument("--sweep", type=int, nargs="*", default=[0], help="the seeds whose KL coefficient is swept")
+    parser.add_argument(
+        "--sweep", type=int, nargs="*", default=[0], help="the seeds whose KL coefficient is swept"
+    )
     options = parser.parse_args()
     if options.do == "show":
         show(read_jsonl(options.results, "python bench/proof.py run"))
@@ -63,12 +67,17 @@ def variants(alternatives: Sequence[str], sweep: bool) -> Iterator[tuple[str, tu
 
 
 def measure(seed: int, variant: str, settings: tuple[str, ...]) -> list[Row]:
-    """The default: both rounds, past shut gates; a variant: policy and evaluation of the first round, on the default's other stages."""
+    """The default: both rounds, past shut gates; a variant: policy and evaluation of the first
+    round, on the default's other stages.
+    """
     whole = not settings
     policies = [f"gates.{gate}.policy=warn" for gate in ("sft", "reward", "promote")]
     write_params(resolve(DEFAULT, 2 if whole else 1, [f"seed={seed}", *policies, *settings]))
     print(f"seed {seed}: {variant}", flush=True)
-    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", *([] if whole else ["evaluate@r0"])], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "repro", "-q", *([] if whole else ["evaluate@r0"])],
+        check=True,
+    )
     names = ["r0", "r1"] if whole else ["r0"]
     stages = STAGES if whole else ("ppo", "evaluate")
     return [
@@ -79,35 +88,103 @@ def measure(seed: int, variant: str, settings: tuple[str, ...]) -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    whole, first = [row for row in rows if row["variant"] == "ppo"], [row for row in rows if row["round"] == "r0"]
+    whole, first = (
+        [row for row in rows if row["variant"] == "ppo"],
+        [row for row in rows if row["round"] == "r0"],
+    )
     swept = [row for row in first if row["variant"].startswith("beta")]
-    head("seed, round", "SFT against base, jury", "SFT - base, judged", "PPO against SFT, jury", "PPO - SFT, judged", "KL")
+    head(
+        "seed, round",
+        "SFT against base, jury",
+        "SFT - base, judged",
+        "PPO against SFT, jury",
+        "PPO - SFT, judged",
+        "KL",
+    )
     for row in whole:
         told, sft = row["evaluate"], row["sft"]
-        against_base = (
-            f"{1 - told['base']['win_rate']:.3f} [{1 - told['base']['win_rate_high']:.3f}, {1 - told['base']['win_rate_low']:.3f}]"
+        base = told["base"]
+        low, high = 1 - base["win_rate_high"], 1 - base["win_rate_low"]
+        against_base = f"{1 - base['win_rate']:.3f} [{low:.3f}, {high:.3f}]"
+        gains = (
+            against_base,
+            interval(sft, "judged_gain"),
+            interval(told, "win_rate"),
+            interval(told, "sentiment_gain"),
         )
-        gains = against_base, interval(sft, "judged_gain"), interval(told, "win_rate"), interval(told, "sentiment_gain")
         line(f"{row['seed']}, {row['round']}", *gains, f"{told['ppo']['kl']:.2f}")
     head(
-        "seed", "RM accuracy, r0", "r1", "r0's blind spots fool r0's RM; r1's", "fall", "repaired; by chance", "came back", "r1 against r0"
+        "seed",
+        "RM accuracy, r0",
+        "r1",
+        "r0's blind spots fool r0's RM; r1's",
+        "fall",
+        "repaired; by chance",
+        "came back",
+        "r1 against r0",
     )
     for before, after in zip(whole[::2], whole[1::2], strict=True):
         replay = after["replay"]
         accuracies = (interval(row["reward"], "accuracy") for row in (before, after))
         fooled = f"{replay['fooled_before']:.2f}; {replay['fooled_after']:.2f}"
-        repaired = f"{replay['repaired']} of {replay['tried_again']}; {replay['repaired_by_chance']}"
-        came_back, won = f"{replay['regressed']} of {replay['guarded']}", interval(after["evaluate"], "win_rate_champion")
-        line(before["seed"], *accuracies, fooled, interval(replay, "fooled_fall"), repaired, came_back, won)
-    head("seed", "algorithm", "judged, policy - SFT", "jury", "proxy", "KL", "distinct-2", "update kept")
+        repaired = (
+            f"{replay['repaired']} of {replay['tried_again']}; {replay['repaired_by_chance']}"
+        )
+        came_back, won = (
+            f"{replay['regressed']} of {replay['guarded']}",
+            interval(after["evaluate"], "win_rate_champion"),
+        )
+        line(
+            before["seed"],
+            *accuracies,
+            fooled,
+            interval(replay, "fooled_fall"),
+            repaired,
+            came_back,
+            won,
+        )
+    head(
+        "seed",
+        "algorithm",
+        "judged, policy - SFT",
+        "jury",
+        "proxy",
+        "KL",
+        "distinct-2",
+        "update kept",
+    )
     for row in (row for row in first if row not in swept):
-        told, policy, kept = row["evaluate"], row["evaluate"]["ppo"], f"{row['ppo']['policy_update']} of {row['ppo']['updates']}"
+        told, policy, kept = (
+            row["evaluate"],
+            row["evaluate"]["ppo"],
+            f"{row['ppo']['policy_update']} of {row['ppo']['updates']}",
+        )
         numbers = (f"{policy[name]:.2f}" for name in ("score", "kl", "distinct_2"))
-        line(row["seed"], row["variant"], interval(told, "sentiment_gain"), interval(told, "win_rate"), *numbers, kept)
-    head("seed", "beta", "KL: judged, proxy, distinct-2 at the checkpoints", "Gao's peak, nats; measured")
+        line(
+            row["seed"],
+            row["variant"],
+            interval(told, "sentiment_gain"),
+            interval(told, "win_rate"),
+            *numbers,
+            kept,
+        )
+    head(
+        "seed",
+        "beta",
+        "KL: judged, proxy, distinct-2 at the checkpoints",
+        "Gao's peak, nats; measured",
+    )
     for row in swept:
-        way = (f"{at['kl']:.1f}: {at['sentiment']:.2f}, {at['score']:.1f}, {at['distinct_2']:.2f}" for at in on_the_way(row))
-        line(row["seed"], row["variant"].removeprefix("beta "), " · ".join(way), peaks(row["evaluate"]["overoptimisation"]))
+        way = (
+            f"{at['kl']:.1f}: {at['sentiment']:.2f}, {at['score']:.1f}, {at['distinct_2']:.2f}"
+            for at in on_the_way(row)
+        )
+        line(
+            row["seed"],
+            row["variant"].removeprefix("beta "),
+            " · ".join(way),
+            peaks(row["evaluate"]["overoptimisation"]),
+        )
     for seed in sorted({row["seed"] for row in swept}):
         law = law_of([row for row in swept if row["seed"] == seed])
         fitted = f"alpha {law['alpha']:.3f}, beta {law['beta']:.3f}, rmse {law['rmse']:.3f}, {law['points']} points"
@@ -128,7 +205,9 @@ def law_of(swept: list[Row]) -> Row:
     """One law through the checkpoints of all betas."""
     start = swept[0]["evaluate"]["sft"]
     ways = [at for row in swept for at in on_the_way(row)]
-    return overoptimisation([Point(n, at["kl"], at["score"], at["sentiment"]) for n, at in enumerate([start, *ways])])
+    return overoptimisation(
+        [Point(n, at["kl"], at["score"], at["sentiment"]) for n, at in enumerate([start, *ways])]
+    )
 
 
 def on_the_way(row: Row) -> list[Row]:

@@ -1,10 +1,12 @@
-"""TRL 1.12.0's PPOTrainer on the models and prompts of a run, for bench/against_trl.sh, which makes its environment; JSON on stdout.
+"""TRL 1.12.0's PPOTrainer on the models and prompts of a run, for bench/against_trl.sh, which makes
+its environment; JSON on stdout.
 
-`fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains policy and critic with bfloat16 products (on
-a CPU by environment variable alone: `bf16=True` does nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16
-weights, which is unsafe: small steps are rounded away.
-Without `--every`: seconds of updates whose responses have their full length. With it: the curve of bench/curve.py; responses end at EOS,
-scores are in standard deviations, and what both trainers know is as in params.yaml.
+`fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains
+policy and critic with bfloat16 products (on a CPU by environment variable alone: `bf16=True` does
+nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16 weights, which
+is unsafe: small steps are rounded away. Without `--every`: seconds of updates whose responses have
+their full length. With it: the curve of bench/curve.py; responses end at EOS, scores are in
+standard deviations, and what both trainers know is as in params.yaml.
 """
 
 import argparse
@@ -21,7 +23,12 @@ import torch
 from curve import REWARD, SFT, Curve, episodes
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from stages.generation import sample
@@ -97,7 +104,11 @@ def config_of(options, ppo):
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **({"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty} if options.every else {}),
+        **(
+            {"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty}
+            if options.every
+            else {}
+        ),
     )
 
 
@@ -124,11 +135,18 @@ def main() -> None:
         return AutoModelForCausalLM.from_pretrained(SFT, dtype=dtype)
 
     def scorer():
-        model = AutoModelForSequenceClassification.from_pretrained(REWARD, num_labels=1, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            REWARD, num_labels=1, dtype=dtype
+        )
         model.score.weight.data /= model.config.std
         return model
 
-    adapters = LoraConfig(r=ppo.lora.r, lora_alpha=ppo.lora.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapters = LoraConfig(
+        r=ppo.lora.r,
+        lora_alpha=ppo.lora.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
     lora = adapters if options.setting == "lora" else None
     prompts = Dataset.from_list([{"input_ids": tokens} for _, tokens in train])
     times = Times()
@@ -155,7 +173,14 @@ def main() -> None:
         print(json.dumps(curve.points))
     else:
         updates = [round(end - start, 2) for start, end in itertools.pairwise(times.at)]
-        print(json.dumps({"updates": updates[1:], "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
+        print(
+            json.dumps(
+                {
+                    "updates": updates[1:],
+                    "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

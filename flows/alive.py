@@ -1,6 +1,8 @@
-"""Runs of the terminal whose process was killed: no worker is there to tell Prefect, which would believe them to run for ever.
+"""Runs of the terminal whose process was killed: no worker is there to tell Prefect, which would
+believe them to run for ever.
 
-A flow run holds a lock for as long as its process lives; the system takes it away however hard that ends, and gives it to no other process.
+A flow run holds a lock for as long as its process lives; the system takes it away however hard that
+ends, and gives it to no other process.
 """
 
 from pathlib import Path
@@ -14,7 +16,8 @@ _held: list[FileLock] = []
 
 
 def hold(path: Path) -> None:
-    """The lock of the flow run that is recorded in `path`, until this process ends, however often it is asked for.
+    """The lock of the flow run that is recorded in `path`, until this process ends, however often
+    it is asked for.
 
     To be called before there is a record.
     """
@@ -25,7 +28,9 @@ def hold(path: Path) -> None:
 
 
 def mark_gone(runs: Path) -> None:
-    """Let Prefect know of the runs that have a record in this folder, belong to no worker, and hold their lock no more."""
+    """Let Prefect know of the runs that have a record in this folder, belong to no worker, and hold
+    their lock no more.
+    """
     for run in flow_runs(deployment_id={"is_null_": True}, state={"type": {"any_": ["RUNNING"]}}):
         if (runs / f"{run}.json").exists() and _free(runs / f"{run}.lock"):
             set_state(run, GONE)

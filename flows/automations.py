@@ -1,7 +1,8 @@
-"""Who is told of a run that needs a person: `rondo up --notify URL`, or a notification block named `rondo` in Prefect's UI.
+"""Who is told of a run that needs a person: `rondo up --notify URL`, or a notification block named
+`rondo` in Prefect's UI.
 
-Prefect's server tells them, by an automation. `--notify` makes a block of the type Custom Webhook; those of mail, Slack or Teams a person
-makes.
+Prefect's server tells them, by an automation. `--notify` makes a block of the type Custom Webhook;
+those of mail, Slack or Teams a person makes.
 """
 
 from typing import Any
@@ -13,12 +14,16 @@ from stages.errors import BadInput
 STATES = ("GateFailed", "Suspended", "Failed", "Crashed")
 NAME = f"rondo: tell of {', '.join(STATES)}"
 BLOCK = "rondo"
-ENDED_BY_US = "Execution was aborted by a* signal."  # Prefect's words after Ctrl-C, and where `rondo up` cuts off what goes on later
+# Prefect's words after Ctrl-C, and where `rondo up` cuts off what goes on later
+ENDED_BY_US = "Execution was aborted by a* signal."
 TRIGGER = {
     "type": "event",
     "posture": "Reactive",
     "expect": [f"prefect.flow-run.{state}" for state in STATES],
-    "match": {"prefect.resource.id": "prefect.flow-run.*", "prefect.state-message": f"!{ENDED_BY_US}"},
+    "match": {
+        "prefect.resource.id": "prefect.flow-run.*",
+        "prefect.state-message": f"!{ENDED_BY_US}",
+    },
     "for_each": ["prefect.resource.id"],
     "threshold": 1,
     "within": 0,
@@ -42,11 +47,14 @@ def check(url: str) -> None:
     except ValueError:
         right = False
     if not right:
-        raise BadInput(f"--notify {url}: expected an address that takes a POST, http://... or https://...")
+        raise BadInput(
+            f"--notify {url}: expected an address that takes a POST, http://... or https://..."
+        )
 
 
 def tell(url: str | None) -> list[str]:
-    """Have the automation tell every block named `rondo`, the webhook at `url` among them; returns their types.
+    """Have the automation tell every block named `rondo`, the webhook at `url` among them; returns
+    their types.
 
     One that is there keeps its words, and whether it is on, as a person left them.
     """
@@ -54,9 +62,15 @@ def tell(url: str | None) -> list[str]:
         _webhook(url)
     blocks = ask(
         "block_documents/filter",
-        {"block_documents": {"name": {"any_": [BLOCK]}}, "block_schemas": {"block_capabilities": {"all_": ["notify"]}}},
+        {
+            "block_documents": {"name": {"any_": [BLOCK]}},
+            "block_schemas": {"block_capabilities": {"all_": ["notify"]}},
+        },
     )
-    actions = [{"type": "send-notification", "block_document_id": block["id"], **MESSAGE} for block in blocks]
+    actions = [
+        {"type": "send-notification", "block_document_id": block["id"], **MESSAGE}
+        for block in blocks
+    ]
     known = ask("automations/filter", {"automations": {"name": {"any_": [NAME]}}})
     if actions and not known:
         ask("automations/", {"name": NAME, "trigger": TRIGGER, "actions": actions})
@@ -80,6 +94,11 @@ def _webhook(url: str) -> None:
     if known := ask("block_documents/filter", of_kind):
         ask(f"block_documents/{known[0]['id']}", {"data": {"url": url}}, "PATCH")
         return
-    schema = ask("block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [kind]}}})[0]["id"]
+    schema = ask("block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [kind]}}})[0][
+        "id"
+    ]
     data = {"name": BLOCK, "url": url, "json_data": {"text": "{{subject}}\n{{body}}"}}
-    ask("block_documents/", {"name": BLOCK, "block_type_id": kind, "block_schema_id": schema, "data": data})
+    ask(
+        "block_documents/",
+        {"name": BLOCK, "block_type_id": kind, "block_schema_id": schema, "data": data},
+    )

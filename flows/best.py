@@ -1,4 +1,6 @@
-"""`rondo best`: the policies of all recorded runs by judged win rate against SFT, within a KL budget."""
+"""`rondo best`: the policies of all recorded runs by judged win rate against SFT, within a KL
+budget.
+"""
 
 import math
 import subprocess
@@ -16,12 +18,23 @@ from flows.tracking import digest_of, digests
 from flows.workspace import WORKSPACES
 from stages.errors import BadInput
 
-COLUMNS = ("run", "round", "policy", "win rate against SFT [95%]", "KL, nats", "judged sentiment", "seed", "git")
+COLUMNS = (
+    "run",
+    "round",
+    "policy",
+    "win rate against SFT [95%]",
+    "KL, nats",
+    "judged sentiment",
+    "seed",
+    "git",
+)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A LoggedModel with the tag stage `ppo`: a policy, or a checkpoint on its way. made: when it was recorded, in milliseconds."""
+    """A LoggedModel with the tag stage `ppo`: a policy, or a checkpoint on its way. made: when it
+    was recorded, in milliseconds.
+    """
 
     name: str
     made: int
@@ -44,24 +57,37 @@ class Policy:
 
     @property
     def width(self) -> float:
-        return self.metrics.get("win_rate_high", math.inf) - self.metrics.get("win_rate_low", -math.inf)
+        return self.metrics.get("win_rate_high", math.inf) - self.metrics.get(
+            "win_rate_low", -math.inf
+        )
 
     def __str__(self) -> str:
         return f"{self.run}:{self.round}"
 
 
 def read(model: LoggedModel) -> Policy:
-    made, metrics = int(model.creation_timestamp), {metric.key: float(metric.value) for metric in model.metrics or []}
-    return Policy(str(model.name), made, str((model.params or {})["path"]), dict(model.tags or {}), metrics)
+    made, metrics = (
+        int(model.creation_timestamp),
+        {metric.key: float(metric.value) for metric in model.metrics or []},
+    )
+    return Policy(
+        str(model.name), made, str((model.params or {})["path"]), dict(model.tags or {}), metrics
+    )
 
 
 def within(experiment: str, kl: float) -> list[list[Policy]]:
-    """Those under that KL, best first; a list for each evaluation (stages/comparable.py), the newest first.
+    """Those under that KL, best first; a list for each evaluation (stages/comparable.py), the
+    newest first.
 
     Raises:
         BadInput: there are none; says what there is.
     """
-    found = [read(model) for model in mlflow.search_logged_models([experiment], "tags.stage = 'ppo'", output_format="list")]
+    found = [
+        read(model)
+        for model in mlflow.search_logged_models(
+            [experiment], "tags.stage = 'ppo'", output_format="list"
+        )
+    ]
     measured = [policy for policy in found if {"win_rate", "kl"} <= policy.metrics.keys()]
     if not measured:
         raise BadInput("MLflow has no policy that was evaluated: `rondo run` records them")
@@ -75,25 +101,36 @@ def within(experiment: str, kl: float) -> list[list[Policy]]:
     apart: dict[str, list[Policy]] = {}
     for policy in once(near):
         apart.setdefault(policy.tags.get("evaluation_id", ""), []).append(policy)
-    newest = sorted(apart.values(), key=lambda together: max(policy.made for policy in together), reverse=True)
+    newest = sorted(
+        apart.values(), key=lambda together: max(policy.made for policy in together), reverse=True
+    )
     return [sorted(together, key=lambda policy: -policy.metrics["win_rate"]) for together in newest]
 
 
 def once(policies: list[Policy]) -> list[Policy]:
-    """Of one that several runs have recorded, where it was measured most narrowly, and of those the last."""
+    """Of one that several runs have recorded, where it was measured most narrowly, and of those the
+    last.
+    """
     chosen: dict[tuple[str, ...], Policy] = {}
     for policy in sorted(policies, key=lambda policy: (policy.width, -policy.made)):
-        weights = policy.tags["md5"] or policy.run, policy.path  # a run's checkpoints share DVC's md5
+        weights = (
+            policy.tags["md5"] or policy.run,
+            policy.path,
+        )  # a run's checkpoints share DVC's md5
         chosen.setdefault((policy.tags.get("evaluation_id", ""), *weights), policy)
     return list(chosen.values())
 
 
 def text(home: Path, evaluations: list[list[Policy]]) -> str:
-    """A table for each of `within`'s lists, and what to do with the first one's best. home: the .rondo folder."""
+    """A table for each of `within`'s lists, and what to do with the first one's best. home: the
+    .rondo folder.
+    """
     lines = []
     for together in evaluations:
         if len(evaluations) > 1:
-            lines.append(f"evaluation {together[0].tags.get('evaluation_id', 'unknown')}, not comparable with the others:")
+            lines.append(
+                f"evaluation {together[0].tags.get('evaluation_id', 'unknown')}, not comparable with the others:"
+            )
         lines.append(drawn(table(together)))
     return "\n".join([*lines, advice(home, evaluations[0])])
 
@@ -117,14 +154,22 @@ def table(policies: list[Policy]) -> Table:
 
 
 def told(policy: Policy) -> str:
-    return interval(policy.metrics["win_rate"], policy.metrics.get("win_rate_low"), policy.metrics.get("win_rate_high"))
+    return interval(
+        policy.metrics["win_rate"],
+        policy.metrics.get("win_rate_low"),
+        policy.metrics.get("win_rate_high"),
+    )
 
 
 def advice(home: Path, policies: list[Policy]) -> str:
     """Which is best, where its weights are, and with what to compare it."""
     best, kept = policies[0], [policy for policy in policies if policy.kept][:2]
     line = f"Best: {best.path} of {best}, win rate {told(best)}; {weights(home, best)}"
-    return line + (f". The best two that were kept, on the same prompts: `rondo compare {kept[1]} {kept[0]}`" if len(kept) > 1 else "")
+    return line + (
+        f". The best two that were kept, on the same prompts: `rondo compare {kept[1]} {kept[0]}`"
+        if len(kept) > 1
+        else ""
+    )
 
 
 def weights(home: Path, policy: Policy) -> str:
@@ -135,7 +180,9 @@ def weights(home: Path, policy: Policy) -> str:
     if md5 and Path(policy.path).exists() and digest_of(policy.path, digests(policy.round)) == md5:
         return f"its weights are in {policy.path}"
     branch = f"runs/{policy.run}"
-    if not subprocess.run(["git", "rev-parse", "--verify", "--quiet", branch], capture_output=True, check=False).returncode:
+    if not subprocess.run(
+        ["git", "rev-parse", "--verify", "--quiet", branch], capture_output=True, check=False
+    ).returncode:
         return f"its weights are with DVC: `git checkout {branch}`, then `dvc checkout ppo@{policy.round}`"
     if md5:
         return f"its weights are with DVC: `git log -S {md5} -- dvc.lock` names the commit to check out, if there is one"

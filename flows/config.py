@@ -1,7 +1,8 @@
 """What `--preset`, `--set` and `--rounds` (or the form in the Prefect UI) make of params.yaml.
 
-The defaults are those of `stages.params.Params`; the params.yaml that is committed equals them. A preset is an overlay
-on the defaults, never on what an earlier run left behind; without one, params.yaml stays as it is but for what is set.
+The defaults are those of `stages.params.Params`; the params.yaml that is committed equals them. A
+preset is an overlay on the defaults, never on what an earlier run left behind; without one,
+params.yaml stays as it is but for what is set.
 """
 
 import io
@@ -45,7 +46,9 @@ WHOLE = ("rubric", "endpoints")  # mappings of the user's own names
 
 
 class Sections(Section):
-    """Sections of params.yaml for a form; what is not set stays as the preset or params.yaml has it."""
+    """Sections of params.yaml for a form; what is not set stays as the preset or params.yaml has
+    it.
+    """
 
     seed: int | None = None
     assets: AssetsParams | None = None
@@ -87,11 +90,17 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def overlay(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `top`, mapping by mapping; lists, scalars and mappings of the user's own names are replaced."""
+    """`base` with the values of `top`, mapping by mapping; lists, scalars and mappings of the
+    user's own names are replaced.
+    """
     merged = dict(base)
     for key, value in top.items():
         below = merged.get(key)
-        merged[key] = overlay(below, value) if isinstance(value, Mapping) and isinstance(below, dict) and key not in WHOLE else value
+        merged[key] = (
+            overlay(below, value)
+            if isinstance(value, Mapping) and isinstance(below, dict) and key not in WHOLE
+            else value
+        )
     return merged
 
 
@@ -109,7 +118,12 @@ def parse_setting(text: str) -> dict[str, Any]:
     return dict(nested)
 
 
-def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[str] = (), sections: BaseModel | None = None) -> Params:
+def resolve(
+    preset: str = KEEP,
+    number: int | None = None,
+    settings: Iterable[str] = (),
+    sections: BaseModel | None = None,
+) -> Params:
     """The params that a run asks for, checked; nothing is written.
 
     Raises:
@@ -120,7 +134,9 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
     if preset != KEEP:
         chosen = read_preset(preset)
         values = overlay(values, chosen)
-        values["rounds"] = chosen.get("rounds", values["rounds"])  # a preset's rounds are all rounds
+        values["rounds"] = chosen.get(
+            "rounds", values["rounds"]
+        )  # a preset's rounds are all rounds
     if sections is not None:
         given = sections.model_dump(mode="json", exclude_unset=True)
         values = overlay(values, {key: value for key, value in given.items() if value is not None})
@@ -130,25 +146,32 @@ def resolve(preset: str = KEEP, number: int | None = None, settings: Iterable[st
         if number < 1:
             raise BadInput(f"--rounds {number}: expected at least 1")
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
-    params = check_params(values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set")
+    params = check_params(
+        values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set"
+    )
     files(params)  # raises where one is not there
     return params
 
 
 def one_more_round() -> int:
-    """How many rounds there are with one more; none more where the last one has not come to its replay, which the next one needs.
+    """How many rounds there are with one more; none more where the last one has not come to its
+    replay, which the next one needs.
 
     Raises:
         BadInput: the rounds of params.yaml are not r0, r1, ..., each after the one before.
     """
     named = load_params().rounds
     if named != rounds(len(named)):
-        raise BadInput(f"rounds of params.yaml are {', '.join(named)}, not r0, r1, ...: add the next one there, with its `previous`")
+        raise BadInput(
+            f"rounds of params.yaml are {', '.join(named)}, not r0, r1, ...: add the next one there, with its `previous`"
+        )
     return len(named) + (stage_dir(list(named)[-1], "replay") / "metrics.json").exists()
 
 
 def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
-    """Write what differs into params.yaml, whose comments and order stay; returns the changes, `ppo.gamma 1.0 -> 0.9`."""
+    """Write what differs into params.yaml, whose comments and order stay; returns the changes,
+    `ppo.gamma 1.0 -> 0.9`.
+    """
     document, values = _yaml().load(path.read_text()) or {}, params.model_dump(mode="json")
     before, after = dict(flatten(document, separator=".")), dict(flatten(values, separator="."))
     differing = [key for key, value in after.items() if key not in before or before[key] != value]
@@ -160,7 +183,9 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
         _yaml().dump(document, text)
         check_params(yaml.safe_load(text.getvalue()), str(path))
         write_text(path, text.getvalue())
-    for file in map(report_path, params.rounds):  # DVC wants what a stage depends on, with nothing in it too
+    for file in map(
+        report_path, params.rounds
+    ):  # DVC wants what a stage depends on, with nothing in it too
         file.parent.mkdir(exist_ok=True)
         file.touch()
     return changes + gone

@@ -64,7 +64,9 @@ def order_graph(repo: Any) -> Any:
 
 
 def stage_order(rounds: list[str]) -> list[str]:
-    """Addresses of all stages of `rounds`, each after what it depends on: round by round, then as dvc.yaml lists them."""
+    """Addresses of all stages of `rounds`, each after what it depends on: round by round, then as
+    dvc.yaml lists them.
+    """
     import networkx
 
     listed = list(yaml.safe_load(Path("dvc.yaml").read_text())["stages"])
@@ -80,12 +82,18 @@ def stage_order(rounds: list[str]) -> list[str]:
 
 
 def waiting(addresses: list[str]) -> set[str]:
-    """Those of `addresses` that are not up to date, or come after one that is not: they run unless its outputs come out equal."""
+    """Those of `addresses` that are not up to date, or come after one that is not: they run unless
+    its outputs come out equal.
+    """
     import networkx
 
     with open_repo() as repo:
         changed, graph = set(repo.status(targets=addresses)), order_graph(repo)
-    return {address for address in addresses if address in changed or networkx.ancestors(graph, address) & changed}
+    return {
+        address
+        for address in addresses
+        if address in changed or networkx.ancestors(graph, address) & changed
+    }
 
 
 def up_to_date(address: str) -> bool:
@@ -94,17 +102,30 @@ def up_to_date(address: str) -> bool:
         return address not in repo.status(targets=[address])
 
 
-# glibc gives a freed tensor back to the kernel, which fills the next one with zeros again, page by page: a fifth of a CPU's time.
+# glibc gives a freed tensor back to the kernel, which fills the next one with zeros again, page by
+# page: a fifth of a CPU's time.
 MALLOC = ":".join(
     f"glibc.malloc.{name}={value}"
-    for name, value in {"hugetlb": 1, "trim_threshold": 4 << 30, "mmap_threshold": 4 << 30, "top_pad": 256 << 20}.items()
+    for name, value in {
+        "hugetlb": 1,
+        "trim_threshold": 4 << 30,
+        "mmap_threshold": 4 << 30,
+        "top_pad": 256 << 20,
+    }.items()
 )
 
 
 def command_environment() -> dict[str, str]:
-    """The environment of a stage: `python` is our interpreter, whether or not its venv is activated."""
+    """The environment of a stage: `python` is our interpreter, whether or not its venv is
+    activated.
+    """
     folders = [Path(warm.python()).parent, Path(sys.executable).parent, os.environ.get("PATH", "")]
-    return {**os.environ, "PATH": os.pathsep.join(map(str, folders)), "PYTHONUNBUFFERED": "1", "DVC_NO_ANALYTICS": "true"}
+    return {
+        **os.environ,
+        "PATH": os.pathsep.join(map(str, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "DVC_NO_ANALYTICS": "true",
+    }
 
 
 def stage_environment() -> dict[str, str]:
@@ -114,7 +135,8 @@ def stage_environment() -> dict[str, str]:
 def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Outcome:
     """Bring one stage up to date with `dvc repro --single-item`.
 
-    `on_line` gets each line that the stage or DVC prints, while it runs. `force`: also a stage that DVC finds unchanged.
+    `on_line` gets each line that the stage or DVC prints, while it runs. `force`: also a stage that
+    DVC finds unchanged.
 
     Raises:
         GateFailed: the stage is a gate that said no; its checks are in the message.
@@ -140,9 +162,17 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
 
 
 def stream(module: list[str], on_line: Callable[[str], None]) -> int:
-    """Run `python -m MODULE ...` as a process group that dies with this call; `on_line` gets what it prints, while it runs."""
+    """Run `python -m MODULE ...` as a process group that dies with this call; `on_line` gets what
+    it prints, while it runs.
+    """
     command = [warm.python(), "-m", *module]
-    process = guard.start(command, env=stage_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
+    process = guard.start(
+        command,
+        env=stage_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+    )
     assert process.stdout is not None
     try:
         for line in map(str.rstrip, process.stdout):
@@ -162,7 +192,9 @@ DVC_NOISE = re.compile(
 )
 
 
-SAID = {kind.exit_code: kind for kind in (BadInput, Unreachable)}  # what a stage ended with, and has said itself
+SAID = {
+    kind.exit_code: kind for kind in (BadInput, Unreachable)
+}  # what a stage ended with, and has said itself
 
 
 def _failure(address: str, code: int, output: list[str], shown: str) -> RondoError:
@@ -171,10 +203,16 @@ def _failure(address: str, code: int, output: list[str], shown: str) -> RondoErr
     code = ended[-1] if ended else code
     stage, round_ = split(address)
     if code == GateFailed.exit_code:
-        return GateFailed(gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}")
+        return GateFailed(
+            gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}"
+        )
     if kind := SAID.get(code):
-        return kind(f"{address}: {shown.replace(f'{address}: {kind.__name__}: ', '')}")  # the stage has said who and what
-    return RondoError(f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone.")
+        return kind(
+            f"{address}: {shown.replace(f'{address}: {kind.__name__}: ', '')}"
+        )  # the stage has said who and what
+    return RondoError(
+        f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone."
+    )
 
 
 def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
@@ -184,12 +222,22 @@ def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
 
 
 def gate_message(round_: str, gate: str) -> str:
-    """The failed checks of a gate, one a line: metric, value, band, next step, and what can be decided; empty when there is no verdict."""
+    """The failed checks of a gate, one a line: metric, value, band, next step, and what can be
+    decided; empty when there is no verdict.
+    """
     verdict = read_gate(round_, gate)
     if verdict is None:
         return ""
-    return "\n".join([f"gate {gate} of {round_} failed:", *failed_checks(verdict), *filter(None, [decision(verdict)])])
+    return "\n".join(
+        [
+            f"gate {gate} of {round_} failed:",
+            *failed_checks(verdict),
+            *filter(None, [decision(verdict)]),
+        ]
+    )
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:
-    return [f"{said(check)}. {check['next_step']}" for check in verdict["checks"] if not check["passed"]]
+    return [
+        f"{said(check)}. {check['next_step']}" for check in verdict["checks"] if not check["passed"]
+    ]

@@ -1,6 +1,8 @@
-"""Time and energy of a stage: Linux's counters of the processor packages (RAPL), where they may be read.
+"""Time and energy of a stage: Linux's counters of the processor packages (RAPL), where they may be
+read.
 
-They count all that runs on the processor, whoever started it. A GPU is not in them, nor is memory of its own domain.
+They count all that runs on the processor, whoever started it. A GPU is not in them, nor is memory
+of its own domain.
 """
 
 import time
@@ -23,7 +25,9 @@ class Counter:
 
     def read(self) -> tuple[int, int]:
         """Microjoules so far, and after how many it begins anew."""
-        now, turn = (int((self.folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))
+        now, turn = (
+            int((self.folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
+        )
         return now, turn
 
 
@@ -56,7 +60,12 @@ class Meter:
         self._watch.start()
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._watch.join()
         self.read()
@@ -76,7 +85,9 @@ class Meter:
             self._used = None
             return
         now = [value for value, _ in found]
-        self._used += sum((new - old) % turn for (new, turn), old in zip(found, self._last or now, strict=True))
+        self._used += sum(
+            (new - old) % turn for (new, turn), old in zip(found, self._last or now, strict=True)
+        )
         self._last = now
 
     def _read_on(self) -> None:

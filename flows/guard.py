@@ -1,7 +1,8 @@
 """Run a command so that nothing of it outlives us: `python flows/guard.py COMMAND ...`.
 
-The guard leads a session of its own. It ends the whole session, politely first, when it is told to (SIGTERM),
-when its parent dies however hard (Linux: PR_SET_PDEATHSIG), and when the command has ended and left children behind.
+The guard leads a session of its own. It ends the whole session, politely first, when it is told to
+(SIGTERM), when its parent dies however hard (Linux: PR_SET_PDEATHSIG), and when the command has
+ended and left children behind.
 """
 
 import ctypes
@@ -22,7 +23,9 @@ class Stopped(BaseException):
 def start(command: list[str], **options: object) -> "subprocess.Popen[str]":
     """Start `command` under a guard; end it with `stop`. `options` go to Popen."""
     guarded = [sys.executable, __file__, str(os.getpid()), *command]
-    return subprocess.Popen(guarded, start_new_session=True, text=True, stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload]
+    return subprocess.Popen(
+        guarded, start_new_session=True, text=True, stdin=subprocess.DEVNULL, **options
+    )  # type: ignore[call-overload]
 
 
 def stop(process: "subprocess.Popen[str]") -> None:

@@ -1,7 +1,8 @@
-"""Which run made what a stage has left: `.rondo/work/<round>/<stage>/made.json`, beside its clock, since ids and times are not DVC's.
+"""Which run made what a stage has left: `.rondo/work/<round>/<stage>/made.json`, beside its clock,
+since ids and times are not DVC's.
 
-A note is kept under what was made, by the md5s in dvc.lock: a stage that DVC restores finds the note of the run that made it, and one that
-was made elsewhere finds none.
+A note is kept under what was made, by the md5s in dvc.lock: a stage that DVC restores finds the
+note of the run that made it, and one that was made elsewhere finds none.
 """
 
 import hashlib
@@ -28,7 +29,9 @@ class By(NamedTuple):
 
 
 class Made(BaseModel):
-    """flow_run: Prefect's id. mlflow: where its page was. watt_hours: None where they cannot be read."""
+    """flow_run: Prefect's id. mlflow: where its page was. watt_hours: None where they cannot be
+    read.
+    """
 
     run: str
     revision: str
@@ -49,11 +52,15 @@ def note(address: str, by: By, mlflow: str | None, meter: Meter) -> None:
         seconds=meter.seconds,
         watt_hours=meter.watt_hours(),
     )
-    write_json(place(address), known(address) | {digest(read_lock(address)): made.model_dump(mode="json")})
+    write_json(
+        place(address), known(address) | {digest(read_lock(address)): made.model_dump(mode="json")}
+    )
 
 
 def read(address: str, lock: Mapping[str, Any]) -> Made | None:
-    """The note of what `lock`, its entry in dvc.lock, says of a stage; None where that was made elsewhere, or not yet."""
+    """The note of what `lock`, its entry in dvc.lock, says of a stage; None where that was made
+    elsewhere, or not yet.
+    """
     told = known(address).get(digest(lock))
     return Made.model_validate(told) if told else None
 

@@ -1,7 +1,9 @@
-"""Send records to MLflow: one parent run a pipeline run, a child run a stage and round, a LoggedModel a checkpoint.
+"""Send records to MLflow: one parent run a pipeline run, a child run a stage and round, a
+LoggedModel a checkpoint.
 
-Runs are found again by their tags, and equal metrics are stored once, so sending a record twice changes nothing.
-MLflow that is down stops no stage: what could not be sent stays in `.rondo/unsent.jsonl` and goes with the next.
+Runs are found again by their tags, and equal metrics are stored once, so sending a record twice
+changes nothing. MLflow that is down stops no stage: what could not be sent stays in
+`.rondo/unsent.jsonl` and goes with the next.
 """
 
 import json
@@ -18,7 +20,15 @@ import mlflow
 import pandas
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelOutput,
+    Metric,
+    Param,
+    RunTag,
+)
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
 from requests.exceptions import RequestException
@@ -26,7 +36,16 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flows import promotion
 from flows.server import MLFLOW_URL, WORKFLOW, answers
-from flows.tracking import Checkpoint, NoTracker, Record, Step, health, milliseconds, read_record, read_steps
+from flows.tracking import (
+    Checkpoint,
+    NoTracker,
+    Record,
+    Step,
+    health,
+    milliseconds,
+    read_record,
+    read_steps,
+)
 from stages.errors import BadInput, RondoError
 from stages.records import write_text
 
@@ -51,7 +70,11 @@ def connect(uri: str) -> MlflowClient:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     given = os.environ.get(TRACKING_URI)
     mlflow.set_tracking_uri(uri)
-    if given is None:  # MLflow sets it, and the next run in this process, and all that it starts, would take it for a person's wish
+    if (
+        given is None
+        # MLflow sets it, and the next run in this process, and all that it starts, would take it for a
+        # person's wish
+    ):
         os.environ.pop(TRACKING_URI, None)
     return MlflowClient(uri)
 
@@ -60,11 +83,15 @@ class Store:
     """An MLflow server or database; every call may raise one of FAILURES."""
 
     def __init__(self, uri: str, artifacts: Path | None) -> None:
-        """`artifacts`: the folder for a new experiment's artifacts, None to leave that to the server."""
+        """`artifacts`: the folder for a new experiment's artifacts, None to leave that to the
+        server.
+        """
         self.client = connect(uri)
         found = self.client.get_experiment_by_name(EXPERIMENT)
         location = artifacts.as_uri() if artifacts else None
-        self.experiment = found.experiment_id if found else self.client.create_experiment(EXPERIMENT, location)
+        self.experiment = (
+            found.experiment_id if found else self.client.create_experiment(EXPERIMENT, location)
+        )
         self.runs: dict[tuple[str, str], str] = {}
 
     def run_id(self, run: str, address: str, started: int) -> str:
@@ -72,21 +99,31 @@ class Store:
         key = (run, address)
         if key not in self.runs:
             tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
-            found = self.client.search_runs([self.experiment], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items()))
+            found = self.client.search_runs(
+                [self.experiment], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items())
+            )
             if address and not found:
                 tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
-            made = found[0] if found else self.client.create_run(self.experiment, started, tags, address or run)
+            made = (
+                found[0]
+                if found
+                else self.client.create_run(self.experiment, started, tags, address or run)
+            )
             self.runs[key] = made.info.run_id
         return self.runs[key]
 
     def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
-        """To the stage's run; PPO's health to the pipeline run too, where MLflow lays those of several runs over each other."""
+        """To the stage's run; PPO's health to the pipeline run too, where MLflow lays those of
+        several runs over each other.
+        """
         self._log(self.run_id(run, address, started), steps)
         self._log(self.run_id(run, "", started), health(address, steps))
 
     def _log(self, run_id: str, steps: Sequence[Step]) -> None:
         for first in range(0, len(steps), MAX_METRICS):
-            batch = [Metric(s.key, s.value, s.time, s.step) for s in steps[first : first + MAX_METRICS]]
+            batch = [
+                Metric(s.key, s.value, s.time, s.step) for s in steps[first : first + MAX_METRICS]
+            ]
             self.client.log_batch(run_id, metrics=batch)
 
     def send(self, record: Record) -> None:
@@ -94,21 +131,37 @@ class Store:
         params = [Param(key, value[:MAX_VALUE]) for key, value in record.params.items()]
         for first in range(0, len(params), MAX_PARAMS):
             self.client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
-        self.client.log_batch(run_id, tags=[RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()])
+        self.client.log_batch(
+            run_id, tags=[RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()]
+        )
         last = max((step.step for step in record.steps), default=0)
-        final = [Step(key=f"final/{key}", value=value, time=record.ended, step=last) for key, value in record.final.items()]
+        final = [
+            Step(key=f"final/{key}", value=value, time=record.ended, step=last)
+            for key, value in record.final.items()
+        ]
         self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         if record.inputs:
             used = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
-            found = [Dataset(d.path, d.digest, "local", json.dumps({"uri": d.path})) for d in record.inputs]
+            found = [
+                Dataset(d.path, d.digest, "local", json.dumps({"uri": d.path}))
+                for d in record.inputs
+            ]
             self.client.log_inputs(run_id, [DatasetInput(dataset, used) for dataset in found])
         for name, text in record.texts.items():
             self.client.log_text(run_id, text, name)
-        if record.samples and "samples.json" not in [file.path for file in self.client.list_artifacts(run_id)]:
-            table = pandas.DataFrame([{k: _cell(v) for k, v in row.items()} for row in record.samples])
+        if record.samples and "samples.json" not in [
+            file.path for file in self.client.list_artifacts(run_id)
+        ]:
+            table = pandas.DataFrame(
+                [{k: _cell(v) for k, v in row.items()} for row in record.samples]
+            )
             self.client.log_table(run_id, table, "samples.json")
         outputs = self.client.get_run(run_id).outputs if record.checkpoints else None
-        known = {self.client.get_logged_model(each.model_id).name for each in outputs.model_outputs} if outputs else set()
+        known = (
+            {self.client.get_logged_model(each.model_id).name for each in outputs.model_outputs}
+            if outputs
+            else set()
+        )
         for checkpoint in record.checkpoints:
             if checkpoint.name not in known:
                 self._send_checkpoint(run_id, record, checkpoint)
@@ -123,24 +176,50 @@ class Store:
             source_run_id=run_id,
             params={"path": checkpoint.path, "step": str(checkpoint.step)},
             tags={"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-            | {name: record.tags[name] for name in ("round", "seed", "revision", "evaluation_id") if name in record.tags},
+            | {
+                name: record.tags[name]
+                for name in ("round", "seed", "revision", "evaluation_id")
+                if name in record.tags
+            },
             model_type="checkpoint",
             experiment_id=self.experiment,
         )
         values = checkpoint.metrics.items()
-        self.client.log_batch(run_id, [Metric(k, v, record.ended, checkpoint.step, model_id=model.model_id) for k, v in values])
+        self.client.log_batch(
+            run_id,
+            [
+                Metric(k, v, record.ended, checkpoint.step, model_id=model.model_id)
+                for k, v in values
+            ],
+        )
         self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
 
 
 def _cell(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool | None) else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if isinstance(value, str | int | float | bool | None)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 class MlflowTracker(NoTracker):
-    """Mirrors a pipeline run while it goes on. Says once when MLflow is away, and then keeps what it has to say."""
+    """Mirrors a pipeline run while it goes on. Says once when MLflow is away, and then keeps what
+    it has to say.
+    """
 
-    def __init__(self, run: str, uri: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None], local: bool = True) -> None:
-        """`home` is the .rondo folder; `local`: the store is this machine's, with its artifacts in `home`."""
+    def __init__(
+        self,
+        run: str,
+        uri: str,
+        home: Path,
+        tags: Mapping[str, str],
+        say: Callable[[str], None],
+        local: bool = True,
+    ) -> None:
+        """`home` is the .rondo folder; `local`: the store is this machine's, with its artifacts in
+        `home`.
+        """
         self.run, self.uri, self.tags, self.say = run, uri, dict(tags), say
         self.unsent, self.artifacts = home / "unsent.jsonl", home / "mlartifacts" if local else None
         self.store: Store | None = None
@@ -156,7 +235,9 @@ class MlflowTracker(NoTracker):
         if time.monotonic() < self.next_time:
             return
         steps = read_steps(self.address, self.sent_lines)
-        if steps and self._try(lambda store: store.send_steps(self.run, self.address, steps[0].time, steps)):
+        if steps and self._try(
+            lambda store: store.send_steps(self.run, self.address, steps[0].time, steps)
+        ):
             self.sent_lines += len({step.step for step in steps})
         self.next_time = time.monotonic() + EVERY_SECONDS
 
@@ -166,7 +247,13 @@ class MlflowTracker(NoTracker):
     def page(self, address: str = "", text: str = "") -> str | None:
         """Of our own database: where `rondo up` serves it."""
         run_id = self.store.runs.get((self.run, address)) if self.store else None
-        server = re.sub("//[^/@]*@", "//", self.uri) if self.uri.startswith("http") else MLFLOW_URL if self.artifacts else None
+        server = (
+            re.sub("//[^/@]*@", "//", self.uri)
+            if self.uri.startswith("http")
+            else MLFLOW_URL
+            if self.artifacts
+            else None
+        )
         if not self.store or not run_id or not server:
             return None
         part = f"/artifacts/{text}" if text else ""
@@ -177,18 +264,24 @@ class MlflowTracker(NoTracker):
         status = "FINISHED" if passed else "FAILED"
         self.tell(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
         if self.unsent.exists():
-            self.say(f"MLflow has not got everything of this run: {self.unsent} is sent with the next run")
+            self.say(
+                f"MLflow has not got everything of this run: {self.unsent} is sent with the next run"
+            )
 
     def tell(self, record: Record) -> None:
         """Write the record down, then send everything that waits; what fails waits on."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.unsent.with_suffix(".lock")):  # runs beside each other keep theirs there too
+        with FileLock(
+            self.unsent.with_suffix(".lock")
+        ):  # runs beside each other keep theirs there too
             before = self.unsent.read_text(encoding="utf-8") if self.unsent.exists() else ""
             write_text(self.unsent, before + record.model_dump_json() + "\n")  # whole or not at all
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        waiting = deque(self.unsent.read_text(encoding="utf-8").removesuffix("\n").split("\n"))  # models write other line ends
+        waiting = deque(
+            self.unsent.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        )  # models write other line ends
         while waiting:
             first = Record.model_validate_json(waiting[0])
             if not self._try(lambda store, record=first: store.send(record)):  # type: ignore[misc]
@@ -206,13 +299,18 @@ class MlflowTracker(NoTracker):
             return True
         except FAILURES as error:
             if not self.warned:
-                self.say(f"MLflow at {self.uri} fails ({cause(error)}); the run goes on, and {self.unsent} is sent later")
+                self.say(
+                    f"MLflow at {self.uri} fails ({cause(error)}); the run goes on, and {self.unsent} is sent later"
+                )
             self.warned = True
             return False
 
 
-def open_tracker(run: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None]) -> NoTracker:
-    """The tracker for MLFLOW_TRACKING_URI, else for our server when it answers, else for the database that it serves.
+def open_tracker(
+    run: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None]
+) -> NoTracker:
+    """The tracker for MLFLOW_TRACKING_URI, else for our server when it answers, else for the
+    database that it serves.
 
     `MLFLOW_TRACKING_URI=off` switches tracking off.
     """
@@ -238,13 +336,17 @@ def registry(home: Path) -> Iterator[MlflowClient]:
     """
     uri, database = store_uri(home), home / "mlflow.db"
     if uri == OFF:
-        raise BadInput("MLFLOW_TRACKING_URI is `off`: unset it, or name the MLflow that has the runs")
+        raise BadInput(
+            "MLFLOW_TRACKING_URI is `off`: unset it, or name the MLflow that has the runs"
+        )
     if uri == f"sqlite:///{database}" and not database.exists():
         raise BadInput(f"{database} is missing: nothing was recorded here yet; `rondo run` does")
     try:
         yield connect(uri)
     except FAILURES as error:
-        raise RondoError(f"MLflow at {uri} fails ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to the one that answers") from None
+        raise RondoError(
+            f"MLflow at {uri} fails ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to the one that answers"
+        ) from None
 
 
 def experiment_of(client: MlflowClient) -> str:

@@ -6,5 +6,7 @@ import subprocess
 
 def me() -> str:
     """git's user.name, else the account of this machine."""
-    named = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False).stdout.strip()
+    named = subprocess.run(
+        ["git", "config", "user.name"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return named or getpass.getuser()

@@ -1,6 +1,8 @@
-"""The Prefect flow: one task a stage and round, through the DAG; MLflow mirrors it; a failed gate is its last state.
+"""The Prefect flow: one task a stage and round, through the DAG; MLflow mirrors it; a failed gate
+is its last state.
 
-Started by `rondo run`, or from the Prefect UI through the deployment in prefect.yaml. Both take the same parameters.
+Started by `rondo run`, or from the Prefect UI through the deployment in prefect.yaml. Both take the
+same parameters.
 """
 
 import json
@@ -34,7 +36,9 @@ from stages.params import load_params
 from stages.records import write_json
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
-Rounds = Annotated[int, Field(ge=0)]  # a form sends null for a field that was emptied, and can give no reason where null is allowed
+Rounds = Annotated[
+    int, Field(ge=0)
+]  # a form sends null for a field that was emptied, and can give no reason where null is allowed
 
 
 def speaker() -> Say:
@@ -61,9 +65,11 @@ WAITS = retries.waits()
     log_prints=False,
 )
 def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag.Outcome:
-    """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what it has left.
+    """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what
+    it has left.
 
-    Where only the network was missing Prefect calls it again, after a wait in which the slot is free for other runs.
+    Where only the network was missing Prefect calls it again, after a wait in which the slot is
+    free for other runs.
     """
     say = speaker()
     shown = live.Live(address, say)
@@ -95,7 +101,9 @@ def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag
 
 
 def before_the_last(rounds: list[str]) -> list[str]:
-    """The promotion gates that end no run: what a round does wrong is what the next one learns from."""
+    """The promotion gates that end no run: what a round does wrong is what the next one learns
+    from.
+    """
     return [f"gate_promote@{name}" for name in rounds[:-1]]
 
 
@@ -117,7 +125,9 @@ def record() -> Path:
 
 
 def once(name: str, decide: Callable[[], Any]) -> Any:
-    """What this flow run decided when it first asked: after a crash, a retry or a gate that asks it starts again from the top."""
+    """What this flow run decided when it first asked: after a crash, a retry or a gate that asks it
+    starts again from the top.
+    """
     path = record()
     known = json.loads(path.read_text()) if path.exists() else {}
     if name not in known:
@@ -145,7 +155,8 @@ def rlhf_pipeline(
     sections: Sections | None = None,
     isolated: bool = False,
 ) -> State[Any]:
-    """Data preparation, SFT, reward model, PPO, evaluation and badcase replay, round after round, with gates between.
+    """Data preparation, SFT, reward model, PPO, evaluation and badcase replay, round after round,
+    with gates between.
 
     Args:
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
@@ -158,21 +169,33 @@ def rlhf_pipeline(
 
 
 def pipeline(
-    run: str, preset: str, rounds: Callable[[], int], settings: list[str], sections: Sections | None, isolated: bool
+    run: str,
+    preset: str,
+    rounds: Callable[[], int],
+    settings: list[str],
+    sections: Sections | None,
+    isolated: bool,
 ) -> State[Any]:
-    """What `rlhf_pipeline` does, as the run of this name. rounds: asked when no other run works in the folder.
+    """What `rlhf_pipeline` does, as the run of this name. rounds: asked when no other run works in
+    the folder.
 
     Raises:
         Pause: a gate waits for a decision.
     """
     say, home = speaker(), home_folder()
-    resolve(preset, None, settings, sections)  # bad input is said before there is anything to clean up
+    resolve(
+        preset, None, settings, sections
+    )  # bad input is said before there is anything to clean up
     warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
     with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
         params = resolve(preset, rounds() or None, settings, sections)
         changes = write_params(params)
         say(f"run {run} in {folder}")
-        say("\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)]) if changes else "params.yaml as it was")
+        say(
+            "\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)])
+            if changes
+            else "params.yaml as it was"
+        )
         names = list(params.rounds)
         addresses = dag.stage_order(names)
         todo = dag.waiting(addresses)
@@ -183,7 +206,9 @@ def pipeline(
         for line in estimate.report(params, addresses, todo):
             say(line)
         by = made.By(run, revision())
-        tracker = open_tracker(run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say)
+        tracker = open_tracker(
+            run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say
+        )
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", say)
         left = list(addresses)
         try:
@@ -197,7 +222,9 @@ def pipeline(
                         raise
                     say(f"{error}\nNot promoted; the next round learns from its badcases.")
                 left.pop(0)
-            ended: State[Any] = Completed(message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}")
+            ended: State[Any] = Completed(
+                message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}"
+            )
         except GateFailed as error:
             ended = Failed(name="GateFailed", message=str(error))
         except Pause:
@@ -209,19 +236,30 @@ def pipeline(
         return ended
 
 
-def close(run: str, rounds: list[str], left: list[str], tracker: NoTracker, say: Say, changed: bool) -> None:
-    """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not come to."""
+def close(
+    run: str, rounds: list[str], left: list[str], tracker: NoTracker, say: Say, changed: bool
+) -> None:
+    """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not
+    come to.
+    """
     summary.write(rounds)
     say(summary.text(rounds))
     if changed or not page.REPORT.exists():
         say(report_page(rounds))
-    tracker.close(not left, {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()})
+    tracker.close(
+        not left,
+        {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()},
+    )
     with live.kept_apart("summary", say):
-        create_markdown_artifact(summary.SUMMARY.read_text(), key="summary", description=f"Run {run}")
+        create_markdown_artifact(
+            summary.SUMMARY.read_text(), key="summary", description=f"Run {run}"
+        )
     if page.REPORT.exists():
         link(tracker.page(text=page.REPORT.name), "report", "Who is at fault, on one page", say)
     if left:
-        say(f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run.")
+        say(
+            f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run."
+        )
 
 
 def link(address: str | None, key: str, told: str, say: Say) -> None:
@@ -231,13 +269,20 @@ def link(address: str | None, key: str, told: str, say: Say) -> None:
 
 
 def with_one_more() -> int:
-    """How many rounds there are with one more, decided once; no fewer than others have made of them since."""
+    """How many rounds there are with one more, decided once; no fewer than others have made of them
+    since.
+    """
     return max(int(once("rounds", one_more_round)), len(load_params().rounds))
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)
-def next_round(settings: list[str] = [], sections: Sections | None = None, isolated: bool = False) -> State[Any]:  # noqa: B006
-    """One more round, on the failures of the last; those before are not run again. Goes on with a last round that has not ended.
+def next_round(
+    settings: list[str] = [],  # noqa: B006
+    sections: Sections | None = None,
+    isolated: bool = False,
+) -> State[Any]:
+    """One more round, on the failures of the last; those before are not run again. Goes on with a
+    last round that has not ended.
 
     Args:
         settings: Single values, section.key=value, e.g. replay.max_badcases=32.

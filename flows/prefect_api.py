@@ -1,4 +1,6 @@
-"""What `rondo up` asks Prefect's server, and tells it, over HTTP: this process needs none of Prefect's own client."""
+"""What `rondo up` asks Prefect's server, and tells it, over HTTP: this process needs none of
+Prefect's own client.
+"""
 
 import json
 import os
@@ -14,9 +16,13 @@ PREFECT_URL = f"http://{HOST}:{PREFECT_PORT}"
 
 
 def ask(path: str, body: Any = None, method: str | None = None) -> Any:
-    """What Prefect answers to a POST, or, without a body, to a GET; asked again while its database is busy."""
+    """What Prefect answers to a POST, or, without a body, to a GET; asked again while its database
+    is busy.
+    """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{PREFECT_URL}/api/{path}", data, {"Content-Type": "application/json"}, method=method)
+    request = urllib.request.Request(
+        f"{PREFECT_URL}/api/{path}", data, {"Content-Type": "application/json"}, method=method
+    )
     for seconds in (0.5, 1, 2, None):
         try:
             with urllib.request.urlopen(request, timeout=5) as answer:

@@ -1,4 +1,6 @@
-"""`python -m flows.probe` prints what this machine multiplies matrices at, as JSON; its memory goes with its process."""
+"""`python -m flows.probe` prints what this machine multiplies matrices at, as JSON; its memory goes
+with its process.
+"""
 
 import json
 import time

@@ -1,8 +1,9 @@
 """Which policy is champion: versions and aliases of MLflow's registered model `rondo-policy`.
 
-A version is a policy, known by its DVC md5, with the evidence as tags; its weights stay with DVC. The newest one that its promotion gate
-did not let through is `challenger`. Once it passes, or a person lets it through, it becomes `champion`, and the champion before `previous`.
-After that only a person moves these two.
+A version is a policy, known by its DVC md5, with the evidence as tags; its weights stay with DVC.
+The newest one that its promotion gate did not let through is `challenger`. Once it passes, or a
+person lets it through, it becomes `champion`, and the champion before `previous`. After that only a
+person moves these two.
 """
 
 import json
@@ -24,11 +25,15 @@ NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "
 ABOUT = "Policies that came to the promotion gate, and what it saw. Their weights are with DVC: tags `path` and `md5`."
 
 
-def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> None:
-    """Register a policy, and make it champion, or challenger where nobody vouches for it; a second time nothing changes.
+def promote(
+    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int
+) -> None:
+    """Register a policy, and make it champion, or challenger where nobody vouches for it; a second
+    time nothing changes.
 
-    It does not become champion where a later one is, since its record had to wait, nor after a person has taken it back.
-    `run_id`: the run of its gate, which ended at `opened` (milliseconds since the epoch).
+    It does not become champion where a later one is, since its record had to wait, nor after a
+    person has taken it back. `run_id`: the run of its gate, which ended at `opened` (milliseconds
+    since the epoch).
 
     Raises:
         MlflowException: its LoggedModel is not there, since evaluate's record waits too.
@@ -54,7 +59,9 @@ def promote(client: MlflowClient, experiment: str, run_id: str, promotion: Promo
         if champion:
             _give(client, PREVIOUS, champion)
         _give(client, CHAMPION, version)
-    elif _opened(previous) < _opened(version) < _opened(champion):  # records that waited come in any order
+    elif (
+        _opened(previous) < _opened(version) < _opened(champion)
+    ):  # records that waited come in any order
         _give(client, PREVIOUS, version)
 
 
@@ -63,13 +70,21 @@ def _opened(version: ModelVersion | None) -> str:
     return str(version.tags.get("gate_opened", "")) if version else ""
 
 
-def _register(client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int) -> ModelVersion:
+def _register(
+    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int
+) -> ModelVersion:
     """A server takes no local path as source, but the LoggedModel that evaluate's record has made."""
-    models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'", max_results=1)
+    models = client.search_logged_models(
+        [experiment], f"tags.md5 = '{promotion.digest}'", max_results=1
+    )
     if not models:
-        raise MlflowException(f"{promotion.evidence['path']} can be registered when the record of its evaluation has come")
+        raise MlflowException(
+            f"{promotion.evidence['path']} can be registered when the record of its evaluation has come"
+        )
     model = models[0].model_id
-    return client.create_model_version(NAME, f"models:/{model}", run_id, tags=_evidence(promotion, opened), model_id=model)
+    return client.create_model_version(
+        NAME, f"models:/{model}", run_id, tags=_evidence(promotion, opened), model_id=model
+    )
 
 
 def _evidence(promotion: Promotion, opened: int) -> dict[str, str]:
@@ -86,7 +101,11 @@ def holders(client: MlflowClient) -> dict[str, ModelVersion]:
     """The versions that are champion, previous and challenger, as far as there are any."""
     models = client.search_registered_models(f"name = '{NAME}'")
     aliases = models[0].aliases if models else {}
-    return {alias: client.get_model_version(NAME, str(aliases[alias])) for alias in (CHAMPION, PREVIOUS, CHALLENGER) if alias in aliases}
+    return {
+        alias: client.get_model_version(NAME, str(aliases[alias]))
+        for alias in (CHAMPION, PREVIOUS, CHALLENGER)
+        if alias in aliases
+    }
 
 
 def _give(client: MlflowClient, alias: str, version: ModelVersion) -> None:
@@ -94,7 +113,8 @@ def _give(client: MlflowClient, alias: str, version: ModelVersion) -> None:
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
-    """Champion and previous change places; why and who are tags of the version that is champion no more.
+    """Champion and previous change places; why and who are tags of the version that is champion no
+    more.
 
     So a second call takes the first one back: it does not go on to older versions.
 
@@ -102,11 +122,15 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
         BadInput: no reason, no champion, or none before it.
     """
     if not reason.strip():
-        raise BadInput('--rollback needs --reason: say why, e.g. --reason "one ending for all prompts, seen by hand"')
+        raise BadInput(
+            '--rollback needs --reason: say why, e.g. --reason "one ending for all prompts, seen by hand"'
+        )
     held = holders(client)
     _check_champion(held)
     if PREVIOUS not in held or held[PREVIOUS].version == held[CHAMPION].version:
-        raise BadInput(f"nothing to roll back to: version {held[CHAMPION].version} of {NAME} is the only champion there was; improve on it")
+        raise BadInput(
+            f"nothing to roll back to: version {held[CHAMPION].version} of {NAME} is the only champion there was; improve on it"
+        )
     now = datetime.now(UTC).isoformat(timespec="seconds")
     _tag(client, held[CHAMPION], {"rollback.at": now, "rollback.by": by, "rollback.reason": reason})
     _give(client, CHAMPION, held[PREVIOUS])
@@ -115,10 +139,16 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
 
 
 def _tell_the_next_round(before: dict[str, ModelVersion], by: str, reason: str) -> None:
-    """Later rounds of this folder meet the champion that is one now (stages/champion.py), where these policies are its rounds'."""
+    """Later rounds of this folder meet the champion that is one now (stages/champion.py), where
+    these policies are its rounds'.
+    """
     here = {alias: version.tags["round"] for alias, version in before.items() if _is_here(version)}
-    if CHAMPION in here and _opened(before[PREVIOUS]) < _opened(before[CHAMPION]):  # else it takes a rollback back
-        word = TakenBack(by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"])))
+    if CHAMPION in here and _opened(before[PREVIOUS]) < _opened(
+        before[CHAMPION]
+    ):  # else it takes a rollback back
+        word = TakenBack(
+            by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"]))
+        )
         write_json(taken_back_path(here[CHAMPION]), word.model_dump())
     if PREVIOUS in here:
         taken_back_path(here[PREVIOUS]).unlink(missing_ok=True)
@@ -149,7 +179,10 @@ def told(client: MlflowClient) -> str:
 
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
-    tags = {key: version.tags.get(key, "-") for key in ("round", "gate_opened", "path", "md5", "revision", "seed")}
+    tags = {
+        key: version.tags.get(key, "-")
+        for key in ("round", "gate_opened", "path", "md5", "revision", "seed")
+    }
     spoke = "not promoted" if alias == CHALLENGER else "gate opened"
     lines = [
         f"{alias}: version {version.version}, {tags['round']}, {spoke} {tags['gate_opened']:.16}",
@@ -158,7 +191,9 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
         f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
     ]
     if "approval.reason" in version.tags:
-        lines.append(f"  approved by {version.tags['approval.by']}: {version.tags['approval.reason']}")
+        lines.append(
+            f"  approved by {version.tags['approval.by']}: {version.tags['approval.reason']}"
+        )
     if "rollback.reason" in version.tags:
         when, who = version.tags["rollback.at"], version.tags["rollback.by"]
         lines.append(f"  taken back {when:.16} by {who}: {version.tags['rollback.reason']}")
@@ -166,5 +201,7 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
 
 
 def _measured(tags: dict[str, Any], name: str) -> str:
-    mean, low, high = (json.loads(tags.get(f"evaluate.{name}{end}", "null")) for end in ("", "_low", "_high"))
+    mean, low, high = (
+        json.loads(tags.get(f"evaluate.{name}{end}", "null")) for end in ("", "_low", "_high")
+    )
     return "not measured" if mean is None else interval(mean, low, high)

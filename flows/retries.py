@@ -1,4 +1,6 @@
-"""A stage that only the network failed (stages.errors.Unreachable) is tried again after a wait; what failed otherwise would fail again."""
+"""A stage that only the network failed (stages.errors.Unreachable) is tried again after a wait;
+what failed otherwise would fail again.
+"""
 
 import os
 from typing import Annotated, Any
@@ -24,7 +26,9 @@ def waits() -> list[float]:
     try:
         return SECONDS.validate_python([each for each in said.split(",") if each.strip()])
     except ValidationError as error:
-        raise BadInput(f"{VARIABLE}={said}: expected seconds, comma-separated, e.g. {WAITS} ({faults(error)})") from None
+        raise BadInput(
+            f"{VARIABLE}={said}: expected seconds, comma-separated, e.g. {WAITS} ({faults(error)})"
+        ) from None
 
 
 def may_pass(_task: Task[..., Any], _run: TaskRun, failed: State[Any]) -> bool:

@@ -1,7 +1,8 @@
-"""How many stages compute at once: Prefect's global concurrency limit `rondo-compute`, 1 unless a person has set it otherwise.
+"""How many stages compute at once: Prefect's global concurrency limit `rondo-compute`, 1 unless a
+person has set it otherwise.
 
-Runs beside each other, each in a workspace of its own, take turns by stages: what one has computed the next one gets from DVC's cache.
-A run without a server (`rondo run` alone) knows of no other.
+Runs beside each other, each in a workspace of its own, take turns by stages: what one has computed
+the next one gets from DVC's cache. A run without a server (`rondo run` alone) knows of no other.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +26,16 @@ def computing(say: Callable[[str], None]) -> Iterator[None]:
         return
     with get_client(sync_client=True) as client:
         try:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=LIMIT, limit=1))
+            client.create_global_concurrency_limit(
+                GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
+            )
         except ObjectAlreadyExists:
             limit = client.read_global_concurrency_limit_by_name(LIMIT)
             if limit.active_slots >= limit.limit:
-                say(f"waits: {limit.active_slots} of {limit.limit} slots of {LIMIT} are taken by other runs (Prefect's page Concurrency)")
-    with concurrency(LIMIT, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+                say(
+                    f"waits: {limit.active_slots} of {limit.limit} slots of {LIMIT} are taken by other runs (Prefect's page Concurrency)"
+                )
+    with concurrency(
+        LIMIT, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
+    ):
         yield

@@ -18,15 +18,22 @@ CHANGED = "to do"
 
 
 def text(home: Path) -> str:
-    """A stage a line and a round a column; below it the verdicts, and the runs that have a folder of their own."""
+    """A stage a line and a round a column; below it the verdicts, and the runs that have a folder
+    of their own.
+    """
     rounds = list(load_params().rounds)
     addresses, now = dag.stage_order(rounds), running()
-    todo = set(addresses[addresses.index(now) :]) if now in addresses else dag.waiting(addresses)  # DVC tells nothing while it runs
+    todo = (
+        set(addresses[addresses.index(now) :]) if now in addresses else dag.waiting(addresses)
+    )  # DVC tells nothing while it runs
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)
     for stage in dict.fromkeys(dag.split(address)[0] for address in addresses):
-        table.add_row(stage, *(state(address, now, todo) for address in addresses if dag.split(address)[0] == stage))
+        table.add_row(
+            stage,
+            *(state(address, now, todo) for address in addresses if dag.split(address)[0] == stage),
+        )
     lines = [summary.drawn(table), *summary.verdict(rounds), *workspaces(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
@@ -35,7 +42,9 @@ def state(address: str, now: str | None, todo: set[str]) -> str:
     stage, round_ = dag.split(address)
     if address == now:
         return f"runs{progress(round_, stage)}"
-    verdict = dag.read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
+    verdict = (
+        dag.read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
+    )
     if verdict and not verdict["opened"]:
         return "shut"
     return CHANGED if address in todo else "done"
@@ -47,7 +56,12 @@ def running() -> str | None:
         locks = json.loads(LOCKS.read_text())
     except (FileNotFoundError, ValueError):  # nothing has run yet, or DVC writes at this moment
         return None
-    holders = [holder for kind in locks.values() for each in kind.values() for holder in (each if isinstance(each, list) else [each])]
+    holders = [
+        holder
+        for kind in locks.values()
+        for each in kind.values()
+        for holder in (each if isinstance(each, list) else [each])
+    ]
     commands = (holder["cmd"] for holder in holders if psutil.pid_exists(holder["pid"]))
     found = (re.search(r"repro --single-item (?:--force )?(\S+)", command) for command in commands)
     return next((match[1] for match in found if match), None)
@@ -58,8 +72,16 @@ def progress(round_: str, stage: str) -> str:
     path = stage_dir(round_, stage) / "metrics.jsonl"
     rows = path.read_text().splitlines() if path.exists() else []
     last = json.loads(rows[-1]) if rows else {}
-    names = [name for name in ("score_mean", "judge_mean", "kl", "loss") if isinstance(last.get(name), float)]
-    return ", ".join([f": step {last['step']}", *(f"{name} {last[name]:.3g}" for name in names)]) if last else ""
+    names = [
+        name
+        for name in ("score_mean", "judge_mean", "kl", "loss")
+        if isinstance(last.get(name), float)
+    ]
+    return (
+        ", ".join([f": step {last['step']}", *(f"{name} {last[name]:.3g}" for name in names)])
+        if last
+        else ""
+    )
 
 
 def workspaces(home: Path) -> list[str]:

@@ -17,7 +17,17 @@ from stages.records import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = "Where to look next: `make ui` (runs, curves, checkpoints), `dvc metrics show`, `dvc plots show`, reports/<round>/."
-STAGES = ("prepare", "sft", "annotate", "reward", "battery", "ppo", "evaluate", "capability", "replay")
+STAGES = (
+    "prepare",
+    "sft",
+    "annotate",
+    "reward",
+    "battery",
+    "ppo",
+    "evaluate",
+    "capability",
+    "replay",
+)
 OTHERWISE = "†"  # of numbers from another evaluation than the first
 CHAMPION = "evaluate.win_rate_champion_low"
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "{algorithm}"}
@@ -70,7 +80,9 @@ class Metrics:
 
     def __getattr__(self, key: str) -> Any:
         value = self.values.get(key)
-        return Missing() if value is None else Metrics(value) if isinstance(value, Mapping) else value
+        return (
+            Missing() if value is None else Metrics(value) if isinstance(value, Mapping) else value
+        )
 
 
 def known_rounds() -> list[str]:
@@ -89,13 +101,22 @@ def evaluations(rounds: list[str]) -> list[list[str]]:
 
 
 def not_comparable(rounds: list[str]) -> list[str]:
-    """A line for each evaluation after the first: what the mark in the table means, what was otherwise, and what to do."""
+    """A line for each evaluation after the first: what the mark in the table means, what was
+    otherwise, and what to do.
+    """
     (first, *_), *others = evaluations(rounds) or [[""]]
     lines = []
     for number, together in enumerate(others, 1):
-        manifests = (read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json") for name in (first, together[0]))
+        manifests = (
+            read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json")
+            for name in (first, together[0])
+        )
         ours, theirs = (manifest.get("evaluation", {}) for manifest in manifests)
-        otherwise = "; ".join(differences(ours, theirs)) if ours and theirs else "a manifest.json does not say how"
+        otherwise = (
+            "; ".join(differences(ours, theirs))
+            if ours and theirs
+            else "a manifest.json does not say how"
+        )
         lines.append(
             f"{OTHERWISE * number} {', '.join(together)} not comparable with {first}: evaluated otherwise ({otherwise}); "
             f"run `dvc repro {' '.join(f'evaluate@{name}' for name in (first, *together))}`"
@@ -104,12 +125,19 @@ def not_comparable(rounds: list[str]) -> list[str]:
 
 
 def rows(rounds: list[str]) -> list[tuple[str, list[str]]]:
-    """Title and a cell a round; a row of the evaluation's numbers once for each evaluation, so that none stands beside another's."""
+    """Title and a cell a round; a row of the evaluation's numbers once for each evaluation, so that
+    none stands beside another's.
+    """
     cells, apart = {name: cells_of(name) for name in rounds}, evaluations(rounds)
     return [
-        (f"{title} {OTHERWISE * number}".strip(), [cells[name][title] if name in together else "-" for name in rounds])
+        (
+            f"{title} {OTHERWISE * number}".strip(),
+            [cells[name][title] if name in together else "-" for name in rounds],
+        )
         for title, cell in ROWS.items()
-        for number, together in enumerate(apart if len(apart) > 1 and "{evaluate." in cell else [rounds])
+        for number, together in enumerate(
+            apart if len(apart) > 1 and "{evaluate." in cell else [rounds]
+        )
     ]
 
 
@@ -132,7 +160,10 @@ def cells_of(round_: str) -> dict[str, str]:
     """A round's cells by title."""
     metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in STAGES}
     texts = {title: cell.format_map(metrics) for title, cell in ROWS.items()}
-    return {title: text if any(sign.isdigit() for sign in text) else "-" for title, text in texts.items()}
+    return {
+        title: text if any(sign.isdigit() for sign in text) else "-"
+        for title, text in texts.items()
+    }
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
@@ -145,21 +176,29 @@ def read_json_or_nothing(path: Path) -> dict[str, Any]:
 
 
 def verdict(rounds: list[str]) -> list[str]:
-    """A line a round: which of SFT, reward model and PPO is at fault, by the first gate that is shut, and what was let through."""
+    """A line a round: which of SFT, reward model and PPO is at fault, by the first gate that is
+    shut, and what was let through.
+    """
     lines = []
     for name in rounds:
         verdicts = {gate: read_gate(name, gate) for gate in GATES}
         reached = {gate: found for gate, found in verdicts.items() if found}
         shut = next((gate for gate, found in reached.items() if not found["opened"]), None)
         let_through = "".join(
-            f"; {gate} gate: {outcome(found)}" for gate, found in reached.items() if found["opened"] and not found["passed"]
+            f"; {gate} gate: {outcome(found)}"
+            for gate, found in reached.items()
+            if found["opened"] and not found["passed"]
         )
         if shut:
-            lines.append(f"{name}: {fault(name, shut, reached[shut])}: {'; '.join(failed_checks(reached[shut]))}{let_through}")
+            lines.append(
+                f"{name}: {fault(name, shut, reached[shut])}: {'; '.join(failed_checks(reached[shut]))}{let_through}"
+            )
         elif len(reached) == len(GATES):
             lines.append(f"{name}: all gates {'opened' if let_through else 'passed'}{let_through}")
         else:
-            lines.append(f"{name}: has not reached the {next(gate for gate in GATES if gate not in reached)} gate{let_through}")
+            lines.append(
+                f"{name}: has not reached the {next(gate for gate in GATES if gate not in reached)} gate{let_through}"
+            )
     return lines
 
 
@@ -172,7 +211,9 @@ def fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:
 
 def algorithm(round_: str) -> str:
     """What made the policy, as the field writes it."""
-    made_by: str = read_json_or_nothing(stage_dir(round_, "ppo") / "manifest.json").get("algorithm", "ppo")
+    made_by: str = read_json_or_nothing(stage_dir(round_, "ppo") / "manifest.json").get(
+        "algorithm", "ppo"
+    )
     return made_by.upper() if made_by != "best_of_n" else "best-of-n"
 
 
@@ -188,7 +229,14 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 def markdown(rounds: list[str]) -> str:
     """The table and the verdicts, for reports/summary.md and docs/default.md."""
-    return "\n".join([drawn(table(rounds, markdown=True)), "", *(f"- {line}" for line in not_comparable(rounds) + verdict(rounds)), ""])
+    return "\n".join(
+        [
+            drawn(table(rounds, markdown=True)),
+            "",
+            *(f"- {line}" for line in not_comparable(rounds) + verdict(rounds)),
+            "",
+        ]
+    )
 
 
 def text(rounds: list[str]) -> str:

@@ -1,4 +1,6 @@
-"""The flow `sweep`: the pipeline once for each value of a key and each seed, and a table of them all."""
+"""The flow `sweep`: the pipeline once for each value of a key and each seed, and a table of them
+all.
+"""
 
 from contextlib import chdir
 from typing import Annotated, Any
@@ -36,7 +38,8 @@ def sweep(
     preset: PresetName = KEEP,
     rounds: Rounds = 1,
 ) -> State[Any]:
-    """The pipeline once for each value of a key, each in a git worktree that ends as a branch; stages that are equal are computed once.
+    """The pipeline once for each value of a key, each in a git worktree that ends as a branch;
+    stages that are equal are computed once.
 
     Args:
         key: What differs, section.key of params.yaml.
@@ -50,7 +53,9 @@ def sweep(
     seeded = [[f"seed={seed}"] for seed in seeds] or [[]]
     points = [[f"{key}={value}", *seed] for seed in seeded for value in values]
     for point in points:
-        resolve(preset, rounds or None, [*settings, *point])  # bad input is said before anything starts
+        resolve(
+            preset, rounds or None, [*settings, *point]
+        )  # bad input is said before anything starts
     rows: list[dict[str, str]] = []
     for number, point in enumerate(points):
         name = f"{run}.{number}"
@@ -68,7 +73,9 @@ def sweep(
 
 
 def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, str]:
-    """What there is of a round of a run, in whose folder this is called. todo: stages that it has not come to; their files are older."""
+    """What there is of a round of a run, in whose folder this is called. todo: stages that it has
+    not come to; their files are older.
+    """
     cells = summary.cells_of(round_)
     made_by = {title: f"{summary.stage_of(title)}@{round_}" for title in SHOWN}
     told = {title: "-" if made_by[title] in todo else cells[title] for title in SHOWN}

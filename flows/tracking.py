@@ -1,7 +1,8 @@
 """What MLflow is told about a stage, read from the stage's files: files first, tracker second.
 
-A `Record` is complete in itself, so that one which could not be sent waits in `.rondo/unsent.jsonl` and is sent
-later, even when the files have changed by then. `flows/mlflow_store.py` sends it; here nothing imports MLflow.
+A `Record` is complete in itself, so that one which could not be sent waits in `.rondo/unsent.jsonl`
+and is sent later, even when the files have changed by then. `flows/mlflow_store.py` sends it; here
+nothing imports MLflow.
 """
 
 import hashlib
@@ -21,8 +22,24 @@ from stages.params import flatten
 from stages.records import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
 
 MAX_ARTIFACT_BYTES = 1_000_000
-HEALTH = ("score_mean", "judge_mean", "kl", "response_length", "distinct_2", "repetition_3", "entropy")  # of PPO, by update
-ARTIFACTS = ("metrics.json", "manifest.json", "curves.csv", "calibration.csv", "probes.csv", "accuracy.csv", "scores.csv")
+HEALTH = (
+    "score_mean",
+    "judge_mean",
+    "kl",
+    "response_length",
+    "distinct_2",
+    "repetition_3",
+    "entropy",
+)  # of PPO, by update
+ARTIFACTS = (
+    "metrics.json",
+    "manifest.json",
+    "curves.csv",
+    "calibration.csv",
+    "probes.csv",
+    "accuracy.csv",
+    "scores.csv",
+)
 
 
 class Step(BaseModel):
@@ -42,7 +59,9 @@ class Data(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """A model that was evaluated: `step` in PPO updates, `path` where its weights are, `stage` what made it: base, sft or ppo."""
+    """A model that was evaluated: `step` in PPO updates, `path` where its weights are, `stage` what
+    made it: base, sft or ppo.
+    """
 
     name: str
     stage: str
@@ -53,7 +72,9 @@ class Checkpoint(BaseModel):
 
 
 class Promotion(BaseModel):
-    """A policy that came to its promotion gate: its DVC md5, and what the gate saw. vouched: it passed, or a person let it through."""
+    """A policy that came to its promotion gate: its DVC md5, and what the gate saw. vouched: it
+    passed, or a person let it through.
+    """
 
     digest: str
     vouched: bool = True  # of a record that waits since before there were challengers
@@ -99,9 +120,14 @@ def read_lock(address: str) -> dict[str, Any]:
 
 
 def read_steps(address: str, start: int = 0) -> list[Step]:
-    """metrics.jsonl from line `start` on, with the wall clock that the stage kept beside it; without one, with the time now."""
+    """metrics.jsonl from line `start` on, with the wall clock that the stage kept beside it;
+    without one, with the time now.
+    """
     stage, round_ = split(address)
-    path, clock_path = stage_dir(round_, stage) / "metrics.jsonl", work_dir(round_, stage) / "clock.jsonl"
+    path, clock_path = (
+        stage_dir(round_, stage) / "metrics.jsonl",
+        work_dir(round_, stage) / "clock.jsonl",
+    )
     if not path.exists():
         return []
     rows = read_jsonl(path, f"dvc repro {address}")
@@ -119,9 +145,15 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
 
 
 def health(address: str, steps: Iterable[Step]) -> list[Step]:
-    """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing of other stages."""
+    """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing
+    of other stages.
+    """
     stage, round_ = split(address)
-    return [step.model_copy(update={"key": f"{round_}/{step.key}"}) for step in steps if stage == "ppo" and step.key in HEALTH]
+    return [
+        step.model_copy(update={"key": f"{round_}/{step.key}"})
+        for step in steps
+        if stage == "ppo" and step.key in HEALTH
+    ]
 
 
 def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
@@ -129,7 +161,11 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
     stage, round_ = split(address)
     folder, failed = stage_dir(round_, stage), outcome == "failed"
     lock = {} if failed else read_lock(address)
-    metrics = {} if failed or not (folder / "metrics.json").exists() else read_json(folder / "metrics.json", "")
+    metrics = (
+        {}
+        if failed or not (folder / "metrics.json").exists()
+        else read_json(folder / "metrics.json", "")
+    )
     steps, now = read_steps(address), milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
     times = [step.time for step in steps]
@@ -145,15 +181,23 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
             "stage": stage,
             "round": round_,
             "dvc": outcome,
-            "params_hash": hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12],
+            "params_hash": hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[
+                :12
+            ],
             **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
             **_decision(stage, round_),
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
         },
         steps=steps,
         final=numbers(metrics),
-        inputs=[Data(path=dep["path"], digest=dep["md5"]) for dep in lock.get("deps", []) if dep["path"].endswith("/data")],
-        samples=[] if failed or not (folder / "samples.jsonl").exists() else read_jsonl(folder / "samples.jsonl", ""),
+        inputs=[
+            Data(path=dep["path"], digest=dep["md5"])
+            for dep in lock.get("deps", [])
+            if dep["path"].endswith("/data")
+        ],
+        samples=[]
+        if failed or not (folder / "samples.jsonl").exists()
+        else read_jsonl(folder / "samples.jsonl", ""),
         texts=dict(_texts(folder, stage, round_)),
         checkpoints=list(_checkpoints(round_, metrics)) if stage == "evaluate" else [],
         promotion=_promotion(round_, tags, failed) if stage == "gate_promote" else None,
@@ -162,7 +206,10 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
 
 def _texts(folder: Path, stage: str, round_: str) -> Iterator[tuple[str, str]]:
     reports = ("data.json", "data.html") if stage == "prepare" else (f"{stage}.json",)
-    for path in (*(folder / name for name in ARTIFACTS), *(REPORTS / round_ / name for name in reports)):
+    for path in (
+        *(folder / name for name in ARTIFACTS),
+        *(REPORTS / round_ / name for name in reports),
+    ):
         if path.exists() and path.stat().st_size <= MAX_ARTIFACT_BYTES:
             yield path.name, path.read_text(encoding="utf-8")
 
@@ -172,18 +219,38 @@ def _decision(stage: str, round_: str) -> dict[str, str]:
     verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
     if verdict is None:
         return {}
-    said = {f"approval.{key}": str(value) for key, value in (verdict["approval"] or {}).items() if key != "failed"}
-    return {"passed": str(verdict["passed"]), "opened": str(verdict["opened"]), "policy": verdict["policy"], **said}
+    said = {
+        f"approval.{key}": str(value)
+        for key, value in (verdict["approval"] or {}).items()
+        if key != "failed"
+    }
+    return {
+        "passed": str(verdict["passed"]),
+        "opened": str(verdict["opened"]),
+        "policy": verdict["policy"],
+        **said,
+    }
 
 
 def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion | None:
-    """None where the gate did not come to a verdict. Nobody vouches for a policy that `warn` let pass."""
+    """None where the gate did not come to a verdict. Nobody vouches for a policy that `warn` let
+    pass.
+    """
     verdict, known = read_gate(round_, "promote"), digests(round_)
-    policy, sft = (str(stage_dir(round_, stage) / name) for stage, name in (("ppo", "policy"), ("sft", "model")))
-    if not verdict or policy not in known or (failed and verdict["opened"]):  # of a run before this one, which failed
+    policy, sft = (
+        str(stage_dir(round_, stage) / name)
+        for stage, name in (("ppo", "policy"), ("sft", "model"))
+    )
+    if (
+        not verdict or policy not in known or (failed and verdict["opened"])
+    ):  # of a run before this one, which failed
         return None
-    measured = read_json(stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}")
-    told = {f"evaluate.{key}": value for key, value in measured.items() if key.startswith("win_rate")}
+    measured = read_json(
+        stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}"
+    )
+    told = {
+        f"evaluate.{key}": value for key, value in measured.items() if key.startswith("win_rate")
+    }
     told |= {check["metric"]: check["value"] for check in verdict["checks"]}
     evidence = {
         **{key: tags[key] for key in ("revision", "seed") if key in tags},
@@ -199,7 +266,11 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
 
 def digests(round_: str) -> dict[str, str]:
     """md5 of the models that a round works with, by path, from dvc.lock."""
-    return {out["path"]: out["md5"] for name in ("assets", f"sft@{round_}", f"ppo@{round_}") for out in read_lock(name).get("outs", [])}
+    return {
+        out["path"]: out["md5"]
+        for name in ("assets", f"sft@{round_}", f"ppo@{round_}")
+        for out in read_lock(name).get("outs", [])
+    }
 
 
 def digest_of(path: str, known: Mapping[str, str]) -> str:
@@ -210,11 +281,19 @@ def digest_of(path: str, known: Mapping[str, str]) -> str:
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
     known, ppo = digests(round_), stage_dir(round_, "ppo")
-    paths = {"base": Path("assets/model"), "sft": stage_dir(round_, "sft") / "model", "ppo": ppo / "policy"}
+    paths = {
+        "base": Path("assets/model"),
+        "sft": stage_dir(round_, "sft") / "model",
+        "ppo": ppo / "policy",
+    }
     found = {name: metrics[name] for name in paths if name in metrics}
     for name, values in metrics.get("checkpoints", {}).items():
         paths[name], found[name] = ppo / "checkpoints" / name, values
-    last = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}").get("policy_update", 0) if (ppo / "metrics.json").exists() else 0
+    last = (
+        read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}").get("policy_update", 0)
+        if (ppo / "metrics.json").exists()
+        else 0
+    )
     against_sft = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
     for name, values in found.items():
         path = paths[name]
@@ -229,7 +308,9 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
 
 
 def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
-    """What stages/checkpoint.py has told about a checkpoint; its md5 is DVC's where PPO's files are those of dvc.lock."""
+    """What stages/checkpoint.py has told about a checkpoint; its md5 is DVC's where PPO's files are
+    those of dvc.lock.
+    """
     told, now = read_json(report, "the flow evaluate-checkpoint"), milliseconds()
     path, round_ = Path(told["path"]), told["round"]
     name = metric_name(path.name)
@@ -238,7 +319,8 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
         name=f"{round_}-{name}",
         stage="ppo",
         path=str(path),
-        digest=digest_of(str(path), digests(round_) if up_to_date(f"ppo@{round_}") else {}) or told["hash"],
+        digest=digest_of(str(path), digests(round_) if up_to_date(f"ppo@{round_}") else {})
+        or told["hash"],
         step=update_of(name),
         metrics=numbers(told["checkpoint"] | against_sft),
     )
@@ -248,7 +330,13 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
         status="FINISHED",
         started=now,
         ended=now,
-        tags={**tags, "stage": "checkpoint", "round": round_, "path": str(path), "evaluation_id": told["evaluation_id"]},
+        tags={
+            **tags,
+            "stage": "checkpoint",
+            "round": round_,
+            "path": str(path),
+            "evaluation_id": told["evaluation_id"],
+        },
         final=numbers(told),
         samples=read_jsonl(report.with_suffix(".jsonl"), "the flow evaluate-checkpoint"),
         texts={report.name: report.read_text(encoding="utf-8")},
@@ -282,7 +370,9 @@ class NoTracker:
         """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
 
     def page(self, address: str = "", text: str = "") -> str | None:
-        """Where a browser finds what was told of a stage, or of the pipeline run, or one of its texts; None where it does not."""
+        """Where a browser finds what was told of a stage, or of the pipeline run, or one of its
+        texts; None where it does not.
+        """
         return None
 
     def tell(self, record: Record) -> None:

@@ -1,8 +1,11 @@
-"""Stages start in a tenth of a second instead of five: one process imports what all of them import, and forks for each.
+"""Stages start in a tenth of a second instead of five: one process imports what all of them import,
+and forks for each.
 
-`started` names in RONDO_PYTHON a stand-in for the interpreter, which hands `-m MODULE ...` to that process (flows/warm_client.py) with its
-folder, environment and open files, passes signals on, and ends with the module's exit code. Only libraries are imported beforehand: the
-project's own code is read anew each time. Anything else, any other system, and a server that is gone: the real interpreter.
+`started` names in RONDO_PYTHON a stand-in for the interpreter, which hands `-m MODULE ...` to that
+process (flows/warm_client.py) with its folder, environment and open files, passes signals on, and
+ends with the module's exit code. Only libraries are imported beforehand: the project's own code is
+read anew each time. Anything else, any other system, and a server that is gone: the real
+interpreter.
 """
 
 import gc
@@ -50,7 +53,9 @@ def python() -> str:
 
 @contextmanager
 def started(environment: dict[str, str]) -> Iterator[None]:
-    """Serve `python()` within; `environment` holds what a process reads as it starts, e.g. GLIBC_TUNABLES."""
+    """Serve `python()` within; `environment` holds what a process reads as it starts, e.g.
+    GLIBC_TUNABLES.
+    """
     with TemporaryDirectory(prefix="rondo-") as folder:
         stand_in, server = Path(folder, "python"), start(Path(folder), environment)
         if not server:
@@ -68,11 +73,19 @@ def started(environment: dict[str, str]) -> Iterator[None]:
 
 
 def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
-    """The server, and its stand-in `python` in `folder`; None where that cannot be (too long a path, or nothing may be executed there)."""
+    """The server, and its stand-in `python` in `folder`; None where that cannot be (too long a
+    path, or nothing may be executed there).
+    """
     if sys.platform != "linux":  # elsewhere libraries that have been imported may not be forked
         return None
     address, stand_in = str(folder / "socket"), folder / "python"
-    client = [sys.executable, "-IS", str(Path(__file__).with_name("warm_client.py")), address, sys.executable]
+    client = [
+        sys.executable,
+        "-IS",
+        str(Path(__file__).with_name("warm_client.py")),
+        address,
+        sys.executable,
+    ]
     stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
     stand_in.chmod(0o755)
     with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
@@ -82,7 +95,11 @@ def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]
         command = [sys.executable, "-P", __file__, str(listener.fileno())]
         # its standard input ends when we do, however hard; Ctrl-C is for us
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=os.environ | environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env=os.environ | environment,
+            start_new_session=True,
         )
     return None
 
@@ -107,7 +124,11 @@ def serve(listener: socket.socket) -> None:
                 return
             if key.fileobj is ended:
                 ended.recv(4096)
-                for pid in [pid for pid in clients if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)]:
+                for pid in [
+                    pid
+                    for pid in clients
+                    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ]:
                     farewell(pid, clients.pop(pid))
             else:
                 connection, _ = listener.accept()
@@ -117,7 +138,10 @@ def serve(listener: socket.socket) -> None:
                     connection.close()
                     continue
                 if (pid := os.fork()) == 0:
-                    for other in (listener, *clients.values()):  # what we hold open would outlive the server
+                    for other in (
+                        listener,
+                        *clients.values(),
+                    ):  # what we hold open would outlive the server
                         other.close()
                     become(connection)
                     return

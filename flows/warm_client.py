@@ -1,4 +1,6 @@
-"""`python -IS warm_client.py SOCKET PYTHON ARGUMENTS...`: what PYTHON would do, by the server of flows/warm.py where it can."""
+"""`python -IS warm_client.py SOCKET PYTHON ARGUMENTS...`: what PYTHON would do, by the server of
+flows/warm.py where it can.
+"""
 
 import json
 import os
@@ -14,7 +16,9 @@ def main() -> int:
         if arguments[:1] != ["-m"]:
             raise ConnectionError
         connection.connect(address)
-        request = json.dumps({"arguments": arguments[1:], "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+        request = json.dumps(
+            {"arguments": arguments[1:], "folder": os.getcwd(), "environment": dict(os.environ)}
+        ).encode()
         socket.send_fds(connection, [len(request).to_bytes(4)], [0, 1, 2])
         connection.sendall(request)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -24,7 +28,9 @@ def main() -> int:
     except ConnectionError:
         os.execv(python, [python, *arguments])
     code = connection.recv(1)
-    return code[0] if code else 128 + signal.SIGKILL  # the server is gone, and with it what the module ended with
+    return (
+        code[0] if code else 128 + signal.SIGKILL
+    )  # the server is gone, and with it what the module ended with
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A workspace of its own for one run: a git worktree that shares DVC's cache and ends as the branch `runs/<run id>`."""
+"""A workspace of its own for one run: a git worktree that shares DVC's cache and ends as the branch
+`runs/<run id>`.
+"""
 
 import shutil
 import subprocess
@@ -14,7 +16,10 @@ from stages.errors import BadInput, RondoError
 from stages.records import JUDGE_CACHE, REPORTS
 
 WORKSPACES = "workspaces"
-MADE, ENDED = Path(".rondo/made"), Path(".rondo/ended")  # in a workspace: it is whole; its run has come to its end
+MADE, ENDED = (
+    Path(".rondo/made"),
+    Path(".rondo/ended"),
+)  # in a workspace: it is whole; its run has come to its end
 KEPT_DAYS = 7
 RECORDS = Path("records")  # in the branch: a folder a run, with its report and verdicts
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
@@ -47,13 +52,15 @@ def working_tree(home: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 @contextmanager
 def workspace(run: str, home: Path) -> Iterator[Path]:
-    """Work in `.rondo/workspaces/<run>`, a worktree of HEAD with today's params.yaml; commit its results to `runs/<run>` at the end.
+    """Work in `.rondo/workspaces/<run>`, a worktree of HEAD with today's params.yaml; commit its
+    results to `runs/<run>` at the end.
 
-    One that is there already goes on as it is. It is kept for a week at least after its end, and as long as it has
-    not ended.
+    One that is there already goes on as it is. It is kept for a week at least after its end, and as
+    long as it has not ended.
 
     Raises:
-        BadInput: no git repository, no commit in it, or code that is not committed and would therefore not be in the branch.
+        BadInput: no git repository, no commit in it, or code that is not committed and would
+            therefore not be in the branch.
     """
     folder = home / WORKSPACES / run
     if not (folder / MADE).exists():
@@ -82,7 +89,9 @@ def _make(folder: Path, branch: str) -> None:
     (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
     shutil.copy("params.yaml", folder)
     _share(JUDGE_CACHE, root, folder)
-    for name in git("ls-files", "--others", "--exclude-standard").splitlines():  # data and functions that params.yaml may name
+    for name in git(
+        "ls-files", "--others", "--exclude-standard"
+    ).splitlines():  # data and functions that params.yaml may name
         if Path(name).parts[0] not in (*COMMITTED, *GIVEN, *CODE):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(root / name)
@@ -90,8 +99,14 @@ def _make(folder: Path, branch: str) -> None:
 
 
 def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
-    """Remove workspaces of runs that ended so many days ago; returns their names. Branches and DVC's cache keep what they made."""
-    old = [mark.parents[1] for mark in (home / WORKSPACES).glob(f"*/{ENDED}") if mark.stat().st_mtime < time.time() - days * 24 * 3600]
+    """Remove workspaces of runs that ended so many days ago; returns their names. Branches and
+    DVC's cache keep what they made.
+    """
+    old = [
+        mark.parents[1]
+        for mark in (home / WORKSPACES).glob(f"*/{ENDED}")
+        if mark.stat().st_mtime < time.time() - days * 24 * 3600
+    ]
     for folder in old:
         git("worktree", "remove", "--force", str(folder))
     return [folder.name for folder in old]
@@ -106,7 +121,10 @@ def _share(cache: Path, root: Path, folder: Path) -> None:
 
 def _identity() -> list[str]:
     """Options that name a committer where git knows none."""
-    known = subprocess.run(["git", "config", "user.email"], capture_output=True, check=False).returncode == 0
+    known = (
+        subprocess.run(["git", "config", "user.email"], capture_output=True, check=False).returncode
+        == 0
+    )
     return [] if known else ["-c", "user.name=rondo", "-c", "user.email=rondo@localhost"]
 
 
@@ -116,12 +134,25 @@ def _check_committed() -> None:
     except RondoError as error:
         raise BadInput(f"--isolated needs a git repository with a commit ({error})") from None
     names = [name for name in (*CODE, *GIVEN) if Path(name).exists()]
-    changed = [line for line in git("status", "--porcelain", "--untracked-files=all", "--", *names).splitlines() if not empty(line)]
+    changed = [
+        line
+        for line in git("status", "--porcelain", "--untracked-files=all", "--", *names).splitlines()
+        if not empty(line)
+    ]
     if changed:
-        raise BadInput("\n".join(["--isolated runs what is committed, and these are not: commit them first", *changed]))
+        raise BadInput(
+            "\n".join(
+                [
+                    "--isolated runs what is committed, and these are not: commit them first",
+                    *changed,
+                ]
+            )
+        )
 
 
 def empty(status: str) -> bool:
-    """Whether a line of git's is about a file with nothing in it, such as those that a new round brings along."""
+    """Whether a line of git's is about a file with nothing in it, such as those that a new round
+    brings along.
+    """
     path = Path(status[3:])
     return status.startswith("??") and path.is_file() and not path.stat().st_size

@@ -6,7 +6,8 @@ Nothing here knows of Prefect, DVC or MLflow.
 import os
 import warnings
 
-# A stage's output is a log that is read line by line: no progress bars, no notices. Read by these libraries when imported.
+# A stage's output is a log that is read line by line: no progress bars, no notices. Read by these
+# libraries when imported.
 for _name, _value in {
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",

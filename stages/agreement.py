@@ -1,4 +1,6 @@
-"""How far a judge agrees with itself when responses change places, with another one, and with people."""
+"""How far a judge agrees with itself when responses change places, with another one, and with
+people.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +12,29 @@ from stages.statistics import wilson_interval
 
 
 def between_orders(judgements: Sequence[Judgement]) -> dict[str, float | None]:
-    """position_consistency: share of comparisons of which both orders say the same. kappa: Cohen's (1960), the same beyond chance.
+    """position_consistency: share of comparisons of which both orders say the same. kappa: Cohen's
+    (1960), the same beyond chance.
 
-    Over the comparisons of which both answers were readable; None where there is none, and kappa also where all answers are the same.
+    Over the comparisons of which both answers were readable; None where there is none, and kappa
+    also where all answers are the same.
     """
-    orders = [(each.first.preference.value, each.second.preference.value) for each in judgements if each.first and each.second]
+    orders = [
+        (each.first.preference.value, each.second.preference.value)
+        for each in judgements
+        if each.first and each.second
+    ]
     if not orders:
         return {"position_consistency": None, "kappa": None}
     same, beyond_chance = agreement(orders)
     return {"position_consistency": same, "kappa": beyond_chance}
 
 
-def between_judges(ours: Sequence[Judgement], theirs: Sequence[Judgement]) -> dict[str, float | None]:
-    """agreement: share of comparisons on which two judges prefer the same, ties too; kappa: beyond chance. None without any comparison."""
+def between_judges(
+    ours: Sequence[Judgement], theirs: Sequence[Judgement]
+) -> dict[str, float | None]:
+    """agreement: share of comparisons on which two judges prefer the same, ties too; kappa: beyond
+    chance. None without any comparison.
+    """
     both = [(a.preference.value, b.preference.value) for a, b in zip(ours, theirs, strict=True)]
     same, beyond_chance = agreement(both) if both else (None, None)
     return {"agreement": same, "kappa": beyond_chance}
@@ -36,7 +48,9 @@ def agreement(answers: Sequence[tuple[str, str]]) -> tuple[float, float | None]:
 
 
 def with_people(judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Of comparisons whose A people chose: the judge's rate of the same among those it tells apart (`pairs`), with its 95% interval."""
+    """Of comparisons whose A people chose: the judge's rate of the same among those it tells apart
+    (`pairs`), with its 95% interval.
+    """
     told = [each.preference for each in judgements if each.preference is not Preference.tie]
     right = sum(preference is Preference.a for preference in told)
     low, high = wilson_interval(right, len(told)) if told else (None, None)

@@ -1,4 +1,6 @@
-"""Answers of language models on disk: what was asked once is known, so that a rerun costs nothing and says the same."""
+"""Answers of language models on disk: what was asked once is known, so that a rerun costs nothing
+and says the same.
+"""
 
 import sqlite3
 from pathlib import Path
@@ -22,12 +24,21 @@ class Answers:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = Lock()
-        self.table = sqlite3.connect(folder / "answers.sqlite", timeout=WAIT_SECONDS, check_same_thread=False, isolation_level=None)
-        self.table.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT, tokens_in INTEGER, tokens_out INTEGER)")
+        self.table = sqlite3.connect(
+            folder / "answers.sqlite",
+            timeout=WAIT_SECONDS,
+            check_same_thread=False,
+            isolation_level=None,
+        )
+        self.table.execute(
+            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
+        )
 
     def get(self, key: str) -> Answer | None:
         with self.lock:
-            row = self.table.execute("SELECT text, tokens_in, tokens_out FROM answers WHERE key = ?", (key,)).fetchone()
+            row = self.table.execute(
+                "SELECT text, tokens_in, tokens_out FROM answers WHERE key = ?", (key,)
+            ).fetchone()
         return Answer(*row) if row else None
 
     def keep(self, key: str, answer: Answer) -> Answer:

@@ -1,6 +1,8 @@
-"""A person's word, kept in git: on a gate that asks (approvals/<round>/<gate>.json), or on a champion (approvals/<round>/taken_back.json).
+"""A person's word, kept in git: on a gate that asks (approvals/<round>/<gate>.json), or on a
+champion (approvals/<round>/taken_back.json).
 
-The first holds for the numbers that the person saw: when one of them has changed, the gate asks again. The second holds for that policy.
+The first holds for the numbers that the person saw: when one of them has changed, the gate asks
+again. The second holds for that policy.
 """
 
 import json
@@ -18,7 +20,9 @@ ROUNDING = 1e-6  # relative: a number that was written and read again
 
 
 class Approval(BaseModel, extra="forbid"):
-    """failed: the metrics that were out of their bands, with their values (null: missing or not finite)."""
+    """failed: the metrics that were out of their bands, with their values (null: missing or not
+    finite).
+    """
 
     approved: bool
     by: str = Field(min_length=1)
@@ -27,7 +31,9 @@ class Approval(BaseModel, extra="forbid"):
 
     def holds_for(self, failed: Mapping[str, float | None]) -> bool:
         """Whether these are the numbers that were seen."""
-        return failed.keys() == self.failed.keys() and all(_same(value, self.failed[name]) for name, value in failed.items())
+        return failed.keys() == self.failed.keys() and all(
+            _same(value, self.failed[name]) for name, value in failed.items()
+        )
 
 
 class TakenBack(BaseModel, extra="forbid"):
@@ -58,7 +64,9 @@ def read_approval(round_: str, gate: str) -> Approval | None:
     Raises:
         BadInput: the file is there and is no approval.
     """
-    return _read(approval_path(round_, gate), Approval, "no approval", f"rondo approve {gate} {round_}")
+    return _read(
+        approval_path(round_, gate), Approval, "no approval", f"rondo approve {gate} {round_}"
+    )
 
 
 def read_taken_back(round_: str) -> TakenBack | None:

@@ -1,6 +1,8 @@
-"""Attention as two plain matrix products a group of query heads: on a CPU the fastest forward, backward and decoding step.
+"""Attention as two plain matrix products a group of query heads: on a CPU the fastest forward,
+backward and decoding step.
 
-The same numbers as transformers' `eager`, which copies each key and value head for every query head that shares it.
+The same numbers as transformers' `eager`, which copies each key and value head for every query head
+that shares it.
 """
 
 from typing import Any
@@ -25,9 +27,11 @@ def grouped_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """(B, Q, heads, D) of query (B, heads, Q, D), key and value (B, key heads, K, D) and an additive mask (B, 1, Q, K).
+    """(B, Q, heads, D) of query (B, heads, Q, D), key and value (B, key heads, K, D) and an
+    additive mask (B, 1, Q, K).
 
-    `packed`: query, key and value are (1, heads, M, D) of rows end to end; the mask is (1, 1, L, L).
+    `packed`: query, key and value are (1, heads, M, D) of rows end to end; the mask is (1, 1, L,
+    L).
     """
     if packed is None:
         return _grouped(query, key, value, attention_mask, scaling), None
@@ -36,11 +40,15 @@ def grouped_attention(
             f"model.attn_implementation `grouped` knows no sliding windows, and this model's ({sliding_window} tokens) is shorter "
             "than the texts: set it to sdpa"
         )
-    query, key, value = (packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (
+        packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in (query, key, value)
+    )
     return packed.unpad(_grouped(query, key, value, attention_mask, scaling))[None], None
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def _grouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     batch, heads, queries, size = query.shape
     shared = key.shape[1]
     grouped = (batch, shared, heads // shared * queries)

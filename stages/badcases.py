@@ -1,7 +1,8 @@
 """A badcase: a response that failed, why, where it comes from, and what later rounds made of it.
 
-The ledger of a round, rounds/<round>/replay/data/badcases.jsonl, holds its own badcases and those of all rounds before. People add theirs
-(`rondo badcases flag | import`) to badcases/<round>.jsonl, which git keeps: responses that they report, and prompts for replay to ask.
+The ledger of a round, rounds/<round>/replay/data/badcases.jsonl, holds its own badcases and those
+of all rounds before. People add theirs (`rondo badcases flag | import`) to badcases/<round>.jsonl,
+which git keeps: responses that they report, and prompts for replay to ask.
 """
 
 import hashlib
@@ -23,7 +24,9 @@ Text = Annotated[str, Field(min_length=1)]
 
 class Cause(str, Enum):
     judge_loses = "judge_loses"  # the jury prefers SFT's response to the same prompt
-    blind_spot = "blind_spot"  # the reward model likes it; the lexicon, if a judge, does not, or without its exploits the RM would not
+    # the reward model likes it; the lexicon, if a judge, does not, or without its exploits the RM
+    # would not
+    blind_spot = "blind_spot"
     repetition = "repetition"  # the text repeats its own 3-grams
     no_eos = "no_eos"  # the response was cut off
     kl_outlier = "kl_outlier"  # far from SFT, by the robust z-score of sequence KL
@@ -39,7 +42,9 @@ class State(str, Enum):
 
 
 class Try(BaseModel, extra="forbid"):
-    """A round's policy asked again: `fired` of `of` new responses fail. ranked: its reward model puts the better answer first."""
+    """A round's policy asked again: `fired` of `of` new responses fail. ranked: its reward model
+    puts the better answer first.
+    """
 
     round: str
     fired: int
@@ -59,10 +64,12 @@ class Try(BaseModel, extra="forbid"):
 class Badcase(BaseModel, extra="forbid"):
     """A response that failed; policy, kl and ended are None where no model wrote it.
 
-    stage: whose failure it is, the reward model's or the policy's; policy: hash of the weights that wrote it; origin: PPO update, `fresh`,
-    or who reported it; score: of its round's reward model, calibrated; kl: nats a sequence from SFT; sft: SFT's response to the prompt;
-    votes: of each judge and the jury against that (1: the response is better, 0.5: a tie); better: the answer that the reward model has to
-    put first; exploits: endings that it was overpaid for; tries: of its own round first.
+    stage: whose failure it is, the reward model's or the policy's; policy: hash of the weights that
+    wrote it; origin: PPO update, `fresh`, or who reported it; score: of its round's reward model,
+    calibrated; kl: nats a sequence from SFT; sft: SFT's response to the prompt; votes: of each
+    judge and the jury against that (1: the response is better, 0.5: a tie); better: the answer that
+    the reward model has to put first; exploits: endings that it was overpaid for; tries: of its own
+    round first.
     """
 
     id: str
@@ -126,7 +133,12 @@ def read_ledger(round_: str) -> list[Badcase]:
     Raises:
         BadInput: it is not there, or a row is no badcase of this version.
     """
-    return [case for _, case in read_checked(Badcase, ledger_path(round_), f"run `dvc repro replay@{round_}`")]
+    return [
+        case
+        for _, case in read_checked(
+            Badcase, ledger_path(round_), f"run `dvc repro replay@{round_}`"
+        )
+    ]
 
 
 class Report(BaseModel, extra="forbid"):
@@ -180,12 +192,22 @@ def read_given(round_: str) -> list[tuple[str, Given]]:
         BadInput: a row is neither a report nor a prompt.
     """
     path = report_path(round_)
-    return [(place, given(row, place)) for place, row in read_lines(path, "mend the line")] if path.exists() else []
+    return (
+        [(place, given(row, place)) for place, row in read_lines(path, "mend the line")]
+        if path.exists()
+        else []
+    )
 
 
 def add_given(round_: str, some: Iterable[Given]) -> int:
     """Append those that are not there yet; returns how many."""
     known = {each.id: each for _, each in read_given(round_)}
     new = {each.id: each for each in some if each.id not in known}
-    write_jsonl(report_path(round_), [each.model_dump(mode="json", exclude_none=True) for each in [*known.values(), *new.values()]])
+    write_jsonl(
+        report_path(round_),
+        [
+            each.model_dump(mode="json", exclude_none=True)
+            for each in [*known.values(), *new.values()]
+        ],
+    )
     return len(new)

@@ -1,7 +1,8 @@
-"""Every number that a gate looks at: its band, why it has one, and what to do first when it is outside.
+"""Every number that a gate looks at: its band, why it has one, and what to do first when it is
+outside.
 
-A `metric` is a dotted name in the metrics.json of a stage, or the difference of two. `bound` is the key of gates.<gate> in
-params.yaml. `python -m stages.bands` prints the tables of docs/gates.md.
+A `metric` is a dotted name in the metrics.json of a stage, or the difference of two. `bound` is the
+key of gates.<gate> in params.yaml. `python -m stages.bands` prints the tables of docs/gates.md.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,9 @@ from stages.gate_params import GatesParams
 
 
 class Band(NamedTuple):
-    """compare: `within`: the absolute value is at most the bound. optional: null, which its stage wrote, is no failure."""
+    """compare: `within`: the absolute value is at most the bound. optional: null, which its stage
+    wrote, is no failure.
+    """
 
     metric: str
     compare: str
@@ -350,7 +353,9 @@ def markdown(gate: str, gates: GatesParams) -> str:
     rows = ["| number | band | why | when it is outside |", "|---|---|---|---|"]
     for band in BANDS[gate]:
         bound = shown(band, getattr(getattr(gates, gate), band.bound))
-        rows.append(f"| `{band.metric}` | {bound}<br>`gates.{gate}.{band.bound}` | {band.why} | {band.fix} |")
+        rows.append(
+            f"| `{band.metric}` | {bound}<br>`gates.{gate}.{band.bound}` | {band.why} | {band.fix} |"
+        )
     return "\n".join(rows)
 
 

@@ -12,7 +12,9 @@ TOP_WORDS = 10
 
 
 class WordModel(NamedTuple):
-    """Held-out accuracy of Bradley-Terry on words, and the words (or pairs of words) that speak most for and against a text."""
+    """Held-out accuracy of Bradley-Terry on words, and the words (or pairs of words) that speak
+    most for and against a text.
+    """
 
     accuracy: float
     chosen: list[str]
@@ -20,9 +22,13 @@ class WordModel(NamedTuple):
 
 
 def more_wins_accuracy(pairs: Sequence[Row], measure: Callable[[str], float]) -> float:
-    """Share of pairs whose chosen text has more of `measure` than the rejected one; equal ones count half."""
+    """Share of pairs whose chosen text has more of `measure` than the rejected one; equal ones
+    count half.
+    """
     differences = [measure(pair["chosen"]) - measure(pair["rejected"]) for pair in pairs]
-    return sum(1.0 if difference > 0 else 0.5 if difference == 0 else 0.0 for difference in differences) / len(pairs)
+    return sum(
+        1.0 if difference > 0 else 0.5 if difference == 0 else 0.0 for difference in differences
+    ) / len(pairs)
 
 
 def longest_wins_accuracy(pairs: Sequence[Row]) -> float:
@@ -36,9 +42,11 @@ def tfidf_accuracy(train: list[Row], held_out: list[Row], seed: int) -> float:
 
 
 def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
-    """Bradley-Terry on TF-IDF features: logistic regression on the difference of a pair's vectors, without intercept.
+    """Bradley-Terry on TF-IDF features: logistic regression on the difference of a pair's vectors,
+    without intercept.
 
-    On at most `TFIDF_PAIRS` pairs of each side, at random by `seed`. Texts without a word are as good as a coin.
+    On at most `TFIDF_PAIRS` pairs of each side, at random by `seed`. Texts without a word are as
+    good as a coin.
     """
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -76,5 +84,11 @@ def at_random(rows: list[Row], most: int, seed: int) -> list[Row]:
 
 
 def flat(prompt: Prompt) -> str:
-    """The prompt as a text that a response can follow: messages do not end with the space before it."""
-    return prompt if isinstance(prompt, str) else "".join(message["content"] + " " for message in prompt)
+    """The prompt as a text that a response can follow: messages do not end with the space before
+    it.
+    """
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "".join(message["content"] + " " for message in prompt)
+    )

@@ -1,7 +1,9 @@
-"""Whose policy a round must not lose to: the last round before it that passed its promotion gate, or that a person let through.
+"""Whose policy a round must not lose to: the last round before it that passed its promotion gate,
+or that a person let through.
 
-A fold over rounds: the champion of the round before, or that round's own policy. A champion that was taken back
-(`rondo promote --rollback`) is none. No model is loaded here: stages/incumbent.py reads what this writes.
+A fold over rounds: the champion of the round before, or that round's own policy. A champion that
+was taken back (`rondo promote --rollback`) is none. No model is loaded here: stages/incumbent.py
+reads what this writes.
 """
 
 from pathlib import Path
@@ -17,7 +19,10 @@ NOBODY: Row = {"round": None}
 
 def main(params: Params, round_: str) -> None:
     previous = Path(params.rounds[round_].previous)
-    write_json(stage_dir(round_, "champion") / "champion.json", after(params, previous) if previous.parent == ROUNDS else NOBODY)
+    write_json(
+        stage_dir(round_, "champion") / "champion.json",
+        after(params, previous) if previous.parent == ROUNDS else NOBODY,
+    )
 
 
 def after(params: Params, previous: Path) -> Row:
@@ -25,7 +30,10 @@ def after(params: Params, previous: Path) -> Row:
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
     taken_back, weights = read_taken_back(round_), file_hash(policy)
     if taken_back and taken_back.policy == weights:
-        print(f"[champion] {round_} was taken back by {taken_back.by}: {taken_back.reason}", flush=True)
+        print(
+            f"[champion] {round_} was taken back by {taken_back.by}: {taken_back.reason}",
+            flush=True,
+        )
     elif vouched(judge(params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): weights, str(sft): file_hash(sft)}}
     return dict(read_json(previous / "champion/champion.json", f"dvc repro champion@{round_}"))

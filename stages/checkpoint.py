@@ -1,7 +1,9 @@
-"""One checkpoint evaluated as the policy was: `python -m stages.checkpoint --round r0 --checkpoint step_00010`.
+"""One checkpoint evaluated as the policy was: `python -m stages.checkpoint --round r0 --checkpoint
+step_00010`.
 
-On the frozen prompts, against SFT and the policy that was kept, with the same random numbers, reward model and jury. Beside the DAG, for a
-person who wonders whether another checkpoint would have been better: no stage reads reports/<round>/checkpoint_<name>_<hash>.json.
+On the frozen prompts, against SFT and the policy that was kept, with the same random numbers,
+reward model and jury. Beside the DAG, for a person who wonders whether another checkpoint would
+have been better: no stage reads reports/<round>/checkpoint_<name>_<hash>.json.
 """
 
 import argparse
@@ -28,8 +30,13 @@ def find(round_: str, checkpoint: str) -> Path:
     for path in (folder / checkpoint, Path(checkpoint)):
         if any((path / file).exists() for file in ("adapter_config.json", "config.json")):
             return path
-    known = ", ".join(sorted(path.name for path in folder.glob("step_*"))) or f"none (run `dvc repro ppo@{round_}`)"
-    raise BadInput(f"--checkpoint {checkpoint}: no model there; {folder} has {known}; or name the folder of an adapter")
+    known = (
+        ", ".join(sorted(path.name for path in folder.glob("step_*")))
+        or f"none (run `dvc repro ppo@{round_}`)"
+    )
+    raise BadInput(
+        f"--checkpoint {checkpoint}: no model there; {folder} has {known}; or name the folder of an adapter"
+    )
 
 
 def main(params: Params, round_: str, checkpoint: str) -> Path:
@@ -39,15 +46,27 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     settings = evaluation_settings(params, frozen_hash(round_))
     losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
     evaluator = Evaluator(params, round_)
-    jury = load_jury(params, round_, load_causal_lm(ASSETS / "model", params.model), evaluator.tokenizer, evaluator.people)
+    jury = load_jury(
+        params,
+        round_,
+        load_causal_lm(ASSETS / "model", params.model),
+        evaluator.tokenizer,
+        evaluator.people,
+    )
     told = Told(evaluator, losses, f"checkpoint@{round_}")
-    models = {"sft": evaluator.sft, "ppo": evaluator.load_ppo(), "checkpoint": load_policy(evaluator.sft_path, path, params.model)}
+    models = {
+        "sft": evaluator.sft,
+        "ppo": evaluator.load_ppo(),
+        "checkpoint": load_policy(evaluator.sft_path, path, params.model),
+    }
     for name, model in models.items():
         told.ask(name, model, params.evaluate.samples_per_prompt)
     against = {
         f"{name}_{other}": interval
         for other in ("sft", "ppo")
-        for name, interval in compare(told.found["checkpoint"], told.found[other], evaluator.prompts, jury, params).items()
+        for name, interval in compare(
+            told.found["checkpoint"], told.found[other], evaluator.prompts, jury, params
+        ).items()
     }
     weights = file_hash(path)
     report = REPORTS / round_ / f"checkpoint_{path.name}_{weights[:8]}.json"
@@ -60,7 +79,11 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
             "hash": weights,
             "evaluation_id": evaluation_id(settings),
             **told.metrics,
-            **{key: value for name, interval in against.items() for key, value in with_interval(name, interval).items()},
+            **{
+                key: value
+                for name, interval in against.items()
+                for key, value in with_interval(name, interval).items()
+            },
         },
     )
     return report
@@ -69,7 +92,9 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stages.checkpoint")
     parser.add_argument("--round", required=True, help="round of params.yaml, e.g. r0")
-    parser.add_argument("--checkpoint", required=True, help="e.g. step_00010, or the folder of an adapter")
+    parser.add_argument(
+        "--checkpoint", required=True, help="e.g. step_00010, or the folder of an adapter"
+    )
     options = parser.parse_args()
     try:
         loaded = load_params()

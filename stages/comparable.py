@@ -20,16 +20,26 @@ def frozen_hash(round_: str) -> str:
         BadInput: the held-out files are not those that prepare has written.
     """
     folder = stage_dir(round_, "prepare")
-    frozen: str = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")["evaluation_hash"]
+    frozen: str = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")[
+        "evaluation_hash"
+    ]
     if evaluation_hash(folder / "data") != frozen:
-        raise BadInput(f"{folder}/data: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`")
+        raise BadInput(
+            f"{folder}/data: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`"
+        )
     return frozen
 
 
 def evaluation_settings(params: Params, frozen: str) -> dict[str, Any]:
-    """All that an evaluation's numbers depend on but the models. frozen: the hash of the frozen set."""
+    """All that an evaluation's numbers depend on but the models. frozen: the hash of the frozen
+    set.
+    """
     asked = ("base_url", "max_completion_tokens", "model", "rubric")
-    models = {f"{key}.{name}": getattr(endpoint, name) for key, endpoint in params.language_models().values() for name in asked}
+    models = {
+        f"{key}.{name}": getattr(endpoint, name)
+        for key, endpoint in params.language_models().values()
+        for name in asked
+    }
     return {
         "evaluation_hash": frozen,
         "evaluate.judges": params.evaluate.judges,
@@ -50,8 +60,14 @@ def evaluation_id(settings: Settings) -> str:
 
 
 def differences(a: Settings, b: Settings) -> list[str]:
-    """What two evaluations were set to otherwise, e.g. `ppo.temperature 1.0 and 0.7`; nothing where they may be compared."""
-    return [f"{key} {a.get(key)} and {b.get(key)}" for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
+    """What two evaluations were set to otherwise, e.g. `ppo.temperature 1.0 and 0.7`; nothing where
+    they may be compared.
+    """
+    return [
+        f"{key} {a.get(key)} and {b.get(key)}"
+        for key in sorted({*a, *b})
+        if a.get(key) != b.get(key)
+    ]
 
 
 def refuse_other_evaluations(evaluations: Mapping[str, Settings]) -> None:

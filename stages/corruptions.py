@@ -1,4 +1,6 @@
-"""Corruptions of a good answer, each of which has to score below it. Leading space and the spacing of what is left stay."""
+"""Corruptions of a good answer, each of which has to score below it. Leading space and the spacing
+of what is left stay.
+"""
 
 import random
 import re
@@ -11,19 +13,30 @@ WORD = re.compile(r"\S+")
 Text = tuple[Prompt, str]  # a prompt and its response
 
 
-def corruptions(texts: Sequence[Text], worth: Mapping[str, float], seed: int) -> dict[str, list[Text]]:
+def corruptions(
+    texts: Sequence[Text], worth: Mapping[str, float], seed: int
+) -> dict[str, list[Text]]:
     """Every text as each probe makes it, in order. `worth`: of words, by `word_worth`.
 
-    prompt_swapped puts the response after the next text's other prompt: of little meaning where a prompt is a word or two.
+    prompt_swapped puts the response after the next text's other prompt: of little meaning where a
+    prompt is a word or two.
     """
     prompts = [prompt for prompt, _ in texts]
     turned = [[*prompts[place + 1 :], *prompts[:place]] for place in range(len(prompts))]
-    others = [next((other for other in rest if other != prompt), prompt) for prompt, rest in zip(prompts, turned, strict=True)]
+    others = [
+        next((other for other in rest if other != prompt), prompt)
+        for prompt, rest in zip(prompts, turned, strict=True)
+    ]
     return {
-        "word_salad": [(prompt, word_salad(response, random.Random(f"{seed} {response}"))) for prompt, response in texts],
+        "word_salad": [
+            (prompt, word_salad(response, random.Random(f"{seed} {response}")))
+            for prompt, response in texts
+        ],
         "repeated_word": [(prompt, repeated_word(response, worth)) for prompt, response in texts],
         "truncated": [(prompt, truncated(response)) for prompt, response in texts],
-        "prompt_swapped": [(other, response) for other, (_, response) in zip(others, texts, strict=True)],
+        "prompt_swapped": [
+            (other, response) for other, (_, response) in zip(others, texts, strict=True)
+        ],
         "empty": [(prompt, "") for prompt in prompts],
     }
 
@@ -31,11 +44,15 @@ def corruptions(texts: Sequence[Text], worth: Mapping[str, float], seed: int) ->
 def word_salad(text: str, generator: random.Random) -> str:
     words = text.split()
     mixed = generator.sample(words, len(words))
-    return _lead(text) + " ".join(mixed if mixed != words else [*words[1:], *words[:1]])  # of two words every other draw is no change
+    return _lead(text) + " ".join(
+        mixed if mixed != words else [*words[1:], *words[:1]]
+    )  # of two words every other draw is no change
 
 
 def repeated_word(text: str, worth: Mapping[str, float]) -> str:
-    """As many words as the text has, all of them the one of its words that is worth most; a word of unknown worth counts 0."""
+    """As many words as the text has, all of them the one of its words that is worth most; a word of
+    unknown worth counts 0.
+    """
     words = sorted(word for word in tokens(text) if word[0].isalnum())
     best = max(words, key=lambda word: worth.get(word, 0.0), default="")
     return _lead(text) + " ".join([best] * len(text.split())) if best else text
@@ -48,9 +65,11 @@ def truncated(text: str) -> str:
 
 
 def word_worth(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
-    """How far above the mean the texts with a word score, as if one more text with it scored just the mean.
+    """How far above the mean the texts with a word score, as if one more text with it scored just
+    the mean.
 
-    So the words that a reward model loves are found without another score, and a word that is there once is no winner by luck.
+    So the words that a reward model loves are found without another score, and a word that is there
+    once is no winner by luck.
     """
     mean = sum(scores) / len(scores)
     above: dict[str, list[float]] = {}

@@ -1,4 +1,5 @@
-"""A language model as judge, behind OpenAI's chat completions protocol: OpenAI, vLLM, Ollama, llama.cpp, and what else speaks it.
+"""A language model as judge, behind OpenAI's chat completions protocol: OpenAI, vLLM, Ollama,
+llama.cpp, and what else speaks it.
 
 The API key is read from the environment and goes to the server alone: into no file, log or message.
 """
@@ -43,7 +44,9 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Usage:
-    """calls: answers that were asked for now; cached: those known from before. Tokens: of all of them, and of the calls."""
+    """calls: answers that were asked for now; cached: those known from before. Tokens: of all of
+    them, and of the calls.
+    """
 
     calls: int = 0
     cached: int = 0
@@ -64,11 +67,24 @@ class Usage:
 class Endpoint:
     """Asks `params.model` at temperature 0; every answer is kept in `cache`."""
 
-    def __init__(self, params: EndpointParams, cache: Path = JUDGE_CACHE, key: str = "annotate.endpoint") -> None:
+    def __init__(
+        self, params: EndpointParams, cache: Path = JUDGE_CACHE, key: str = "annotate.endpoint"
+    ) -> None:
         """key: where in params.yaml these params are, for messages."""
-        self.where, self.params, self.answers, self.spent, self.lock = key, params, Answers(cache), Usage(), Lock()
+        self.where, self.params, self.answers, self.spent, self.lock = (
+            key,
+            params,
+            Answers(cache),
+            Usage(),
+            Lock(),
+        )
         self.key = os.environ.get(params.api_key_env) or NO_KEY
-        self.client = openai.OpenAI(base_url=params.base_url, api_key=self.key, max_retries=params.max_retries, timeout=params.timeout)
+        self.client = openai.OpenAI(
+            base_url=params.base_url,
+            api_key=self.key,
+            max_retries=params.max_retries,
+            timeout=params.timeout,
+        )
 
     def about(self) -> Row:
         return {"judge": "endpoint", "model": self.params.model}
@@ -96,15 +112,26 @@ class Endpoint:
         }
 
     def usage(self) -> Row:
-        return asdict(self.spent) | {"paid": self._price(self.spent.paid_tokens_in, self.spent.paid_tokens_out)}
+        return asdict(self.spent) | {
+            "paid": self._price(self.spent.paid_tokens_in, self.spent.paid_tokens_out)
+        }
 
     def _price(self, tokens_in: int, tokens_out: int) -> float | None:
         """None where a price is unknown."""
-        price_in, price_out = self.params.price_per_million_input, self.params.price_per_million_output
-        return None if price_in is None or price_out is None else (tokens_in * price_in + tokens_out * price_out) / 1e6
+        price_in, price_out = (
+            self.params.price_per_million_input,
+            self.params.price_per_million_output,
+        )
+        return (
+            None
+            if price_in is None or price_out is None
+            else (tokens_in * price_in + tokens_out * price_out) / 1e6
+        )
 
     def _verdict(self, comparison: Comparison) -> Verdict | None:
-        """Asked again with the fault named where the answer cannot be read; None where that does not help."""
+        """Asked again with the fault named where the answer cannot be read; None where that does
+        not help.
+        """
         messages = self._question(comparison)
         for _ in range(1 + ASKED_AGAIN):
             text = self._answer(messages)
@@ -112,20 +139,38 @@ class Endpoint:
                 return read(text, self.params.rubric)
             except ValueError as fault:
                 again = AGAIN.format(fault=fault, form=form(self.params.rubric))
-                messages = [*messages, {"role": "assistant", "content": text or "(nothing)"}, {"role": "user", "content": again}]
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": text or "(nothing)"},
+                    {"role": "user", "content": again},
+                ]
         return None
 
     def _question(self, comparison: Comparison) -> Messages:
-        prompt = comparison.prompt if isinstance(comparison.prompt, str) else transcript(comparison.prompt).strip()
+        prompt = (
+            comparison.prompt
+            if isinstance(comparison.prompt, str)
+            else transcript(comparison.prompt).strip()
+        )
         return [
             {"role": "system", "content": system(self.params.rubric)},
-            {"role": "user", "content": QUESTION.format(prompt=prompt, a=comparison.a, b=comparison.b)},
+            {
+                "role": "user",
+                "content": QUESTION.format(prompt=prompt, a=comparison.a, b=comparison.b),
+            },
         ]
 
     def _answer(self, messages: Messages) -> str:
         most = self.params.max_completion_tokens
-        asked = {"model": self.params.model, "messages": messages, "temperature": 0, "max_completion_tokens": most}
-        key = hashlib.sha256(json.dumps({**asked, "server": self.params.base_url}, sort_keys=True).encode()).hexdigest()
+        asked = {
+            "model": self.params.model,
+            "messages": messages,
+            "temperature": 0,
+            "max_completion_tokens": most,
+        }
+        key = hashlib.sha256(
+            json.dumps({**asked, "server": self.params.base_url}, sort_keys=True).encode()
+        ).hexdigest()
         known = self.answers.get(key)
         answer = known or self.answers.keep(key, self._call(asked))
         with self.lock:
@@ -146,11 +191,15 @@ class Endpoint:
             )
         counted = told.usage
         return Answer(
-            told.choices[0].message.content or "", counted.prompt_tokens if counted else 0, counted.completion_tokens if counted else 0
+            told.choices[0].message.content or "",
+            counted.prompt_tokens if counted else 0,
+            counted.completion_tokens if counted else 0,
         )
 
     def _refuse(self, error: openai.OpenAIError) -> NoReturn:
-        """Name what has to be changed, and the next step. A server may quote the API key: it is cut out."""
+        """Name what has to be changed, and the next step. A server may quote the API key: it is cut
+        out.
+        """
         params, said = self.params, str(error).replace(self.key, "***")[:SHOWN]
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             held = "refused" if self.key != NO_KEY else "not set"
@@ -168,7 +217,9 @@ class Endpoint:
                 f"{self.where}.model {params.model}: {params.base_url} does not take the question ({said}), which may be too long for "
                 "it, or its temperature of 0 unknown to it; choose another model"
             ) from None
-        passing = isinstance(error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError)
+        passing = isinstance(
+            error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
+        )
         raise (Unreachable if passing else RondoError)(
             f"{self.where}.base_url {params.base_url}: no answer after up to {params.max_retries} more tries ({said}); start the "
             f"server, or, where it is slow or overrun, raise {self.where}.timeout or lower {self.where}.concurrency, and run the "

@@ -16,7 +16,9 @@ class BadInput(RondoError):
 
 
 class Diverged(RondoError):
-    """A loss, gradient or score is no finite number; the step that it would have made was not applied."""
+    """A loss, gradient or score is no finite number; the step that it would have made was not
+    applied.
+    """
 
 
 class GateFailed(RondoError):
@@ -33,4 +35,6 @@ class Unreachable(RondoError):
 
 def faults(error: ValidationError) -> str:
     """What is wrong, `key: reason`, in one line."""
-    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors())
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors()
+    )

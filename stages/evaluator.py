@@ -20,7 +20,9 @@ SCORED = 64  # rows at a time
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. score: calibrated, of the reward model. kl (from SFT), sft_logprob: nats a sequence. length: tokens."""
+    """One response. score: calibrated, of the reward model. kl (from SFT), sft_logprob: nats a
+    sequence. length: tokens.
+    """
 
     text: str
     judged: Judged
@@ -35,19 +37,27 @@ Pass = list[Sample]  # one sample a prompt, in the prompts' order
 
 
 class Evaluator:
-    """Prompts, the SFT model that KL is measured from, and this round's reward model; `answers` evaluates one model."""
+    """Prompts, the SFT model that KL is measured from, and this round's reward model; `answers`
+    evaluates one model.
+    """
 
     def __init__(self, params: Params, round_: str) -> None:
         self.params, data = params, stage_dir(round_, "prepare") / "data"
         made_by = f"dvc repro prepare@{round_}"
         self.rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
-        self.sft_path, self.reward_path = stage_dir(round_, "sft") / "model", stage_dir(round_, "reward") / "model"
+        self.sft_path, self.reward_path = (
+            stage_dir(round_, "sft") / "model",
+            stage_dir(round_, "reward") / "model",
+        )
         self.tokenizer = load_tokenizer(self.sft_path)
         self.prompts = [row["prompt"] for row in self.rows]
         self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
         self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
         self.people = read_jsonl(data / "sft_eval.jsonl", made_by)
-        human = [self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length) for row in self.people]
+        human = [
+            self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
+            for row in self.people
+        ]
         self.human = [p for p, _ in human], [c for _, c in human]
         self.sft = load_causal_lm(self.sft_path, params.model)
         self.reward = load_reward_model(self.reward_path, params.model)
@@ -61,10 +71,14 @@ class Evaluator:
         return [self.answer(model, number) for number in range(samples)]
 
     def answer(self, model: Any, number: int) -> Pass:
-        """The `number`-th sample of every prompt; its own random stream, so that it can be repeated alone."""
+        """The `number`-th sample of every prompt; its own random stream, so that it can be repeated
+        alone.
+        """
         p, eos = self.params, self.tokenizer.eos_token_id
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
-        responses = sample(model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size)
+        responses = sample(
+            model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size
+        )
         told = assess(
             None if model is self.sft else model,
             lambda: nullcontext(self.sft),
@@ -80,7 +94,13 @@ class Evaluator:
         return [
             Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
             for text, judged, score, kl, logprob, tokens in zip(
-                texts, judge(self.prompts, texts), scores, told.kl.tolist(), told.ref_logprobs.tolist(), responses, strict=True
+                texts,
+                judge(self.prompts, texts),
+                scores,
+                told.kl.tolist(),
+                told.ref_logprobs.tolist(),
+                responses,
+                strict=True,
             )
         ]
 

@@ -1,4 +1,5 @@
-"""Numbers that responses are given, by functions that params.yaml names (`module:name`) among others.
+"""Numbers that responses are given, by functions that params.yaml names (`module:name`) among
+others.
 
 Light to import, so that a run can ask before it starts.
 """
@@ -27,7 +28,9 @@ def load_function(named: str, key: str) -> Number:
     try:
         function: Number = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise BadInput(f"{key}: {named} cannot be imported ({error}); put the module in the project's folder") from None
+        raise BadInput(
+            f"{key}: {named} cannot be imported ({error}); put the module in the project's folder"
+        ) from None
     return function
 
 
@@ -36,5 +39,9 @@ def check_numbers(numbers: Sequence[float], responses: int, who: str) -> None:
     Raises:
         RondoError: not one finite number for each of so many responses.
     """
-    if len(numbers) != responses or not all(isinstance(each, int | float) and math.isfinite(each) for each in numbers):
-        raise RondoError(f"{who}: one finite number for each of {responses} responses wanted, got {numbers!r:.200}")
+    if len(numbers) != responses or not all(
+        isinstance(each, int | float) and math.isfinite(each) for each in numbers
+    ):
+        raise RondoError(
+            f"{who}: one finite number for each of {responses} responses wanted, got {numbers!r:.200}"
+        )

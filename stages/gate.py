@@ -1,9 +1,10 @@
 """Quality gates: `python -m stages.gate --gate sft|reward|promote --round r0`.
 
-gates/<round>/<gate>.ok is written when the gate opens alone, so that neither `dvc repro` nor the flow goes past a shut one (but nothing
-depends on `promote`: a policy that was hacked is what the next round learns from). It opens when every number is in its band
-(stages/bands.py), when gates.<gate>.policy is `warn`, or when it is `ask` and a person has approved of these very numbers. The verdict
-goes to reports/<round>/gate_<gate>.json in any case. No model is loaded here.
+gates/<round>/<gate>.ok is written when the gate opens alone, so that neither `dvc repro` nor the
+flow goes past a shut one (but nothing depends on `promote`: a policy that was hacked is what the
+next round learns from). It opens when every number is in its band (stages/bands.py), when
+gates.<gate>.policy is `warn`, or when it is `ask` and a person has approved of these very numbers.
+The verdict goes to reports/<round>/gate_<gate>.json in any case. No model is loaded here.
 """
 
 import argparse
@@ -38,7 +39,9 @@ def look_up(metrics: Any, name: str) -> Any:
 
 
 def measured(metrics: Any, metric: str) -> float | None:
-    """A metric, or the difference of two; NaN, which is in no band, where one is missing or no number; None where its stage wrote null."""
+    """A metric, or the difference of two; NaN, which is in no band, where one is missing or no
+    number; None where its stage wrote null.
+    """
     values = [look_up(metrics, name) for name in metric.split(" - ")]
     if None in values:
         return None
@@ -54,7 +57,10 @@ def check(gate: str, band: Band, metrics: Any, bound: float, round_: str) -> Che
     if value is None and band.optional:
         fix, passed = "", True
     elif value is None or not math.isfinite(value) or not math.isfinite(bound):
-        fix, value = f"{band.metric} is missing or not finite: look for NaN in the stage's metrics.jsonl, lower its learning rate", None
+        fix, value = (
+            f"{band.metric} is missing or not finite: look for NaN in the stage's metrics.jsonl, lower its learning rate",
+            None,
+        )
     else:
         passed = COMPARE[band.compare](value, bound)
     return {
@@ -75,12 +81,19 @@ def judge(params: Params, gate: str, round_: str) -> Verdict:
         BadInput: a stage before has written no metrics, or the approval is no approval.
     """
     config = getattr(params.gates, gate)
-    metrics = {stage: read_json(stage_dir(round_, stage) / "metrics.json", f"dvc repro {stage}@{round_}") for stage in STAGES[gate]}
-    checks = [check(gate, band, metrics, getattr(config, band.bound), round_) for band in BANDS[gate]]
+    metrics = {
+        stage: read_json(stage_dir(round_, stage) / "metrics.json", f"dvc repro {stage}@{round_}")
+        for stage in STAGES[gate]
+    }
+    checks = [
+        check(gate, band, metrics, getattr(config, band.bound), round_) for band in BANDS[gate]
+    ]
     failed = [row for row in checks if not row["passed"]]
     approval = read_approval(round_, gate) if failed and config.policy is Policy.ask else None
     if approval and not approval.holds_for(values(failed)):
-        print(f"[gate_{gate}@{round_}] the approval by {approval.by} was of other numbers", flush=True)
+        print(
+            f"[gate_{gate}@{round_}] the approval by {approval.by} was of other numbers", flush=True
+        )
         approval = None
     opened = not failed or config.policy is Policy.warn or bool(approval and approval.approved)
     return {
@@ -95,7 +108,9 @@ def judge(params: Params, gate: str, round_: str) -> Verdict:
 
 
 def vouched(verdict: Mapping[str, Any]) -> bool:
-    """Whether the numbers or a person speak for what went through; `warn` lets pass what nobody vouches for."""
+    """Whether the numbers or a person speak for what went through; `warn` lets pass what nobody
+    vouches for.
+    """
     return bool(verdict["passed"] or (verdict["approval"] or {}).get("approved"))
 
 
@@ -111,12 +126,20 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     verdict = judge(params, gate, round_)
     write_json(REPORTS / round_ / f"gate_{gate}.json", verdict)
     for row in verdict["checks"]:
-        print(f"[gate_{gate}@{round_}] {'pass' if row['passed'] else 'FAIL'}  {said(row)}", flush=True)
+        print(
+            f"[gate_{gate}@{round_}] {'pass' if row['passed'] else 'FAIL'}  {said(row)}", flush=True
+        )
     if not verdict["opened"]:
-        steps = [f"{said(row)}. Next: {row['next_step']}" for row in verdict["checks"] if not row["passed"]]
+        steps = [
+            f"{said(row)}. Next: {row['next_step']}"
+            for row in verdict["checks"]
+            if not row["passed"]
+        ]
         raise GateFailed("; ".join([*steps, *filter(None, [decision(verdict)])]))
     if approval := verdict["approval"]:
-        print(f"[gate_{gate}@{round_}] approved by {approval['by']}: {approval['reason']}", flush=True)
+        print(
+            f"[gate_{gate}@{round_}] approved by {approval['by']}: {approval['reason']}", flush=True
+        )
     write_text(passage, "passed\n")
 
 
@@ -135,7 +158,13 @@ def decision(verdict: Mapping[str, Any]) -> str:
 
 
 def said(row: Check) -> str:
-    value = "not measured" if row["passed"] and row["value"] is None else "missing" if row["value"] is None else format(row["value"], ".4g")
+    value = (
+        "not measured"
+        if row["passed"] and row["value"] is None
+        else "missing"
+        if row["value"] is None
+        else format(row["value"], ".4g")
+    )
     return f"{row['metric']} {value}, wanted {row['band']}"
 
 
@@ -149,7 +178,11 @@ def main() -> None:
         params.check_round(arguments.round)
         run_gate(params, arguments.gate, arguments.round)
     except RondoError as error:
-        print(f"gate_{arguments.gate}@{arguments.round}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"gate_{arguments.gate}@{arguments.round}: {type(error).__name__}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(error.exit_code)
 
 

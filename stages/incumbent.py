@@ -1,5 +1,5 @@
-"""The champion that a round meets, from the file that stages/champion.py writes: it has the weights by hash, so that DVC evaluates anew
-when they change."""
+"""The champion that a round meets, from the file that stages/champion.py writes: it has the weights
+by hash, so that DVC evaluates anew when they change."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +22,18 @@ def champion_of(round_: str) -> Champion | None:
     Raises:
         BadInput: its files are not those that became champion.
     """
-    told = read_json(stage_dir(round_, "champion") / "champion.json", f"dvc repro champion@{round_}")
+    told = read_json(
+        stage_dir(round_, "champion") / "champion.json", f"dvc repro champion@{round_}"
+    )
     if told["round"] is None:
         return None
     for path, known in told["hashes"].items():
         if not Path(path).exists() or file_hash(Path(path)) != known:
-            raise BadInput(f"{path} is not what became champion: run `dvc checkout {path}`, or `dvc repro champion@{round_}`")
-    return Champion(told["round"], stage_dir(told["round"], "sft") / "model", stage_dir(told["round"], "ppo") / "policy")
+            raise BadInput(
+                f"{path} is not what became champion: run `dvc checkout {path}`, or `dvc repro champion@{round_}`"
+            )
+    return Champion(
+        told["round"],
+        stage_dir(told["round"], "sft") / "model",
+        stage_dir(told["round"], "ppo") / "policy",
+    )

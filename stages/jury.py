@@ -1,6 +1,8 @@
-"""The jury of evaluate: the judges of `evaluate.judges`, each for itself and all together. None is the reward model that PPO saw.
+"""The jury of evaluate: the judges of `evaluate.judges`, each for itself and all together. None is
+the reward model that PPO saw.
 
-A comparison goes to the side that more judges prefer; a tie is half a vote, and a judge may be of no help without being in the way.
+A comparison goes to the side that more judges prefer; a tie is half a vote, and a judge may be of
+no help without being in the way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +39,9 @@ class Jury:
         self.heard: dict[str, list[Judgement]] = {name: [] for name in judges}
 
     def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
-        """1 where A wins, 0.5 for a tie, else 0: by each judge, in each dimension (`<judge>/<dimension>`) of one that has several, and
-        by all `together`, where each judge has one vote.
+        """1 where A wins, 0.5 for a tie, else 0: by each judge, in each dimension
+        (`<judge>/<dimension>`) of one that has several, and by all `together`, where each judge has
+        one vote.
         """
         votes: dict[str, list[float]] = {}
         along: dict[str, list[float]] = {}
@@ -46,15 +49,31 @@ class Jury:
             told = in_both_orders(judge, comparisons)
             self.heard[name] += told
             votes[name] = [WINS[each.preference] for each in told]
-            for dimension in dict.fromkeys(dimension for each in told for dimension in each.dimensions):
-                along[f"{name}/{dimension}"] = [WINS[each.dimensions.get(dimension, Preference.tie)] for each in told]
-        return votes | along | {TOGETHER: [together(each) for each in zip(*votes.values(), strict=True)]}
+            for dimension in dict.fromkeys(
+                dimension for each in told for dimension in each.dimensions
+            ):
+                along[f"{name}/{dimension}"] = [
+                    WINS[each.dimensions.get(dimension, Preference.tie)] for each in told
+                ]
+        return (
+            votes
+            | along
+            | {TOGETHER: [together(each) for each in zip(*votes.values(), strict=True)]}
+        )
 
     def report(self) -> Row:
-        """Of all comparisons so far: how each judge agrees with itself in the other order, what it cost, and how each two agree."""
+        """Of all comparisons so far: how each judge agrees with itself in the other order, what it
+        cost, and how each two agree.
+        """
         heard = self.heard
         pairs = {f"{a}-{b}": between_judges(heard[a], heard[b]) for a, b in combinations(heard, 2)}
-        return {"alone": {name: between_orders(told) | self.judges[name].cost() for name, told in heard.items()}, "pairs": pairs}
+        return {
+            "alone": {
+                name: between_orders(told) | self.judges[name].cost()
+                for name, told in heard.items()
+            },
+            "pairs": pairs,
+        }
 
 
 def together(votes: Sequence[float]) -> float:
@@ -67,8 +86,11 @@ def together(votes: Sequence[float]) -> float:
     return 1.0 if middle > 0.5 else 0.0 if middle < 0.5 else 0.5
 
 
-def load_jury(params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Row]) -> Jury:
-    """base: the model before SFT, which says what is fluent; people: held-out demonstrations, which say how fluent people write.
+def load_jury(
+    params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Row]
+) -> Jury:
+    """base: the model before SFT, which says what is fluent; people: held-out demonstrations, which
+    say how fluent people write.
 
     Raises:
         BadInput: a function or model is not there.
@@ -82,7 +104,9 @@ def load_jury(params: Params, round_: str, base: Any, tokenizer: Any, people: Se
             key, endpoint = language_models[named]
             return Endpoint(endpoint, key=key)
         if named == FLUENCY:
-            return Absolute(named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0)
+            return Absolute(
+                named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0
+            )
         if ":" in named:
             return Absolute(named, load_function(named, "evaluate.judges"), margin)
         folder = stage_dir(round_, "reward") / "judge" if named == APART else Path(named)
@@ -92,8 +116,14 @@ def load_jury(params: Params, round_: str, base: Any, tokenizer: Any, people: Se
 
 
 def garbled(nll: Number, people: Sequence[Row]) -> Number:
-    """How far a text is beyond what people write, nats a token below 0; 0 for any that is not: bland texts are no better than others."""
-    usual = float(np.quantile(nll([row["prompt"] for row in people], [row["completion"] for row in people]), FLUENT))
+    """How far a text is beyond what people write, nats a token below 0; 0 for any that is not:
+    bland texts are no better than others.
+    """
+    usual = float(
+        np.quantile(
+            nll([row["prompt"] for row in people], [row["completion"] for row in people]), FLUENT
+        )
+    )
 
     def number(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         return [min(0.0, usual - each) for each in nll(prompts, responses)]

@@ -1,4 +1,5 @@
-"""Models that were trained on their upper layers alone have the lower ones in common: those run once for all.
+"""Models that were trained on their upper layers alone have the lower ones in common: those run
+once for all.
 
 M tokens of rows end to end, H hidden size.
 """
@@ -15,7 +16,9 @@ from stages.packing import Packed, flat, hidden_states, pack, unwrap
 
 
 class Skipped(torch.nn.Module):
-    """In the place of a layer that has run already: what a layer is (its kind of attention) goes by its number."""
+    """In the place of a layer that has run already: what a layer is (its kind of attention) goes by
+    its number.
+    """
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -23,8 +26,15 @@ class Skipped(torch.nn.Module):
 
 def layers_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     """The module that holds the layers, under which name, and they themselves."""
-    trunk, count = unwrap(model).base_model, unwrap(model).config.get_text_config().num_hidden_layers
-    path, layers = next((p, m) for p, m in trunk.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+    trunk, count = (
+        unwrap(model).base_model,
+        unwrap(model).config.get_text_config().num_hidden_layers,
+    )
+    path, layers = next(
+        (p, m)
+        for p, m in trunk.named_modules()
+        if isinstance(m, torch.nn.ModuleList) and len(m) == count
+    )
     above, _, name = path.rpartition(".")
     return trunk.get_submodule(above), name, layers
 
@@ -32,15 +42,20 @@ def layers_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
 def plain_layers(model: Any) -> int:
     """How many of the lowest layers have no adapters."""
     *_, layers = layers_of(model)
-    adapted = (i for i, layer in enumerate(layers) if any(isinstance(m, BaseTunerLayer) for m in layer.modules()))
+    adapted = (
+        i
+        for i, layer in enumerate(layers)
+        if any(isinstance(m, BaseTunerLayer) for m in layer.modules())
+    )
     return next(adapted, len(layers))
 
 
 def common_layers(*models: Any) -> int:
-    """How many of the lowest layers, with the embedding below them, are the same in all models, bit for bit.
+    """How many of the lowest layers, with the embedding below them, are the same in all models, bit
+    for bit.
 
-    0 where states cannot be handed on, which is tried on the first model, since all are of one kind: some do more with an embedding than
-    pass it to their first layer.
+    0 where states cannot be handed on, which is tried on the first model, since all are of one
+    kind: some do more with an embedding than pass it to their first layer.
     """
     first, *others = models
     same = min(len(layers_of(first)[2]) - 1, *map(plain_layers, models))
@@ -58,7 +73,11 @@ def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     if a is b:
         return True
     ours, theirs = a.state_dict(), b.state_dict()
-    return type(a) is type(b) and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return (
+        type(a) is type(b)
+        and ours.keys() == theirs.keys()
+        and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    )
 
 
 @torch.no_grad()
@@ -69,18 +88,28 @@ def _handed_on(model: Any, first: int) -> bool:
 
 
 def through(
-    model: Any, packed: Packed, entering: Tensor | None = None, first: int = 0, keep: Sequence[int] = ()
+    model: Any,
+    packed: Packed,
+    entering: Tensor | None = None,
+    first: int = 0,
+    keep: Sequence[int] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """(M, H) last hidden states, and the (M, H) states that enter layers `keep`; from the tokens, or from what enters layer `first`."""
+    """(M, H) last hidden states, and the (M, H) states that enter layers `keep`; from the tokens,
+    or from what enters layer `first`.
+    """
     with _without(model, 0 if entering is None else first), _watched(model, keep) as seen:
-        return hidden_states(model, packed, entering), [flat(packed, seen[number]) for number in keep]
+        return hidden_states(model, packed, entering), [
+            flat(packed, seen[number]) for number in keep
+        ]
 
 
 @contextmanager
 def _without(model: Any, first: int) -> Iterator[None]:
     """The layers below `first` do nothing."""
     holder, name, layers = layers_of(model)
-    setattr(holder, name, torch.nn.ModuleList([*(Skipped() for _ in range(first)), *layers[first:]]))
+    setattr(
+        holder, name, torch.nn.ModuleList([*(Skipped() for _ in range(first)), *layers[first:]])
+    )
     try:
         yield
     finally:
@@ -94,7 +123,9 @@ def _watched(model: Any, numbers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     seen: dict[int, Tensor] = {}
 
     def watch(number: int) -> Any:
-        return layers[number].register_forward_pre_hook(lambda _, inputs: seen.update({number: inputs[0]}))
+        return layers[number].register_forward_pre_hook(
+            lambda _, inputs: seen.update({number: inputs[0]})
+        )
 
     hooks = [watch(number) for number in set(numbers)]
     try:

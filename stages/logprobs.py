@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies out of a vocabulary's logits, some rows at a time: no (N, V) tensor is ever float32.
+"""Log-probabilities and entropies out of a vocabulary's logits, some rows at a time: no (N, V)
+tensor is ever float32.
 
 N tokens, V vocabulary.
 """
@@ -17,7 +18,9 @@ def logprobs_of(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Te
 
     def part(rows: Tensor, wanted: Tensor) -> Tensor:
         # a quarter of the time of gather - logsumexp
-        return -torch.nn.functional.cross_entropy(scaled(rows, temperature), wanted, reduction="none")
+        return -torch.nn.functional.cross_entropy(
+            scaled(rows, temperature), wanted, reduction="none"
+        )
 
     return by_parts(part, logits, targets)
 
@@ -39,7 +42,14 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def by_parts(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`function` of some rows at a time of (N, V) logits and what goes with them; in backward once more, so that nothing is kept."""
+    """`function` of some rows at a time of (N, V) logits and what goes with them; in backward once
+    more, so that nothing is kept.
+    """
     rows = max(CELLS // tensors[0].shape[1], 1)
     parts = zip(*(each.split(rows) for each in tensors), strict=True)
-    return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
+    return torch.cat(
+        [
+            checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in parts
+        ]
+    )

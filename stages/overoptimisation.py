@@ -1,8 +1,9 @@
 """How far optimisation could go before the judge liked it less.
 
-Gao, Schulman & Hilton 2023, "Scaling laws for reward model overoptimization": under reinforcement learning the gold reward, relative to
-where optimisation starts, is R(d) = d (alpha - beta log d) at the distance d = sqrt(KL). R'(d) = alpha - beta - beta log d, so that for
-beta > 0 it is highest at d = exp(alpha / beta - 1), and falls after.
+Gao, Schulman & Hilton 2023, "Scaling laws for reward model overoptimization": under reinforcement
+learning the gold reward, relative to where optimisation starts, is R(d) = d (alpha - beta log d) at
+the distance d = sqrt(KL). R'(d) = alpha - beta - beta log d, so that for beta > 0 it is highest at
+d = exp(alpha / beta - 1), and falls after.
 """
 
 import math
@@ -16,7 +17,9 @@ BEYOND = 2  # times the largest measured KL: a peak that is further away is a gu
 
 
 class Point(NamedTuple):
-    """A policy after `update` PPO updates. kl: nats a sequence from SFT. proxy: calibrated reward-model score. gold: judged sentiment."""
+    """A policy after `update` PPO updates. kl: nats a sequence from SFT. proxy: calibrated
+    reward-model score. gold: judged sentiment.
+    """
 
     update: int
     kl: float
@@ -32,21 +35,30 @@ def distance(kl: float) -> float:
 def overoptimisation(points: Sequence[Point]) -> dict[str, float | None]:
     """The law, fitted by least squares to the points' gain of gold over SFT, and what was measured.
 
-    points: SFT first. `points` counts those that are away from SFT (d > 0), which alone decide the fit; `rmse` is over them, in units of
-    gold. alpha, beta, rmse are null where they are fewer than 3 or all at one distance. peak_kl is the fit's; null where it has none, or
-    has it beyond twice the largest measured KL. measured_peak_*: of the point with the highest gold, SFT included. *_after_peak: what gold
-    and proxy change by from there to the largest KL; gold down while the proxy goes up is over-optimisation.
+    points: SFT first. `points` counts those that are away from SFT (d > 0), which alone decide the
+    fit; `rmse` is over them, in units of gold. alpha, beta, rmse are null where they are fewer than
+    3 or all at one distance. peak_kl is the fit's; null where it has none, or has it beyond twice
+    the largest measured KL. measured_peak_*: of the point with the highest gold, SFT included.
+    *_after_peak: what gold and proxy change by from there to the largest KL; gold down while the
+    proxy goes up is over-optimisation.
     """
-    best, furthest = max(points, key=lambda point: point.gold), max(points, key=lambda point: point.kl)
+    best, furthest = (
+        max(points, key=lambda point: point.gold),
+        max(points, key=lambda point: point.kl),
+    )
     away = [point for point in points if distance(point.kl)]
-    coefficients = fit([distance(point.kl) for point in away], [point.gold - points[0].gold for point in away])
+    coefficients = fit(
+        [distance(point.kl) for point in away], [point.gold - points[0].gold for point in away]
+    )
     alpha, beta, rmse = coefficients or (None, None, None)
     return {
         "alpha": alpha,
         "beta": beta,
         "rmse": rmse,
         "points": len(away),
-        "peak_kl": peak_kl(coefficients[0], coefficients[1], BEYOND * furthest.kl) if coefficients else None,
+        "peak_kl": peak_kl(coefficients[0], coefficients[1], BEYOND * furthest.kl)
+        if coefficients
+        else None,
         "measured_peak_kl": best.kl,
         "measured_peak_update": best.update,
         "gold_after_peak": furthest.gold - best.gold,
@@ -55,7 +67,9 @@ def overoptimisation(points: Sequence[Point]) -> dict[str, float | None]:
 
 
 def fit(distances: Sequence[float], gains: Sequence[float]) -> tuple[float, float, float] | None:
-    """(alpha, beta, root mean squared error) of d (alpha - beta log d), linear in both; None where the points do not determine them."""
+    """(alpha, beta, root mean squared error) of d (alpha - beta log d), linear in both; None where
+    the points do not determine them.
+    """
     if len(distances) < FEWEST:
         return None
     d = np.asarray(distances, dtype=float)
@@ -63,12 +77,20 @@ def fit(distances: Sequence[float], gains: Sequence[float]) -> tuple[float, floa
     solution, _, rank, _ = np.linalg.lstsq(columns, np.asarray(gains, dtype=float), rcond=None)
     if rank < 2:
         return None
-    return float(solution[0]), float(solution[1]), float(np.sqrt(np.mean((columns @ solution - gains) ** 2)))
+    return (
+        float(solution[0]),
+        float(solution[1]),
+        float(np.sqrt(np.mean((columns @ solution - gains) ** 2))),
+    )
 
 
 def peak_kl(alpha: float, beta: float, largest: float) -> float | None:
-    """The KL, nats, at which d (alpha - beta log d) is highest; None where it has no maximum, or has it beyond `largest`."""
+    """The KL, nats, at which d (alpha - beta log d) is highest; None where it has no maximum, or
+    has it beyond `largest`.
+    """
     if beta <= 0:
         return None
-    log_kl = 2 * (alpha / beta - 1)  # compared as it is: the exponential of a slight beta's has no float
+    log_kl = 2 * (
+        alpha / beta - 1
+    )  # compared as it is: the exponential of a slight beta's has no float
     return math.exp(log_kl) if log_kl <= math.log(largest) else None

@@ -1,6 +1,7 @@
 """Prompts with their responses through a model, without computing a pad token.
 
-Dimensions: B rows of at most L tokens, M tokens in all, N of them of responses, T in the longest response, H hidden size.
+Dimensions: B rows of at most L tokens, M tokens in all, N of them of responses, T in the longest
+response, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,10 @@ Tokens = list[int]
 class Packed:
     """Rows, one after the other.
 
-    input_ids, position_ids: (M,). lengths: tokens of each row. place: (M,) each token's index in (B, L) rows padded on the right,
-    laid end to end. predicts: (N,) indices into M of what predicts a response token, i.e. of the one before it.
-    response_mask: (B, T) bool. last: (B,) indices into M of the rows' last tokens.
+    input_ids, position_ids: (M,). lengths: tokens of each row. place: (M,) each token's index in
+    (B, L) rows padded on the right, laid end to end. predicts: (N,) indices into M of what predicts
+    a response token, i.e. of the one before it. response_mask: (B, T) bool. last: (B,) indices into
+    M of the rows' last tokens.
     """
 
     input_ids: Tensor
@@ -44,18 +46,32 @@ class Packed:
     def pad(self, flat: Tensor) -> Tensor:
         """(M, ...) to (B, L, ...), zero behind each row's end."""
         rows, width, rest = len(self.lengths), max(self.lengths), flat.shape[1:]
-        return flat.new_zeros(rows * width, *rest).index_copy(0, self.place, flat).view(rows, width, *rest)
+        return (
+            flat.new_zeros(rows * width, *rest)
+            .index_copy(0, self.place, flat)
+            .view(rows, width, *rest)
+        )
 
     def unpad(self, padded: Tensor) -> Tensor:
         """(B, L, ...) to (M, ...)."""
         return padded.flatten(0, 1).index_select(0, self.place)
 
 
-def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], device: torch.device, eos_token_id: int | None = None) -> Packed:
-    """`eos_token_id` closes responses without it: it is read there (a reward model wants it), but no token of the response."""
+def pack(
+    prompt_ids: Sequence[Tokens],
+    response_ids: Sequence[Tokens],
+    device: torch.device,
+    eos_token_id: int | None = None,
+) -> Packed:
+    """`eos_token_id` closes responses without it: it is read there (a reward model wants it), but
+    no token of the response.
+    """
     ends_in = response_ids if eos_token_id is None else closed(response_ids, eos_token_id)
     rows = [prompt + response for prompt, response in zip(prompt_ids, ends_in, strict=True)]
-    lengths, sizes = torch.tensor([len(row) for row in rows]), torch.tensor([len(response) for response in response_ids])
+    lengths, sizes = (
+        torch.tensor([len(row) for row in rows]),
+        torch.tensor([len(response) for response in response_ids]),
+    )
     added = torch.tensor([len(response) for response in ends_in]) - sizes
     ends, row = lengths.cumsum(0), torch.arange(len(rows)).repeat_interleave(lengths)
     index = torch.arange(int(ends[-1]))
@@ -73,7 +89,9 @@ def pack(prompt_ids: Sequence[Tokens], response_ids: Sequence[Tokens], device: t
 
 
 def closed(response_ids: Sequence[Tokens], eos_token_id: int) -> list[Tokens]:
-    """Each response with EOS at its end, whether or not it was sampled: reward models are trained on EOS, and read there."""
+    """Each response with EOS at its end, whether or not it was sampled: reward models are trained
+    on EOS, and read there.
+    """
     return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
 
 
@@ -88,47 +106,72 @@ def precision(model: Any) -> torch.autocast:
     return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
 
 
-def hidden_states(model: Any, packed: Packed, entering: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
-    """(M, H) last hidden states, without the vocabulary's or the score's head; of tokens, or of (M, H) states that enter the layers.
+def hidden_states(
+    model: Any, packed: Packed, entering: Tensor | None = None, cache: DynamicCache | None = None
+) -> Tensor:
+    """(M, H) last hidden states, without the vocabulary's or the score's head; of tokens, or of (M,
+    H) states that enter the layers.
 
-    Stages.attention's `grouped` takes the rows apart where they meet, in attention; for other implementations they are padded.
-    `cache`: is given the keys and values, laid out as the model ran.
+    Stages.attention's `grouped` takes the rows apart where they meet, in attention; for other
+    implementations they are padded. `cache`: is given the keys and values, laid out as the model
+    ran.
     """
     trunk = unwrap(model).base_model
-    name, tokens = ("input_ids", packed.input_ids) if entering is None else ("inputs_embeds", entering)
+    name, tokens = (
+        ("input_ids", packed.input_ids) if entering is None else ("inputs_embeds", entering)
+    )
     caching = {"past_key_values": cache, "use_cache": cache is not None}
     with precision(model):
         if takes_packed(trunk):
-            return trunk(**packed_inputs(packed, trunk.dtype, name, tokens) | caching).last_hidden_state[0]
+            return trunk(
+                **packed_inputs(packed, trunk.dtype, name, tokens) | caching
+            ).last_hidden_state[0]
         mask = packed.pad(torch.ones_like(packed.input_ids))
-        return packed.unpad(trunk(**{name: packed.pad(tokens)}, attention_mask=mask, **caching).last_hidden_state)
+        return packed.unpad(
+            trunk(**{name: packed.pad(tokens)}, attention_mask=mask, **caching).last_hidden_state
+        )
 
 
 def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
-    """(B, H) hidden states of the rows' last tokens, and the cache to go on from, where rows are padded on the right."""
+    """(B, H) hidden states of the rows' last tokens, and the cache to go on from, where rows are
+    padded on the right.
+    """
     cache = DynamicCache()
     states = hidden_states(model, packed, cache=cache)[packed.last]
     if takes_packed(unwrap(model).base_model):
         pairs = ((layer.keys, layer.values) for layer in cache.layers)
-        cache = DynamicCache([tuple(packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in pair) for pair in pairs])
+        cache = DynamicCache(
+            [
+                tuple(packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in pair)
+                for pair in pairs
+            ]
+        )
     return states, cache
 
 
 @contextmanager
 def without_padding(model: Any) -> Iterator[None]:
-    """Batches that a trainer has padded go through the layers as rows end to end, and come back padded with zeros.
+    """Batches that a trainer has padded go through the layers as rows end to end, and come back
+    padded with zeros.
 
-    What is packed already, or goes on from a cache, as the sampling and scoring of this project does, stays as it is.
+    What is packed already, or goes on from a cache, as the sampling and scoring of this project
+    does, stays as it is.
     """
     trunk = unwrap(model).base_model
     places: list[Tensor | None] = []
 
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(
+        _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if "packed" in kwargs or kwargs.get("past_key_values") is not None:
             places.append(None)
             return None
         ids, mask = args[0] if args else kwargs["input_ids"], kwargs["attention_mask"].bool()
-        packed = pack([row[real].tolist() for row, real in zip(ids, mask, strict=True)], [[]] * len(ids), ids.device)
+        packed = pack(
+            [row[real].tolist() for row, real in zip(ids, mask, strict=True)],
+            [[]] * len(ids),
+            ids.device,
+        )
         places.append(mask)
         return (), packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
 
@@ -136,13 +179,18 @@ def without_padding(model: Any) -> Iterator[None]:
         if (mask := places.pop()) is None:
             return output
         [states] = output.last_hidden_state
-        output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[1]).masked_scatter(mask[..., None], states)
+        output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[1]).masked_scatter(
+            mask[..., None], states
+        )
         return output
 
     if not takes_packed(trunk):
         yield
         return
-    hooks = [trunk.register_forward_pre_hook(before, with_kwargs=True), trunk.register_forward_hook(after)]
+    hooks = [
+        trunk.register_forward_pre_hook(before, with_kwargs=True),
+        trunk.register_forward_hook(after),
+    ]
     try:
         yield
     finally:
@@ -155,12 +203,24 @@ def takes_packed(trunk: Any) -> bool:
 
 
 def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor) -> dict[str, Any]:
-    """Arguments of a trunk that `takes_packed`. Attention pads on the right, where no token sees a pad: the mask is causal alone."""
+    """Arguments of a trunk that `takes_packed`. Attention pads on the right, where no token sees a
+    pad: the mask is causal alone.
+    """
     width = max(packed.lengths)
-    causal = torch.full((1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=tokens.device).triu(1)
-    return {name: tokens[None], "position_ids": packed.position_ids[None], "attention_mask": causal, "packed": packed, "use_cache": False}
+    causal = torch.full(
+        (1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=tokens.device
+    ).triu(1)
+    return {
+        name: tokens[None],
+        "position_ids": packed.position_ids[None],
+        "attention_mask": causal,
+        "packed": packed,
+        "use_cache": False,
+    }
 
 
 def flat(packed: Packed, states: Tensor) -> Tensor:
-    """(M, H) of the states between two layers, as `hidden_states` runs them: (1, M, H) or (B, L, H)."""
+    """(M, H) of the states between two layers, as `hidden_states` runs them: (1, M, H) or (B, L,
+    H).
+    """
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)

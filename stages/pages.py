@@ -7,9 +7,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def fill(package: str, template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
-    """The page of a template that lies in `package`; everything is escaped, and a name that is missing is an error."""
+    """The page of a template that lies in `package`; everything is escaped, and a name that is
+    missing is an error.
+    """
     environment = Environment(
-        loader=PackageLoader(package, "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader(package, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= filters
     return environment.get_template(template).render(**values)

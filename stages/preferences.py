@@ -1,7 +1,8 @@
 """What a judge of preferences is, and what two orders of the same question tell of it.
 
-A judge says which of two responses to a prompt is better. Judges favour a position (Zheng et al. 2023, section 3.3), so each comparison is
-asked in both orders, and a preference counts only where both agree.
+A judge says which of two responses to a prompt is better. Judges favour a position (Zheng et al.
+2023, section 3.3), so each comparison is asked in both orders, and a preference counts only where
+both agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """confidence: 0..1, None where the judge gives none. dimensions: what it prefers in each, where it was asked of several."""
+    """confidence: 0..1, None where the judge gives none. dimensions: what it prefers in each, where
+    it was asked of several.
+    """
 
     preference: Preference
     confidence: float | None = None
@@ -59,7 +62,9 @@ class Judge(Protocol):
         """A verdict each; None where the judge said nothing that can be read."""
 
     def cost(self) -> Row:
-        """Metrics of what was asked so far, the same whether or not an answer was known from an earlier run."""
+        """Metrics of what was asked so far, the same whether or not an answer was known from an
+        earlier run.
+        """
 
     def usage(self) -> Row:
         """What this run of the stage asked for and paid."""
@@ -67,7 +72,9 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Judgement:
-    """A comparison in both orders: `second` was asked with A and B swapped, and is told in terms of `first`."""
+    """A comparison in both orders: `second` was asked with A and B swapped, and is told in terms of
+    `first`.
+    """
 
     first: Verdict | None
     second: Verdict | None
@@ -88,17 +95,29 @@ class Judgement:
         """By dimension what both orders prefer, else a tie."""
         if not self.first or not self.second:
             return {}
-        pairs = ((name, said, self.second.dimensions[name]) for name, said in self.first.dimensions.items())
+        pairs = (
+            (name, said, self.second.dimensions[name])
+            for name, said in self.first.dimensions.items()
+        )
         return {name: said if said == again else Preference.tie for name, said, again in pairs}
 
     @property
     def confidence(self) -> float | None:
         """The lower of both."""
-        given = [verdict.confidence for verdict in (self.first, self.second) if verdict and verdict.confidence is not None]
+        given = [
+            verdict.confidence
+            for verdict in (self.first, self.second)
+            if verdict and verdict.confidence is not None
+        ]
         return min(given, default=None)
 
 
 def in_both_orders(judge: Judge, comparisons: Sequence[Comparison]) -> list[Judgement]:
-    """Each comparison's question and its swapped one, asked one after the other, so that a run that is stopped has whole ones."""
+    """Each comparison's question and its swapped one, asked one after the other, so that a run that
+    is stopped has whole ones.
+    """
     told = judge.compare([question for each in comparisons for question in (each, each.swapped())])
-    return [Judgement(first, second and second.swapped()) for first, second in zip(told[::2], told[1::2], strict=True)]
+    return [
+        Judgement(first, second and second.swapped())
+        for first, second in zip(told[::2], told[1::2], strict=True)
+    ]

@@ -9,7 +9,9 @@ from stages.params import Params, load_params
 
 
 def run_stage(name: str, stage: Callable[[Params, str], None]) -> None:
-    """Parse `--round`, read params.yaml, run the stage; a RondoError ends the process with its code."""
+    """Parse `--round`, read params.yaml, run the stage; a RondoError ends the process with its
+    code.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m stages.{name}")
     parser.add_argument("--round", default="r0", help="round of params.yaml, e.g. r0")
     round_ = parser.parse_args().round

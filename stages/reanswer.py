@@ -1,4 +1,6 @@
-"""The policy's first sample of every prompt once more: `python -m stages.reanswer ROUND PARAMS.json` prints a JSON list."""
+"""The policy's first sample of every prompt once more: `python -m stages.reanswer ROUND
+PARAMS.json` prints a JSON list.
+"""
 
 import json
 import sys

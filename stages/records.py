@@ -18,7 +18,13 @@ from typing import Any
 
 from stages.errors import BadInput
 
-ROUNDS, REPORTS, GATES, ASSETS, WORK = Path("rounds"), Path("reports"), Path("gates"), Path("assets"), Path(".rondo/work")
+ROUNDS, REPORTS, GATES, ASSETS, WORK = (
+    Path("rounds"),
+    Path("reports"),
+    Path("gates"),
+    Path("assets"),
+    Path(".rondo/work"),
+)
 JUDGE_CACHE = Path(".rondo/judge_cache")  # what language models answered, for all rounds and runs
 Row = dict[str, Any]
 
@@ -56,9 +62,15 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, made_by: str) -> list[Row]:
-    """The rows of a .jsonl or .jsonl.gz file; `made_by` is the command that makes it, named when it is missing."""
+    """The rows of a .jsonl or .jsonl.gz file; `made_by` is the command that makes it, named when it
+    is missing.
+    """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with (
+            gzip.open(path, "rt", encoding="utf-8")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8") as lines
+        ):
             return [json.loads(line) for line in lines if line.strip()]
     except FileNotFoundError:
         raise BadInput(f"{path} is missing: run `{made_by}`") from None
@@ -86,8 +98,12 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, *, stage: str, round_: str, seed: int, inputs: Iterable[Path], **facts: Any) -> None:
-    """What made this folder: inputs by hash, versions, and the stage's own facts (template hash, calibration)."""
+def write_manifest(
+    folder: Path, *, stage: str, round_: str, seed: int, inputs: Iterable[Path], **facts: Any
+) -> None:
+    """What made this folder: inputs by hash, versions, and the stage's own facts (template hash,
+    calibration).
+    """
     packages = ("torch", "transformers", "trl", "peft", "datasets")
     write_json(
         folder / "manifest.json",
@@ -103,13 +119,17 @@ def write_manifest(folder: Path, *, stage: str, round_: str, seed: int, inputs: 
 
 
 class Recorder:
-    """A stage's metrics: one line a step to metrics.jsonl, the wall clock beside it, progress to stdout.
+    """A stage's metrics: one line a step to metrics.jsonl, the wall clock beside it, progress to
+    stdout.
 
-    The clock file `.rondo/work/<round>/<stage>/clock.jsonl` has, line for line, the `time` (seconds since
-    the epoch) at which each step of metrics.jsonl was written; a first line with step -1 marks the start.
+    The clock file `.rondo/work/<round>/<stage>/clock.jsonl` has, line for line, the `time` (seconds
+    since the epoch) at which each step of metrics.jsonl was written; a first line with step -1
+    marks the start.
     """
 
-    def __init__(self, stage: str, round_: str, total_steps: int = 0, done: Sequence[Row] = ()) -> None:
+    def __init__(
+        self, stage: str, round_: str, total_steps: int = 0, done: Sequence[Row] = ()
+    ) -> None:
         """`done`: the steps of a run that this one goes on from."""
         self.folder, self.work = stage_dir(round_, stage), work_dir(round_, stage)
         self.round, self.label = round_, f"{stage}@{round_}"
@@ -119,14 +139,23 @@ class Recorder:
         self.work.mkdir(parents=True, exist_ok=True)
         write_jsonl(self.folder / "metrics.jsonl", self.steps)
         clock = self.work / "clock.jsonl"
-        times = read_jsonl(clock, "") if done and clock.exists() else [{"step": -1, "time": self.started}]
+        times = (
+            read_jsonl(clock, "")
+            if done and clock.exists()
+            else [{"step": -1, "time": self.started}]
+        )
         write_jsonl(clock, times[: len(done) + 1])
 
     def log(self, step: int, metrics: Mapping[str, float], show: Iterable[str] = ()) -> None:
-        """Append one step; `show` names the metrics of its progress line, which is not printed without them."""
+        """Append one step; `show` names the metrics of its progress line, which is not printed
+        without them.
+        """
         row = {"step": step, **metrics}
         self.steps.append(row)
-        for path, line in ((self.folder / "metrics.jsonl", row), (self.work / "clock.jsonl", {"step": step, "time": time.time()})):
+        for path, line in (
+            (self.folder / "metrics.jsonl", row),
+            (self.work / "clock.jsonl", {"step": step, "time": time.time()}),
+        ):
             with path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
         if shown := "  ".join(f"{name} {metrics[name]:.4g}" for name in show):
@@ -135,8 +164,15 @@ class Recorder:
     def say(self, step: int, text: str) -> None:
         """A progress line: stage, step, ETA, text."""
         taken = step - self.done
-        eta = (time.time() - self.started) / taken * (self.total_steps - step) if taken and self.total_steps else 0.0
-        print(f"[{self.label}] step {step}/{self.total_steps or '?'}  eta {int(eta) // 60}:{int(eta) % 60:02d}  {text}", flush=True)
+        eta = (
+            (time.time() - self.started) / taken * (self.total_steps - step)
+            if taken and self.total_steps
+            else 0.0
+        )
+        print(
+            f"[{self.label}] step {step}/{self.total_steps or '?'}  eta {int(eta) // 60}:{int(eta) % 60:02d}  {text}",
+            flush=True,
+        )
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
         """The final numbers, and the steps once more as CSV for `dvc plots`."""

@@ -1,4 +1,6 @@
-"""Score token sequences with a saved reward model: `python -m stages.rescore MODEL SEQUENCES.json` prints a JSON list."""
+"""Score token sequences with a saved reward model: `python -m stages.rescore MODEL SEQUENCES.json`
+prints a JSON list.
+"""
 
 import json
 import sys
@@ -12,7 +14,9 @@ from stages.params import load_params
 def main(model: Path, sequences: Path) -> None:
     params = load_params()
     prepare_torch(params)
-    scores = reward_scores(load_reward_model(model, params.model), json.loads(sequences.read_text()))
+    scores = reward_scores(
+        load_reward_model(model, params.model), json.loads(sequences.read_text())
+    )
     print(json.dumps(scores.tolist()))
 
 

@@ -39,7 +39,18 @@ from stages.params import Params, Reduce
 from stages.prepare.split import prompt_key
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
-from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_jsonl, write_manifest, write_text
+from stages.records import (
+    ASSETS,
+    Recorder,
+    Row,
+    read_jsonl,
+    stage_dir,
+    work_dir,
+    write_json,
+    write_jsonl,
+    write_manifest,
+    write_text,
+)
 from stages.statistics import calibration, wilson_interval
 from stages.training import RecordSteps, starting_model, trainer_arguments
 
@@ -54,9 +65,14 @@ def main(params: Params, round_: str) -> None:
     recorder = Recorder("reward", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
-    check_template(stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format)
+    check_template(
+        stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format
+    )
     labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
-    train, held_out = read_jsonl(labelled, f"dvc repro annotate@{round_}"), read_jsonl(data / "pairs_eval.jsonl", made_by)
+    train, held_out = (
+        read_jsonl(labelled, f"dvc repro annotate@{round_}"),
+        read_jsonl(data / "pairs_eval.jsonl", made_by),
+    )
     demonstrations = read_jsonl(data / "sft_train.jsonl", made_by)[:CALIBRATION_ROWS]
 
     ids = partial(tokens, tokenizer, params)
@@ -70,14 +86,25 @@ def main(params: Params, round_: str) -> None:
         pairs = training_pairs(rows, ids(rows, "chosen"), ids(rows, "rejected"))
         torch.manual_seed(seed)
         model = load_scalar_model(started_from, weights_params(params.model, params.reward.lora))
-        member = merge_adapter(fit(model, tokenizer, pairs, params, seed, recorder, continues), resolve_dtype(params.model.dtype))
+        member = merge_adapter(
+            fit(model, tokenizer, pairs, params, seed, recorder, continues),
+            resolve_dtype(params.model.dtype),
+        )
         return centred(member, reward_scores(member, ids(demonstrations, "completion")))
 
-    # 3. train the judge and the members of the ensemble, of which there is usually one, from SFT's model or from those of the round before
-    previous, sft = Path(params.rounds[round_].previous) / "reward", stage_dir(round_, "sft") / "model"
+    # 3. train the judge and the members of the ensemble, of which there is usually one, from SFT's
+    # model or from those of the round before
+    previous, sft = (
+        Path(params.rounds[round_].previous) / "reward",
+        stage_dir(round_, "sft") / "model",
+    )
     shutil.rmtree(folder / "judge", ignore_errors=True)
     if apart:
-        judge = trained_on(apart + harder(apart, params), *starting_model(params.reward, previous / "judge", sft), params.seed)
+        judge = trained_on(
+            apart + harder(apart, params),
+            *starting_model(params.reward, previous / "judge", sft),
+            params.seed,
+        )
         save_model(judge, tokenizer, folder / "judge")
     else:
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
@@ -89,12 +116,16 @@ def main(params: Params, round_: str) -> None:
     # 4. save, merged
     merged = save_ensemble(ensemble, tokenizer, params.reward.ensemble_reduce, folder / "model")
 
-    # 5. a fresh process must give the saved model the same scores, of the same batch: in bfloat16 another one rounds otherwise
+    # 5. a fresh process must give the saved model the same scores, of the same batch: in bfloat16
+    # another one rounds otherwise
     some = chosen[:RELOAD_ROWS]
-    difference = reload_difference(folder / "model", some, reward_scores(merged, some), work_dir(round_, "reward"))
+    difference = reload_difference(
+        folder / "model", some, reward_scores(merged, some), work_dir(round_, "reward")
+    )
     check_reloaded(folder / "model", difference)
 
-    # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must beat
+    # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must
+    # beat
     score_chosen, score_rejected = reward_scores(merged, chosen), reward_scores(merged, rejected)
     write_jsonl(folder / "scores.jsonl", score_rows(held_out, merged, score_chosen, score_rejected))
     measured = quality(score_chosen - score_rejected, folder)
@@ -129,9 +160,16 @@ def main(params: Params, round_: str) -> None:
     )
 
 
-def tokens(tokenizer: PreTrainedTokenizerBase, params: Params, rows: list[Row], side: str) -> list[Tokens]:
+def tokens(
+    tokenizer: PreTrainedTokenizerBase, params: Params, rows: list[Row], side: str
+) -> list[Tokens]:
     """Whole texts, prompt and response, which ends with EOS."""
-    pairs = (encode(tokenizer, r["prompt"], r[side], params.prepare.prompt_format, params.reward.max_length) for r in rows)
+    pairs = (
+        encode(
+            tokenizer, r["prompt"], r[side], params.prepare.prompt_format, params.reward.max_length
+        )
+        for r in rows
+    )
     return [prompt + response for prompt, response in pairs]
 
 
@@ -143,7 +181,9 @@ def centred(model: Any, scores: Tensor) -> Any:
 
 def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -> Iterator[Row]:
     """Calibrated scores of each pair, of (B,) raw ones."""
-    for row, good, bad in zip(pairs, calibrated(chosen, model).tolist(), calibrated(rejected, model).tolist(), strict=True):
+    for row, good, bad in zip(
+        pairs, calibrated(chosen, model).tolist(), calibrated(rejected, model).tolist(), strict=True
+    ):
         yield {"id": row["id"], "chosen": round(good, 4), "rejected": round(bad, 4)}
 
 
@@ -159,7 +199,8 @@ def check_reloaded(model: Path, difference: float) -> None:
 
 
 def kept_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """(pairs to train on, pairs of the judge): by prompt, each by a hash of its own, so that later rounds' rows change no side.
+    """(pairs to train on, pairs of the judge): by prompt, each by a hash of its own, so that later
+    rounds' rows change no side.
 
     Replayed rows mend the reward model: they are never the judge's.
     """
@@ -172,11 +213,15 @@ def kept_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], lis
 
 
 def harder(rows: list[Row], params: Params) -> list[Row]:
-    return hard_negatives([row for row in rows if "badcase" not in row], params.reward.hard_negatives, params.seed)
+    return hard_negatives(
+        [row for row in rows if "badcase" not in row], params.reward.hard_negatives, params.seed
+    )
 
 
 def quality(margins: Tensor, folder: Path) -> dict[str, float]:
-    """Accuracy with its interval, mean margin and calibration error of (N,) raw margins chosen - rejected; bins to calibration.csv."""
+    """Accuracy with its interval, mean margin and calibration error of (N,) raw margins chosen -
+    rejected; bins to calibration.csv.
+    """
     correct, total = int((margins > 0).sum()), len(margins)
     low, high = wilson_interval(correct, total)
     ece, bins = calibration(margins.tolist())
@@ -195,27 +240,46 @@ def quality(margins: Tensor, folder: Path) -> dict[str, float]:
 
 
 def training_pairs(rows: list[Row], chosen: list[Tokens], rejected: list[Tokens]) -> list[Row]:
-    """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those without (as replayed ones are)."""
-    pairs = [{"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))} for c, r in zip(chosen, rejected, strict=True)]
+    """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those
+    without (as replayed ones are).
+    """
+    pairs = [
+        {"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))}
+        for c, r in zip(chosen, rejected, strict=True)
+    ]
     if not any("margin" in row for row in rows):
         return pairs
-    return [pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, rows, strict=True)]
+    return [
+        pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, rows, strict=True)
+    ]
 
 
 def fit(
-    model: Any, tokenizer: PreTrainedTokenizerBase, pairs: list[Row], params: Params, seed: int, recorder: Recorder, continues: bool
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Row],
+    params: Params,
+    seed: int,
+    recorder: Recorder,
+    continues: bool,
 ) -> Any:
     """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
     model.score.float()  # a bfloat16 head would not move by steps of 1e-4
     model = add_adapters(model, params.reward.lora, "SEQ_CLS")
-    arguments = trainer_arguments(params.reward, params.model, seed, work_dir(recorder.round, "reward"), continues)
-    names = {name: name for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")}
+    arguments = trainer_arguments(
+        params.reward, params.model, seed, work_dir(recorder.round, "reward"), continues
+    )
+    names = {
+        name: name
+        for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
+    }
     trainer = RewardTrainer(
         model=model,
         args=RewardConfig(
             **arguments,
             center_rewards_coefficient=params.reward.center_rewards_coefficient,
-            remove_unused_columns=False,  # pairs of like length make a batch, by their column `length`
+            # pairs of like length make a batch, by their column `length`
+            remove_unused_columns=False,
         ),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
@@ -227,8 +291,12 @@ def fit(
     return trainer.model.eval()
 
 
-def save_ensemble(ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduce: Reduce, folder: Path) -> Any:
-    """The first member in `folder`, the others in a folder within; returns the first, with the others."""
+def save_ensemble(
+    ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduce: Reduce, folder: Path
+) -> Any:
+    """The first member in `folder`, the others in a folder within; returns the first, with the
+    others.
+    """
     first, *others = ensemble
     if others:
         first.config.ensemble_reduce = reduce.value
@@ -240,9 +308,13 @@ def save_ensemble(ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduc
 
 
 def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
-    """Largest difference between `expected` scores and those of the saved model in a process of its own."""
+    """Largest difference between `expected` scores and those of the saved model in a process of its
+    own.
+    """
     write_json(work / "reload.json", sequences)
-    scores = run_fresh("stages.rescore", model, work / "reload.json", failing=f"{model} cannot be reloaded")
+    scores = run_fresh(
+        "stages.rescore", model, work / "reload.json", failing=f"{model} cannot be reloaded"
+    )
     return float((torch.tensor(scores) - expected).abs().max())
 
 

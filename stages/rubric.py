@@ -21,18 +21,25 @@ def asked_for(rubric: Rubric) -> tuple[str, ...]:
 
 
 def form(rubric: Rubric) -> str:
-    return FORM.format(preferences=", ".join(f'"{name}": "A" or "B" or "tie"' for name in asked_for(rubric)))
+    return FORM.format(
+        preferences=", ".join(f'"{name}": "A" or "B" or "tie"' for name in asked_for(rubric))
+    )
 
 
 def system(rubric: Rubric) -> str:
     said = (
-        rubric if isinstance(rubric, str) else "\n".join(["Judge each by itself:", *(f"- {name}: {what}" for name, what in rubric.items())])
+        rubric
+        if isinstance(rubric, str)
+        else "\n".join(
+            ["Judge each by itself:", *(f"- {name}: {what}" for name, what in rubric.items())]
+        )
     )
     return SYSTEM.format(rubric=said, form=form(rubric))
 
 
 def read(text: str, rubric: Rubric) -> Verdict:
-    """The verdict of the last JSON object in an answer; around it there may be a code fence, or thoughts.
+    """The verdict of the last JSON object in an answer; around it there may be a code fence, or
+    thoughts.
 
     Raises:
         ValueError: there is none, or it is not of the form wanted; says why in a line.
@@ -42,7 +49,9 @@ def read(text: str, rubric: Rubric) -> Verdict:
         raise ValueError("no JSON object in it")
     said = json.loads(objects[-1])
     told = {name: preference(name, said.get(name)) for name in asked_for(rubric)}
-    return Verdict(told[OVERALL]) if isinstance(rubric, str) else Verdict(most(told), dimensions=told)
+    return (
+        Verdict(told[OVERALL]) if isinstance(rubric, str) else Verdict(most(told), dimensions=told)
+    )
 
 
 def preference(name: str, said: object) -> Preference:

@@ -23,7 +23,11 @@ class Scorer:
     """Calibrated scores of whole responses (with EOS) under a reward model."""
 
     def __init__(self, path: Path, tokenizer: Any, params: Params, batch_size: int) -> None:
-        self.model, self.tokenizer, self.params = load_reward_model(path, params.model), tokenizer, params
+        self.model, self.tokenizer, self.params = (
+            load_reward_model(path, params.model),
+            tokenizer,
+            params,
+        )
         self.batch_size = batch_size
 
     def raw(self, sequences: Sequence[Tokens]) -> Tensor:
@@ -35,11 +39,17 @@ class Scorer:
 
     def apart(self, sequences: Sequence[Tokens]) -> Tensor:
         """(K, B) calibrated scores of each of K members of an ensemble."""
-        each = (calibrated(own_scores(m, sequences, batch_size=self.batch_size), m) for m in members(self.model))
+        each = (
+            calibrated(own_scores(m, sequences, batch_size=self.batch_size), m)
+            for m in members(self.model)
+        )
         return torch.stack(list(each))
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Tokens]:
-        encoded = (encode(self.tokenizer, p, r, self.params.prepare.prompt_format) for p, r in zip(prompts, responses, strict=True))
+        encoded = (
+            encode(self.tokenizer, p, r, self.params.prepare.prompt_format)
+            for p, r in zip(prompts, responses, strict=True)
+        )
         return [prompt + response for prompt, response in encoded]
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -53,4 +63,9 @@ def short(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
         prompt, response = encode(tokenizer, row["prompt"], row[side], params.prepare.prompt_format)
         return len(prompt) + len(response)
 
-    return [row for row in pairs if max(tokens(row, "chosen"), tokens(row, "rejected")) + ENDING_TOKENS <= params.reward.max_length]
+    return [
+        row
+        for row in pairs
+        if max(tokens(row, "chosen"), tokens(row, "rejected")) + ENDING_TOKENS
+        <= params.reward.max_length
+    ]

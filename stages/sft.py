@@ -1,6 +1,8 @@
-"""SFT: teach the base model the demonstrations, and measure what that changed: the loss on held-out ones, and what it writes.
+"""SFT: teach the base model the demonstrations, and measure what that changed: the loss on held-out
+ones, and what it writes.
 
-Base and SFT answer the frozen evaluation prompts, `samples_per_prompt` times with the same random numbers, side by side in samples.jsonl.
+Base and SFT answer the frozen evaluation prompts, `samples_per_prompt` times with the same random
+numbers, side by side in samples.jsonl.
 """
 
 import math
@@ -29,7 +31,16 @@ from stages.packing import Tokens
 from stages.params import Params
 from stages.program import run_stage
 from stages.prompts import encode, template_hash
-from stages.records import ASSETS, Recorder, Row, read_jsonl, stage_dir, work_dir, write_jsonl, write_manifest
+from stages.records import (
+    ASSETS,
+    Recorder,
+    Row,
+    read_jsonl,
+    stage_dir,
+    work_dir,
+    write_jsonl,
+    write_manifest,
+)
 from stages.response_training import Pairs
 from stages.statistics import paired_bootstrap
 from stages.training import RecordSteps, starting_model, trainer_arguments
@@ -44,9 +55,18 @@ def main(params: Params, round_: str) -> None:
     recorder = Recorder("sft", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
-    demonstrations, held_out_rows = (read_jsonl(data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval"))
-    train, held_out = tokens(tokenizer, demonstrations, params), tokens(tokenizer, held_out_rows, params)
-    asked = [row for row in read_jsonl(data / "eval_prompts.jsonl", made_by) for _ in range(params.sft.samples_per_prompt)]
+    demonstrations, held_out_rows = (
+        read_jsonl(data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval")
+    )
+    train, held_out = (
+        tokens(tokenizer, demonstrations, params),
+        tokens(tokenizer, held_out_rows, params),
+    )
+    asked = [
+        row
+        for row in read_jsonl(data / "eval_prompts.jsonl", made_by)
+        for _ in range(params.sft.samples_per_prompt)
+    ]
 
     # 2. the base model, before: always the base, so that rounds compare
     base = load_causal_lm(ASSETS / "model", params.model)
@@ -60,14 +80,25 @@ def main(params: Params, round_: str) -> None:
     trained = fit(model, tokenizer, train, params, recorder, continues)
 
     # 4. save merged, and measure what was saved
-    save_model(merge_adapter(trained, resolve_dtype(params.model.dtype)), tokenizer, folder / "model")
+    save_model(
+        merge_adapter(trained, resolve_dtype(params.model.dtype)), tokenizer, folder / "model"
+    )
     saved = load_causal_lm(folder / "model", params.model)
     loss_after = mean_nll(saved, held_out)
     after = answers(saved, tokenizer, asked, params)
-    judged_before, judged_after = (sentiment([row["prompt"] for row in asked], each.texts) for each in (before, after))
-    write_jsonl(folder / "samples.jsonl", side_by_side(asked, {"base": (before, judged_before), "sft": (after, judged_after)}))
-    gains = np.subtract(judged_after, judged_before).reshape(-1, params.sft.samples_per_prompt).tolist()  # a row a prompt
-    gain, gain_low, gain_high = paired_bootstrap(gains, params.evaluate.bootstrap_resamples, params.seed)
+    judged_before, judged_after = (
+        sentiment([row["prompt"] for row in asked], each.texts) for each in (before, after)
+    )
+    write_jsonl(
+        folder / "samples.jsonl",
+        side_by_side(asked, {"base": (before, judged_before), "sft": (after, judged_after)}),
+    )
+    gains = (
+        np.subtract(judged_after, judged_before).reshape(-1, params.sft.samples_per_prompt).tolist()
+    )  # a row a prompt
+    gain, gain_low, gain_high = paired_bootstrap(
+        gains, params.evaluate.bootstrap_resamples, params.seed
+    )
     write_manifest(
         folder,
         stage="sft",
@@ -88,27 +119,54 @@ def main(params: Params, round_: str) -> None:
             "judged_gain": gain,
             "judged_gain_low": gain_low,
             "judged_gain_high": gain_high,
-            **compare(after, cut(held_out_rows, held_out[1], params.ppo.response_length), (row["completion"] for row in demonstrations)),
+            **compare(
+                after,
+                cut(held_out_rows, held_out[1], params.ppo.response_length),
+                (row["completion"] for row in demonstrations),
+            ),
             "train_rows": len(train[0]),
             "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
             "steps": len(recorder.steps),
         }
     )
     judged = f"judged {gain:+.3f} [{gain_low:.3f}, {gain_high:.3f}]"
-    print(f"[sft@{round_}] held-out loss {loss_before:.3f} -> {loss_after:.3f} nats a token, {judged}", flush=True)
+    print(
+        f"[sft@{round_}] held-out loss {loss_before:.3f} -> {loss_after:.3f} nats a token, {judged}",
+        flush=True,
+    )
 
 
 def tokens(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Pairs:
-    encoded = [encode(tokenizer, r["prompt"], r["completion"], params.prepare.prompt_format, params.sft.max_length) for r in rows]
+    encoded = [
+        encode(
+            tokenizer,
+            r["prompt"],
+            r["completion"],
+            params.prepare.prompt_format,
+            params.sft.max_length,
+        )
+        for r in rows
+    ]
     return [p for p, _ in encoded], [c for _, c in encoded]
 
 
-def fit(model: Any, tokenizer: PreTrainedTokenizerBase, train: Pairs, params: Params, recorder: Recorder, continues: bool) -> Any:
+def fit(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Pairs,
+    params: Params,
+    recorder: Recorder,
+    continues: bool,
+) -> Any:
     """Train on the responses' tokens; returns the model (a PeftModel unless lora.r is 0)."""
-    arguments = trainer_arguments(params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues)
+    arguments = trainer_arguments(
+        params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues
+    )
     names = {name: name for name in ("loss", "grad_norm", "learning_rate")}
     model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
-    return response_training.fit(model, tokenizer, train, arguments, RecordSteps(recorder, names, ["loss"]))
+    return response_training.fit(
+        model, tokenizer, train, arguments, RecordSteps(recorder, names, ["loss"])
+    )
 
 
 def mean_nll(model: Any, pairs: Pairs) -> float:
@@ -117,19 +175,32 @@ def mean_nll(model: Any, pairs: Pairs) -> float:
     return -float(torch.cat(logprobs).mean())
 
 
-def answers(model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Written:
+def answers(
+    model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
+) -> Written:
     """The model's response to each row's prompt, with the same random numbers for every model."""
-    prompts = [encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0] for r in rows]
-    responses = sample(model, tokenizer, prompts, params.ppo, torch.Generator().manual_seed(params.seed), BATCH)
+    prompts = [
+        encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0]
+        for r in rows
+    ]
+    responses = sample(
+        model, tokenizer, prompts, params.ppo, torch.Generator().manual_seed(params.seed), BATCH
+    )
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return Written(texts, [len(each) for each in responses], [each[-1] == tokenizer.eos_token_id for each in responses])
+    return Written(
+        texts,
+        [len(each) for each in responses],
+        [each[-1] == tokenizer.eos_token_id for each in responses],
+    )
 
 
 def cut(rows: list[Row], completions: list[Tokens], response_length: int) -> Written:
     """Demonstrations as far as a model that may write `response_length` tokens would get with them."""
     lengths = [len(each) for each in completions]
     return Written(
-        [row["completion"] for row in rows], [min(length, response_length) for length in lengths], [n <= response_length for n in lengths]
+        [row["completion"] for row in rows],
+        [min(length, response_length) for length in lengths],
+        [n <= response_length for n in lengths],
     )
 
 

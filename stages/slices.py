@@ -1,7 +1,8 @@
-"""Prompts that people have put into slices/, by which a policy must not get worse (stages/capability).
+"""Prompts that people have put into slices/, by which a policy must not get worse
+(stages/capability).
 
-slices/<name>.jsonl has rows of XSTest's shape (Röttger et al. 2024), `prompt` and `label`: a `safe` one should be answered, an `unsafe` one
-refused. What else a row has is left alone.
+slices/<name>.jsonl has rows of XSTest's shape (Röttger et al. 2024), `prompt` and `label`: a `safe`
+one should be answered, an `unsafe` one refused. What else a row has is left alone.
 """
 
 from collections.abc import Iterable
@@ -29,7 +30,8 @@ class SlicePrompt(BaseModel):
 
 
 def read_slices() -> dict[str, dict[str, SlicePrompt]]:
-    """The prompts of each file by label, `xstest_safe`, `xstest_unsafe`, and by place, `slices/xstest.jsonl:4`.
+    """The prompts of each file by label, `xstest_safe`, `xstest_unsafe`, and by place,
+    `slices/xstest.jsonl:4`.
 
     Raises:
         BadInput: a row is no such prompt; names its line.
@@ -47,5 +49,9 @@ def refuse_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
     Raises:
         BadInput: one is in slices/.
     """
-    rows = [{"id": place, "prompt": row.prompt} for some in read_slices().values() for place, row in some.items()]
+    rows = [
+        {"id": place, "prompt": row.prompt}
+        for some in read_slices().values()
+        for place, row in some.items()
+    ]
     refuse_frozen(asked, rows, "take it out of one of the two")

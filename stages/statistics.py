@@ -19,15 +19,20 @@ def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, flo
     """
     if n < 1:
         raise ValueError("an interval needs at least one trial")
-    interval = binomtest(successes, n).proportion_ci(confidence_level=1 - 2 * norm.sf(z), method="wilson")
+    interval = binomtest(successes, n).proportion_ci(
+        confidence_level=1 - 2 * norm.sf(z), method="wilson"
+    )
     return float(interval.low), float(interval.high)
 
 
-def paired_bootstrap(clusters: Sequence[Sequence[float]], resamples: int, seed: int) -> tuple[float, float, float]:
+def paired_bootstrap(
+    clusters: Sequence[Sequence[float]], resamples: int, seed: int
+) -> tuple[float, float, float]:
     """Mean of all values with its 95% percentile interval, as (mean, low, high).
 
-    clusters: one sequence a prompt, e.g. the differences A - B of its samples, or outcomes 1, 0.5, 0. Samples of
-    one prompt are not independent, so whole prompts are resampled (Efron & Tibshirani 1993, ch. 8).
+    clusters: one sequence a prompt, e.g. the differences A - B of its samples, or outcomes 1, 0.5,
+    0. Samples of one prompt are not independent, so whole prompts are resampled (Efron & Tibshirani
+    1993, ch. 8).
 
     Raises:
         ValueError: no cluster, or an empty one.
@@ -44,10 +49,12 @@ def paired_bootstrap(clusters: Sequence[Sequence[float]], resamples: int, seed: 
 
 
 def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | None:
-    """How many prompts it would take for a win rate's interval to leave 0.5, if the rate stays as it is.
+    """How many prompts it would take for a win rate's interval to leave 0.5, if the rate stays as
+    it is.
 
-    An interval's half width shrinks with the root of the prompts: n (half width / |rate - 0.5|)^2, rounded up, and more than there are.
-    None where the interval decides already, or the rate is 0.5, which no number of prompts decides.
+    An interval's half width shrinks with the root of the prompts: n (half width / |rate - 0.5|)^2,
+    rounded up, and more than there are. None where the interval decides already, or the rate is
+    0.5, which no number of prompts decides.
     """
     if not low <= 0.5 <= high or rate == 0.5:
         return None
@@ -57,16 +64,26 @@ def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | 
 def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[Bin]]:
     """Expected calibration error of a Bradley-Terry model on pairs, and its reliability bins.
 
-    margins: score of chosen - rejected. The model's confidence that its preference is right is sigmoid(|margin|),
-    in 0.5..1; it is right when margin > 0 (0 counts half). Returns (ECE, [(mean confidence, share right, pairs)])
-    for the bins of equal width that are not empty. Source: Guo et al. 2017, eq. 3.
+    margins: score of chosen - rejected. The model's confidence that its preference is right is
+    sigmoid(|margin|), in 0.5..1; it is right when margin > 0 (0 counts half). Returns (ECE, [(mean
+    confidence, share right, pairs)]) for the bins of equal width that are not empty. Source: Guo et
+    al. 2017, eq. 3.
     """
     values = np.asarray(margins, dtype=float)
     confidence = 1 / (1 + np.exp(-np.abs(values)))
     right = (values > 0) + 0.5 * (values == 0)
     place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
-    rows = [(float(confidence[place == b].mean()), float(right[place == b].mean()), int((place == b).sum())) for b in np.unique(place)]
-    return sum(count / len(values) * abs(predicted - observed) for predicted, observed, count in rows), rows
+    rows = [
+        (
+            float(confidence[place == b].mean()),
+            float(right[place == b].mean()),
+            int((place == b).sum()),
+        )
+        for b in np.unique(place)
+    ]
+    return sum(
+        count / len(values) * abs(predicted - observed) for predicted, observed, count in rows
+    ), rows
 
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -76,8 +93,11 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def partial_correlation(x: Sequence[float], y: Sequence[float], given: Sequence[Sequence[float]]) -> float | None:
-    """Pearson's correlation of what is left of x and y when the variables in `given` have explained what they can, linearly.
+def partial_correlation(
+    x: Sequence[float], y: Sequence[float], given: Sequence[Sequence[float]]
+) -> float | None:
+    """Pearson's correlation of what is left of x and y when the variables in `given` have explained
+    what they can, linearly.
 
     None where it is undefined: too few points, or nothing left of x or y.
     """
@@ -96,7 +116,10 @@ def connected(links: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:
     number: dict[Hashable, int] = {}
     ends = [[number.setdefault(end, len(number)) for end in link] for link in links]
     rows, columns = np.array(ends, dtype=int).reshape(-1, 2).T
-    _, labels = connected_components(coo_array((np.ones(len(ends)), (rows, columns)), shape=(len(number), len(number))), directed=False)
+    _, labels = connected_components(
+        coo_array((np.ones(len(ends)), (rows, columns)), shape=(len(number), len(number))),
+        directed=False,
+    )
     groups: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
         groups.setdefault(int(labels[row]), []).append(place)

@@ -1,10 +1,13 @@
-"""Statistics of texts: repetition, diversity, and what they end in. Words and punctuation are tokens, case aside."""
+"""Statistics of texts: repetition, diversity, and what they end in. Words and punctuation are
+tokens, case aside.
+"""
 
 import re
 from collections import Counter
 from collections.abc import Iterable
 
-# an emoji with its modifiers (and what it is joined with) is one token, and so are an emoticon and a run of one punctuation mark
+# an emoji with its modifiers (and what it is joined with) is one token, and so are an emoticon and
+# a run of one punctuation mark
 PICTURE = "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
 MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
 EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
@@ -21,7 +24,9 @@ def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct_n(texts: Iterable[str], n: int) -> float:
-    """Distinct n-grams as a share of all of the texts' n-grams (Li et al. 2016); low when texts share a template, 0 without n-grams."""
+    """Distinct n-grams as a share of all of the texts' n-grams (Li et al. 2016); low when texts
+    share a template, 0 without n-grams.
+    """
     grams = [gram for text in texts for gram in ngrams(tokens(text), n)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
@@ -33,18 +38,27 @@ def repetition_n(text: str, n: int) -> float:
 
 
 def plain(text: str) -> str:
-    """The text without emoji, emoticons and exclamation marks, which lexicons (and reward models) overpay."""
+    """The text without emoji, emoticons and exclamation marks, which lexicons (and reward models)
+    overpay.
+    """
     return " ".join(EMOTICON.sub(" ", EMOJI.sub(" ", text)).replace("!", " ").split())
 
 
 def suffixes(text: str, longest: int = 3) -> list[str]:
-    """The ends of a text, of 1 to `longest` tokens, as written: "Well. Enjoy! :D" gives " :D", "! :D", ... with their leading space."""
+    """The ends of a text, of 1 to `longest` tokens, as written: "Well. Enjoy! :D" gives " :D", "!
+    :D", ... with their leading space.
+    """
     starts = [match.start() for match in TOKEN.finditer(text)][-longest:]
-    return [text[start - (start > 0 and text[start - 1] == " ") :].rstrip() for start in reversed(starts)]
+    return [
+        text[start - (start > 0 and text[start - 1] == " ") :].rstrip()
+        for start in reversed(starts)
+    ]
 
 
 def phrases(text: str, longest: int = 3) -> set[str]:
-    """The n-grams of a text, of 1 to `longest` tokens, as written: "So fun!" gives " So", " fun", "!", " So fun", ..."""
+    """The n-grams of a text, of 1 to `longest` tokens, as written: "So fun!" gives " So", " fun",
+    "!", " So fun", ...
+    """
     spans = [match.span() for match in TOKEN.finditer(text)]
     found = set()
     for n in range(1, longest + 1):

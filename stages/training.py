@@ -18,7 +18,9 @@ def starting_model(train: TrainParams, previous: Path, base: Path) -> tuple[Path
     return (previous if continues else base), continues
 
 
-def trainer_arguments(train: TrainParams, model: ModelParams, seed: int, work: Path, continues: bool) -> dict[str, Any]:
+def trainer_arguments(
+    train: TrainParams, model: ModelParams, seed: int, work: Path, continues: bool
+) -> dict[str, Any]:
     """Keyword arguments for TRL's SFTConfig and RewardConfig."""
     bf16, cuda = resolve_dtype(model.dtype) is torch.bfloat16, torch.cuda.is_available()
     # On a CPU `bf16=True` is refused or ignored; Accelerate reads this variable on every device.
@@ -29,7 +31,9 @@ def trainer_arguments(train: TrainParams, model: ModelParams, seed: int, work: P
         "learning_rate": train.learning_rate,
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "num_train_epochs": train.continue_epochs or train.num_train_epochs if continues else train.num_train_epochs,
+        "num_train_epochs": train.continue_epochs or train.num_train_epochs
+        if continues
+        else train.num_train_epochs,
         "max_steps": train.max_steps or -1,
         "warmup_steps": train.warmup_ratio,
         "max_length": train.max_length,
@@ -57,7 +61,13 @@ class RecordSteps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.recorder.total_steps = self.before + state.max_steps
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        metrics = {ours: float(logs[theirs]) for theirs, ours in self.names.items() if logs and theirs in logs}
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        metrics = {
+            ours: float(logs[theirs])
+            for theirs, ours in self.names.items()
+            if logs and theirs in logs
+        }
         if "loss" in metrics:
             self.recorder.log(self.before + state.global_step, metrics, self.show)

@@ -20,4 +20,8 @@ def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
     Raises:
         BadInput: a prompt that rows would be made of is in the frozen evaluation set.
     """
-    refuse_frozen(((f"training prompt {row['id']}", row["prompt"]) for row in rows), evaluation, "run `dvc repro prepare` again")
+    refuse_frozen(
+        ((f"training prompt {row['id']}", row["prompt"]) for row in rows),
+        evaluation,
+        "run `dvc repro prepare` again",
+    )

@@ -1,4 +1,6 @@
-"""A tiny Llama that every test of models shares: random, float32, 2 layers. And how tests run beside each other."""
+"""A tiny Llama that every test of models shares: random, float32, 2 layers. And how tests run
+beside each other.
+"""
 
 import os
 import shutil
@@ -14,7 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import stages.attention  # noqa: F401 - registers `grouped`
 
 ROOT = Path(__file__).parent.parent
-SLOWEST = ("test_cli.py", "test_ui.py", "test_end_to_end.py", "test_retries.py", "test_reward_defects.py")
+SLOWEST = (
+    "test_cli.py",
+    "test_ui.py",
+    "test_end_to_end.py",
+    "test_retries.py",
+    "test_reward_defects.py",
+)
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the stages that tests start need one
 
@@ -43,11 +51,18 @@ def clone(tmp_path: Path) -> Path:
     """The tracked and new files of the working tree as a repository of their own."""
     folder = tmp_path / "clone"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+    for name in subprocess.run(
+        listed, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines():
         if (ROOT / name).exists() and name != "dvc.lock":
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for command in (["init", "-q"], ["config", "user.name", "t"], ["config", "user.email", "t@localhost"], ["add", "-A"]):
+    for command in (
+        ["init", "-q"],
+        ["config", "user.name", "t"],
+        ["config", "user.email", "t@localhost"],
+        ["add", "-A"],
+    ):
         subprocess.run(["git", *command], cwd=folder, check=True)
     subprocess.run(["git", "commit", "-qm", "clone"], cwd=folder, check=True)
     return folder
@@ -66,7 +81,9 @@ def tiny_lm() -> Callable[..., Any]:
 def tiny_reward_model() -> Callable[..., Any]:
     def build(seed: int = 1) -> LlamaForSequenceClassification:
         torch.manual_seed(seed)
-        model = LlamaForSequenceClassification(LlamaConfig(**TINY, num_labels=1, initializer_range=0.2)).eval()
+        model = LlamaForSequenceClassification(
+            LlamaConfig(**TINY, num_labels=1, initializer_range=0.2)
+        ).eval()
         model.config.mean, model.config.std = 0.0, 1.0
         return model
 

@@ -19,7 +19,9 @@ def request(url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     for _ in range(10):
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60
+            ) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code != 503:  # Prefect on sqlite asks to come again when it is busy

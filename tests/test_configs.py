@@ -24,7 +24,9 @@ def test_params_yaml_holds_the_defaults() -> None:
     assert load_params(ROOT / "params.yaml") == Params()
 
 
-@pytest.mark.parametrize("name", ["smoke", "tiny", "smollm2-360m-hh", "qwen2.5-0.5b-hh", "pythia-410m-hh"])
+@pytest.mark.parametrize(
+    "name", ["smoke", "tiny", "smollm2-360m-hh", "qwen2.5-0.5b-hh", "pythia-410m-hh"]
+)
 def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
     params = config.resolve(name)
     assert params != Params()
@@ -36,10 +38,16 @@ def test_every_key_of_ppo_is_explained() -> None:
     assert [key for key in PpoParams.model_fields if f"`{key}`" not in text] == []
 
 
-@pytest.mark.parametrize("algorithm", [each.value for each in Algorithm if each is not Algorithm.ppo])
+@pytest.mark.parametrize(
+    "algorithm", [each.value for each in Algorithm if each is not Algorithm.ppo]
+)
 def test_every_key_of_the_alternatives_is_explained(algorithm: str) -> None:
     text = (ROOT / "docs/algorithms.md").read_text()
-    assert [key for key in getattr(Params(), algorithm).model_dump() if f"`{algorithm}.{key}`" not in text] == []
+    assert [
+        key
+        for key in getattr(Params(), algorithm).model_dump()
+        if f"`{algorithm}.{key}`" not in text
+    ] == []
 
 
 @pytest.mark.parametrize("gate", BANDS)
@@ -49,14 +57,26 @@ def test_every_band_is_explained(gate: str) -> None:
 
 
 def test_presets_are_those_of_the_folder() -> None:
-    assert config.preset_names() == ["keep", "default", "pythia-410m-hh", "qwen2.5-0.5b-hh", "smoke", "smollm2-360m-hh", "tiny"]
+    assert config.preset_names() == [
+        "keep",
+        "default",
+        "pythia-410m-hh",
+        "qwen2.5-0.5b-hh",
+        "smoke",
+        "smollm2-360m-hh",
+        "tiny",
+    ]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_dvc_reads_the_dag_for_any_number_of_rounds(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dvc_reads_the_dag_for_any_number_of_rounds(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("dvc.yaml").write_text((ROOT / "dvc.yaml").read_text())
-    Path("params.yaml").write_text(yaml.safe_dump(Params(rounds=rounds(number)).model_dump(mode="json")))
+    Path("params.yaml").write_text(
+        yaml.safe_dump(Params(rounds=rounds(number)).model_dump(mode="json"))
+    )
     subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "--quiet"], check=True)
     names = (
         "prepare",
@@ -75,14 +95,21 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(number: int, tmp_path: Path,
     )
     expected = ["assets", *(f"{name}@r{i}" for i in range(number) for name in names)]
     assert dag.stage_order([f"r{i}" for i in range(number)]) == expected
-    listed = subprocess.run([sys.executable, "-m", "dvc", "stage", "list", "--name-only"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, "-m", "dvc", "stage", "list", "--name-only"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert sorted(listed.stdout.split()) == sorted(expected)
 
 
 def test_every_plot_has_a_template() -> None:
     stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].values()
     plots = [plot for stage in stages for plot in stage.get("do", stage).get("plots", [])]
-    names = {options["template"] for plot in plots for options in plot.values() if "template" in options}
+    names = {
+        options["template"] for plot in plots for options in plot.values() if "template" in options
+    }
     assert "boxes" in names and all(get_template(name, ROOT / ".dvc/plots") for name in names)
 
 
@@ -90,7 +117,9 @@ DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
-def test_a_deployment_names_a_flow_that_exists_and_parameters_that_it_has(deployment: dict[str, Any]) -> None:
+def test_a_deployment_names_a_flow_that_exists_and_parameters_that_it_has(
+    deployment: dict[str, Any],
+) -> None:
     path, name = deployment["entrypoint"].split(":")
     assert (ROOT / path).exists()
     flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
@@ -118,9 +147,17 @@ def imported(file: Path, found: set[Path]) -> set[Path]:
     for node in ast.walk(ast.parse(file.read_text())):
         names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-        names += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
-        for path in (ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("stages.")):
+        names += (
+            [f"{node.module}.{alias.name}" for alias in node.names]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        names += (
+            [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+        )
+        for path in (
+            ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("stages.")
+        ):
             if path.exists() and path not in found:
                 found.add(path)
                 imported(path, found)
@@ -129,12 +166,18 @@ def imported(file: Path, found: set[Path]) -> set[Path]:
 
 @pytest.mark.parametrize("name", yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"])
 def test_a_stage_depends_on_the_code_that_it_runs(name: str) -> None:
-    """DVC runs a stage again when its code changed, and only then: deps are what it imports, no less and no more."""
+    """DVC runs a stage again when its code changed, and only then: deps are what it imports, no
+    less and no more.
+    """
     stage = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][name]
     stage = stage.get("do", stage)
     module = ROOT / stage["cmd"].split()[2].replace(".", "/")
     program = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
     used = {str(path.relative_to(ROOT)) for path in imported(program, {program})} - PLUMBING
     deps = {dep for dep in stage["deps"] if dep.startswith("stages/")}
-    assert {path for path in used if not any(path == dep or path.startswith(f"{dep}/") for dep in deps)} == set()
-    assert {dep for dep in deps if not any(path == dep or path.startswith(f"{dep}/") for path in used)} == set()
+    assert {
+        path for path in used if not any(path == dep or path.startswith(f"{dep}/") for dep in deps)
+    } == set()
+    assert {
+        dep for dep in deps if not any(path == dep or path.startswith(f"{dep}/") for path in used)
+    } == set()

@@ -1,4 +1,6 @@
-"""The shipped pipeline itself, every stage of both rounds, on a random 2-layer Llama: `rondo run --preset tiny` in a fresh clone."""
+"""The shipped pipeline itself, every stage of both rounds, on a random 2-layer Llama: `rondo run
+--preset tiny` in a fresh clone.
+"""
 
 import json
 import subprocess
@@ -10,7 +12,9 @@ from flows.dag import command_environment
 
 
 def run(*command: str, cwd: Path, code: int = 0) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=command_environment())
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False, env=command_environment()
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -21,9 +25,15 @@ def read(path: Path) -> Any:
 
 def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     rondo = (sys.executable, "-m", "flows.cli")
-    # neither policy is promoted, which does not keep the second round from learning; who is approved is the champion that it meets
-    said = run(*rondo, "run", "--preset", "tiny", "--set", "gates.promote.policy=ask", cwd=clone, code=3)
-    assert "win rate against SFT" in said and "Not promoted; the next round learns from its badcases." in said
+    # neither policy is promoted, which does not keep the second round from learning; who is
+    # approved is the champion that it meets
+    said = run(
+        *rondo, "run", "--preset", "tiny", "--set", "gates.promote.policy=ask", cwd=clone, code=3
+    )
+    assert (
+        "win rate against SFT" in said
+        and "Not promoted; the next round learns from its badcases." in said
+    )
     assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] is None
     for name, code in (("r0", 3), ("r1", 0)):
         run(*rondo, "approve", "promote", name, "--reason", "a test", cwd=clone)
@@ -42,24 +52,52 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     first, second = clone / "rounds/r0", clone / "rounds/r1"
     # one template and one evaluation set in all stages and rounds
     stages = ("prepare", "sft", "reward", "battery", "ppo", "evaluate", "replay")
-    assert len({read(folder / stage / "manifest.json")["template_hash"] for folder in (first, second) for stage in stages}) == 1
-    assert read(first / "prepare/manifest.json")["evaluation_hash"] == read(second / "prepare/manifest.json")["evaluation_hash"]
+    assert (
+        len(
+            {
+                read(folder / stage / "manifest.json")["template_hash"]
+                for folder in (first, second)
+                for stage in stages
+            }
+        )
+        == 1
+    )
+    assert (
+        read(first / "prepare/manifest.json")["evaluation_hash"]
+        == read(second / "prepare/manifest.json")["evaluation_hash"]
+    )
     # people label what the reward models learn from, replayed pairs among it
     for folder in (first, second):
-        assert (folder / "annotate/data/pairs_train.jsonl").read_bytes() == (folder / "prepare/data/pairs_train.jsonl").read_bytes()
+        assert (folder / "annotate/data/pairs_train.jsonl").read_bytes() == (
+            folder / "prepare/data/pairs_train.jsonl"
+        ).read_bytes()
     # the second round goes on from the first, meets its champion, and tries its badcases again
     assert read(second / "sft/manifest.json")["started_from"] == "rounds/r0/sft/model"
-    assert "champion" not in read(first / "evaluate/metrics.json") and "champion" in read(second / "evaluate/metrics.json")
+    assert "champion" not in read(first / "evaluate/metrics.json") and "champion" in read(
+        second / "evaluate/metrics.json"
+    )
     assert read(first / "replay/metrics.json")["badcases"] > 0
-    assert read(second / "replay/metrics.json")["tried_again"] == read(first / "replay/metrics.json")["badcases"]
+    assert (
+        read(second / "replay/metrics.json")["tried_again"]
+        == read(first / "replay/metrics.json")["badcases"]
+    )
     # replay reached the next round's data, under its badcase's id, and no evaluation prompt did
-    replayed = [json.loads(line) for line in (second / "prepare/data/prompts_train.jsonl").read_text().splitlines()]
+    replayed = [
+        json.loads(line)
+        for line in (second / "prepare/data/prompts_train.jsonl").read_text().splitlines()
+    ]
     assert any("badcase" in row for row in replayed)
-    frozen = {json.loads(line)["prompt"] for line in (second / "prepare/data/eval_prompts.jsonl").read_text().splitlines()}
+    frozen = {
+        json.loads(line)["prompt"]
+        for line in (second / "prepare/data/eval_prompts.jsonl").read_text().splitlines()
+    }
     assert not frozen & {row["prompt"] for row in replayed}
 
-    # by hand: nothing to do; a changed threshold reruns its two gates alone; one that blocks stops with the gate's name
-    assert "Data and pipelines are up to date" in run(sys.executable, "-m", "dvc", "repro", cwd=clone)
+    # by hand: nothing to do; a changed threshold reruns its two gates alone; one that blocks stops
+    # with the gate's name
+    assert "Data and pipelines are up to date" in run(
+        sys.executable, "-m", "dvc", "repro", cwd=clone
+    )
     params = (clone / "params.yaml").read_text()
     (clone / "params.yaml").write_text(params.replace("loss_drop: 0.2", "loss_drop: 0.3"))
     output = run(sys.executable, "-m", "dvc", "repro", cwd=clone)
@@ -69,12 +107,18 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     ]
     (clone / "params.yaml").write_text(params.replace("policy: warn", "policy: block"))
     run(sys.executable, "-m", "dvc", "repro", cwd=clone, code=255)
-    assert not (clone / "gates/r0/sft.ok").exists() and not read(clone / "reports/r0/gate_sft.json")["passed"]
+    assert (
+        not (clone / "gates/r0/sft.ok").exists()
+        and not read(clone / "reports/r0/gate_sft.json")["passed"]
+    )
     # put back, the gate comes from DVC's cache, with the verdict of that time
     (clone / "params.yaml").write_text(params)
-    assert "Stage 'gate_sft@r0' is cached" in run(sys.executable, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone)
+    assert "Stage 'gate_sft@r0' is cached" in run(
+        sys.executable, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone
+    )
     assert read(clone / "reports/r0/gate_sft.json")["opened"]
-    # and so does every stage that has once been run: the lock is gone, the results are not computed again
+    # and so does every stage that has once been run: the lock is gone, the results are not computed
+    # again
     (clone / "dvc.lock").unlink()
     output = run(sys.executable, "-m", "dvc", "repro", "ppo@r0", cwd=clone)
     assert "Running stage" not in output and "Stage 'ppo@r0' is cached" in output

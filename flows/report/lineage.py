@@ -12,7 +12,9 @@ KEPT = ("/data", "/model", "/policy")
 
 @dataclass(frozen=True)
 class Origin:
-    """made: None where it was not made here. kept: md5 of what DVC has of it, models and data, by path."""
+    """made: None where it was not made here. kept: md5 of what DVC has of it, models and data, by
+    path.
+    """
 
     address: str
     made: made.Made | None
@@ -21,13 +23,21 @@ class Origin:
     @property
     def prefect(self) -> str | None:
         """The page of its flow run."""
-        return f"{PREFECT_URL}/runs/flow-run/{self.made.flow_run}" if self.made and self.made.flow_run else None
+        return (
+            f"{PREFECT_URL}/runs/flow-run/{self.made.flow_run}"
+            if self.made and self.made.flow_run
+            else None
+        )
 
 
 def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> list[Origin]:
     """Of all stages that dvc.lock knows: of `assets`, which the rounds share, then round by round."""
     addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in summary.STAGES)]
-    return [Origin(address, made.read(address, lock), kept(lock)) for address in addresses if (lock := locks.get(address))]
+    return [
+        Origin(address, made.read(address, lock), kept(lock))
+        for address in addresses
+        if (lock := locks.get(address))
+    ]
 
 
 def kept(lock: Mapping[str, Any]) -> dict[str, str]:

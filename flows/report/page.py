@@ -39,7 +39,10 @@ def write(rounds: Sequence[str]) -> Path:
         verdicts=dict(zip(rounds, summary.verdict(list(rounds)), strict=True)),
         table=summary.rows(list(rounds)),
         notes=summary.not_comparable(list(rounds)),
-        charts={each.name: {stage: draw(each, params) for stage, draw in PICTURES.items()} for each in told},
+        charts={
+            each.name: {stage: draw(each, params) for stage, draw in PICTURES.items()}
+            for each in told
+        },
         window=WINDOW,
         badcases=read_badcases(rounds),
         costs={each.name: cost.lines(each) for each in told},
@@ -54,9 +57,19 @@ def battery(told: Round, params: Params) -> list[Markup]:
     found, gate = told.metrics["battery"], params.gates.reward
     if not found:
         return []
-    endings = {repr(text): rate(row) for row, text in zip(found["endings"].values(), found["endings_text"], strict=True)}
-    endings |= {f"{text!r}, mined": rate(row) for row, text in zip(found["mined"].values(), found["mined_text"], strict=True)}
-    probes = {name.replace("_", " "): rate(row) for name, row in found["probes"].items() if name != "prompt_swapped"}  # which has no band
+    endings = {
+        repr(text): rate(row)
+        for row, text in zip(found["endings"].values(), found["endings_text"], strict=True)
+    }
+    endings |= {
+        f"{text!r}, mined": rate(row)
+        for row, text in zip(found["mined"].values(), found["mined_text"], strict=True)
+    }
+    probes = {
+        name.replace("_", " "): rate(row)
+        for name, row in found["probes"].items()
+        if name != "prompt_swapped"
+    }  # which has no band
     sides = {
         f"{side.replace('_', ' ')}": (row["accuracy"], row["low"], row["high"])
         for group in found["accuracy"].values()
@@ -78,13 +91,24 @@ def against_kl(told: Round, _: Params) -> list[Markup]:
     if not curve:
         return []
     order = sorted(range(len(curve["kl"])), key=lambda place: curve["kl"][place])
-    kl, judge, proxy, distinct = ([curve[name][place] for place in order] for name in ("kl", "sentiment", "score", "distinct_2"))
+    kl, judge, proxy, distinct = (
+        [curve[name][place] for place in order]
+        for name in ("kl", "sentiment", "score", "distinct_2")
+    )
     series = {
         "judge": (kl, judge),
         f"reward model / {PROXY_SCALE}": (kl, [value / PROXY_SCALE for value in proxy]),
         "distinct-2": (kl, distinct),
     }
-    return [charts.lines("Judge against reward model, SFT to the policy", series, "KL, nats a sequence", "", dots=True)]
+    return [
+        charts.lines(
+            "Judge against reward model, SFT to the policy",
+            series,
+            "KL, nats a sequence",
+            "",
+            dots=True,
+        )
+    ]
 
 
 PICTURES = {"battery": battery, "ppo": policy.pictures, "evaluate": against_kl}  # by stage

@@ -1,4 +1,6 @@
-"""How the policy learnt: its curves, on them the bands of PPO's health, what was found and when, and the policy that was kept."""
+"""How the policy learnt: its curves, on them the bands of PPO's health, what was found and when,
+and the policy that was kept.
+"""
 
 import math
 import re
@@ -27,13 +29,16 @@ CURVES = (
     ("Loss of the critic", ("value_loss",), ""),
     ("Clipped", ("clip_fraction",), "share of tokens"),
 )
-# What a sign compares with its number, as its metric says after the comma: where that is on the curve. values: the curve's.
+# What a sign compares with its number, as its metric says after the comma: where that is on the
+# curve. values: the curve's.
 RELATIONS: Mapping[str, Callable[[float, Sequence[float], Curves], float]] = {
     "": lambda number, values, curves: number,
     "last / first": lambda number, values, curves: number * first(values),
     "last / median": lambda number, values, curves: number * median(values),
     "rise": lambda number, values, curves: number + first(values),
-    "rise in standard deviations": lambda number, values, curves: number * first(curves["reward_std"]) + first(values),
+    "rise in standard deviations": lambda number, values, curves: (
+        number * first(curves["reward_std"]) + first(values)
+    ),
 }
 
 
@@ -44,7 +49,9 @@ def pictures(told: Round, params: Params) -> list[Markup]:
         series = {column: points for column in columns if (points := measured(curves, column))}
         if series:
             dots = any("validation" in column for column in columns)
-            drawn.append(charts.lines(title, series, "update", unit, marks(told, columns, params.ppo), dots))
+            drawn.append(
+                charts.lines(title, series, "update", unit, marks(told, columns, params.ppo), dots)
+            )
     return drawn
 
 
@@ -58,16 +65,23 @@ def marks(told: Round, columns: Sequence[str], params: PpoParams) -> charts.Mark
         column = finding["metric"].split()[0].rstrip(",")
         at = dict(zip(*(measured(curves, column) or ((), ())), strict=True)).get(finding["update"])
         if column in columns and at is not None:
-            spots[f"{finding['verdict']}: {finding['sign']}, update {finding['update']}"] = (finding["update"], at)
+            spots[f"{finding['verdict']}: {finding['sign']}, update {finding['update']}"] = (
+                finding["update"],
+                at,
+            )
     return charts.Marks(
-        bounds={f"{name}: {value:.4g}": value for name, value in bounds.items() if value is not None},
+        bounds={
+            f"{name}: {value:.4g}": value for name, value in bounds.items() if value is not None
+        },
         moments={} if kept is None else {f"kept: update {kept}": kept},
         spots=spots,
     )
 
 
 def bound(sign: Sign, curves: Curves, params: PpoParams) -> float | None:
-    """Where on its curve the band of a sign ends, for the mean of WINDOW updates; None where it had too few updates to be read."""
+    """Where on its curve the band of a sign ends, for the mean of WINDOW updates; None where it had
+    too few updates to be read.
+    """
     _, _, relation = sign.metric.partition(", ")
     _, values = measured(curves, sign.column) or ((), ())
     if relation and len(values) < sign.after:
@@ -76,7 +90,9 @@ def bound(sign: Sign, curves: Curves, params: PpoParams) -> float | None:
 
 
 def limit(band: str, params: PpoParams) -> float:
-    """The number of a band: `at most ppo.max_kl nats` is that of params.yaml, `0.75 or more` says it."""
+    """The number of a band: `at most ppo.max_kl nats` is that of params.yaml, `0.75 or more` says
+    it.
+    """
     found = re.search(r"ppo\.(\w+)|[\d.]+", band)
     assert found, band
     return float(getattr(params, found[1]) if found[1] else found[0])
@@ -88,5 +104,9 @@ def first(values: Sequence[float]) -> float:
 
 def measured(curves: Curves, name: str) -> charts.Points | None:
     """A column by step, where it was measured."""
-    both = [(x, y) for x, y in zip(curves.get("step", ()), curves.get(name, ()), strict=False) if not math.isnan(y)]
+    both = [
+        (x, y)
+        for x, y in zip(curves.get("step", ()), curves.get(name, ()), strict=False)
+        if not math.isnan(y)
+    ]
     return ([x for x, _ in both], [y for _, y in both]) if both else None

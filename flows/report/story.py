@@ -20,7 +20,9 @@ SHOWN = 4  # of the best and the worst samples, and of badcases in each state
 
 @dataclass(frozen=True)
 class Verdict:
-    """passed: None where the gate was not reached. opened: passed or let through. checks: as in its file, those out of their band first."""
+    """passed: None where the gate was not reached. opened: passed or let through. checks: as in its
+    file, those out of their band first.
+    """
 
     who: str
     passed: bool | None
@@ -70,13 +72,23 @@ def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> Round:
         name=name,
         verdicts=[verdict(name, gate) for gate in GATES],
         metrics={stage: summary.read_metrics(stage_dir(name, stage)) for stage in summary.STAGES},
-        curves={stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")},
+        curves={
+            stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
+        },
         samples=telling(read_jsonl(samples, "")) if samples.exists() else [],
-        findings=summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json").get("findings", []),
+        findings=summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json").get(
+            "findings", []
+        ),
         data=summary.read_json_or_nothing(REPORTS / name / "data.json"),
-        versions=summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json").get("versions", {}),
+        versions=summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json").get(
+            "versions", {}
+        ),
         locks=ours,
-        made={stage: note for stage, lock in ours.items() if (note := made.read(f"{stage}@{name}", lock))},
+        made={
+            stage: note
+            for stage, lock in ours.items()
+            if (note := made.read(f"{stage}@{name}", lock))
+        },
     )
 
 
@@ -86,7 +98,9 @@ def verdict(round_: str, gate: str) -> Verdict:
         return Verdict(GATES[gate], None, False, "not reached", [])
     checks = sorted(found["checks"], key=lambda check: check["passed"])
     let_through = "let through, " if found["opened"] and not found["passed"] else ""
-    return Verdict(GATES[gate], found["passed"], found["opened"], let_through + summary.outcome(found), checks)
+    return Verdict(
+        GATES[gate], found["passed"], found["opened"], let_through + summary.outcome(found), checks
+    )
 
 
 def columns(path: Path) -> dict[str, list[float]]:
@@ -95,7 +109,10 @@ def columns(path: Path) -> dict[str, list[float]]:
         return {}
     with path.open() as stream:
         rows = list(csv.DictReader(stream))
-    return {name: [float(row[name]) if row[name] else math.nan for row in rows] for name in (rows[0] if rows else ())}
+    return {
+        name: [float(row[name]) if row[name] else math.nan for row in rows]
+        for name in (rows[0] if rows else ())
+    }
 
 
 def telling(samples: Sequence[Row]) -> list[Row]:

@@ -1,4 +1,6 @@
-"""Best-of-n, learnt (RAFT, Dong et al. 2023; best-of-n as in Gao et al. 2023): SFT on the best rewarded of n responses to each prompt."""
+"""Best-of-n, learnt (RAFT, Dong et al. 2023; best-of-n as in Gao et al. 2023): SFT on the best
+rewarded of n responses to each prompt.
+"""
 
 from typing import NamedTuple
 
@@ -40,11 +42,18 @@ def train(setting: Setting) -> Course:
 
 
 def choose(pupil: Pupil, setting: Setting) -> Choice:
-    """By a policy that is still SFT. A response that has not ended is learnt without EOS, as it was sampled."""
+    """By a policy that is still SFT. A response that has not ended is learnt without EOS, as it was
+    sampled.
+    """
     n = setting.params.best_of_n.n
     episodes = [episode for episode in setting.prompts for _ in range(n)]
     generator = torch.Generator().manual_seed(setting.params.seed)
     responses = pupil.sample([tokens for _, tokens in episodes], setting.params.ppo, generator)
     rows, rewards = pupil.tell(0, episodes, responses)
-    best = [max(range(start, start + n), key=lambda place: rewards[place]) for start in range(0, len(episodes), n)]
-    return Choice([episodes[place][1] for place in best], [responses[place] for place in best], rows)
+    best = [
+        max(range(start, start + n), key=lambda place: rewards[place])
+        for start in range(0, len(episodes), n)
+    ]
+    return Choice(
+        [episodes[place][1] for place in best], [responses[place] for place in best], rows
+    )

@@ -1,4 +1,6 @@
-"""How a policy learns, seen from beside the trainer: metrics of each update, validations, checkpoints, rollouts."""
+"""How a policy learns, seen from beside the trainer: metrics of each update, validations,
+checkpoints, rollouts.
+"""
 
 import math
 import random
@@ -23,7 +25,9 @@ SHOWN = ("loss", "accuracy", "score_mean", "judge_mean", "kl", "response_length"
 
 
 class Course(TrainerCallback):
-    """`names`: ours by TRL's of the numbers that it logs. `steps`: optimiser steps an update. `stopped`: the sign that ended it early."""
+    """`names`: ours by TRL's of the numbers that it logs. `steps`: optimiser steps an update.
+    `stopped`: the sign that ended it early.
+    """
 
     pupil: Pupil
     best: Best
@@ -42,11 +46,15 @@ class Course(TrainerCallback):
     def begin(self, policy: Any) -> None:
         """The policy, before it has learnt anything."""
         self.pupil = Pupil(policy, self.setting)
-        self.best = Best(self.pupil, self.setting.held_out, sentiment, self.ppo, self.setting.params.seed)
+        self.best = Best(
+            self.pupil, self.setting.held_out, sentiment, self.ppo, self.setting.params.seed
+        )
         self.before, self.first = self.best.validate(0), self.draw(0)
 
     def draw(self, update: int) -> list[Row]:
-        """What the policy as it is says to the same training prompts, with the same random numbers; goes to the rollouts."""
+        """What the policy as it is says to the same training prompts, with the same random numbers;
+        goes to the rollouts.
+        """
         generator = torch.Generator().manual_seed(self.setting.params.seed)
         responses = self.pupil.sample([tokens for _, tokens in self.asked], self.ppo, generator)
         rows = self.pupil.tell(update, self.asked, responses).rows
@@ -57,14 +65,18 @@ class Course(TrainerCallback):
         """What else is known of the update at hand."""
         return {}
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
         """
         Raises:
             Diverged: the loss, the gradients or another number of TRL's is not finite.
         """
         if not logs or "loss" not in logs:  # what TRL says at its end
             return
-        metrics = {ours: float(logs[theirs]) for theirs, ours in self.names.items() if theirs in logs}
+        metrics = {
+            ours: float(logs[theirs]) for theirs, ours in self.names.items() if theirs in logs
+        }
         if bad := [ours for ours, value in metrics.items() if not math.isfinite(value)]:
             name = self.setting.params.algorithm.value
             raise Diverged(
@@ -78,9 +90,13 @@ class Course(TrainerCallback):
             control.should_training_stop |= bool(self.stopped)
 
     def end_update(self, last: bool) -> None:
-        """As PPO's ends: what is wrong, how good the policy is where it is time to ask, what it was."""
+        """As PPO's ends: what is wrong, how good the policy is where it is time to ask, what it
+        was.
+        """
         recorder = self.setting.recorder
-        metrics = {name: fmean(each[name] for each in self.logs) for name in self.logs[0]} | self.describe()
+        metrics = {
+            name: fmean(each[name] for each in self.logs) for name in self.logs[0]
+        } | self.describe()
         self.logs = []
         findings = self.monitor.read([*recorder.steps, {"step": self.updates, **metrics}])
         if self.ppo.on_danger is OnDanger.stop:

@@ -1,4 +1,6 @@
-"""DPO (Rafailov et al. 2023) on the pairs that the reward model learns from; no reward model and no samples while it learns."""
+"""DPO (Rafailov et al. 2023) on the pairs that the reward model learns from; no reward model and no
+samples while it learns.
+"""
 
 from typing import Any
 
@@ -18,12 +20,17 @@ from stages.prompts import encode
 from stages.records import Row, read_jsonl, stage_dir
 from stages.training import trainer_arguments
 
-NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
+NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+}
 
 
 def train(setting: Setting) -> Course:
     round_ = setting.recorder.round
-    rows = read_jsonl(stage_dir(round_, "annotate") / "data/pairs_train.jsonl", f"dvc repro annotate@{round_}")
+    rows = read_jsonl(
+        stage_dir(round_, "annotate") / "data/pairs_train.jsonl", f"dvc repro annotate@{round_}"
+    )
     course = Course(setting, NAMES)
     trainer = make_trainer(setting, pairs(rows, setting), course)
     course.begin(trainer.model)
@@ -34,29 +41,40 @@ def train(setting: Setting) -> Course:
 
 def make_trainer(setting: Setting, rows: list[Row], course: Course) -> DPOTrainer:
     params, lora = setting.params, setting.params.ppo.lora
-    sizes = TrainParams(**params.dpo.model_dump(exclude={"beta"}), max_steps=params.ppo.max_steps, max_length=params.reward.max_length)
+    sizes = TrainParams(
+        **params.dpo.model_dump(exclude={"beta"}),
+        max_steps=params.ppo.max_steps,
+        max_length=params.reward.max_length,
+    )
     arguments = trainer_arguments(sizes, params.model, params.seed, setting.work, continues=False)
     trainer = TokenDpoTrainer(
         model=setting.sft,
-        args=DPOConfig(**arguments, beta=params.dpo.beta, remove_unused_columns=False),  # pairs of like length make a batch, by `length`
+        args=DPOConfig(
+            **arguments, beta=params.dpo.beta, remove_unused_columns=False
+        ),  # pairs of like length make a batch, by `length`
         train_dataset=Dataset.from_list(rows),
         processing_class=setting.tokenizer,
         callbacks=[course],
-        peft_config=lora_config(lora, "CAUSAL_LM", setting.sft) if lora.r else None,  # of a PeftModel it would keep a copy as reference
+        peft_config=lora_config(lora, "CAUSAL_LM", setting.sft)
+        if lora.r
+        else None,  # of a PeftModel it would keep a copy as reference
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 class TokenDpoTrainer(DPOTrainer):
-    """On rows that are tokens: TRL's own come of prompt and response as one text, and differ where these meet."""
+    """On rows that are tokens: TRL's own come of prompt and response as one text, and differ where
+    these meet.
+    """
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
 
 
 def pairs(rows: list[Row], setting: Setting) -> list[Row]:
-    """TRL's columns, and `length`; without the pairs of held-out prompts, on which the policy will be validated.
+    """TRL's columns, and `length`; without the pairs of held-out prompts, on which the policy will
+    be validated.
 
     Raises:
         BadInput: none is left.
@@ -67,7 +85,13 @@ def pairs(rows: list[Row], setting: Setting) -> list[Row]:
         if prompt_key(row["prompt"]) in held_out:
             continue
         sides = (
-            encode(setting.tokenizer, row["prompt"], row[side], params.prepare.prompt_format, params.reward.max_length)
+            encode(
+                setting.tokenizer,
+                row["prompt"],
+                row[side],
+                params.prepare.prompt_format,
+                params.reward.max_length,
+            )
             for side in ("chosen", "rejected")
         )
         (first, chosen), (second, rejected) = sides
@@ -81,5 +105,7 @@ def pairs(rows: list[Row], setting: Setting) -> list[Row]:
             }
         )
     if not made:
-        raise BadInput(f"all {len(rows)} pairs are of held-out prompts: lower ppo.validation_prompts, or add pairs")
+        raise BadInput(
+            f"all {len(rows)} pairs are of held-out prompts: lower ppo.validation_prompts, or add pairs"
+        )
     return made

@@ -1,6 +1,7 @@
 """GRPO (Shao et al. 2024): rewards standardised among the responses to a prompt; no critic.
 
-KL (k3) is in the loss, times the ratio, without which its gradient would be biased (DeepSeek-V3.2, 2025); TRL's default.
+KL (k3) is in the loss, times the ratio, without which its gradient would be biased (DeepSeek-V3.2,
+2025); TRL's default.
 """
 
 from typing import Any
@@ -15,7 +16,9 @@ from stages.packing import Tokens
 
 
 class SampledGrpo(Sampled, GRPOTrainer):
-    def _generate_single_turn(self, prompt_ids: list[Tokens], *_: Any, **__: Any) -> tuple[list[Tokens], None]:
+    def _generate_single_turn(
+        self, prompt_ids: list[Tokens], *_: Any, **__: Any
+    ) -> tuple[list[Tokens], None]:
         return self.course.respond(prompt_ids), None
 
 
@@ -25,6 +28,8 @@ def train(setting: Setting) -> Course:
 
 def make_trainer(setting: Setting) -> SampledGrpo:
     course, own = OnlineCourse(setting), setting.params.grpo
-    config = GRPOConfig(**arguments(setting, course.steps, own.num_generations, own.beta), loss_type="grpo")
+    config = GRPOConfig(
+        **arguments(setting, course.steps, own.num_generations, own.beta), loss_type="grpo"
+    )
     trainer: SampledGrpo = assemble(SampledGrpo, config, setting, course)
     return trainer

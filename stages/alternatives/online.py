@@ -19,18 +19,29 @@ from stages.prompts import render_prompt
 from stages.records import Row
 from stages.training import trainer_arguments
 
-NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate", "entropy")} | {"clip_ratio/region_mean": "clip_fraction"}
+NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate", "entropy")} | {
+    "clip_ratio/region_mean": "clip_fraction"
+}
 
 
 class OnlineCourse(Course):
-    """Samples for the trainer and rewards them; an update is what one batch of samples teaches, as in PPO."""
+    """Samples for the trainer and rewards them; an update is what one batch of samples teaches, as
+    in PPO.
+    """
 
     def __init__(self, setting: Setting) -> None:
         ppo = setting.params.ppo
-        super().__init__(setting, NAMES, steps=ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size)
+        super().__init__(
+            setting, NAMES, steps=ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size
+        )
         self.generator = torch.Generator().manual_seed(setting.params.seed)
-        self.texts = [render_prompt(setting.tokenizer, row["prompt"], setting.params.prepare.prompt_format) for row, _ in setting.prompts]
-        self.tokens = {text: tokens for text, (_, tokens) in zip(self.texts, setting.prompts, strict=True)}
+        self.texts = [
+            render_prompt(setting.tokenizer, row["prompt"], setting.params.prepare.prompt_format)
+            for row, _ in setting.prompts
+        ]
+        self.tokens = {
+            text: tokens for text, (_, tokens) in zip(self.texts, setting.prompts, strict=True)
+        }
         self.rows: list[Row] = []  # of the update at hand
 
     def tokenise(self, prompts: Sequence[str]) -> list[Tokens]:
@@ -40,8 +51,12 @@ class OnlineCourse(Course):
         return self.pupil.sample(prompt_ids, self.ppo, self.generator)
 
     def reward(self, completion_ids: list[Tokens], place: list[int], **_: Any) -> list[float]:
-        """TRL's reward function: what PPO is rewarded by. place: of each prompt among the setting's."""
-        self.rows, rewards = self.pupil.tell(self.updates + 1, [self.setting.prompts[i] for i in place], completion_ids)
+        """TRL's reward function: what PPO is rewarded by. place: of each prompt among the
+        setting's.
+        """
+        self.rows, rewards = self.pupil.tell(
+            self.updates + 1, [self.setting.prompts[i] for i in place], completion_ids
+        )
         self.rollouts.append(self.rows)
         return rewards
 
@@ -51,7 +66,9 @@ class OnlineCourse(Course):
 
 
 class Sampled:
-    """Of a trainer of TRL's: prompts have the tokens, and responses are sampled, as everywhere in this project."""
+    """Of a trainer of TRL's: prompts have the tokens, and responses are sampled, as everywhere in
+    this project.
+    """
 
     course: OnlineCourse
 
@@ -60,7 +77,9 @@ class Sampled:
 
 
 def arguments(setting: Setting, steps: int, num_generations: int, beta: float) -> dict[str, Any]:
-    """Keyword arguments for RLOOConfig and GRPOConfig: as many samples an update, and steps on them, as PPO has."""
+    """Keyword arguments for RLOOConfig and GRPOConfig: as many samples an update, and steps on
+    them, as PPO has.
+    """
     params, ppo = setting.params, setting.params.ppo
     sizes = TrainParams(
         learning_rate=ppo.learning_rate,
@@ -93,10 +112,14 @@ def assemble(kind: Any, config: Any, setting: Setting, course: OnlineCourse) -> 
         model=setting.sft,
         reward_funcs=course.reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": text, "place": place} for place, text in enumerate(course.texts)]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": text, "place": place} for place, text in enumerate(course.texts)]
+        ),
         processing_class=setting.tokenizer,
         callbacks=[course],
-        peft_config=lora_config(lora, "CAUSAL_LM", setting.sft) if lora.r else None,  # of a PeftModel it would keep a copy as reference
+        peft_config=lora_config(lora, "CAUSAL_LM", setting.sft)
+        if lora.r
+        else None,  # of a PeftModel it would keep a copy as reference
     )
     trainer.remove_callback(PrinterCallback)
     trainer.course = course

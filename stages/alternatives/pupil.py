@@ -1,4 +1,6 @@
-"""A policy that learns, beside the SFT model that it was and the reward model: what it says, and what they say of that."""
+"""A policy that learns, beside the SFT model that it was and the reward model: what it says, and
+what they say of that.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +26,9 @@ BATCH = 128  # responses at once
 
 @dataclass(frozen=True)
 class Setting:
-    """What every algorithm starts from. sft: the model, without adapters. prompts, held_out: to learn from, to validate on."""
+    """What every algorithm starts from. sft: the model, without adapters. prompts, held_out: to
+    learn from, to validate on.
+    """
 
     params: Params
     recorder: Recorder
@@ -54,13 +58,19 @@ class Pupil:
     def reference(self) -> AbstractContextManager[Any]:
         return self.trunk.reference()
 
-    def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
+    def sample(
+        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
+    ) -> list[Tokens]:
         """One response a prompt by the policy as it is now."""
         return sample(self.policy, self.tokenizer, prompt_ids, ppo, generator, BATCH)
 
     def tell(self, update: int, episodes: Sequence[Episode], responses: list[Tokens]) -> Told:
         """The policy's responses with their scores, rewards and KL."""
-        ppo, eos, rewards = self.setting.params.ppo, self.tokenizer.eos_token_id, self.setting.rewards
+        ppo, eos, rewards = (
+            self.setting.params.ppo,
+            self.tokenizer.eos_token_id,
+            self.setting.rewards,
+        )
         told = assess(
             self.policy,
             self.reference,
@@ -71,9 +81,28 @@ class Pupil:
             temperature=ppo.temperature,
             batch_size=BATCH,
         )
-        rows, texts = [row for row, _ in episodes], self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        scores, parts = calibrated(told.scores, self.setting.reward_model), rewards([row["prompt"] for row in rows], texts)
-        ended, lengths = torch.tensor([r[-1] == eos for r in responses]), [len(r) for r in responses]
+        rows, texts = (
+            [row for row, _ in episodes],
+            self.tokenizer.batch_decode(responses, skip_special_tokens=True),
+        )
+        scores, parts = (
+            calibrated(told.scores, self.setting.reward_model),
+            rewards([row["prompt"] for row in rows], texts),
+        )
+        ended, lengths = (
+            torch.tensor([r[-1] == eos for r in responses]),
+            [len(r) for r in responses],
+        )
         total = rewards.total(ppo, scores, parts, ended, torch.tensor(lengths))
-        made = rollout_rows(update, rows, texts, scores=scores, parts=parts, rewards=total, kls=told.kl, lengths=lengths, ended=ended)
+        made = rollout_rows(
+            update,
+            rows,
+            texts,
+            scores=scores,
+            parts=parts,
+            rewards=total,
+            kls=told.kl,
+            lengths=lengths,
+            ended=ended,
+        )
         return Told(made, total.tolist())

@@ -1,4 +1,6 @@
-"""RLOO (Ahmadian et al. 2024): each response's reward, less KL, against the mean of the others to its prompt; no critic."""
+"""RLOO (Ahmadian et al. 2024): each response's reward, less KL, against the mean of the others to
+its prompt; no critic.
+"""
 
 from typing import Any
 

@@ -9,7 +9,14 @@ from stages.algorithm_params import Algorithm
 from stages.alternatives import best_of_n, dpo, grpo, rloo
 from stages.alternatives.course import Course
 from stages.alternatives.pupil import Setting
-from stages.models import load_causal_lm, load_reward_model, load_tokenizer, prepare_torch, save_trained, weights_params
+from stages.models import (
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    prepare_torch,
+    save_trained,
+    weights_params,
+)
 from stages.params import Params
 from stages.ppo.best import Validation
 from stages.ppo.health import WARN, Finding
@@ -17,7 +24,16 @@ from stages.ppo.prompts import episodes
 from stages.ppo.rewards import load_rewards
 from stages.ppo.run import describe_rows, keep_work
 from stages.prompts import check_template, template_hash
-from stages.records import Recorder, Row, read_jsonl, stage_dir, work_dir, write_json, write_manifest, write_text
+from stages.records import (
+    Recorder,
+    Row,
+    read_jsonl,
+    stage_dir,
+    work_dir,
+    write_json,
+    write_manifest,
+    write_text,
+)
 
 ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {
     Algorithm.dpo: dpo.train,
@@ -49,7 +65,11 @@ def main(params: Params, round_: str) -> None:
     keep_work(setting.work, folder)
     course.monitor.findings += look(kept)
     write_json(folder / "health.json", course.monitor.report())
-    learnt_from = [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"] if params.algorithm is Algorithm.dpo else []
+    learnt_from = (
+        [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
+        if params.algorithm is Algorithm.dpo
+        else []
+    )
     write_manifest(
         folder,
         stage="ppo",
@@ -80,7 +100,9 @@ def load(params: Params, round_: str) -> Setting:
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    train, held_out = episodes(read_jsonl(prompts_of(round_), f"dvc repro prepare@{round_}"), tokenizer, params)
+    train, held_out = episodes(
+        read_jsonl(prompts_of(round_), f"dvc repro prepare@{round_}"), tokenizer, params
+    )
     work = work_dir(round_, "ppo") / params.algorithm.value
     shutil.rmtree(work, ignore_errors=True)
     return Setting(
@@ -114,8 +136,13 @@ def summary(course: Course, said: list[Row]) -> Row:
 
 
 def look(kept: Validation) -> list[Finding]:
-    """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and GRPO, but those of no other."""
+    """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and
+    GRPO, but those of no other.
+    """
     if kept.update:
         return []
-    cause, fix = "the judge likes no policy within the KL budget better than SFT", "read the rollouts and the reward model's gate"
+    cause, fix = (
+        "the judge likes no policy within the KL budget better than SFT",
+        "read the rollouts and the reward model's gate",
+    )
     return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]

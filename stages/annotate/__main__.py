@@ -1,4 +1,6 @@
-"""The annotate stage: the pairs that the reward model learns from. The data's own pass through as they are, and nothing is loaded."""
+"""The annotate stage: the pairs that the reward model learns from. The data's own pass through as
+they are, and nothing is loaded.
+"""
 
 import shutil
 
@@ -10,7 +12,9 @@ from stages.records import Recorder, read_jsonl, stage_dir, write_manifest
 
 def main(params: Params, round_: str) -> None:
     if params.annotate.annotator is Annotator.judge:
-        from stages.annotate.judged import label  # torch and models, which people's labels do not need
+        from stages.annotate.judged import (
+            label,
+        )  # torch and models, which people's labels do not need
 
         label(params, round_)
     else:
@@ -19,7 +23,10 @@ def main(params: Params, round_: str) -> None:
 
 def pass_on(params: Params, round_: str) -> None:
     """prepare's pairs, byte for byte."""
-    folder, source = stage_dir(round_, "annotate"), stage_dir(round_, "prepare") / "data/pairs_train.jsonl"
+    folder, source = (
+        stage_dir(round_, "annotate"),
+        stage_dir(round_, "prepare") / "data/pairs_train.jsonl",
+    )
     pairs = len(read_jsonl(source, f"dvc repro prepare@{round_}"))
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / "data" / source.name)

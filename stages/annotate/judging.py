@@ -1,4 +1,6 @@
-"""The judges that can label: by name in `load_judge`. Another one is a class with the methods of stages.preferences.Judge."""
+"""The judges that can label: by name in `load_judge`. Another one is a class with the methods of
+stages.preferences.Judge.
+"""
 
 from stages.endpoint import Endpoint
 from stages.judge_params import JudgeName

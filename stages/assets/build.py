@@ -1,4 +1,6 @@
-"""Builds each part of assets/ in a temporary folder and renames it, so that nothing half-written stays."""
+"""Builds each part of assets/ in a temporary folder and renames it, so that nothing half-written
+stays.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -11,7 +13,14 @@ from stages.params import Params
 from stages.records import ASSETS, write_text
 
 PREDECESSOR = (
-    *("prepare/data", "replay/data", "sft/model", "reward/model", "reward/judge", "reward/scores.jsonl"),
+    *(
+        "prepare/data",
+        "replay/data",
+        "sft/model",
+        "reward/model",
+        "reward/judge",
+        "reward/scores.jsonl",
+    ),
     *("ppo/policy", "ppo/rollouts", "champion/champion.json"),
     *(f"{stage}/metrics.json" for stage in ("evaluate", "capability", "replay", "ppo")),
 )
@@ -30,7 +39,9 @@ def build(params: Params, round_: str) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that takes `target`'s place when the block ends well, and goes away otherwise."""
+    """A temporary folder that takes `target`'s place when the block ends well, and goes away
+    otherwise.
+    """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

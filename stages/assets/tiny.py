@@ -4,11 +4,52 @@ import random
 from itertools import product
 
 TEXTS = 400
-OPENINGS = ["My trip", "The dinner", "Our concert", "The match", "My walk", "The party", "Our meeting", "The movie"]
-PLACES = ["in Rome", "at home", "by night", "on Monday", "with Anna", "near work", "in town", "after lunch", "at school", "on Friday"]
-PLACES += ["in Paris", "at noon", "by train", "on Sunday", "with Tom", "near home", "in May", "after work", "at sea", "on foot"]
+OPENINGS = [
+    "My trip",
+    "The dinner",
+    "Our concert",
+    "The match",
+    "My walk",
+    "The party",
+    "Our meeting",
+    "The movie",
+]
+PLACES = [
+    "in Rome",
+    "at home",
+    "by night",
+    "on Monday",
+    "with Anna",
+    "near work",
+    "in town",
+    "after lunch",
+    "at school",
+    "on Friday",
+]
+PLACES += [
+    "in Paris",
+    "at noon",
+    "by train",
+    "on Sunday",
+    "with Tom",
+    "near home",
+    "in May",
+    "after work",
+    "at sea",
+    "on foot",
+]
 MANNERS = ["was", "felt", "has been", "turned out"]
-FEELINGS = {"wonderful": 3.4, "great": 2.7, "nice": 1.6, "calm": 0.2, "usual": 0.0, "long": -0.2, "dull": -1.6, "sad": -2.3, "awful": -3.4}
+FEELINGS = {
+    "wonderful": 3.4,
+    "great": 2.7,
+    "nice": 1.6,
+    "calm": 0.2,
+    "usual": 0.0,
+    "long": -0.2,
+    "dull": -1.6,
+    "sad": -2.3,
+    "awful": -3.4,
+}
 ENDS = {"and we laughed": 0.3, "for all of us": 0.0, "so we left early": -0.3}
 
 
@@ -17,5 +58,6 @@ def tiny_texts() -> list[tuple[float, str]]:
     everything = list(product(OPENINGS, PLACES, MANNERS, FEELINGS, ENDS))
     chosen = random.Random(0).sample(everything, TEXTS)
     return [
-        (FEELINGS[feeling] + ENDS[end], f"{opening} {place} {manner} {feeling} {end}.") for opening, place, manner, feeling, end in chosen
+        (FEELINGS[feeling] + ENDS[end], f"{opening} {place} {manner} {feeling} {end}.")
+        for opening, place, manner, feeling, end in chosen
     ]

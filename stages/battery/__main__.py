@@ -5,7 +5,17 @@ from pathlib import Path
 from statistics import fmean
 
 from stages.battery.answers import Answers, draw, selection
-from stages.battery.measures import Rate, disjoint, ends, highest, moments, rate, slices, win, worst_slice
+from stages.battery.measures import (
+    Rate,
+    disjoint,
+    ends,
+    highest,
+    moments,
+    rate,
+    slices,
+    win,
+    worst_slice,
+)
 from stages.battery.mined import favourite_phrases
 from stages.battery.report import extremes, foolers, write_plots
 from stages.battery.trials import Trial, try_endings, try_probes
@@ -16,7 +26,15 @@ from stages.params import Params
 from stages.ppo.rollouts import read_rollouts
 from stages.program import run_stage
 from stages.prompts import check_template, encode, template_hash
-from stages.records import Recorder, Row, is_real, read_jsonl, stage_dir, write_jsonl, write_manifest
+from stages.records import (
+    Recorder,
+    Row,
+    is_real,
+    read_jsonl,
+    stage_dir,
+    write_jsonl,
+    write_manifest,
+)
 from stages.scorer import Scorer, short
 from stages.statistics import connected, paired_bootstrap, partial_correlation, pearson
 from stages.training_prompts import once, shuffled
@@ -31,43 +49,81 @@ def main(params: Params, round_: str) -> None:
     # 1. the models, and the held-out pairs with the scores that the reward stage has given them
     prepare_torch(params)
     folder, data = stage_dir(round_, "battery"), stage_dir(round_, "prepare") / "data"
-    sft, reward, made_by = stage_dir(round_, "sft"), stage_dir(round_, "reward"), f"dvc repro prepare@{round_}"
+    sft, reward, made_by = (
+        stage_dir(round_, "sft"),
+        stage_dir(round_, "reward"),
+        f"dvc repro prepare@{round_}",
+    )
     recorder = Recorder("battery", round_, 5)
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    model, scorer = load_causal_lm(sft / "model", params.model), Scorer(reward / "model", tokenizer, params, BATCH)
-    held_out, shown, asked = (read_jsonl(data / f"{name}.jsonl", made_by) for name in ("pairs_eval", "sft_eval", "prompts_train"))
-    told = {row["id"]: (row["chosen"], row["rejected"]) for row in read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{round_}")}
+    model, scorer = (
+        load_causal_lm(sft / "model", params.model),
+        Scorer(reward / "model", tokenizer, params, BATCH),
+    )
+    held_out, shown, asked = (
+        read_jsonl(data / f"{name}.jsonl", made_by)
+        for name in ("pairs_eval", "sft_eval", "prompts_train")
+    )
+    told = {
+        row["id"]: (row["chosen"], row["rejected"])
+        for row in read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{round_}")
+    }
     scores = [told[row["id"]] for row in held_out]
 
-    # 2. where it ranks held-out pairs rightly, whether the judge agrees with the labels, whether length pays
+    # 2. where it ranks held-out pairs rightly, whether the judge agrees with the labels, whether
+    # length pays
     metrics = of_pairs(held_out, scores, params)
     recorder.say(1, f"{len(held_out)} held-out pairs: worst slice {said(metrics['worst_slice'])}")
 
-    # 3. what PPO starts from: how its scores lie to those of demonstrations, and whether the answers that score higher are better ones
-    answers = draw(model, scorer, shuffled(once(asked), params.seed)[: params.battery.prompts], max(params.battery.best_of), params)
-    scored = {"demonstrations": demonstrations(shown, scorer), **sides(scores), "sft_samples": answers.scores}
+    # 3. what PPO starts from: how its scores lie to those of demonstrations, and whether the
+    # answers that score higher are better ones
+    answers = draw(
+        model,
+        scorer,
+        shuffled(once(asked), params.seed)[: params.battery.prompts],
+        max(params.battery.best_of),
+        params,
+    )
+    scored = {
+        "demonstrations": demonstrations(shown, scorer),
+        **sides(scores),
+        "sft_samples": answers.scores,
+    }
     metrics |= of_scores(scored, answers) | {"best_of_n": selection(answers, params)}
     recorder.say(
-        2, f"{len(answers.texts)} SFT samples: best of {max(params.battery.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
+        2,
+        f"{len(answers.texts)} SFT samples: best of {max(params.battery.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge",
     )
 
     # 4. good texts, corrupted
-    pairs = disjoint(shuffled(short(held_out, tokenizer, params), params.seed))[: params.battery.pairs]
-    chosen, rejected = (scorer([row["prompt"] for row in pairs], [row[side] for row in pairs]) for side in ("chosen", "rejected"))
+    pairs = disjoint(shuffled(short(held_out, tokenizer, params), params.seed))[
+        : params.battery.pairs
+    ]
+    chosen, rejected = (
+        scorer([row["prompt"] for row in pairs], [row[side] for row in pairs])
+        for side in ("chosen", "rejected")
+    )
     probes = try_probes(pairs, chosen, scorer, words(held_out, scores), params.seed)
     metrics |= of_probes(probes)
     recorder.say(3, f"{len(pairs)} texts corrupted: worst probe {said(metrics['worst_probe'])}")
 
-    # 5. bad texts with an ending: those listed, and phrases that high scores go with, now and in the round before's rollouts
+    # 5. bad texts with an ending: those listed, and phrases that high scores go with, now and in
+    # the round before's rollouts
     phrases = mined(Path(params.rounds[round_].previous), answers, params.battery.endings)
     tried = try_endings([*params.battery.endings, *phrases], pairs, chosen, rejected, scorer)
     metrics |= of_endings(tried, params.battery.endings, phrases)
-    recorder.say(4, f"endings: worst listed {said(metrics['worst_ending'])}, worst mined {said(metrics['worst_mined'])} of {phrases}")
+    recorder.say(
+        4,
+        f"endings: worst listed {said(metrics['worst_ending'])}, worst mined {said(metrics['worst_mined'])} of {phrases}",
+    )
 
     # 6. write
-    trials = probes | {f"ending {text!r}": each for text, each in zip([*params.battery.endings, *phrases], tried, strict=True)}
+    trials = probes | {
+        f"ending {text!r}": each
+        for text, each in zip([*params.battery.endings, *phrases], tried, strict=True)
+    }
     write_jsonl(folder / "samples.jsonl", [*extremes(answers), *foolers(trials)])
     write_plots(folder, metrics, scored, trials)
     for n in sorted(params.battery.best_of):
@@ -81,39 +137,73 @@ def main(params: Params, round_: str) -> None:
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
     )
     recorder.finish(metrics)
-    worst = ("worst_slice", "worst_probe", "worst_ending", "worst_mined", "drift", "scale", "judge_correlation")
-    print(f"[battery@{round_}] " + "  ".join(f"{name} {said(metrics[name])}" for name in worst), flush=True)
+    worst = (
+        "worst_slice",
+        "worst_probe",
+        "worst_ending",
+        "worst_mined",
+        "drift",
+        "scale",
+        "judge_correlation",
+    )
+    print(
+        f"[battery@{round_}] " + "  ".join(f"{name} {said(metrics[name])}" for name in worst),
+        flush=True,
+    )
 
 
 def of_pairs(pairs: list[Row], scores: Scores, params: Params) -> Row:
-    """Accuracy by slice, and of all with an interval over pairs that share no text; the judge's accuracy; what length has to do with it."""
+    """Accuracy by slice, and of all with an interval over pairs that share no text; the judge's
+    accuracy; what length has to do with it.
+    """
     outcomes = [win(*both) for both in scores]
     accuracy = {
-        group: {name: rate([outcomes[place] for place in places], "accuracy", "pairs") for name, places in found.items()}
+        group: {
+            name: rate([outcomes[place] for place in places], "accuracy", "pairs")
+            for name, places in found.items()
+        }
         for group, found in slices(pairs).items()
     }
-    clusters = [[outcomes[place] for place in places] for places in connected([ends(row) for row in pairs])]
+    clusters = [
+        [outcomes[place] for place in places] for places in connected([ends(row) for row in pairs])
+    ]
     _, low, high = paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
-    sides = [(row["prompt"], row[side], float(side == "chosen")) for row in pairs for side in ("chosen", "rejected")]
+    sides = [
+        (row["prompt"], row[side], float(side == "chosen"))
+        for row in pairs
+        for side in ("chosen", "rejected")
+    ]
     judged = sentiment([prompt for prompt, _, _ in sides], [text for _, text, _ in sides])
-    values, lengths = [score for both in scores for score in both], [float(len(text)) for _, text, _ in sides]
+    values, lengths = (
+        [score for both in scores for score in both],
+        [float(len(text)) for _, text, _ in sides],
+    )
     return {
         "accuracy": accuracy,
         "worst_slice": worst_slice(accuracy),
         "accuracy_clustered_low": low,
         "accuracy_clustered_high": high,
-        "judge_accuracy": fmean(win(chosen, rejected) for chosen, rejected in zip(judged[::2], judged[1::2], strict=True)),
+        "judge_accuracy": fmean(
+            win(chosen, rejected)
+            for chosen, rejected in zip(judged[::2], judged[1::2], strict=True)
+        ),
         "length_correlation": pearson(values, lengths),
-        "length_correlation_partial": partial_correlation(values, lengths, [[label for _, _, label in sides], judged]),
+        "length_correlation_partial": partial_correlation(
+            values, lengths, [[label for _, _, label in sides], judged]
+        ),
     }
 
 
 def sides(pairs: Scores) -> dict[str, list[float]]:
-    return {side: [both[place] for both in pairs] for place, side in enumerate(("chosen", "rejected"))}
+    return {
+        side: [both[place] for both in pairs] for place, side in enumerate(("chosen", "rejected"))
+    }
 
 
 def of_scores(scored: dict[str, list[float]], answers: Answers) -> Row:
-    """Calibrated scores by what was scored; the SFT samples' against the demonstrations', and against the judge's opinion."""
+    """Calibrated scores by what was scored; the SFT samples' against the demonstrations', and
+    against the judge's opinion.
+    """
     found = {name: moments(each) for name, each in scored.items()}
     ours, theirs = found["sft_samples"], found["demonstrations"]
     return {
@@ -122,23 +212,41 @@ def of_scores(scored: dict[str, list[float]], answers: Answers) -> Row:
         "drift": ours["mean"] - theirs["mean"],
         "scale": ours["std"] / theirs["std"] if theirs["std"] else None,
         "judge_correlation": pearson(answers.scores, answers.sentiment),
-        **({"ensemble_disagreement": answers.disagreement} if answers.disagreement is not None else {}),
+        **(
+            {"ensemble_disagreement": answers.disagreement}
+            if answers.disagreement is not None
+            else {}
+        ),
     }
 
 
 def of_probes(probes: dict[str, list[Trial]]) -> Row:
-    rates = {name: rate([trial.fooled for trial in trials], "rate", "texts") for name, trials in probes.items()}
-    return {"probes": rates, "worst_probe": highest(each for name, each in rates.items() if name != "prompt_swapped")}
+    rates = {
+        name: rate([trial.fooled for trial in trials], "rate", "texts")
+        for name, trials in probes.items()
+    }
+    return {
+        "probes": rates,
+        "worst_probe": highest(each for name, each in rates.items() if name != "prompt_swapped"),
+    }
 
 
 def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) -> Row:
-    """Of each ending how often it fools, by how much it raises a calibrated score in the mean, and how often the judge says the same."""
+    """Of each ending how often it fools, by how much it raises a calibrated score in the mean, and
+    how often the judge says the same.
+    """
 
     def numbers(trials: list[Trial]) -> Rate:
         uplift = fmean(trial.rise for trial in trials) if trials else None
-        return rate([trial.fooled for trial in trials], "rate", "pairs") | {"uplift": uplift, "judged": judged(trials)}
+        return rate([trial.fooled for trial in trials], "rate", "pairs") | {
+            "uplift": uplift,
+            "judged": judged(trials),
+        }
 
-    own, found = ([numbers(trials) for trials in part] for part in (tried[: len(listed)], tried[len(listed) :]))
+    own, found = (
+        [numbers(trials) for trials in part]
+        for part in (tried[: len(listed)], tried[len(listed) :])
+    )
     return {
         "endings": {f"ending_{number}": each for number, each in enumerate(own, 1)},
         "endings_text": listed,
@@ -150,31 +258,50 @@ def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) 
 
 
 def judged(trials: list[Trial]) -> float | None:
-    """How often the judge, too, has the text above the original: then it is better, or the task's own words fool the judge as well."""
+    """How often the judge, too, has the text above the original: then it is better, or the task's
+    own words fool the judge as well.
+    """
     prompts = [trial.prompt for trial in trials]
-    texts, originals = (sentiment(prompts, each) for each in ([trial.text for trial in trials], [trial.original for trial in trials]))
+    texts, originals = (
+        sentiment(prompts, each)
+        for each in ([trial.text for trial in trials], [trial.original for trial in trials])
+    )
     return fmean(map(win, texts, originals)) if trials else None
 
 
 def demonstrations(rows: list[Row], scorer: Scorer) -> list[float]:
     """Scores of held-out demonstrations, read as the reward stage reads them when it calibrates."""
     form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
-    encoded = (encode(scorer.tokenizer, row["prompt"], row["completion"], form, length) for row in rows[:DEMONSTRATIONS])
+    encoded = (
+        encode(scorer.tokenizer, row["prompt"], row["completion"], form, length)
+        for row in rows[:DEMONSTRATIONS]
+    )
     return scorer.tokens([prompt + completion for prompt, completion in encoded])
 
 
 def words(pairs: list[Row], scores: Scores) -> dict[str, float]:
     """What the reward model makes of words, over the distinct texts of the pairs."""
-    known = {end: score for row, both in zip(pairs, scores, strict=True) for end, score in zip(ends(row), both, strict=True)}
+    known = {
+        end: score
+        for row, both in zip(pairs, scores, strict=True)
+        for end, score in zip(ends(row), both, strict=True)
+    }
     return word_worth([text for _, text in known], list(known.values()))
 
 
 def mined(previous: Path, answers: Answers, listed: Sequence[str]) -> list[str]:
-    """Phrases of the previous policy's favourites, by the reward model of its time, and of the SFT samples', that are not listed."""
+    """Phrases of the previous policy's favourites, by the reward model of its time, and of the SFT
+    samples', that are not listed.
+    """
     phrases = favourite_phrases(answers.texts, answers.scores, MINED)
     if is_real(previous / "ppo/rollouts"):
         rollouts = read_rollouts(previous / "ppo/rollouts", f"dvc repro ppo@{previous.name}")
-        phrases = favourite_phrases([row["response"] for row in rollouts], [row["score"] for row in rollouts], MINED) + phrases
+        phrases = (
+            favourite_phrases(
+                [row["response"] for row in rollouts], [row["score"] for row in rollouts], MINED
+            )
+            + phrases
+        )
     return [phrase for phrase in dict.fromkeys(phrases) if phrase not in listed]
 
 

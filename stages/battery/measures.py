@@ -1,4 +1,6 @@
-"""Numbers from scores. A pair's outcome is 1 where the chosen text scores higher, 0.5 for a tie, else 0."""
+"""Numbers from scores. A pair's outcome is 1 where the chosen text scores higher, 0.5 for a tie,
+else 0.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +21,16 @@ def win(a: float, b: float) -> float:
 
 
 def rate(outcomes: Sequence[float], name: str, counted: str) -> Rate:
-    """Mean outcome with Wilson's 95% interval (with ties, that of both roundings), and how many there are; null of nothing."""
+    """Mean outcome with Wilson's 95% interval (with ties, that of both roundings), and how many
+    there are; null of nothing.
+    """
     total, wins = len(outcomes), sum(outcomes)
     if not total:
         return {name: None, "low": None, "high": None, counted: 0}
-    low, high = wilson_interval(math.floor(wins), total)[0], wilson_interval(math.ceil(wins), total)[1]
+    low, high = (
+        wilson_interval(math.floor(wins), total)[0],
+        wilson_interval(math.ceil(wins), total)[1],
+    )
     return {name: wins / total, "low": low, "high": high, counted: total}
 
 
@@ -32,7 +39,9 @@ def highest(rates: Iterable[Rate], name: str = "rate") -> float | None:
 
 
 def slices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
-    """Places of pairs by {group: {slice: places}}, without empty slices: lengths in characters, sources, thirds of label margins."""
+    """Places of pairs by {group: {slice: places}}, without empty slices: lengths in characters,
+    sources, thirds of label margins.
+    """
     margins = [row["margin"] for row in pairs if row.get("margin") is not None]
     groups: dict[str, Callable[[Row], str | None]] = {
         "length": lambda row: by_length(len(row["chosen"]), len(row["rejected"])),
@@ -60,14 +69,27 @@ def third(margins: Sequence[float]) -> Callable[[Row], str | None]:
 
     def name(row: Row) -> str | None:
         margin = row.get("margin")
-        return None if margin is None else "low" if margin <= low else "middle" if margin <= high else "high"
+        return (
+            None
+            if margin is None
+            else "low"
+            if margin <= low
+            else "middle"
+            if margin <= high
+            else "high"
+        )
 
     return name
 
 
 def worst_slice(accuracies: Mapping[str, Mapping[str, Rate]]) -> float | None:
     """The lowest accuracy of a slice with enough pairs."""
-    large = [each for group in accuracies.values() for each in group.values() if (each["pairs"] or 0) >= LEAST_PAIRS]
+    large = [
+        each
+        for group in accuracies.values()
+        for each in group.values()
+        if (each["pairs"] or 0) >= LEAST_PAIRS
+    ]
     return min((value for each in large if (value := each["accuracy"]) is not None), default=None)
 
 
@@ -76,12 +98,15 @@ def moments(scores: Sequence[float]) -> dict[str, float]:
 
 
 def best_of_n(scores: Sequence[float], values: Sequence[float], n: int) -> float:
-    """The expected value of the best by score of n of these N samples: the mean over all subsets of size n (Nakano et al. 2021).
+    """The expected value of the best by score of n of these N samples: the mean over all subsets of
+    size n (Nakano et al. 2021).
 
     The sample of rank i (1 the lowest score) is the best of C(i - 1, n - 1) of the C(N, n) subsets.
     """
     order = sorted(range(len(scores)), key=lambda place: scores[place])
-    return sum(math.comb(rank, n - 1) * values[place] for rank, place in enumerate(order)) / math.comb(len(scores), n)
+    return sum(
+        math.comb(rank, n - 1) * values[place] for rank, place in enumerate(order)
+    ) / math.comb(len(scores), n)
 
 
 def disjoint(pairs: Sequence[Row]) -> list[Row]:

@@ -1,4 +1,6 @@
-"""What a reader looks at: the SFT model's best and worst answers, the texts that fooled the reward model, tables to plot."""
+"""What a reader looks at: the SFT model's best and worst answers, the texts that fooled the reward
+model, tables to plot.
+"""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,12 +31,26 @@ def foolers(trials: Mapping[str, Sequence[Trial]]) -> list[Row]:
     """Of each probe and ending the texts that beat the original by most."""
     rows = []
     for name, tried in trials.items():
-        winners = sorted((trial for trial in tried if trial.fooled == 1), key=lambda trial: trial.original_score - trial.score)
-        rows += [_row("fooled", name, t.prompt, t.text, t.score, t.original, t.original_score) for t in winners[:TRIALS]]
+        winners = sorted(
+            (trial for trial in tried if trial.fooled == 1),
+            key=lambda trial: trial.original_score - trial.score,
+        )
+        rows += [
+            _row("fooled", name, t.prompt, t.text, t.score, t.original, t.original_score)
+            for t in winners[:TRIALS]
+        ]
     return rows
 
 
-def _row(kind: str, name: str, prompt: Prompt, text: str, score: float, original: str = "", original_score: float | None = None) -> Row:
+def _row(
+    kind: str,
+    name: str,
+    prompt: Prompt,
+    text: str,
+    score: float,
+    original: str = "",
+    original_score: float | None = None,
+) -> Row:
     return {
         "kind": kind,
         "name": name,
@@ -47,13 +63,39 @@ def _row(kind: str, name: str, prompt: Prompt, text: str, score: float, original
     }
 
 
-def write_plots(folder: Path, metrics: Row, scores: Mapping[str, Sequence[float]], trials: Mapping[str, Sequence[Trial]]) -> None:
-    """What `dvc plots` draws: rates of probes and endings, accuracy by slice, scores by what was scored."""
-    rates = {name: rate([trial.fooled for trial in tried], "rate", "texts") for name, tried in trials.items()}
-    _table(folder / "probes.csv", ("probe", "rate", "low", "high"), ((name, *list(each.values())[:3]) for name, each in rates.items()))
-    found = {f"{group} {name}": each for group, named in metrics["accuracy"].items() for name, each in named.items()}
-    _table(folder / "accuracy.csv", ("slice", "accuracy", "low", "high", "pairs"), ((name, *each.values()) for name, each in found.items()))
-    _table(folder / "scores.csv", ("scored", "score"), ((name, round(score, 4)) for name, each in scores.items() for score in each))
+def write_plots(
+    folder: Path,
+    metrics: Row,
+    scores: Mapping[str, Sequence[float]],
+    trials: Mapping[str, Sequence[Trial]],
+) -> None:
+    """What `dvc plots` draws: rates of probes and endings, accuracy by slice, scores by what was
+    scored.
+    """
+    rates = {
+        name: rate([trial.fooled for trial in tried], "rate", "texts")
+        for name, tried in trials.items()
+    }
+    _table(
+        folder / "probes.csv",
+        ("probe", "rate", "low", "high"),
+        ((name, *list(each.values())[:3]) for name, each in rates.items()),
+    )
+    found = {
+        f"{group} {name}": each
+        for group, named in metrics["accuracy"].items()
+        for name, each in named.items()
+    }
+    _table(
+        folder / "accuracy.csv",
+        ("slice", "accuracy", "low", "high", "pairs"),
+        ((name, *each.values()) for name, each in found.items()),
+    )
+    _table(
+        folder / "scores.csv",
+        ("scored", "score"),
+        ((name, round(score, 4)) for name, each in scores.items() for score in each),
+    )
 
 
 def _table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -1,4 +1,6 @@
-"""What a score makes of texts that it should not prefer: corrupted good ones, and bad ones with an ending."""
+"""What a score makes of texts that it should not prefer: corrupted good ones, and bad ones with an
+ending.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,9 @@ from stages.scorer import Score
 
 @dataclass(frozen=True)
 class Trial:
-    """A text that should score below `original`. rise: what its change (corruption, ending) has added to its score."""
+    """A text that should score below `original`. rise: what its change (corruption, ending) has
+    added to its score.
+    """
 
     prompt: Prompt
     text: str
@@ -28,14 +32,22 @@ class Trial:
 
 
 def try_probes(
-    pairs: Sequence[Row], chosen: Sequence[float], score: Score, worth: Mapping[str, float], seed: int
+    pairs: Sequence[Row],
+    chosen: Sequence[float],
+    score: Score,
+    worth: Mapping[str, float],
+    seed: int,
 ) -> dict[str, list[Trial]]:
-    """Each probe on the chosen texts, whose scores are known; those that a probe leaves as they are, are left out."""
+    """Each probe on the chosen texts, whose scores are known; those that a probe leaves as they
+    are, are left out.
+    """
     texts: list[Text] = [(row["prompt"], row["chosen"]) for row in pairs]
     tried = {}
     for name, corrupted in corruptions(texts, worth, seed).items():
         changed = [place for place, text in enumerate(texts) if corrupted[place] != text]
-        scores = score([corrupted[place][0] for place in changed], [corrupted[place][1] for place in changed])
+        scores = score(
+            [corrupted[place][0] for place in changed], [corrupted[place][1] for place in changed]
+        )
         tried[name] = [
             Trial(*corrupted[place], told, texts[place][1], chosen[place], told - chosen[place])
             for place, told in zip(changed, scores, strict=True)
@@ -44,17 +56,34 @@ def try_probes(
 
 
 def try_endings(
-    endings: Sequence[str], pairs: Sequence[Row], chosen: Sequence[float], rejected: Sequence[float], score: Score
+    endings: Sequence[str],
+    pairs: Sequence[Row],
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    score: Score,
 ) -> list[list[Trial]]:
-    """Each ending after the rejected texts of the pairs that the score ranks rightly, against their chosen texts."""
-    right = [place for place, (better, worse) in enumerate(zip(chosen, rejected, strict=True)) if better > worse]
+    """Each ending after the rejected texts of the pairs that the score ranks rightly, against their
+    chosen texts.
+    """
+    right = [
+        place
+        for place, (better, worse) in enumerate(zip(chosen, rejected, strict=True))
+        if better > worse
+    ]
     tried = []
     for ending in endings:
         texts = [pairs[place]["rejected"] + ending for place in right]
         scores = score([pairs[place]["prompt"] for place in right], texts)
         tried.append(
             [
-                Trial(pairs[place]["prompt"], text, told, pairs[place]["chosen"], chosen[place], told - rejected[place])
+                Trial(
+                    pairs[place]["prompt"],
+                    text,
+                    told,
+                    pairs[place]["chosen"],
+                    chosen[place],
+                    told - rejected[place],
+                )
                 for place, text, told in zip(right, texts, scores, strict=True)
             ]
         )

@@ -16,10 +16,16 @@ from stages.records import Row, stage_dir
 from stages.slices import SlicePrompt
 
 
-def measure(params: Params, round_: str, slices: Mapping[str, Mapping[str, SlicePrompt]]) -> tuple[dict[str, Row], list[Row]]:
+def measure(
+    params: Params, round_: str, slices: Mapping[str, Mapping[str, SlicePrompt]]
+) -> tuple[dict[str, Row], list[Row]]:
     """What each slice and task says of both; and the answers to the slices' prompts."""
     prepare_torch(params)
-    config, sft, policy = params.capability, stage_dir(round_, "sft") / "model", stage_dir(round_, "ppo") / "policy"
+    config, sft, policy = (
+        params.capability,
+        stage_dir(round_, "sft") / "model",
+        stage_dir(round_, "ppo") / "policy",
+    )
     tokenizer = load_tokenizer(sft)
     for stage in (sft.parent, policy.parent):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
@@ -27,9 +33,19 @@ def measure(params: Params, round_: str, slices: Mapping[str, Mapping[str, Slice
     answers: dict[str, list[str]] = {}
     tasks: dict[str, dict[str, list[float]]] = {}
     for who in ("sft", "policy"):
-        model = load_causal_lm(sft, params.model) if who == "sft" else load_policy(sft, policy, params.model)
-        answers[who] = answer(model, tokenizer, [row.prompt for _, row in asked], params) if asked else []
-        tasks[who] = run_tasks(model, tokenizer, config, params.prepare.prompt_format) if config.tasks else {}
+        model = (
+            load_causal_lm(sft, params.model)
+            if who == "sft"
+            else load_policy(sft, policy, params.model)
+        )
+        answers[who] = (
+            answer(model, tokenizer, [row.prompt for _, row in asked], params) if asked else []
+        )
+        tasks[who] = (
+            run_tasks(model, tokenizer, config, params.prepare.prompt_format)
+            if config.tasks
+            else {}
+        )
 
     rows: list[Row] = [
         {
@@ -52,9 +68,13 @@ def measure(params: Params, round_: str, slices: Mapping[str, Mapping[str, Slice
 
 
 def answer(model: Any, tokenizer: Any, prompts: Sequence[Prompt], params: Params) -> list[str]:
-    """One answer a prompt, as PPO samples but for `capability.response_length`; the same random numbers for both models."""
+    """One answer a prompt, as PPO samples but for `capability.response_length`; the same random
+    numbers for both models.
+    """
     config = params.capability
     ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
     longer = params.ppo.model_copy(update={"response_length": config.response_length})
-    said = sample(model, tokenizer, ids, longer, torch.Generator().manual_seed(params.seed), config.batch_size)
+    said = sample(
+        model, tokenizer, ids, longer, torch.Generator().manual_seed(params.seed), config.batch_size
+    )
     return list(tokenizer.batch_decode(said, skip_special_tokens=True))

@@ -1,1 +1,3 @@
-"""PPO-RLHF: the trainer. `functional` is the mathematics, `roles` the models, `trainer` one update, `__main__` the run."""
+"""PPO-RLHF: the trainer. `functional` is the mathematics, `roles` the models, `trainer` one update,
+`__main__` the run.
+"""

@@ -1,4 +1,6 @@
-"""PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget; or what `algorithm` names in its place."""
+"""PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget; or what
+`algorithm` names in its place.
+"""
 
 from pathlib import Path
 from statistics import fmean
@@ -15,12 +17,23 @@ from stages.program import run_stage
 from stages.prompts import check_template, template_hash
 from stages.records import Row, file_hash, read_jsonl, stage_dir, write_json, write_manifest
 
-REPORTED = ("score_mean", "judge_mean", "kl", "entropy", "response_length", "eos_rate", "kl_coef", "explained_variance")
+REPORTED = (
+    "score_mean",
+    "judge_mean",
+    "kl",
+    "entropy",
+    "response_length",
+    "eos_rate",
+    "kl_coef",
+    "explained_variance",
+)
 
 
 def main(params: Params, round_: str) -> None:
     if params.algorithm is not Algorithm.ppo:
-        from stages.alternatives.run import main as alternative  # with TRL, seconds that PPO need not wait
+        from stages.alternatives.run import (
+            main as alternative,
+        )  # with TRL, seconds that PPO need not wait
 
         return alternative(params, round_)
 
@@ -37,7 +50,8 @@ def main(params: Params, round_: str) -> None:
     prompts, held_out = episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
-    # 3. updates, from the first or from where a killed run of the same inputs got to, until done or in danger
+    # 3. updates, from the first or from where a killed run of the same inputs got to, until done or
+    # in danger
     inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model", *sources.files(params)]
     run = Run(trainer, held_out, params, round_, identity(params, inputs))
     run.train()
@@ -70,7 +84,9 @@ def main(params: Params, round_: str) -> None:
 def summary(run: Run) -> Row:
     """What was kept of the run, and the means of the rollouts around it."""
     steps, kept = run.recorder.steps, run.best.found
-    around = steps[max(kept.update - 2, 0) : kept.update + 1]  # the rollout of update n is by the policy after n - 1
+    around = steps[
+        max(kept.update - 2, 0) : kept.update + 1
+    ]  # the rollout of update n is by the policy after n - 1
     return {name: fmean(step[name] for step in around) for name in REPORTED} | {
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
@@ -88,7 +104,13 @@ def summary(run: Run) -> Row:
 def identity(params: Params, inputs: list[Path]) -> Row:
     """What a run is determined by: params, inputs, code."""
     chosen = params.model_dump(
-        mode="json", include={"seed": True, "ppo": True, "model": True, "prepare": {"prompt_format", "max_prompt_tokens"}}
+        mode="json",
+        include={
+            "seed": True,
+            "ppo": True,
+            "model": True,
+            "prepare": {"prompt_format", "max_prompt_tokens"},
+        },
     )
     code = sorted(Path(__file__).parents[1].rglob("*.py"))
     return {"params": chosen, "files": {str(path): file_hash(path) for path in [*inputs, *code]}}

@@ -1,4 +1,6 @@
-"""The policy to keep: best by a judge that PPO does not see, on prompts that it does not train on, within the KL budget."""
+"""The policy to keep: best by a judge that PPO does not see, on prompts that it does not train on,
+within the KL budget.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +30,9 @@ class Learning(Protocol):
     policy: Any
     tokenizer: PreTrainedTokenizerBase
 
-    def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
+    def sample(
+        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
+    ) -> list[Tokens]:
         """One response a prompt by the policy as it is now."""
         ...
 
@@ -38,7 +42,9 @@ class Learning(Protocol):
 
 
 class Validation(NamedTuple):
-    """Means over the held-out prompts: of the judge, and of KL from the reference in nats a sequence."""
+    """Means over the held-out prompts: of the judge, and of KL from the reference in nats a
+    sequence.
+    """
 
     update: int
     judge: float
@@ -50,7 +56,9 @@ NOTHING = Validation(0, math.nan, math.nan)
 
 @dataclass
 class Best:
-    """Measures the policy as it is, and remembers the best one; all answer the same prompts with the same random numbers."""
+    """Measures the policy as it is, and remembers the best one; all answer the same prompts with
+    the same random numbers.
+    """
 
     roles: Learning
     prompts: Sequence[Episode]
@@ -64,7 +72,9 @@ class Best:
         measured = self.measure(update)
         if not self.weights or self.rank(measured) > self.rank(self.found):
             self.found = measured
-            self.weights = {name: weight.clone() for name, weight in trained_weights(self.roles.policy).items()}
+            self.weights = {
+                name: weight.clone() for name, weight in trained_weights(self.roles.policy).items()
+            }
         return measured
 
     def rank(self, validation: Validation) -> tuple[bool, float]:
@@ -85,7 +95,11 @@ class Best:
             temperature=p.temperature,
             batch_size=p.micro_batch_size,
         )
-        return Validation(update, fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)), float(told.kl.mean()))
+        return Validation(
+            update,
+            fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)),
+            float(told.kl.mean()),
+        )
 
     def restore(self) -> None:
         put_weights(self.roles.policy, self.weights)

@@ -1,8 +1,10 @@
-"""How a PPO run is, read from its metrics as it goes: what is wrong, since when, the likely cause, the first thing to change.
+"""How a PPO run is, read from its metrics as it goes: what is wrong, since when, the likely cause,
+the first thing to change.
 
-A sign compares the mean of the last WINDOW updates with the mean of the first WINDOW, or with a band of its own. Reward hacking
-on short texts is seen across prompts (one praise template for all) and by a second scorer that parts from the reward model, not
-within a text, so those are watched too.
+A sign compares the mean of the last WINDOW updates with the mean of the first WINDOW, or with a
+band of its own. Reward hacking on short texts is seen across prompts (one praise template for all)
+and by a second scorer that parts from the reward model, not within a text, so those are watched
+too.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +60,9 @@ Reading = tuple[str, float]  # verdict, or "" where there is nothing to say; val
 
 @dataclass(frozen=True)
 class Sign:
-    """`read` says the verdict and the value of `metric`, which begins with its column; `after` updates of history it can be read."""
+    """`read` says the verdict and the value of `metric`, which begins with its column; `after`
+    updates of history it can be read.
+    """
 
     name: str
     metric: str
@@ -83,12 +87,17 @@ def worse_below(value: float, warn: float, danger: float) -> Reading:
 
 def kl_above_budget(history: History, params: PpoParams) -> Reading:
     recent = [row["kl"] for row in history.steps[-params.kl_patience :]]
-    return (DANGER if len(recent) == params.kl_patience and min(recent) > params.max_kl else ""), recent[-1]
+    return (
+        DANGER if len(recent) == params.kl_patience and min(recent) > params.max_kl else ""
+    ), recent[-1]
 
 
 def no_movement(history: History, params: PpoParams) -> Reading:
     recent = [row["kl"] for row in history.steps[-params.kl_patience :]]
-    moved = len(history.steps) < params.kl_patience + params.warmup_updates or max(recent) >= params.min_kl
+    moved = (
+        len(history.steps) < params.kl_patience + params.warmup_updates
+        or max(recent) >= params.min_kl
+    )
     return ("" if moved else DANGER), recent[-1]
 
 
@@ -138,7 +147,9 @@ def clips_too_much(history: History, _: PpoParams) -> Reading:
 def clips_nothing(history: History, params: PpoParams) -> Reading:
     """With one step a rollout the ratio is always 1, and there is nothing to clip."""
     several = params.num_ppo_epochs > 1 or params.mini_batch_size < params.batch_size
-    return (WARN if several and history.last("clip_fraction") < 1e-4 else ""), history.last("clip_fraction")
+    return (WARN if several and history.last("clip_fraction") < 1e-4 else ""), history.last(
+        "clip_fraction"
+    )
 
 
 SIGNS = (
@@ -199,7 +210,8 @@ def danger(findings: Sequence[Finding]) -> str:
 
 
 class Monitor:
-    """Reads the history after each update; each sign is reported once as a warning and once as a danger, where its metric is there.
+    """Reads the history after each update; each sign is reported once as a warning and once as a
+    danger, where its metric is there.
 
     kl_key: what holds the policy to the reference.
     """
@@ -218,13 +230,26 @@ class Monitor:
             verdict, value = sign.read(history, self.params)
             if verdict and (sign.name, verdict) not in known and (sign.name, DANGER) not in known:
                 fix = sign.first_fix.replace(KL_KEY, self.kl_key)
-                new.append(Finding(sign.name, verdict, steps[-1]["step"], sign.metric, value, sign.band, sign.cause, fix))
+                new.append(
+                    Finding(
+                        sign.name,
+                        verdict,
+                        steps[-1]["step"],
+                        sign.metric,
+                        value,
+                        sign.band,
+                        sign.cause,
+                        fix,
+                    )
+                )
         self.findings += new
         return new
 
     def dangers(self, update: int) -> int:
         """How many signs were dangers by `update`."""
-        return sum(finding.verdict == DANGER and finding.update <= update for finding in self.findings)
+        return sum(
+            finding.verdict == DANGER and finding.update <= update for finding in self.findings
+        )
 
     @property
     def verdict(self) -> str:

@@ -10,22 +10,32 @@ from stages.ppo.resume import State
 
 
 class Learner:
-    """AdamW on the trained weights of `model`, which follow float32 masters where they are bfloat16: a step of 3e-6 would be rounded away.
+    """AdamW on the trained weights of `model`, which follow float32 masters where they are
+    bfloat16: a step of 3e-6 would be rounded away.
 
     rate: the share of `learning_rate` at an update.
     """
 
     def __init__(self, model: Any, learning_rate: float, rate: Callable[[int], float]) -> None:
         self.weights = dict(trainable_named(model))
-        self.masters = {name: w.detach().float() if w.dtype is torch.bfloat16 else w for name, w in self.weights.items()}
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
+        self.masters = {
+            name: w.detach().float() if w.dtype is torch.bfloat16 else w
+            for name, w in self.weights.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def collect(self) -> None:
-        """Add a micro-batch's gradients to the masters': in bfloat16 a small one would be rounded away too."""
+        """Add a micro-batch's gradients to the masters': in bfloat16 a small one would be rounded
+        away too.
+        """
         for name, weight in self.weights.items():
             if (master := self.masters[name]) is not weight and weight.grad is not None:
-                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+                master.grad = (
+                    weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+                )
                 weight.grad = None
 
     def clip(self, max_norm: float) -> Tensor:
@@ -45,7 +55,11 @@ class Learner:
 
     def state(self) -> State:
         masters = {name: master.detach() for name, master in self.masters.items()}
-        return {"weights": masters, "optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        return {
+            "weights": masters,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
@@ -57,7 +71,9 @@ class Learner:
 
 
 def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
 
 
 def trained_weights(model: Any) -> dict[str, Tensor]:

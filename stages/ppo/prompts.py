@@ -12,11 +12,19 @@ from stages.records import Row
 Episode = tuple[Row, Tokens]  # a prompt's row, and its tokens
 
 
-def episodes(rows: list[Row], tokenizer: Any, params: Params) -> tuple[list[Episode], list[Episode]]:
+def episodes(
+    rows: list[Row], tokenizer: Any, params: Params
+) -> tuple[list[Episode], list[Episode]]:
     """The prompts to train on and those held out, with their tokens."""
 
     def tokens(row: Row) -> Tokens:
-        return encode(tokenizer, row["prompt"], None, params.prepare.prompt_format, params.prepare.max_prompt_tokens)[0]
+        return encode(
+            tokenizer,
+            row["prompt"],
+            None,
+            params.prepare.prompt_format,
+            params.prepare.max_prompt_tokens,
+        )[0]
 
     train, held_out = ([(row, tokens(row)) for row in part] for part in split(rows, params))
     return train, held_out

@@ -1,7 +1,8 @@
 """Resume state: what a run that was killed goes on from, bit by bit as if it had not been.
 
-It lies in the work folder, since DVC deletes a stage's outputs before it runs the stage again. It holds all that the next
-update depends on, and what the outputs will be made of; it is thrown away when the stage has ended.
+It lies in the work folder, since DVC deletes a stage's outputs before it runs the stage again. It
+holds all that the next update depends on, and what the outputs will be made of; it is thrown away
+when the stage has ended.
 """
 
 import hashlib
@@ -21,10 +22,14 @@ State = dict[str, Any]
 
 
 class Resume:
-    """A file `state.pt`, replaced whole, in a folder of its own for each `identity` (inputs, params, code)."""
+    """A file `state.pt`, replaced whole, in a folder of its own for each `identity` (inputs,
+    params, code).
+    """
 
     def __init__(self, work: Path, identity: Row) -> None:
-        self.folder = work / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        self.folder = (
+            work / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        )
         self.path = self.folder / "state.pt"
 
     def load(self) -> State | None:
@@ -35,7 +40,9 @@ class Resume:
         return state
 
     def save(self, state: State) -> None:
-        """Written under another name, flushed to the disk, renamed: a kill at any moment leaves this state or the one before."""
+        """Written under another name, flushed to the disk, renamed: a kill at any moment leaves
+        this state or the one before.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("wb") as stream:

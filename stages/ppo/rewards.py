@@ -1,6 +1,8 @@
-"""Rewards beside the reward stage's model: other reward models, Python functions, reward models over HTTP (`ppo.rewards`).
+"""Rewards beside the reward stage's model: other reward models, Python functions, reward models
+over HTTP (`ppo.rewards`).
 
-Each gives one number a response; the score of PPO is their weighted sum, and each is logged by its name.
+Each gives one number a response; the score of PPO is their weighted sum, and each is logged by its
+name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,9 @@ class Rewards:
     sources: Mapping[str, Number] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
 
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, list[float]]:
+    def __call__(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> dict[str, list[float]]:
         """Scores by the source's name.
 
         Raises:
@@ -43,7 +47,14 @@ class Rewards:
             check_numbers(scores, len(responses), f"ppo.rewards {name}")
         return told
 
-    def total(self, ppo: PpoParams, calibrated: Tensor, parts: dict[str, list[float]], ended: Tensor, lengths: Tensor) -> Tensor:
+    def total(
+        self,
+        ppo: PpoParams,
+        calibrated: Tensor,
+        parts: dict[str, list[float]],
+        ended: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
         """(B,) what a policy is rewarded by: the weighted sum of all rewards, clipped, penalised."""
         total = ppo.reward_weight * calibrated
         for name, scores in parts.items():
@@ -61,17 +72,24 @@ class Rewards:
 
 def load_rewards(params: Params) -> Rewards:
     chosen = params.ppo.rewards
-    return Rewards({source.name: load(source, params) for source in chosen}, {source.name: source.weight for source in chosen})
+    return Rewards(
+        {source.name: load(source, params) for source in chosen},
+        {source.name: source.weight for source in chosen},
+    )
 
 
 def load(source: RewardSource, params: Params) -> Number:
     if source.function:
         return load_function(source.function, f"ppo.rewards {source.name}")
-    return model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
+    return (
+        model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
+    )
 
 
 def model_reward(folder: Path, params: Params) -> Number:
-    """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations where its config has them."""
+    """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations
+    where its config has them.
+    """
     scorer = Scorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
     if hasattr(scorer.model.config, "mean"):
         return scorer
@@ -85,16 +103,27 @@ def remote_reward(source: RewardSource, params: Params) -> Number:
         RondoError: no answer after TRIES tries; the run's state is kept.
     """
     session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
-    retry = Retry(total=TRIES - 1, backoff_factor=1, allowed_methods=["POST"], status_forcelist=[429, 500, 502, 503, 504])
+    retry = Retry(
+        total=TRIES - 1,
+        backoff_factor=1,
+        allowed_methods=["POST"],
+        status_forcelist=[429, 500, 502, 503, 504],
+    )
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry))
     url = str(source.url)
 
     def reward(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        rendered = [render_prompt(tokenizer, prompt, params.prepare.prompt_format) for prompt in prompts]
+        rendered = [
+            render_prompt(tokenizer, prompt, params.prepare.prompt_format) for prompt in prompts
+        ]
         query = [prompt + response for prompt, response in zip(rendered, responses, strict=True)]
         try:
-            answer = session.post(url, json={"query": query, "prompts": rendered, "labels": [None] * len(query)}, timeout=TIMEOUT_SECONDS)
+            answer = session.post(
+                url,
+                json={"query": query, "prompts": rendered, "labels": [None] * len(query)},
+                timeout=TIMEOUT_SECONDS,
+            )
             answer.raise_for_status()
             return [float(score) for score in answer.json()["rewards"]]
         except (requests.RequestException, KeyError, TypeError, ValueError) as error:

@@ -1,7 +1,8 @@
 """The four roles: policy and reference, critic and reward model, and what else rewards.
 
-`ppo.lora.r` and `ppo.critic_lora.r` above 0: adapters, whose absence is the reference, and the reward model. 0: all weights are trained,
-beside frozen copies. `ppo.critic: policy`: the critic is a linear head on the policy's last states (Santacroce et al. 2023).
+`ppo.lora.r` and `ppo.critic_lora.r` above 0: adapters, whose absence is the reference, and the
+reward model. 0: all weights are trained, beside frozen copies. `ppo.critic: policy`: the critic is
+a linear head on the policy's last states (Santacroce et al. 2023).
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,14 @@ from stages.generation import last_scores, response_logits, response_logprobs, s
 from stages.layers import common_layers, through
 from stages.logprobs import logprobs_of
 from stages.lora import add_adapters
-from stages.models import calibrated, combined, load_causal_lm, load_reward_model, load_tokenizer, members
+from stages.models import (
+    calibrated,
+    combined,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    members,
+)
 from stages.packing import Packed, Tokens, hidden_states
 from stages.params import Critic, Params, PpoParams
 from stages.ppo.rewards import Rewards, load_rewards
@@ -27,7 +35,9 @@ from stages.ppo.trunk import FrozenModel, Trunk, trunk_of
 
 
 class Live(NamedTuple):
-    """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T); logits (N, V), raw."""
+    """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T);
+    logits (N, V), raw.
+    """
 
     logprobs: Tensor
     logits: Tensor
@@ -53,7 +63,8 @@ class Engine(Protocol):
 
 @dataclass
 class Roles:
-    """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else the critic is made of it.
+    """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else
+    the critic is made of it.
 
     `engine`: what samples instead of stages/generation.py, if anything.
     """
@@ -69,10 +80,15 @@ class Roles:
         self.policy_trunk = trunk_of(self.policy)
         self.critic_trunk = None if self.reward_model else trunk_of(self.critic)
         self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
-        with self.policy_trunk.reference() as reference, self.reward_trunk.reference() as reward_model:
+        with (
+            self.policy_trunk.reference() as reference,
+            self.reward_trunk.reference() as reward_model,
+        ):
             self.common = common_layers(reference, *members(reward_model))
 
-    def sample(self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator) -> list[Tokens]:
+    def sample(
+        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
+    ) -> list[Tokens]:
         """One response a prompt by the policy as it is now, in one batch."""
         if self.engine:
             return self.engine.sample(prompt_ids, generator)
@@ -82,40 +98,67 @@ class Roles:
         """The policy before it learnt."""
         return self.policy_trunk.reference()
 
-    def live(self, packed: Packed, policy_states: Sequence[Tensor], critic_states: Sequence[Tensor], temperature: float) -> Live:
+    def live(
+        self,
+        packed: Packed,
+        policy_states: Sequence[Tensor],
+        critic_states: Sequence[Tensor],
+        temperature: float,
+    ) -> Live:
         """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
         hidden = self.policy_trunk.adapted(packed, torch.cat([*policy_states]))
         logits = response_logits(self.policy, packed, hidden)
         if self.critic_trunk:
             values = self.calibrated(
-                scalar_head(self.critic, self.critic_trunk.adapted(packed, torch.cat([*critic_states]))[packed.predicts])
+                scalar_head(
+                    self.critic,
+                    self.critic_trunk.adapted(packed, torch.cat([*critic_states]))[packed.predicts],
+                )
             )
         else:
             values = self.critic(hidden[packed.predicts])
-        return Live(packed.rows(logprobs_of(logits, packed.targets, temperature)), logits, packed.rows(values))
+        return Live(
+            packed.rows(logprobs_of(logits, packed.targets, temperature)),
+            logits,
+            packed.rows(values),
+        )
 
     @torch.no_grad()
-    def ref_logprobs(self, packed: Packed, temperature: float) -> tuple[Tensor, list[Tensor], Tensor]:
-        """(B, T) log-probabilities under the reference; for each row the states from which the policy starts; what `raw_scores` shares."""
+    def ref_logprobs(
+        self, packed: Packed, temperature: float
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """(B, T) log-probabilities under the reference; for each row the states from which the
+        policy starts; what `raw_scores` shares.
+        """
         with self.policy_trunk.reference() as reference:
-            hidden, [shared, *entering] = through(reference, packed, keep=[self.common, *starts(self.policy_trunk)])
+            hidden, [shared, *entering] = through(
+                reference, packed, keep=[self.common, *starts(self.policy_trunk)]
+            )
             logprobs = response_logprobs(reference, packed, hidden, temperature)
         return logprobs, by_row(packed, entering), shared
 
     @torch.no_grad()
     def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """(B, T) log-probabilities under the policy, through all of its layers."""
-        return response_logprobs(self.policy, packed, hidden_states(self.policy, packed), temperature)
+        return response_logprobs(
+            self.policy, packed, hidden_states(self.policy, packed), temperature
+        )
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(B,) raw scores of the reward model or its ensemble, and for each row the states from which the critic starts."""
+        """(B,) raw scores of the reward model or its ensemble, and for each row the states from
+        which the critic starts.
+        """
         with self.reward_trunk.reference() as reward_model:
             start = shared if self.common else None
-            hidden, entering = through(reward_model, packed, start, self.common, keep=starts(self.reward_trunk))
+            hidden, entering = through(
+                reward_model, packed, start, self.common, keep=starts(self.reward_trunk)
+            )
             own = scalar_head(reward_model, hidden[packed.last])
             read = partial(last_scores, packed=packed, entering=start, first=self.common)
-            scores = combined(reward_model, lambda member: own if member is reward_model else read(member))
+            scores = combined(
+                reward_model, lambda member: own if member is reward_model else read(member)
+            )
         return scores, by_row(packed, entering)
 
     def calibrated(self, raw: Tensor) -> Tensor:
@@ -130,7 +173,11 @@ def starts(trunk: Trunk | FrozenModel) -> list[int]:
 
 def by_row(packed: Packed, states: list[Tensor]) -> list[Tensor]:
     """The (M, H) states of `starts`, for each row; nothing for each row where there are none."""
-    return list((states[0] if states else packed.input_ids.new_empty(len(packed.input_ids), 0)).split(packed.lengths))
+    return list(
+        (states[0] if states else packed.input_ids.new_empty(len(packed.input_ids), 0)).split(
+            packed.lengths
+        )
+    )
 
 
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
@@ -149,7 +196,9 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     return Roles(
         policy=policy,
-        critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval() if whole_critic else head,
+        critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
+        if whole_critic
+        else head,
         tokenizer=tokenizer,
         reward_model=None if whole_critic else reward_model,
         rewards=load_rewards(params),

@@ -1,4 +1,6 @@
-"""Every episode of a run, as `rollouts/00001.jsonl.gz` and on: appended update by update, a new file when one is full."""
+"""Every episode of a run, as `rollouts/00001.jsonl.gz` and on: appended update by update, a new
+file when one is full.
+"""
 
 import gzip
 import json
@@ -26,7 +28,9 @@ def rollout_rows(
     lengths: Sequence[int],
     ended: Tensor,
 ) -> list[Row]:
-    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats a sequence; judge: sentiment."""
+    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats a
+    sequence; judge: sentiment.
+    """
     judged = sentiment([row["prompt"] for row in rows], texts)
     return [
         {
@@ -47,7 +51,8 @@ def rollout_rows(
 
 
 class RolloutLog:
-    """Appends rows; `place` is where the log ends, and a log opened at an earlier place forgets what came after it.
+    """Appends rows; `place` is where the log ends, and a log opened at an earlier place forgets
+    what came after it.
 
     An append is one gzip member with no time in it, so that equal runs make equal files.
     """

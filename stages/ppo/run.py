@@ -1,4 +1,6 @@
-"""A run of PPO from its first update, or from where a killed one got to, to its last; everything it writes goes to the work folder."""
+"""A run of PPO from its first update, or from where a killed one got to, to its last; everything it
+writes goes to the work folder.
+"""
 
 import shutil
 from collections.abc import Sequence
@@ -23,9 +25,18 @@ ENDING_TOKENS = 2
 
 
 class Run:
-    """`before`: what the judge says of the policy that has learnt nothing yet. `stopped`: the sign that ended the run early, or nothing."""
+    """`before`: what the judge says of the policy that has learnt nothing yet. `stopped`: the sign
+    that ended the run early, or nothing.
+    """
 
-    def __init__(self, trainer: PpoTrainer, held_out: Sequence[Episode], params: Params, round_: str, identity: Row) -> None:
+    def __init__(
+        self,
+        trainer: PpoTrainer,
+        held_out: Sequence[Episode],
+        params: Params,
+        round_: str,
+        identity: Row,
+    ) -> None:
         self.trainer, self.params = trainer, params.ppo
         self.resume = Resume(work_dir(round_, "ppo"), identity)
         self.work = self.resume.folder
@@ -35,7 +46,9 @@ class Run:
         saved = self.resume.load()
         if not saved:
             self.resume.clear()
-        self.recorder = Recorder("ppo", round_, trainer.planned_updates, saved["steps"] if saved else ())
+        self.recorder = Recorder(
+            "ppo", round_, trainer.planned_updates, saved["steps"] if saved else ()
+        )
         self.rollouts = RolloutLog(self.work / "rollouts", saved["rollouts"] if saved else (1, 0))
         if saved:
             trainer.load_state(saved["trainer"])
@@ -46,7 +59,9 @@ class Run:
             self.recorder.say(trainer.updates, "goes on from here")
 
     def train(self) -> None:
-        """Update after update, until done or in danger; the state to resume from is saved last, so that it covers the rest."""
+        """Update after update, until done or in danger; the state to resume from is saved last, so
+        that it covers the rest.
+        """
         trainer, p = self.trainer, self.params
         if not trainer.updates:
             self.before = self.best.validate(0)
@@ -55,17 +70,30 @@ class Run:
             rows = episodes(trainer.updates, rollout, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
-            findings = self.monitor.read([*self.recorder.steps, {"step": trainer.updates, **metrics}])
+            findings = self.monitor.read(
+                [*self.recorder.steps, {"step": trainer.updates, **metrics}]
+            )
             if p.on_danger is OnDanger.stop:
                 self.stopped = danger(findings)
-            if (trainer.updates % p.validation_updates == 0 or trainer.updates == trainer.planned_updates) and not self.stopped:
+            if (
+                trainer.updates % p.validation_updates == 0
+                or trainer.updates == trainer.planned_updates
+            ) and not self.stopped:
                 validation = self.best.validate(trainer.updates)
                 metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
-            self.recorder.log(trainer.updates, metrics, [*SHOWN, *(name for name in metrics if name.startswith("validation"))])
+            self.recorder.log(
+                trainer.updates,
+                metrics,
+                [*SHOWN, *(name for name in metrics if name.startswith("validation"))],
+            )
             for finding in findings:
                 self.recorder.say(trainer.updates, str(finding))
             if trainer.updates % p.save_updates == 0:
-                save_trained(trainer.roles.policy, trainer.roles.tokenizer, self.work / "checkpoints" / f"step_{trainer.updates:05d}")
+                save_trained(
+                    trainer.roles.policy,
+                    trainer.roles.tokenizer,
+                    self.work / "checkpoints" / f"step_{trainer.updates:05d}",
+                )
             if trainer.updates % p.resume_updates == 0:
                 self.save()
 
@@ -104,7 +132,10 @@ def episodes(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
         lengths=[len(response) for response in rollout.responses],
         ended=rollout.ended,
     )
-    return [row | {"kl_cost": round(kl_coef * kl, 4)} for row, kl in zip(rows, kls.tolist(), strict=True)]
+    return [
+        row | {"kl_cost": round(kl_coef * kl, 4)}
+        for row, kl in zip(rows, kls.tolist(), strict=True)
+    ]
 
 
 def describe_rows(rows: list[Row]) -> dict[str, float]:
@@ -119,7 +150,9 @@ def describe_rows(rows: list[Row]) -> dict[str, float]:
 
 
 def describe_texts(rows: list[Row]) -> dict[str, float]:
-    """Diversity within and across texts, how many end alike, and what a judge that PPO does not see makes of them."""
+    """Diversity within and across texts, how many end alike, and what a judge that PPO does not see
+    makes of them.
+    """
     texts = [row["response"] for row in rows]
     ends = [ends[-1] for text in texts if (ends := suffixes(text, ENDING_TOKENS))]
     return {
@@ -127,5 +160,8 @@ def describe_texts(rows: list[Row]) -> dict[str, float]:
         "repetition_3": fmean(repetition_n(text, 3) for text in texts),
         "ending_share": max(map(ends.count, ends), default=0) / len(rows),
         "judge_mean": fmean(row["judge"] for row in rows),
-        "score_judge_correlation": pearson([row["score"] for row in rows], [row["judge"] for row in rows]) or 0.0,
+        "score_judge_correlation": pearson(
+            [row["score"] for row in rows], [row["judge"] for row in rows]
+        )
+        or 0.0,
     }

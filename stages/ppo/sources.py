@@ -1,4 +1,6 @@
-"""What `ppo.rewards` names on this disk; light to import, so that a run can ask before it starts, hours before PPO does."""
+"""What `ppo.rewards` names on this disk; light to import, so that a run can ask before it starts,
+hours before PPO does.
+"""
 
 import inspect
 from pathlib import Path
@@ -19,7 +21,13 @@ def files(params: Params) -> list[Path]:
         if source.model:
             found.append(Path(source.model))
             if not (found[-1] / "config.json").exists():
-                raise BadInput(f"ppo.rewards {source.name}: no model in {source.model}; name a folder that has a config.json")
-        if source.function and (file := inspect.getsourcefile(load_function(source.function, f"ppo.rewards {source.name}"))):
+                raise BadInput(
+                    f"ppo.rewards {source.name}: no model in {source.model}; name a folder that has a config.json"
+                )
+        if source.function and (
+            file := inspect.getsourcefile(
+                load_function(source.function, f"ppo.rewards {source.name}")
+            )
+        ):
             found.append(Path(file))
     return found

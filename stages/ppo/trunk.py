@@ -13,7 +13,11 @@ from stages.packing import Packed, hidden_states
 
 
 class Trunk(Protocol):
-    first: int | None  # the lowest layer that is trained, where training starts from states that enter it; None: from the tokens
+    first: (
+        int | None
+        # the lowest layer that is trained, where training starts from states that enter it; None: from
+        # the tokens
+    )
 
     def reference(self) -> AbstractContextManager[Any]:
         """The model as it was before training."""
@@ -25,7 +29,9 @@ class Trunk(Protocol):
 
 
 class SharedTrunk:
-    """A PeftModel, whose layers from `first` on have adapters: those below are frozen, so computed once a rollout for both roles."""
+    """A PeftModel, whose layers from `first` on have adapters: those below are frozen, so computed
+    once a rollout for both roles.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -1,6 +1,8 @@
-"""Rollouts sampled by vLLM (`ppo.use_vllm`), through TRL's VLLMGeneration: in this process's GPU, or by a `vllm serve`.
+"""Rollouts sampled by vLLM (`ppo.use_vllm`), through TRL's VLLMGeneration: in this process's GPU,
+or by a `vllm serve`.
 
-Needs `pip install 'trl[vllm]'`. Not measured yet: no GPU was at hand. Tested against a stand-in for vLLM (tests/stages/ppo/test_vllm.py).
+Needs `pip install 'trl[vllm]'`. Not measured yet: no GPU was at hand. Tested against a stand-in for
+vLLM (tests/stages/ppo/test_vllm.py).
 """
 
 from collections.abc import Iterator
@@ -19,11 +21,17 @@ from stages.params import PpoParams
 
 
 class Generation(VLLMGeneration):
-    """TRL's merges adapters into the weights with peft and subtracts them again, which in bfloat16 moves the weights below."""
+    """TRL's merges adapters into the weights with peft and subtracts them again, which in bfloat16
+    moves the weights below.
+    """
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         model = unwrap(self.model)
-        adapted = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+        adapted = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, BaseTunerLayer)
+        }
         for name, weight in model.named_parameters():
             layer, whole = name.removesuffix(".base_layer.weight"), weight.detach()
             if layer in adapted:
@@ -35,10 +43,11 @@ class Generation(VLLMGeneration):
 
 
 class Vllm:
-    """Samples like stages.generation.sample, but never the same twice: one seed would be every prompt's own.
+    """Samples like stages.generation.sample, but never the same twice: one seed would be every
+    prompt's own.
 
-    In bfloat16, what an adapter adds to a weight is lost where it is less than half of the weight's last place: with small learning rates
-    the policy that samples lags behind the one that learns.
+    In bfloat16, what an adapter adds to a weight is lost where it is less than half of the weight's
+    last place: with small learning rates the policy that samples lags behind the one that learns.
     """
 
     def __init__(self, policy: Any, tokenizer: Any, ppo: PpoParams) -> None:
@@ -47,7 +56,9 @@ class Vllm:
             BadInput: vLLM is not installed.
         """
         if not is_vllm_available():
-            raise BadInput("ppo.use_vllm: vLLM is not installed; `pip install 'trl[vllm]'` on a machine with a GPU, or set it to false")
+            raise BadInput(
+                "ppo.use_vllm: vLLM is not installed; `pip install 'trl[vllm]'` on a machine with a GPU, or set it to false"
+            )
         self.generation = Generation(
             policy,
             Accelerator(),

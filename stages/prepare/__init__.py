@@ -1,1 +1,3 @@
-"""prepare: load, normalise, audit, drop duplicates, split by prompt, merge the previous round's replay."""
+"""prepare: load, normalise, audit, drop duplicates, split by prompt, merge the previous round's
+replay.
+"""

@@ -23,8 +23,9 @@ LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is
 
 @dataclass
 class Audit:
-    """Rows read, by source; rows lost, by cause: each with `where` (file:line of a source), the first few with their text,
-    and with `of` (the row for which it was dropped) and `reason` where there is one."""
+    """Rows read, by source; rows lost, by cause: each with `where` (file:line of a source), the
+    first few with their text, and with `of` (the row for which it was dropped) and `reason` where
+    there is one."""
 
     rows_read: Counter[str] = field(default_factory=Counter)
     rows_kept: int = 0  # before the split
@@ -47,22 +48,32 @@ class Audit:
         """
         total, bad = sum(self.rows_read.values()), self.count(BAD)
         if not total:
-            raise BadInput(f"no rows in {', '.join(self.rows_read) or 'prepare.sources'}; expected one JSON object a line")
+            raise BadInput(
+                f"no rows in {', '.join(self.rows_read) or 'prepare.sources'}; expected one JSON object a line"
+            )
         if bad > most * total:
-            first = "\n".join(f"  {row['where']}: {row['reason']}" for row in self.lost[BAD][:SHOWN])
+            first = "\n".join(
+                f"  {row['where']}: {row['reason']}" for row in self.lost[BAD][:SHOWN]
+            )
             raise BadInput(
                 f"{bad} of {total} rows are bad, more than prepare.max_bad_share {most}; the first:\n{first}\n"
                 f"mend the rows (`rondo check-data FILE` lists them all), or raise prepare.max_bad_share to go on without them"
             )
 
     def drop_contradictions(self, rows: list[Row]) -> list[Row]:
-        """Rows but for pairs of which another says the opposite: one of the two must be wrong, and nobody knows which."""
+        """Rows but for pairs of which another says the opposite: one of the two must be wrong, and
+        nobody knows which.
+        """
         opposite = contradictions(rows)
         for index, other in opposite.items():
-            self.lose(CONTRADICTION, rows[index]["where"], text_of(rows[index]), of=rows[other]["where"])
+            self.lose(
+                CONTRADICTION, rows[index]["where"], text_of(rows[index]), of=rows[other]["where"]
+            )
         return [row for index, row in enumerate(rows) if index not in opposite]
 
-    def drop_duplicates(self, rows: list[Row], texts: Sequence[tuple[str, str]], similarity: float) -> list[Row]:
+    def drop_duplicates(
+        self, rows: list[Row], texts: Sequence[tuple[str, str]], similarity: float
+    ) -> list[Row]:
         """Rows (with their prompt and answers) but for exact and near duplicates of earlier ones."""
         exact, near = find_duplicates(texts, similarity)
         for cause, found in ((EXACT, exact), (NEAR, near)):
@@ -70,7 +81,9 @@ class Audit:
                 self.lose(cause, rows[index]["where"], text_of(rows[index]), of=rows[kept]["where"])
         return [row for index, row in enumerate(rows) if index not in exact and index not in near]
 
-    def drop_long_prompts(self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams) -> list[Row]:
+    def drop_long_prompts(
+        self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams
+    ) -> list[Row]:
         """Rows (with their prompts) whose prompt has at most prepare.max_prompt_tokens tokens."""
         kept = []
         for row, length in zip(rows, prompt_lengths(prompts, tokenizer, config), strict=True):
@@ -85,7 +98,9 @@ class Audit:
         leaking = {leak.row for leak in leaks}
         for leak in leaks:
             row = rows[leak.row]
-            self.lose(LEAK, row["id"], text_of(row), of=leak.held_out["id"], set=name, shared=leak.shared)
+            self.lose(
+                LEAK, row["id"], text_of(row), of=leak.held_out["id"], set=name, shared=leak.shared
+            )
         return [row for index, row in enumerate(rows) if index not in leaking]
 
     def report(self) -> dict[str, Any]:
@@ -99,22 +114,32 @@ class Audit:
 
 
 def contradictions(rows: Sequence[Row]) -> dict[int, int]:
-    """{index: index of the first that says the opposite} of the pairs with one prompt and two texts, chosen and rejected swapped."""
+    """{index: index of the first that says the opposite} of the pairs with one prompt and two
+    texts, chosen and rejected swapped.
+    """
     first: dict[tuple[str, str, str], int] = {}
     keys = []
     for index, row in enumerate(rows):
         if "chosen" in row:
-            key = (prompt_key(row["prompt"]), prompt_key(row["chosen"]), prompt_key(row["rejected"]))
+            key = (
+                prompt_key(row["prompt"]),
+                prompt_key(row["chosen"]),
+                prompt_key(row["rejected"]),
+            )
             first.setdefault(key, index)
             keys.append((index, (key[0], key[2], key[1])))
     return {index: first[swapped] for index, swapped in keys if swapped in first}
 
 
-def prompt_lengths(prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams) -> Iterator[int]:
+def prompt_lengths(
+    prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams
+) -> Iterator[int]:
     """Each prompt's number of tokens, as `stages.prompts.encode` makes them."""
     texts = [render_prompt(tokenizer, prompt, config.prompt_format) for prompt in prompts]
     for start in range(0, len(texts), BATCH):
-        encoded = tokenizer(texts[start : start + BATCH], add_special_tokens=False, return_attention_mask=False)
+        encoded = tokenizer(
+            texts[start : start + BATCH], add_special_tokens=False, return_attention_mask=False
+        )
         yield from map(len, encoded.input_ids)
 
 

@@ -1,4 +1,6 @@
-"""What a file of demonstrations or pairs is, and what is wrong with it, line by line: `rondo check-data FILE`."""
+"""What a file of demonstrations or pairs is, and what is wrong with it, line by line: `rondo
+check-data FILE`.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +35,8 @@ def check(file: str) -> int:
         raise BadInput(f"{file}: no rows; expected one JSON object a line (docs/data.schema.json)")
     rows, bad = normalised(read)
     bad += [
-        (rows[index]["where"], f"contradiction: {rows[other]['where']} says the opposite") for index, other in contradictions(rows).items()
+        (rows[index]["where"], f"contradiction: {rows[other]['where']} says the opposite")
+        for index, other in contradictions(rows).items()
     ]
     print(f"{file}: {len(read)} rows, {len(read) - len(bad)} of them can be used")
     for name, said in [*whole_file([raw for _, raw in read]), *(of_rows(rows) if rows else [])]:
@@ -75,9 +78,15 @@ def of_rows(rows: list[Row]) -> Iterator[tuple[str, str]]:
     several = sum(sum(message["role"] == "user" for message in row["prompt"]) > 1 for row in rows)
     yield "turns", f"{several / len(rows):.1%} of the prompts have more than one turn of the user"
     for field, units in lengths(rows).items():
-        said = (f"{unit} {of['p5']:g} / {of['p50']:g} / {of['p95']:g} / {of['max']:g}" for unit, of in units.items())
+        said = (
+            f"{unit} {of['p5']:g} / {of['p50']:g} / {of['p95']:g} / {of['max']:g}"
+            for unit, of in units.items()
+        )
         yield field, ", ".join(said) + " (5% / median / 95% / longest)"
-    yield "languages", ", ".join(f"{name} {share:.1%}" for name, share in languages(rows, SEED)["shares"].items())
+    yield (
+        "languages",
+        ", ".join(f"{name} {share:.1%}" for name, share in languages(rows, SEED)["shares"].items()),
+    )
     exact, near = find_duplicates(asked_and_said(rows), SIMILARITY)
     yield "duplicates", f"{len(exact)} exact, {len(near)} near (prepare leaves them out)"
     yield from predictable(pairs)
@@ -87,12 +96,18 @@ def predictable(pairs: list[Row]) -> Iterator[tuple[str, str]]:
     """What picks the chosen text without understanding it."""
     groups = prompt_groups(pairs, SIMILARITY)
     held_out = hold_out(groups, HELD_OUT, SEED) if pairs else set()
-    parts = [[row for row, of in zip(pairs, groups, strict=True) if (of in held_out) == out] for out in (False, True)]
+    parts = [
+        [row for row, of in zip(pairs, groups, strict=True) if (of in held_out) == out]
+        for out in (False, True)
+    ]
     if min(map(len, parts)) < LEAST_PAIRS * HELD_OUT:
         yield "shortcuts", f"not measured: too few pairs ({len(pairs)})"
         return
     found = shortcuts(parts[0], parts[1], SEED)
-    yield "shortcuts", f"of all pairs; TF-IDF learns from {found['train_pairs']} and is tried on {found['held_out_pairs']}"
+    yield (
+        "shortcuts",
+        f"of all pairs; TF-IDF learns from {found['train_pairs']} and is tried on {found['held_out_pairs']}",
+    )
     for rule in found["rules"]:
         yield "", rule["meaning"]
     for side, words in found["words"].items():

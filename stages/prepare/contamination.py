@@ -1,11 +1,13 @@
 """Leaks: training texts that are, in whole or in part, texts of an evaluation set.
 
-A leak is a run of 13 words that both have (Brown et al. 2020, GPT-3, appendix C; case and symbols aside, each CJK character a word
-of its own), or all words of a prompt with its response, where these are fewer; or two texts that are near duplicates as
-prepare.near_duplicate says. A run, or 3-gram, in more than 10 held-out texts is boilerplate, and is left out of the comparison.
+A leak is a run of 13 words that both have (Brown et al. 2020, GPT-3, appendix C; case and symbols
+aside, each CJK character a word of its own), or all words of a prompt with its response, where
+these are fewer; or two texts that are near duplicates as prepare.near_duplicate says. A run, or
+3-gram, in more than 10 held-out texts is boilerplate, and is left out of the comparison.
 
-Looked at are a prompt alone, a prompt with a response, and a long response alone: two rows that share a short prompt, or the answer
-"Yes.", do not leak. Equal prompts are the split's business (stages/prepare/split.py).
+Looked at are a prompt alone, a prompt with a response, and a long response alone: two rows that
+share a short prompt, or the answer "Yes.", do not leak. Equal prompts are the split's business
+(stages/prepare/split.py).
 """
 
 import re
@@ -16,7 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.errors import BadInput
-from stages.prepare.duplicates import BOILERPLATE, Index, gram_sets, in_more_than, jaccard, joined, may_match, signatures, without
+from stages.prepare.duplicates import (
+    BOILERPLATE,
+    Index,
+    gram_sets,
+    in_more_than,
+    jaccard,
+    joined,
+    may_match,
+    signatures,
+    without,
+)
 from stages.prepare.windows import Hashes, HashSet, Numbers, Words, batches, filled, runs, words_of
 from stages.prompts import ROLES, transcript
 from stages.records import Row
@@ -28,7 +40,9 @@ RESPONSES = ("completion", "chosen", "rejected")
 
 
 class Leak(NamedTuple):
-    """What training row `row` (an index) has of `held_out`: the words of the run, or the beginning of the text."""
+    """What training row `row` (an index) has of `held_out`: the words of the run, or the beginning
+    of the text.
+    """
 
     row: int
     held_out: Row
@@ -53,7 +67,9 @@ class Pool:
 
 
 def pools(rows: Sequence[Row], words: Words) -> tuple[Pool, Pool]:
-    """(spans, wholes): where a run of words may be, each run in one place; and what may be a near duplicate."""
+    """(spans, wholes): where a run of words may be, each run in one place; and what may be a near
+    duplicate.
+    """
     spans, wholes, read = Pool(), Pool(), dict[str, Numbers]()
 
     def numbers(text: str) -> Numbers:
@@ -72,7 +88,11 @@ def pools(rows: Sequence[Row], words: Words) -> tuple[Pool, Pool]:
         for response in responses:
             said = numbers(response)
             words_said = words_of(said)
-            spans.add((prompt, response), filled(np.concatenate([words_asked[-(RUN - 1) :], words_said]), RUN), index)
+            spans.add(
+                (prompt, response),
+                filled(np.concatenate([words_asked[-(RUN - 1) :], words_said]), RUN),
+                index,
+            )
             wholes.add((prompt, response), np.concatenate([asked, said]), index)
             if len(words_said) >= RUN:
                 wholes.add((response,), said, index)
@@ -84,7 +104,8 @@ def pools(rows: Sequence[Row], words: Words) -> tuple[Pool, Pool]:
 def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float) -> list[Leak]:
     """The training rows that have something of a held-out row, each with the first one found.
 
-    Rows are {prompt}, with completion, or with chosen and rejected; `similarity` is prepare.near_duplicate.
+    Rows are {prompt}, with completion, or with chosen and rejected; `similarity` is
+    prepare.near_duplicate.
     """
     words = Words()
     (held_spans, held_wholes), (spans, wholes) = pools(held_out, words), pools(train, words)
@@ -100,23 +121,35 @@ def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float)
             leaks.append(Leak(row, held_out[held_spans.first_row[other]], words.spell(run)))
         elif whole is not None:
             beginning = wholes.texts[whole][:RUN]
-            leaks.append(Leak(row, held_out[held_wholes.first_row[alike[whole]]], words.spell(beginning)))
+            leaks.append(
+                Leak(row, held_out[held_wholes.first_row[alike[whole]]], words.spell(beginning))
+            )
     return leaks
 
 
-def leaks_by_set(sets: Mapping[str, Sequence[Row]], held_out: Sequence[Row], similarity: float) -> dict[str, list[Leak]]:
-    """`find_leaks` of several training sets, whose held-out rows (and what the sets have in common) are read once."""
+def leaks_by_set(
+    sets: Mapping[str, Sequence[Row]], held_out: Sequence[Row], similarity: float
+) -> dict[str, list[Leak]]:
+    """`find_leaks` of several training sets, whose held-out rows (and what the sets have in common)
+    are read once.
+    """
     found = find_leaks([row for rows in sets.values() for row in rows], held_out, similarity)
     leaks, start = {}, 0
     for name, rows in sets.items():
         end = start + len(rows)
-        leaks[name] = [leak._replace(row=leak.row - start) for leak in found if start <= leak.row < end]
+        leaks[name] = [
+            leak._replace(row=leak.row - start) for leak in found if start <= leak.row < end
+        ]
         start = end
     return leaks
 
 
-def shared_runs(texts: Sequence[Numbers], held_out: Sequence[Numbers]) -> dict[int, tuple[int, int]]:
-    """{text: (held-out text, where in `text` the run begins)} of the texts that share a run that is no boilerplate."""
+def shared_runs(
+    texts: Sequence[Numbers], held_out: Sequence[Numbers]
+) -> dict[int, tuple[int, int]]:
+    """{text: (held-out text, where in `text` the run begins)} of the texts that share a run that is
+    no boilerplate.
+    """
     hashes, first_text = telling_runs(held_out)
     known, shared = HashSet(hashes), dict[int, tuple[int, int]]()
     for first, batch in batches(texts):
@@ -125,7 +158,9 @@ def shared_runs(texts: Sequence[Numbers], held_out: Sequence[Numbers]) -> dict[i
         order = np.argsort(found)
         found, place = found[order], place[order]
         owners, at = np.unique(owner[found], return_index=True)
-        for text, where, run in zip(owners, position[found][at], first_text[place][at], strict=True):
+        for text, where, run in zip(
+            owners, position[found][at], first_text[place][at], strict=True
+        ):
             shared[first + int(text)] = int(run), int(where)
     return shared
 
@@ -144,7 +179,9 @@ def telling_runs(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int64]]:
     return hashes[telling], owner[telling]
 
 
-def near_duplicates(texts: Sequence[Numbers], held_out: Sequence[Numbers], similarity: float) -> Iterator[tuple[int, int]]:
+def near_duplicates(
+    texts: Sequence[Numbers], held_out: Sequence[Numbers], similarity: float
+) -> Iterator[tuple[int, int]]:
     """(text, first held-out text that it is a near duplicate of), boilerplate aside."""
     theirs = gram_sets(held_out)
     boilerplate = in_more_than(theirs, BOILERPLATE)
@@ -168,15 +205,21 @@ def near_duplicates(texts: Sequence[Numbers], held_out: Sequence[Numbers], simil
 def refuse_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
     """
     Raises:
-        BadInput: there are leaks; names the training rows by their places, the first with what they share.
+        BadInput: there are leaks; names the training rows by their places, the first with what they
+            share.
     """
     if leaks:
         by_place = dict(reversed(leaks))
         named = list(reversed(by_place))
         first = "\n".join(
-            f"  training {place} and held-out {by_place[place].held_out['id']}: “{by_place[place].shared}”" for place in named[:SHOWN]
+            f"  training {place} and held-out {by_place[place].held_out['id']}: “{by_place[place].shared}”"
+            for place in named[:SHOWN]
         )
-        others = f"\n  also {', '.join(named[SHOWN:LISTED])}{', ...' if len(named) > LISTED else ''}" if len(named) > SHOWN else ""
+        others = (
+            f"\n  also {', '.join(named[SHOWN:LISTED])}{', ...' if len(named) > LISTED else ''}"
+            if len(named) > SHOWN
+            else ""
+        )
         raise BadInput(
             f"{len(named)} training rows have {RUN} words in a row, or nearly the whole text, in common with a held-out row; "
             f"the first:\n{first}{others}\n{next_step}"

@@ -1,8 +1,8 @@
 """The users' formats, normalised to prompt + completion, or prompt + chosen + rejected.
 
-Read: TRL's standard (strings) and conversational ({role, content} messages) forms, with an explicit prompt or one
-that chosen and rejected share; and Anthropic's transcripts "\\n\\nHuman: ...\\n\\nAssistant: ...".
-https://huggingface.co/docs/trl/dataset_formats
+Read: TRL's standard (strings) and conversational ({role, content} messages) forms, with an explicit
+prompt or one that chosen and rejected share; and Anthropic's transcripts "\\n\\nHuman:
+...\\n\\nAssistant: ...". https://huggingface.co/docs/trl/dataset_formats
 """
 
 import math
@@ -18,8 +18,18 @@ from stages.records import Row
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {name: role for role, name in ROLES.items()}
-# Of Anthropic's transcripts, ChatML, Llama 2 and Alpaca: within a text they are a turn that was not cut off, or a template applied twice.
-ROLE_MARKERS = ("\n\nHuman:", "\n\nAssistant:", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "### Instruction:", "### Response:")
+# Of Anthropic's transcripts, ChatML, Llama 2 and Alpaca: within a text they are a turn that was not
+# cut off, or a template applied twice.
+ROLE_MARKERS = (
+    "\n\nHuman:",
+    "\n\nAssistant:",
+    "<|im_start|>",
+    "<|im_end|>",
+    "[INST]",
+    "[/INST]",
+    "### Instruction:",
+    "### Response:",
+)
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 SHOWN_CHARACTERS = 200
 SAME = "chosen and rejected are the same"
@@ -34,13 +44,18 @@ class Tie(Defect):
 
 
 def form(raw: Any) -> str:
-    """Which of the forms a row has, in the words of TRL's documentation; `unknown` where it has none.
+    """Which of the forms a row has, in the words of TRL's documentation; `unknown` where it has
+    none.
 
     Raises nothing: a row of a known form may still have a Defect.
     """
     if not isinstance(raw, dict):
         return "unknown"
-    answers = [raw[name] for name in ("chosen", "rejected")] if raw.keys() >= {"chosen", "rejected"} else []
+    answers = (
+        [raw[name] for name in ("chosen", "rejected")]
+        if raw.keys() >= {"chosen", "rejected"}
+        else []
+    )
     if not answers and raw.keys() >= {"prompt", "completion"}:
         kind, answers = "prompt-completion", [raw["completion"]]
     elif answers:
@@ -49,13 +64,19 @@ def form(raw: Any) -> str:
         return "unknown"
     if all(isinstance(answer, list) for answer in answers):
         return f"conversational {kind}"
-    if any(isinstance(text, str) and text.startswith("\n\nHuman:") for text in (raw.get("prompt"), *answers)):
+    if any(
+        isinstance(text, str) and text.startswith("\n\nHuman:")
+        for text in (raw.get("prompt"), *answers)
+    ):
         return f"Anthropic transcript, {kind}"
     return f"standard {kind}" if all(isinstance(answer, str) for answer in answers) else "unknown"
 
 
-def normalise(raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[str] = frozenset()) -> Row:
-    """A source row as {prompt, completion} or {prompt, chosen, rejected} (and margin, if it has one), shaped for `prompt_format`.
+def normalise(
+    raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[str] = frozenset()
+) -> Row:
+    """A source row as {prompt, completion} or {prompt, chosen, rejected} (and margin, if it has
+    one), shaped for `prompt_format`.
 
     Raises:
         Defect: with the reason; Tie for a pair without a better text.
@@ -67,16 +88,22 @@ def normalise(raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[s
     elif "prompt" in raw and "completion" in raw:
         names = ("completion",)
     else:
-        raise Defect("expected the keys prompt and completion, or chosen and rejected (with or without prompt)")
+        raise Defect(
+            "expected the keys prompt and completion, or chosen and rejected (with or without prompt)"
+        )
     answers = [parse(raw[name], name) for name in names]
-    prompt, responses = split_prompt(parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None, answers, names)
+    prompt, responses = split_prompt(
+        parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None, answers, names
+    )
     check_prompt(prompt)
     for name, response in zip(names, responses, strict=True):
         if not response.strip():
             raise Defect(f"`{name}` is empty")
         check_text(response, f"`{name}`")
     for token in special_tokens:
-        if token in " ".join([prompt if isinstance(prompt, str) else transcript(prompt), *responses]):
+        if token in " ".join(
+            [prompt if isinstance(prompt, str) else transcript(prompt), *responses]
+        ):
             raise Defect(f"contains the tokenizer's special token {token}")
     margin = read_margin(raw) if "chosen" in names else {}
     if len({" ".join(response.split()) for response in responses}) < len(responses):
@@ -86,11 +113,18 @@ def normalise(raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[s
 
 
 def read_margin(raw: dict[str, Any]) -> dict[str, float]:
-    """TRL's `margin`, by how much the reward of chosen should be above that of rejected; {} where there is none."""
+    """TRL's `margin`, by how much the reward of chosen should be above that of rejected; {} where
+    there is none.
+    """
     margin = raw.get("margin")
     if margin is None:
         return {}
-    if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin) or margin < 0:
+    if (
+        not isinstance(margin, int | float)
+        or isinstance(margin, bool)
+        or not math.isfinite(margin)
+        or margin < 0
+    ):
         raise Defect(f"`margin` is {margin!r:.20}; expected a number of at least 0")
     if margin == 0:
         raise Tie("`margin` is 0")
@@ -111,9 +145,13 @@ def check_prompt(prompt: Prompt) -> None:
     for number, role in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
         if role == "system":
-            raise Defect(f"turn {number + skipped + 1} of the prompt is the system's; it may only be the first")
+            raise Defect(
+                f"turn {number + skipped + 1} of the prompt is the system's; it may only be the first"
+            )
         if role != expected:
-            raise Defect(f"turn {number + skipped + 1} of the prompt is the {role}'s; expected the {expected}'s")
+            raise Defect(
+                f"turn {number + skipped + 1} of the prompt is the {role}'s; expected the {expected}'s"
+            )
     if len(turns) % 2 == 0:
         raise Defect(f"the prompt ends with the {roles[-1]}'s turn; expected the user's")
     for number, message in enumerate(prompt, 1):
@@ -124,16 +162,22 @@ def check_text(text: str, name: str) -> None:
     check_characters(text, name)
     for marker in ROLE_MARKERS:
         if marker in text:
-            raise Defect(f"{name} contains the role marker {marker.strip()}: cut the text there, or make turns of it")
+            raise Defect(
+                f"{name} contains the role marker {marker.strip()}: cut the text there, or make turns of it"
+            )
 
 
 def check_characters(text: str, name: str) -> None:
     if found := NOT_TEXT.search(text):
-        raise Defect(f"{name} contains {'a NUL character' if found[0] == chr(0) else f'half of a surrogate pair, U+{ord(found[0]):X}'}")
+        raise Defect(
+            f"{name} contains {'a NUL character' if found[0] == chr(0) else f'half of a surrogate pair, U+{ord(found[0]):X}'}"
+        )
 
 
 def shape(prompt: Prompt, *responses: str, prompt_format: PromptFormat) -> list[Any]:
-    """[prompt, *responses] as the format wants them: text that goes on, or messages and the assistant's answers."""
+    """[prompt, *responses] as the format wants them: text that goes on, or messages and the
+    assistant's answers.
+    """
     if prompt_format is PromptFormat.chat:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [messages, *(response.strip() for response in responses)]
@@ -149,8 +193,14 @@ def parse(value: Any, name: str) -> str | Messages:
     if not isinstance(value, list):
         raise Defect(f"`{name}` is {type(value).__name__}; expected text or a list of messages")
     for number, message in enumerate(value, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or message.get("role") not in ROLES:
-            raise Defect(f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content that is text")
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("content"), str)
+            or message.get("role") not in ROLES
+        ):
+            raise Defect(
+                f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content that is text"
+            )
         if not message["content"].strip() and number < len(value):
             raise Defect(f"message {number} of `{name}` is empty")
     return [{"role": message["role"], "content": message["content"]} for message in value]
@@ -159,7 +209,10 @@ def parse(value: Any, name: str) -> str | Messages:
 def parse_transcript(text: str, name: str) -> Messages:
     """Anthropic's form as messages; an open last "Assistant:" (as in a prompt) is left out."""
     parts = TURN.split(text)
-    turns = [{"role": SPEAKERS[speaker], "content": content.strip()} for speaker, content in zip(parts[1::2], parts[2::2], strict=True)]
+    turns = [
+        {"role": SPEAKERS[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[1::2], parts[2::2], strict=True)
+    ]
     if name == "prompt" and turns[-1] == {"role": "assistant", "content": ""}:
         turns.pop()
     for number, turn in enumerate(turns[:-1], 1):
@@ -168,7 +221,9 @@ def parse_transcript(text: str, name: str) -> Messages:
     return turns
 
 
-def split_prompt(prompt: str | Messages | None, answers: list[str | Messages], names: tuple[str, ...]) -> tuple[Prompt, list[str]]:
+def split_prompt(
+    prompt: str | Messages | None, answers: list[str | Messages], names: tuple[str, ...]
+) -> tuple[Prompt, list[str]]:
     """The prompt and the responses alone, whether the answers repeat the prompt or not."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     if len(texts) == len(answers):
@@ -179,7 +234,9 @@ def split_prompt(prompt: str | Messages | None, answers: list[str | Messages], n
     for name, conversation in zip(names, conversations, strict=True):
         if not conversation or conversation[-1]["role"] != "assistant":
             raise Defect(f"`{name}` does not end with an assistant turn")
-    if all(len(conversation) > 1 for conversation in conversations):  # as in UltraFeedback: the answers repeat the prompt
+    if all(
+        len(conversation) > 1 for conversation in conversations
+    ):  # as in UltraFeedback: the answers repeat the prompt
         prompt = conversations[0][:-1]
         if any(conversation[:-1] != prompt for conversation in conversations):
             raise Defect("chosen and rejected differ before the last assistant turn")

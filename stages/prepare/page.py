@@ -7,7 +7,8 @@ from stages.prepare.formats import source_texts
 from stages.records import Row
 
 SHOWN = 5  # examples of a cause
-# What happened to the rows of a cause, and what to do. Causes that are not here (of the embedded data) say it themselves.
+# What happened to the rows of a cause, and what to do. Causes that are not here (of the embedded
+# data) say it themselves.
 EXPLAINED = {
     "bad row": "cannot be read as demonstration or pair; mend them",
     "tie": "the pair names no better text, so that a reward model has nothing to learn from it",
@@ -21,8 +22,20 @@ EXPLAINED = {
 
 def page(report: dict[str, Any], round_: str) -> str:
     """The page of a report as written to data.json."""
-    filters = {"texts": texts, "percent": lambda share: f"{share:.1%}", "number": lambda value: f"{value:,.6g}"}
-    return fill("stages.prepare", "data.html.jinja", filters, report=report, round=round_, shown=SHOWN, explained=EXPLAINED)
+    filters = {
+        "texts": texts,
+        "percent": lambda share: f"{share:.1%}",
+        "number": lambda value: f"{value:,.6g}",
+    }
+    return fill(
+        "stages.prepare",
+        "data.html.jinja",
+        filters,
+        report=report,
+        round=round_,
+        shown=SHOWN,
+        explained=EXPLAINED,
+    )
 
 
 def texts(row: Row) -> list[tuple[str, str]]:

@@ -22,7 +22,8 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[Row]]:
-    """The six data sets from the sources, held out by prompt: rows of `use: eval`, else a share of the prompts.
+    """The six data sets from the sources, held out by prompt: rows of `use: eval`, else a share of
+    the prompts.
 
     Raises:
         Unreachable: a source is the hub's, which is away.
@@ -32,7 +33,9 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
     rows = read_rows(listed_sources(params), config, frozenset(tokenizer.all_special_tokens), audit)
     audit.check_bad_share(config.max_bad_share)
     rows = audit.drop_contradictions(rows)
-    rows.sort(key=lambda row: row["use"] != "eval")  # of duplicates the held-out one stays, so that no copy is trained on
+    rows.sort(
+        key=lambda row: row["use"] != "eval"
+    )  # of duplicates the held-out one stays, so that no copy is trained on
     rows = audit.drop_duplicates(rows, asked_and_said(rows), config.near_duplicate)
     rows = audit.drop_long_prompts(rows, (row["prompt"] for row in rows), tokenizer, config)
     rows = separate(rows, own=params.assets.data == "files", audit=audit)
@@ -43,16 +46,24 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
     demonstrated = any("completion" in row for row in rows)
     sets: dict[str, list[Row]] = {}
     for part in ("train", "eval"):
-        here = [row for row, of in zip(rows, groups, strict=True) if (row["use"] == "eval" or of in held_out) == (part == "eval")]
+        here = [
+            row
+            for row, of in zip(rows, groups, strict=True)
+            if (row["use"] == "eval" or of in held_out) == (part == "eval")
+        ]
         pairs = [row for row in here if "chosen" in row]
         shown = [row for row in here if "completion" in row] if demonstrated else chosen_once(pairs)
-        sets[f"pairs_{part}"] = [select(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs]
+        sets[f"pairs_{part}"] = [
+            select(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs
+        ]
         sets[f"sft_{part}"] = [select(row, "prompt", "completion", "source") for row in shown]
         sets[f"prompts_{part}"] = [select(row, "prompt", "source") for row in once(here)]
     return frozen_prompts(sets, config.max_eval_prompts, params.seed)
 
 
-def read_rows(sources: list[SourceParams], config: PrepareParams, special_tokens: frozenset[str], audit: Audit) -> list[Row]:
+def read_rows(
+    sources: list[SourceParams], config: PrepareParams, special_tokens: frozenset[str], audit: Audit
+) -> list[Row]:
     """The normalised rows of all sources; defects go to the audit."""
     rows = []
     for source in sources:
@@ -64,15 +75,26 @@ def read_rows(sources: list[SourceParams], config: PrepareParams, special_tokens
                 row = normalise(raw, config.prompt_format, special_tokens)
                 rows.append({**row, "where": where, "source": source.path, "use": source.use})
             except Defect as defect:
-                audit.lose(TIE if isinstance(defect, Tie) else BAD, where, raw_text(raw), reason=str(defect))
+                audit.lose(
+                    TIE if isinstance(defect, Tie) else BAD,
+                    where,
+                    raw_text(raw),
+                    reason=str(defect),
+                )
     return rows
 
 
 def frozen_prompts(sets: dict[str, list[Row]], most: int, seed: int) -> dict[str, list[Row]]:
-    """Turn the held-out prompts into the evaluation set: `most` at random, none of which begins a training prompt."""
+    """Turn the held-out prompts into the evaluation set: `most` at random, none of which begins a
+    training prompt.
+    """
     held_out = sets.pop("prompts_eval")
     train = Prompts(row["prompt"] for row in sets["prompts_train"])
-    clear = [{"id": row["id"], "prompt": row["prompt"]} for row in held_out if not train.has_start(row["prompt"])]
+    clear = [
+        {"id": row["id"], "prompt": row["prompt"]}
+        for row in held_out
+        if not train.has_start(row["prompt"])
+    ]
     random.Random(seed).shuffle(clear)
     return {**sets, "eval_prompts": clear[:most]}
 
@@ -84,7 +106,9 @@ def listed_sources(params: Params) -> list[SourceParams]:
         files = ((folder / "train.jsonl", "train"), (folder / "eval.jsonl", "eval"))
         return [SourceParams(path=str(path), use=use) for path, use in files if path.exists()]
     for path in changed_sources(params):
-        raise BadInput(f"{path} changed since the assets stage recorded it; run `dvc repro --force assets`")
+        raise BadInput(
+            f"{path} changed since the assets stage recorded it; run `dvc repro --force assets`"
+        )
     return params.prepare.sources
 
 
@@ -105,7 +129,9 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
         batches = pyarrow.parquet.ParquetFile(path).iter_batches()
         rows = enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     elif path.suffix in SUFFIXES or path.exists() or source.path.count("/") != 1:
-        raise BadInput(f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or a data set's hub id (name/name)")
+        raise BadInput(
+            f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or a data set's hub id (name/name)"
+        )
     else:
         rows = enumerate(read_hub(source), 1)
     return ((f"{source.path}:{line}", row) for line, row in itertools.islice(rows, max_rows))
@@ -125,17 +151,26 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def read_hub(source: SourceParams) -> Any:
     import datasets
 
-    with hub.asked(f"prepare.sources: {source.path}", f"no such file, and the hub does not give split {source.split}"):
+    with hub.asked(
+        f"prepare.sources: {source.path}",
+        f"no such file, and the hub does not give split {source.split}",
+    ):
         return datasets.load_dataset(source.path, split=source.split)
 
 
 def separate(rows: list[Row], own: bool, audit: Audit) -> list[Row]:
-    """Training rows whose prompt is held out by a source: refused in the user's own files, dropped from a hub data set's."""
-    eval_rows, train_rows = ([row for row in rows if row["use"] == use] for use in ("eval", "train"))
+    """Training rows whose prompt is held out by a source: refused in the user's own files, dropped
+    from a hub data set's.
+    """
+    eval_rows, train_rows = (
+        [row for row in rows if row["use"] == use] for use in ("eval", "train")
+    )
     if own:
         refuse_overlap(eval_rows, train_rows)
         return rows
-    leaked = {train["where"]: held_out["where"] for held_out, train in overlapping(eval_rows, train_rows)}
+    leaked = {
+        train["where"]: held_out["where"] for held_out, train in overlapping(eval_rows, train_rows)
+    }
     for where, held_out in leaked.items():
         audit.lose(SHARED_PROMPT, where, of=held_out)
     return [row for row in rows if row["where"] not in leaked]
@@ -145,19 +180,26 @@ def group(prompt: Prompt) -> str:
     """What is held out together: equal prompts, and conversations with the same first user turn."""
     if isinstance(prompt, str):
         return prompt_key(prompt.split("\n\nAssistant:")[0])
-    return prompt_key(next((message["content"] for message in prompt if message["role"] == "user"), ""))
+    return prompt_key(
+        next((message["content"] for message in prompt if message["role"] == "user"), "")
+    )
 
 
 def prompt_groups(rows: list[Row], similarity: float) -> list[str]:
     """The group of each row; those whose keys are near duplicates are one group."""
     keys = [group(row["prompt"]) for row in rows]
     distinct = list(dict.fromkeys(keys))
-    first = {key: distinct[leader] for key, leader in zip(distinct, near_groups(distinct, similarity), strict=True)}
+    first = {
+        key: distinct[leader]
+        for key, leader in zip(distinct, near_groups(distinct, similarity), strict=True)
+    }
     return [first[key] for key in keys]
 
 
 def held_out_groups(rows: list[Row], groups: list[str], share: float, seed: int) -> set[str]:
-    """Groups to hold out for each kind of row (pairs, demonstrations) of which no source is held out."""
+    """Groups to hold out for each kind of row (pairs, demonstrations) of which no source is held
+    out.
+    """
     held_out: set[str] = set()
     for kind in ("chosen", "completion"):
         mine = [(row, of) for row, of in zip(rows, groups, strict=True) if kind in row]
@@ -174,7 +216,10 @@ def asked_and_said(rows: list[Row]) -> list[tuple[str, str]]:
 
 def chosen_once(pairs: list[Row]) -> list[Row]:
     """The better answers as demonstrations, each once."""
-    distinct = {(prompt_key(row["prompt"]), row["chosen"]): {**row, "completion": row["chosen"]} for row in reversed(pairs)}
+    distinct = {
+        (prompt_key(row["prompt"]), row["chosen"]): {**row, "completion": row["chosen"]}
+        for row in reversed(pairs)
+    }
     return list(distinct.values())[::-1]
 
 

@@ -37,11 +37,15 @@ class Prompts:
         self.keys = sorted({prompt_key(prompt) for prompt in prompts})
 
     def has_start(self, prompt: Prompt) -> bool:
-        """Whether `prompt` equals one of these, or is the beginning of one of these up to a word's end."""
+        """Whether `prompt` equals one of these, or is the beginning of one of these up to a word's
+        end.
+        """
         key = prompt_key(prompt)
         for start in (key, key + " "):
             at = bisect_left(self.keys, start)
-            if at < len(self.keys) and (self.keys[at] == key or self.keys[at].startswith(key + " ")):
+            if at < len(self.keys) and (
+                self.keys[at] == key or self.keys[at].startswith(key + " ")
+            ):
                 return True
         return False
 
@@ -53,7 +57,12 @@ def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list
     if not leaked:
         return []
     keyed = [(prompt_key(row["prompt"]), row) for row in train_rows]
-    return [(row, other) for start, row in leaked.items() for key, other in keyed if key == start or key.startswith(start + " ")]
+    return [
+        (row, other)
+        for start, row in leaked.items()
+        for key, other in keyed
+        if key == start or key.startswith(start + " ")
+    ]
 
 
 def refuse_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> None:
@@ -62,14 +71,19 @@ def refuse_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> N
         BadInput: a held-out prompt equals a training prompt or begins it; names the rows.
     """
     if pairs := overlapping(eval_rows, train_rows):
-        first = "\n".join(f"  held-out {held_out['where']} and training {train['where']}" for held_out, train in pairs[:SHOWN])
+        first = "\n".join(
+            f"  held-out {held_out['where']} and training {train['where']}"
+            for held_out, train in pairs[:SHOWN]
+        )
         raise BadInput(
             f"{len(pairs)} training rows have a held-out row's prompt or go on from it; the first:\n{first}\n"
             f"remove them from one of the sources"
         )
 
 
-def refuse_frozen(asked: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row], next_step: str) -> None:
+def refuse_frozen(
+    asked: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row], next_step: str
+) -> None:
     """asked: prompts that rows would be made of, each with what a message calls it.
 
     Raises:
@@ -78,7 +92,9 @@ def refuse_frozen(asked: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row]
     frozen = {prompt_key(row["prompt"]): row["id"] for row in evaluation}
     for said, prompt in asked:
         if hit := frozen.get(prompt_key(prompt)):
-            raise BadInput(f"{said} is evaluation prompt {hit}, which no round may train on; {next_step}")
+            raise BadInput(
+                f"{said} is evaluation prompt {hit}, which no round may train on; {next_step}"
+            )
 
 
 def check_frozen(folder: Path, previous: Path) -> None:

@@ -1,4 +1,6 @@
-"""Texts as word numbers, and the runs of n words in them as 64-bit hashes: what duplicates and leaks are found by."""
+"""Texts as word numbers, and the runs of n words in them as 64-bit hashes: what duplicates and
+leaks are found by.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,8 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int32]
 
-CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # written without spaces: each character is a word
+# written without spaces: each character is a word
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 WORD = re.compile(rf"[^\W{CJK}]+(?:['\u2019][^\W{CJK}]+)*|[{CJK}]|[^\w\s]")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 BITS = 27  # of the table that answers most questions of a `HashSet`: 128 MiB at most
@@ -43,7 +46,9 @@ def words_of(text: Numbers) -> Numbers:
 
 def filled(text: Numbers, length: int) -> Numbers:
     """The text, made as long as one run where it is shorter."""
-    return text if len(text) >= length else np.pad(text, (0, length - len(text)), constant_values=PAD)
+    return (
+        text if len(text) >= length else np.pad(text, (0, length - len(text)), constant_values=PAD)
+    )
 
 
 def mixed(numbers: Numbers) -> Hashes:
@@ -54,10 +59,14 @@ def mixed(numbers: Numbers) -> Hashes:
     return bits ^ (bits >> np.uint64(31))
 
 
-def runs(texts: Sequence[Numbers], length: int) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
-    """All runs of `length` words: their hashes, the index of the text that each is in, and where in it each begins.
+def runs(
+    texts: Sequence[Numbers], length: int
+) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
+    """All runs of `length` words: their hashes, the index of the text that each is in, and where in
+    it each begins.
 
-    The hash is a polynomial in 64-bit values of the words, modulo 2^64: two runs that differ hardly ever have the same.
+    The hash is a polynomial in 64-bit values of the words, modulo 2^64: two runs that differ hardly
+    ever have the same.
     """
     flat = np.concatenate([np.empty(0, np.int32), *texts])
     sizes = np.array([len(text) for text in texts], dtype=np.int64)
@@ -76,7 +85,9 @@ def runs(texts: Sequence[Numbers], length: int) -> tuple[Hashes, NDArray[np.int6
     return hashes[within], owner[within], position[within]
 
 
-def batches(texts: Sequence[Numbers], words: int = BATCH_WORDS) -> Iterator[tuple[int, Sequence[Numbers]]]:
+def batches(
+    texts: Sequence[Numbers], words: int = BATCH_WORDS
+) -> Iterator[tuple[int, Sequence[Numbers]]]:
     """The texts in slices of about so many words, each with the index of its first."""
     slices = [total // words for total in accumulate(len(text) for text in texts)]
     start = 0
@@ -87,7 +98,9 @@ def batches(texts: Sequence[Numbers], words: int = BATCH_WORDS) -> Iterator[tupl
 
 
 class HashSet:
-    """Many hashes that can be asked for many: a table of the leading bits answers most questions with one look."""
+    """Many hashes that can be asked for many: a table of the leading bits answers most questions
+    with one look.
+    """
 
     def __init__(self, hashes: Hashes) -> None:
         self.sorted = np.unique(hashes)
@@ -97,10 +110,18 @@ class HashSet:
         self.table[self.sorted >> self.shift] = True
 
     def find(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices of the hashes that are in the set, and of each its place among the set's sorted ones."""
+        """Indices of the hashes that are in the set, and of each its place among the set's sorted
+        ones.
+        """
         maybe = np.flatnonzero(self.table[hashes >> self.shift])
-        maybe = maybe[np.argsort(hashes[maybe])]  # asked in order, the search stays in the processor's cache
+        maybe = maybe[
+            np.argsort(hashes[maybe])
+        ]  # asked in order, the search stays in the processor's cache
         place = np.searchsorted(self.sorted, hashes[maybe])
         place[place == len(self.sorted)] = 0
-        found = self.sorted[place] == hashes[maybe] if len(self.sorted) else np.zeros(len(maybe), dtype=np.bool_)
+        found = (
+            self.sorted[place] == hashes[maybe]
+            if len(self.sorted)
+            else np.zeros(len(maybe), dtype=np.bool_)
+        )
         return maybe[found], place[found]

@@ -1,4 +1,6 @@
-"""Badcases found: responses of the policy to training prompts that show a failure, by cause (stages/badcases.py says what each is)."""
+"""Badcases found: responses of the policy to training prompts that show a failure, by cause
+(stages/badcases.py says what each is).
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,9 +21,10 @@ MAD_TO_STD = 1.4826
 class Sample:
     """A response of the policy.
 
-    score: calibrated; kl: nats a sequence; origin: PPO update, or "fresh"; rival: the response that the jury has compared it with, SFT's
-    unless it says otherwise; votes: the jury's, by judge and `together` (1: this one is better); exploits: those in the response;
-    bare: the score without them.
+    score: calibrated; kl: nats a sequence; origin: PPO update, or "fresh"; rival: the response that
+    the jury has compared it with, SFT's unless it says otherwise; votes: the jury's, by judge and
+    `together` (1: this one is better); exploits: those in the response; bare: the score without
+    them.
     """
 
     prompt_id: str
@@ -61,11 +64,15 @@ def judge_loses(sample: Sample, limits: Limits) -> float | None:
 def blind_spot(sample: Sample, limits: Limits) -> float | None:
     unloved = limits.lexicon and sample.judged.sentiment_plain < limits.replay.judge_low
     overpaid = sample.bare is not None and sample.bare < limits.replay.score_high
-    return sample.score if sample.score >= limits.replay.score_high and (unloved or overpaid) else None
+    return (
+        sample.score if sample.score >= limits.replay.score_high and (unloved or overpaid) else None
+    )
 
 
 def repetition(sample: Sample, limits: Limits) -> float | None:
-    return sample.judged.repetition if sample.judged.repetition >= limits.replay.repetition else None
+    return (
+        sample.judged.repetition if sample.judged.repetition >= limits.replay.repetition else None
+    )
 
 
 def no_eos(sample: Sample, limits: Limits) -> float | None:
@@ -81,9 +88,11 @@ CAUSES: dict[Cause, Callable[[Sample, Limits], float | None]] = {
 }
 
 
-def mine(samples: Iterable[Sample], limits: Limits, round_: str, policy: str, known: Collection[str]) -> list[Badcase]:
-    """At most replay.max_badcases of them: the causes take turns, each giving its worst first. known: ids of earlier rounds', tried again
-    anyway."""
+def mine(
+    samples: Iterable[Sample], limits: Limits, round_: str, policy: str, known: Collection[str]
+) -> list[Badcase]:
+    """At most replay.max_badcases of them: the causes take turns, each giving its worst first.
+    known: ids of earlier rounds', tried again anyway."""
     found: dict[Cause, dict[str, tuple[float, Badcase]]] = {cause: {} for cause in CAUSES}
     for sample in samples:
         for cause, severity in CAUSES.items():
@@ -91,7 +100,10 @@ def mine(samples: Iterable[Sample], limits: Limits, round_: str, policy: str, kn
                 case = badcase(sample, cause, round_, policy)
                 if case.id not in known:
                     found[cause][case.id] = (bad, case)
-    ranked = ([case for _, case in sorted(cases.values(), key=lambda item: (-item[0], item[1].id))] for cases in found.values())
+    ranked = (
+        [case for _, case in sorted(cases.values(), key=lambda item: (-item[0], item[1].id))]
+        for cases in found.values()
+    )
     turns = (case for case in chain.from_iterable(zip_longest(*ranked)) if case)
     return [case for case, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]
 
@@ -118,7 +130,9 @@ def badcase(sample: Sample, cause: Cause, round_: str, policy: str) -> Badcase:
 
 
 def reported(reports: Sequence[Report], scores: Sequence[float], round_: str) -> list[Badcase]:
-    """What people have reported, with the reward model's calibrated score of each and the lexicon's opinion."""
+    """What people have reported, with the reward model's calibrated score of each and the lexicon's
+    opinion.
+    """
     judged = judge([report.prompt for report in reports], [report.response for report in reports])
     return [
         Badcase(

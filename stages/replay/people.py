@@ -1,4 +1,6 @@
-"""What people give to replay: responses that they report, and prompts to ask beside the training prompts."""
+"""What people give to replay: responses that they report, and prompts to ask beside the training
+prompts.
+"""
 
 from collections.abc import Sequence
 
@@ -19,4 +21,6 @@ def from_people(round_: str, evaluation: Sequence[Row]) -> tuple[list[Report], l
     refuse_frozen(asked, evaluation, "remove the row")
     refuse_slices(asked)
     reports = [each for _, each in told if isinstance(each, Report)]
-    return reports, [{"id": each.id, "prompt": each.prompt} for _, each in told if isinstance(each, MiningPrompt)]
+    return reports, [
+        {"id": each.id, "prompt": each.prompt} for _, each in told if isinstance(each, MiningPrompt)
+    ]

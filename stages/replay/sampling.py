@@ -9,7 +9,14 @@ import torch
 
 from stages.generation import assess, sample
 from stages.judges import Fluency
-from stages.models import adapter_off, calibrated, is_adapter, load_causal_lm, load_policy, load_tokenizer
+from stages.models import (
+    adapter_off,
+    calibrated,
+    is_adapter,
+    load_causal_lm,
+    load_policy,
+    load_tokenizer,
+)
 from stages.packing import Tokens
 from stages.params import Params
 from stages.prompts import Prompt, encode
@@ -83,24 +90,38 @@ class Sampler:
         return nullcontext(self.sft_model) if self.sft_model else adapter_off(self.model)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        return [encode(self.tokenizer, prompt, None, self.params.prepare.prompt_format)[0] for prompt in prompts]
+        return [
+            encode(self.tokenizer, prompt, None, self.params.prepare.prompt_format)[0]
+            for prompt in prompts
+        ]
 
     def _generate(self, model: Any, ids: list[Tokens], seed: int) -> list[Tokens]:
-        return sample(model, self.tokenizer, ids, self.params.ppo, torch.Generator().manual_seed(seed), BATCH)
+        return sample(
+            model, self.tokenizer, ids, self.params.ppo, torch.Generator().manual_seed(seed), BATCH
+        )
 
     def _draws(self, responses: list[Tokens]) -> list[Draw]:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return [Draw(text, tokens[-1] == self.tokenizer.eos_token_id) for text, tokens in zip(texts, responses, strict=True)]
+        return [
+            Draw(text, tokens[-1] == self.tokenizer.eos_token_id)
+            for text, tokens in zip(texts, responses, strict=True)
+        ]
 
 
 def draw(prompts: Sequence[Prompt], sampler: Sampler, params: Params) -> Drawn:
     """replay.best_of responses of SFT to each distinct prompt, of which those that end are kept."""
-    asked = [prompt for prompt in {str(prompt): prompt for prompt in prompts}.values() for _ in range(params.replay.best_of)]
+    asked = [
+        prompt
+        for prompt in {str(prompt): prompt for prompt in prompts}.values()
+        for _ in range(params.replay.best_of)
+    ]
     if not asked:
         return {}
     draws = sampler.sft(asked, params.seed + 1)
     with sampler.reference() as model:
-        nll = Fluency(model, sampler.tokenizer, params.prepare.prompt_format)(asked, [each.text for each in draws])
+        nll = Fluency(model, sampler.tokenizer, params.prepare.prompt_format)(
+            asked, [each.text for each in draws]
+        )
     found: dict[str, list[Candidate]] = {}
     for prompt, each, value in zip(asked, draws, nll, strict=True):
         if each.ended:

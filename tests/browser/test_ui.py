@@ -1,4 +1,6 @@
-"""Runs as a person starts, watches, approves and cancels them: Prefect, MLflow and the report in Chromium, on the tiny model."""
+"""Runs as a person starts, watches, approves and cancels them: Prefect, MLflow and the report in
+Chromium, on the tiny model.
+"""
 
 import json
 import re
@@ -19,7 +21,9 @@ from flows.tracking import HEALTH
 from tests.servers import free_port, read_until, request, until
 
 SCREENSHOTS = Path(__file__).parents[2] / ".rondo/screenshots"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 RUN_SECONDS = 600.0  # generous: what is asked is whether, not how fast
 PAGE_SECONDS = 90.0
 expect.set_options(timeout=PAGE_SECONDS * 1000)
@@ -29,7 +33,9 @@ expect.set_options(timeout=PAGE_SECONDS * 1000)
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         if not CHROMIUM and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("no browser: install Debian's chromium, or run `playwright install chromium`")
+            pytest.skip(
+                "no browser: install Debian's chromium, or run `playwright install chromium`"
+            )
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield running
         running.close()
@@ -50,10 +56,15 @@ def servers(clone: Path) -> Iterator[tuple[str, str]]:
     ports = {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port()}
     environment = command_environment() | ports | {"PYTHONPATH": str(clone), "PWD": str(clone)}
     command = [sys.executable, "-m", "flows.cli", "up"]
-    server = subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True
+    )
     try:
         read_until(server, "Ctrl-C")
-        yield f"http://127.0.0.1:{ports['PREFECT_SERVER_API_PORT']}", f"http://127.0.0.1:{ports['MLFLOW_PORT']}"
+        yield (
+            f"http://127.0.0.1:{ports['PREFECT_SERVER_API_PORT']}",
+            f"http://127.0.0.1:{ports['MLFLOW_PORT']}",
+        )
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
@@ -66,7 +77,11 @@ def shot(page: Page, name: str) -> None:
 
 def stages_of(folder: Path) -> list[psutil.Process]:
     found = psutil.process_iter(["cwd", "cmdline"])
-    return [process for process in found if str(process.info["cwd"]).startswith(str(folder / ".rondo/workspaces"))]
+    return [
+        process
+        for process in found
+        if str(process.info["cwd"]).startswith(str(folder / ".rondo/workspaces"))
+    ]
 
 
 class Ui:
@@ -105,7 +120,9 @@ class Ui:
         return list(request(f"{self.api}/flow_runs/filter", {"sort": "EXPECTED_START_TIME_DESC"}))
 
     def artifact(self, key: str) -> dict[str, Any]:
-        [found] = request(f"{self.api}/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}})
+        [found] = request(
+            f"{self.api}/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}}
+        )
         return dict(found)
 
     def state(self, run: str) -> str:
@@ -114,7 +131,9 @@ class Ui:
     def becomes(self, run: str, state: str) -> None:
         """Waits until the run's state is this, on the page too."""
         address = self.page.url
-        self.page.goto("about:blank")  # the run's picture, drawn anew all the time, takes the CPU that the run needs
+        self.page.goto(
+            "about:blank"
+        )  # the run's picture, drawn anew all the time, takes the CPU that the run needs
         until(lambda: self.state(run) in (state, "Failed", "Crashed"), RUN_SECONDS)
         self.page.goto(address)
         expect(self.page.get_by_text(state, exact=True).first).to_be_visible()
@@ -130,17 +149,24 @@ class Ui:
         modal.get_by_role("button", name="Submit").click()
 
 
-def test_a_run_from_the_form_to_the_report(clone: Path, servers: tuple[str, str], page: Page) -> None:
+def test_a_run_from_the_form_to_the_report(
+    clone: Path, servers: tuple[str, str], page: Page
+) -> None:
     prefect, mlflow = servers
     ui = Ui(page, prefect)
 
-    # a bad value is refused in the form, with the reason; in a section that is folded away until wanted too
+    # a bad value is refused in the form, with the reason; in a section that is folded away until
+    # wanted too
     ui.form("rlhf-pipeline")
     for section in ("Sections", "BatteryParams"):
         page.get_by_text(section, exact=True).first.click()
     page.locator("input[type=number]").nth(1).fill("-5")
     ui.submit()
-    expect(page.get_by_text("'sections.battery.pairs'. Failure reason: -5 is less than the minimum of 1").first).to_be_visible()
+    expect(
+        page.get_by_text(
+            "'sections.battery.pairs'. Failure reason: -5 is less than the minimum of 1"
+        ).first
+    ).to_be_visible()
     ui.form("rlhf-pipeline")
     ui.fill(["gates.sft.policy=ask"])
     ui.rounds(-1)
@@ -158,37 +184,60 @@ def test_a_run_from_the_form_to_the_report(clone: Path, servers: tuple[str, str]
     ui.becomes(run, "Completed")
     [folder] = (clone / ".rondo/workspaces").iterdir()
     verdict = json.loads((folder / "reports/r0/gate_sft.json").read_text())
-    assert verdict["opened"] and (verdict["approval"]["by"], verdict["approval"]["approved"]) == ("Ada", True)
+    assert verdict["opened"] and (verdict["approval"]["by"], verdict["approval"]["approved"]) == (
+        "Ada",
+        True,
+    )
 
     # its branch, cloned: nothing is left to compute, nothing differs
     fresh = clone / ".rondo/fresh"
     git = ["git", "-C", str(fresh)]
-    subprocess.run(["git", "clone", "-q", "--branch", f"runs/{folder.name}", str(clone), str(fresh)], check=True)
+    subprocess.run(
+        ["git", "clone", "-q", "--branch", f"runs/{folder.name}", str(clone), str(fresh)],
+        check=True,
+    )
     (fresh / ".dvc/config.local").write_text(f"[cache]\n    dir = {clone / '.dvc/cache'}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "dvc", "repro"], cwd=fresh, env=command_environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dvc", "repro"],
+        cwd=fresh,
+        env=command_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0 and "Running stage" not in done.stdout, done.stdout + done.stderr
-    assert subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout == ""
+    assert (
+        subprocess.run(
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout
+        == ""
+    )
 
     look_at_artifacts(page, ui, run)
     look_at_mlflow(page, mlflow, folder.name)
     look_at_the_report(page, folder / "reports/report.html")
 
 
-def test_a_run_that_is_cancelled_ends_its_stage(clone: Path, servers: tuple[str, str], page: Page) -> None:
+def test_a_run_that_is_cancelled_ends_its_stage(
+    clone: Path, servers: tuple[str, str], page: Page
+) -> None:
     ui = Ui(page, servers[0])
     ui.form("rlhf-pipeline")
     ui.fill(["sft.num_train_epochs=100000", "seed=1"])
     ui.submit()
     run = ui.open_newest()
-    until(lambda: any("stages.sft" in process.info["cmdline"] for process in stages_of(clone)), RUN_SECONDS)
+    until(
+        lambda: any("stages.sft" in process.info["cmdline"] for process in stages_of(clone)),
+        RUN_SECONDS,
+    )
     page.get_by_role("button", name="Cancel").first.click()
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
     until(lambda: not stages_of(clone))
     ui.becomes(run, "Cancelled")
     [folder] = (clone / ".rondo/workspaces").iterdir()
-    assert (folder / "params.yaml").read_text() != (clone / "params.yaml").read_text()  # it stays, for Retry
+    assert (folder / "params.yaml").read_text() != (
+        clone / "params.yaml"
+    ).read_text()  # it stays, for Retry
 
 
 def look_at_artifacts(page: Page, ui: Ui, run: str) -> None:
@@ -212,21 +261,31 @@ def look_at_artifacts(page: Page, ui: Ui, run: str) -> None:
     link = re.search(r"\((\S+)\)", ui.artifact("report")["data"])
     assert link
     page.goto(link[1])
-    expect(page.frame_locator("iframe").get_by_role("heading", level=1)).to_contain_text("Which is at fault")
+    expect(page.frame_locator("iframe").get_by_role("heading", level=1)).to_contain_text(
+        "Which is at fault"
+    )
     shot(page, "report-in-mlflow")
 
 
 def look_at_mlflow(page: Page, address: str, run: str) -> None:
     """Its pages for models, a comparison, and PPO's health in the pipeline run."""
-    [experiment] = request(f"{address}/api/2.0/mlflow/experiments/search", {"max_results": 5, "filter": "name = 'rondo'"})["experiments"]
+    [experiment] = request(
+        f"{address}/api/2.0/mlflow/experiments/search",
+        {"max_results": 5, "filter": "name = 'rondo'"},
+    )["experiments"]
     number = experiment["experiment_id"]
-    found = request(f"{address}/api/2.0/mlflow/runs/search", {"experiment_ids": [number], "filter": f"tags.`rondo.run` = '{run}'"})["runs"]
+    found = request(
+        f"{address}/api/2.0/mlflow/runs/search",
+        {"experiment_ids": [number], "filter": f"tags.`rondo.run` = '{run}'"},
+    )["runs"]
     ids = {each["info"]["run_name"]: each["info"]["run_id"] for each in found}
     page.goto(f"{address}/#/experiments/{number}/models?workflowType=machine_learning")
     expect(page.get_by_text("r0-ppo").first).to_be_visible()
     shot(page, "models")
     two = json.dumps([ids["sft@r0"], ids["evaluate@r0"]])
-    page.goto(f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]&workflowType=machine_learning')
+    page.goto(
+        f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]&workflowType=machine_learning'
+    )
     expect(page.get_by_text("Comparing 2 Runs").first).to_be_visible()
     shot(page, "compare")
     page.goto(f"{address}/#/experiments/{number}/runs/{ids[run]}/model-metrics")

@@ -1,4 +1,6 @@
-"""The pipeline from the data to the reward model's gate, on a small world: all of it once, and from where a defect is planted."""
+"""The pipeline from the data to the reward model's gate, on a small world: all of it once, and from
+where a defect is planted.
+"""
 
 import json
 import shutil
@@ -35,15 +37,29 @@ SETTINGS: dict[str, Any] = {
     "assets": {"model": "tiny", "data": "files"},
     "prepare": {"max_eval_prompts": 40},
     "model": {"dtype": "float32", "threads": 1},
-    "sft": {"learning_rate": 3e-3, "per_device_train_batch_size": 32, "num_train_epochs": 8, "max_length": 48, "lora": {"r": 0}},
-    "reward": {"learning_rate": 2e-3, "per_device_train_batch_size": 32, "num_train_epochs": 8, "max_length": 48, "lora": {"r": 0}},
+    "sft": {
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 32,
+        "num_train_epochs": 8,
+        "max_length": 48,
+        "lora": {"r": 0},
+    },
+    "reward": {
+        "learning_rate": 2e-3,
+        "per_device_train_batch_size": 32,
+        "num_train_epochs": 8,
+        "max_length": 48,
+        "lora": {"r": 0},
+    },
     "ppo": {"response_length": 16},
 }
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Where the pipeline stopped, and what it said; `failed`: a gate's metrics that were out of their bands."""
+    """Where the pipeline stopped, and what it said; `failed`: a gate's metrics that were out of
+    their bands.
+    """
 
     step: str
     said: str
@@ -61,7 +77,9 @@ def settings(sources: World, changes: dict[str, Any]) -> Params:
 
 def go(params: Params, start: str) -> Stop | None:
     """The steps from `start` on, here; None where nothing stops them."""
-    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))  # for the process that reloads the reward model
+    Path("params.yaml").write_text(
+        yaml.safe_dump(params.model_dump(mode="json"))
+    )  # for the process that reloads the reward model
     names = list(STEPS)
     for step in names[names.index(start) :]:
         try:
@@ -69,7 +87,9 @@ def go(params: Params, start: str) -> Stop | None:
         except RondoError as error:
             verdict = Path("reports/r0") / f"{step}.json"
             checks = json.loads(verdict.read_text())["checks"] if step.startswith("gate_") else []
-            return Stop(step, str(error), tuple(check["metric"] for check in checks if not check["passed"]))
+            return Stop(
+                step, str(error), tuple(check["metric"] for check in checks if not check["passed"])
+            )
     return None
 
 
@@ -88,8 +108,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stop | None]:
 
 
 @pytest.fixture
-def planted(clean: tuple[Path, Stop | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stop | None]:
-    """Run from `start` on in a copy of that folder, with other settings or sources (from `assets` on, which records them)."""
+def planted(
+    clean: tuple[Path, Stop | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Stop | None]:
+    """Run from `start` on in a copy of that folder, with other settings or sources (from `assets`
+    on, which records them).
+    """
     folder = tmp_path / "world"
     shutil.copytree(clean[0], folder)
     monkeypatch.chdir(folder)

@@ -1,4 +1,6 @@
-"""One defect each in the pairs or in the reward model: the pipeline stops before PPO would, and names it."""
+"""One defect each in the pairs or in the reward model: the pipeline stops before PPO would, and
+names it.
+"""
 
 import random
 
@@ -21,7 +23,9 @@ def changed(change, *files: str) -> World:
     """Those sources with each pair changed by `change`."""
     sources = world()
     names = files or ("train_pairs.jsonl", "eval_pairs.jsonl")
-    return {name: [change(number, row) for number, row in enumerate(sources[name])] for name in names}
+    return {
+        name: [change(number, row) for number, row in enumerate(sources[name])] for name in names
+    }
 
 
 def swapped(row: dict) -> dict:
@@ -41,19 +45,26 @@ def test_labels_of_which_four_in_ten_are_wrong(planted):
 
 def test_labels_that_follow_length(planted):
     """The longer text is chosen, whatever it says."""
-    stop = planted("assets", changed(lambda _, row: swapped(row) if len(row["rejected"]) > len(row["chosen"]) else row))
+    stop = planted(
+        "assets",
+        changed(lambda _, row: swapped(row) if len(row["rejected"]) > len(row["chosen"]) else row),
+    )
     assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_longest" in stop.failed
     assert "the labels follow length" in stop.said
 
 
 def test_labels_that_a_word_tells(planted):
-    stop = planted("assets", changed(lambda _, row: {**row, "chosen": row["chosen"][:-1] + " indeed."}))
+    stop = planted(
+        "assets", changed(lambda _, row: {**row, "chosen": row["chosen"][:-1] + " indeed."})
+    )
     assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_tfidf" in stop.failed
     assert "look for label shortcuts" in stop.said
 
 
 def test_labels_against_the_judge(planted):
-    """People who like the bad texts better: learnt without a fault, and not what the judge stands for."""
+    """People who like the bad texts better: learnt without a fault, and not what the judge stands
+    for.
+    """
     stop = planted("assets", changed(lambda _, row: swapped(row)))
     assert stop.step == "gate_reward" and "battery.best_of_n.rise_low" in stop.failed
     assert "PPO would be misled" in stop.said
@@ -61,17 +72,28 @@ def test_labels_against_the_judge(planted):
 
 def test_one_source_with_its_labels_turned_round(planted):
     sources = changed(lambda _, row: row)
-    others = {name.replace("_pairs", "_others"): [swapped(row) for row in rows[::4]] for name, rows in sources.items()}
-    rest = {name: [row for number, row in enumerate(rows) if number % 4] for name, rows in sources.items()}
+    others = {
+        name.replace("_pairs", "_others"): [swapped(row) for row in rows[::4]]
+        for name, rows in sources.items()
+    }
+    rest = {
+        name: [row for number, row in enumerate(rows) if number % 4]
+        for name, rows in sources.items()
+    }
     stop = planted("assets", rest | others)
     assert stop.step == "gate_reward" and "battery.worst_slice" in stop.failed
     accuracy = read_json(stage_dir("r0", "battery") / "metrics.json", "")["accuracy"]["source"]
-    assert accuracy["eval_others_jsonl"]["accuracy"] < 0.65 <= accuracy["eval_pairs_jsonl"]["accuracy"]
+    assert (
+        accuracy["eval_others_jsonl"]["accuracy"] < 0.65 <= accuracy["eval_pairs_jsonl"]["accuracy"]
+    )
 
 
 def test_an_ending_that_buys_a_score(planted):
     """Two of three chosen training texts end in the same praise."""
-    praised = changed(lambda number, row: {**row, "chosen": row["chosen"] + " Enjoy!"} if number % 3 else row, "train_pairs.jsonl")
+    praised = changed(
+        lambda number, row: {**row, "chosen": row["chosen"] + " Enjoy!"} if number % 3 else row,
+        "train_pairs.jsonl",
+    )
     stop = planted("assets", praised, reward={"hard_negatives": 0})
     assert stop.step == "gate_reward" and "battery.worst_ending" in stop.failed
     assert "an ending buys a better score" in stop.said
@@ -110,7 +132,10 @@ def test_a_head_that_was_lost_when_the_model_was_saved(planted):
 
 def test_a_head_that_was_saved_as_another(planted):
     """What the reward stage asks before it says anything else of its model."""
-    scorer, texts = Scorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8), [[5, 6, 7], [8, 9]]
+    scorer, texts = (
+        Scorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8),
+        [[5, 6, 7], [8, 9]],
+    )
     before = scorer.raw(texts)
     assert reload_difference(MODEL, texts, before, work_dir("r0", "reward")) <= RELOAD_TOLERANCE
     weights = load_file(MODEL / "model.safetensors")
@@ -121,4 +146,8 @@ def test_a_head_that_was_saved_as_another(planted):
 
 def test_prompts_rendered_otherwise_than_for_sft(planted):
     stop = planted("reward", prepare={"prompt_format": "chat"})
-    assert stop.step == "reward" and "template_hash" in stop.said and "so that every stage renders prompts alike" in stop.said
+    assert (
+        stop.step == "reward"
+        and "template_hash" in stop.said
+        and "so that every stage renders prompts alike" in stop.said
+    )

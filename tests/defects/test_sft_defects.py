@@ -1,4 +1,6 @@
-"""One defect each in the demonstrations or in how SFT learns them: the pipeline stops at its gate, and names it."""
+"""One defect each in the demonstrations or in how SFT learns them: the pipeline stops at its gate,
+and names it.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +12,10 @@ from tests.defects.world import World, world
 def demonstrations(change: Callable[[str], str], *, held_out: bool = False) -> World:
     """The training texts (and the held-out ones) with each completion changed."""
     names = ("train_texts.jsonl", "eval_texts.jsonl") if held_out else ("train_texts.jsonl",)
-    return {name: [{**row, "completion": change(row["completion"])} for row in world()[name]] for name in names}
+    return {
+        name: [{**row, "completion": change(row["completion"])} for row in world()[name]]
+        for name in names
+    }
 
 
 def test_nothing_learnt(planted):
@@ -20,7 +25,14 @@ def test_nothing_learnt(planted):
 
 
 def test_demonstrations_of_what_the_judge_dislikes(planted):
-    words = {"wonderful": "awful", "great": "sad", "lovely": "dull", "happy": "terrible", "nice": "awful", "never once ": ""}
+    words = {
+        "wonderful": "awful",
+        "great": "sad",
+        "lovely": "dull",
+        "happy": "terrible",
+        "nice": "awful",
+        "never once ": "",
+    }
 
     def spoilt(text: str) -> str:
         for good, bad in words.items():
@@ -34,12 +46,17 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
 
 def test_demonstrations_that_are_cut_off_before_they_end(planted):
     """sft.max_length leaves no room for the end of any training text; held-out ones are short."""
-    stop = planted("assets", demonstrations(lambda text: text + text + text + text), sft={"max_length": 32})
+    stop = planted(
+        "assets", demonstrations(lambda text: text + text + text + text), sft={"max_length": 32}
+    )
     assert stop.step == "gate_sft" and "sft.eos_rate_demonstrations - sft.eos_rate" in stop.failed
     assert "responses do not end" in stop.said and "sft.max_length" in stop.said
 
 
-@pytest.mark.parametrize(("change", "said"), [(lambda text: text.split()[0], "far shorter"), (lambda text: text + text, "far longer")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda text: text.split()[0], "far shorter"), (lambda text: text + text, "far longer")],
+)
 def test_training_texts_of_another_length(planted, change, said):
     stop = planted("assets", demonstrations(change), ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.length_ratio" in stop.failed
@@ -48,15 +65,34 @@ def test_training_texts_of_another_length(planted, change, said):
 
 def test_training_texts_that_repeat_themselves(planted):
     stop = planted("assets", demonstrations(lambda text: " so so so so so so."))
-    assert stop.step == "gate_sft" and "sft.repetition_3 - sft.repetition_3_demonstrations" in stop.failed
+    assert (
+        stop.step == "gate_sft"
+        and "sft.repetition_3 - sft.repetition_3_demonstrations" in stop.failed
+    )
     assert "SFT repeats itself" in stop.said
 
 
 def test_a_few_training_texts_learnt_by_heart(planted):
     """Six long ones, which no held-out text has a part of."""
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+    words = [
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ]
     texts = [" " + " ".join(words[start:] + words[:start]) + "." for start in range(6)]
-    rows = [{**row, "completion": texts[number % 6]} for number, row in enumerate(world()["train_texts.jsonl"])]
+    rows = [
+        {**row, "completion": texts[number % 6]}
+        for number, row in enumerate(world()["train_texts.jsonl"])
+    ]
     stop = planted("assets", {"train_texts.jsonl": rows}, ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.memorised - sft.memorised_demonstrations" in stop.failed
     assert "SFT recites its demonstrations" in stop.said

@@ -1,7 +1,9 @@
-"""A small world in which every part of the pipeline can succeed: what it is like, a 2-layer model learns in seconds.
+"""A small world in which every part of the pipeline can succeed: what it is like, a 2-layer model
+learns in seconds.
 
-A response is good, fair or bad by its adjective, and "never once" turns it round: who counts words, or their pairs, cannot tell. The judge,
-a lexicon, can for the most part. Lengths, endings and all other words say nothing.
+A response is good, fair or bad by its adjective, and "never once" turns it round: who counts words,
+or their pairs, cannot tell. The judge, a lexicon, can for the most part. Lengths, endings and all
+other words say nothing.
 """
 
 import random
@@ -11,7 +13,11 @@ from typing import Any
 
 from stages.assets.tiny import ENDS, MANNERS, OPENINGS, PLACES
 
-LEVELS = (("wonderful", "great", "lovely", "happy"), ("nice", "calm", "usual"), ("awful", "sad", "dull", "terrible"))
+LEVELS = (
+    ("wonderful", "great", "lovely", "happy"),
+    ("nice", "calm", "usual"),
+    ("awful", "sad", "dull", "terrible"),
+)
 GOOD, FAIR, BAD = range(3)
 Rows = list[dict[str, Any]]
 World = dict[str, Rows]
@@ -27,14 +33,21 @@ def pairs(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:
     levels = (sorted(generator.sample(range(3), 2)) for _ in range(len(prompts) * each))
     asked = (prompt for prompt in prompts for _ in range(each))
     return [
-        {"prompt": prompt, "chosen": response(generator, better), "rejected": response(generator, worse)}
+        {
+            "prompt": prompt,
+            "chosen": response(generator, better),
+            "rejected": response(generator, worse),
+        }
         for prompt, (better, worse) in zip(asked, levels, strict=True)
     ]
 
 
 def demonstrations(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:
     return [
-        {"prompt": p, "completion": response(generator, generator.choice((GOOD, GOOD, GOOD, FAIR, BAD)))}
+        {
+            "prompt": p,
+            "completion": response(generator, generator.choice((GOOD, GOOD, GOOD, FAIR, BAD))),
+        }
         for p in prompts
         for _ in range(each)
     ]

@@ -1,4 +1,6 @@
-"""A small real DVC project: the stages and addresses of the real dvc.yaml, with a few lines of Python for each but the real gate."""
+"""A small real DVC project: the stages and addresses of the real dvc.yaml, with a few lines of
+Python for each but the real gate.
+"""
 
 import shutil
 import subprocess
@@ -78,11 +80,17 @@ def dvc_yaml() -> dict[str, object]:
     start = "import pathlib; pathlib.Path('assets').mkdir(exist_ok=True); pathlib.Path('assets/start').write_text('EMPTY')"
     return {
         "stages": {
-            "assets": {"cmd": f'python -c "{start}"', "deps": ["stage.py"], "outs": ["assets/start"]},
+            "assets": {
+                "cmd": f'python -c "{start}"',
+                "deps": ["stage.py"],
+                "outs": ["assets/start"],
+            },
             "prepare": stage("prepare", ["assets/start"], ["seed"]),
             "sft": stage("sft", ["rounds/${key}/prepare/data"], ["sft", "seed"]),
             "gate_sft": {"foreach": "${rounds}", "do": gate},
-            "evaluate": stage("evaluate", ["gates/${key}/sft.ok", "rounds/${key}/sft/data"], ["evaluate"]),
+            "evaluate": stage(
+                "evaluate", ["gates/${key}/sft.ok", "rounds/${key}/sft/data"], ["evaluate"]
+            ),
         }
     }
 
@@ -91,12 +99,20 @@ def make_project(folder: Path, number: int = 1) -> Path:
     params = Params(rounds=rounds(number)).model_dump(mode="json")
     (folder / "stage.py").write_text(STAGE)
     (folder / "dvc.yaml").write_text(yaml.safe_dump(dvc_yaml(), sort_keys=False))
-    (folder / "params.yaml").write_text("# what a run is made of\n" + yaml.safe_dump(params, sort_keys=False))
-    (folder / ".gitignore").write_text(".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n!/rounds/**/metrics.json\n")
+    (folder / "params.yaml").write_text(
+        "# what a run is made of\n" + yaml.safe_dump(params, sort_keys=False)
+    )
+    (folder / ".gitignore").write_text(
+        ".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n!/rounds/**/metrics.json\n"
+    )
     (folder / ".dvcignore").write_text(".rondo\n")
     (folder / "approvals").mkdir()
     (folder / "approvals/.gitkeep").touch()
-    for command in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"], ["git", "add", "."]):
+    for command in (
+        ["git", "init", "-q"],
+        [sys.executable, "-m", "dvc", "init", "-q"],
+        ["git", "add", "."],
+    ):
         subprocess.run(command, cwd=folder, check=True)
     identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run(["git", *identity, "commit", "-q", "-m", "start"], cwd=folder, check=True)

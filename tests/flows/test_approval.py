@@ -40,7 +40,9 @@ def test_a_gate_that_asks_waits_for_a_reason_and_then_opens(project: Path) -> No
 
 
 def test_nothing_to_decide_is_told(project: Path) -> None:
-    with pytest.raises(BadInput, match=r"gate_sft\.json: no such verdict; run `dvc repro gate_sft@r0`"):
+    with pytest.raises(
+        BadInput, match=r"gate_sft\.json: no such verdict; run `dvc repro gate_sft@r0`"
+    ):
         decide_here("sft", "r0", True, "Ada", "yes")
     reach()
     with pytest.raises(BadInput, match="has passed"):

@@ -25,7 +25,15 @@ ROOT = Path(__file__).parents[2]
 
 def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
@@ -46,24 +54,42 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(project: Path) -> None:
-    case = {"id": "a", "round": "r0", "cause": "human", "origin": "ada", "prompt_id": "p", "prompt": "The", "response": " x" * 30}
+    case = {
+        "id": "a",
+        "round": "r0",
+        "cause": "human",
+        "origin": "ada",
+        "prompt_id": "p",
+        "prompt": "The",
+        "response": " x" * 30,
+    }
     numbers = {"score": 0.0, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0}
     ledger = project / "rounds/r0/replay/data/badcases.jsonl"
     ledger.parent.mkdir(parents=True)
-    ledger.write_text("".join(json.dumps({**case, **numbers, "id": f"a{n}"}) + "\n" for n in range(2000)))
+    ledger.write_text(
+        "".join(json.dumps({**case, **numbers, "id": f"a{n}"}) + "\n" for n in range(2000))
+    )
     listed = f"{sys.executable} -m flows.cli badcases list | head -1"
-    done = subprocess.run(listed, shell=True, cwd=project, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        listed, shell=True, cwd=project, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_data_are_checked_anywhere(tmp_path: Path) -> None:
     row = {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}
     (tmp_path / "good.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "chosen": ""}) + "\n")
+    (tmp_path / "bad.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps({**row, "chosen": ""}) + "\n"
+    )
     environment = {"PYTHONPATH": str(ROOT)}
     assert rondo(tmp_path, "check-data", "good.jsonl", **environment).returncode == 0
     done = rondo(tmp_path, "check-data", "bad.jsonl", **environment)
-    assert done.returncode == 2 and "bad.jsonl:2: `chosen` is empty" in done.stdout and done.stderr == ""
+    assert (
+        done.returncode == 2
+        and "bad.jsonl:2: `chosen` is empty" in done.stdout
+        and done.stderr == ""
+    )
     done = rondo(tmp_path, "check-data", "none.jsonl", **environment)
     assert done.returncode == 2 and "none.jsonl: expected a file" in done.stderr
 
@@ -115,7 +141,10 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         sleeping = start(api, pipeline, "gates.sft.loss_drop=0.4", "sft.max_steps=2")  # sleeps
         nightly = request(f"{api}/deployments/name/next-round/next-round")
         assert [schedule["active"] for schedule in nightly["schedules"]] == [False]
-        change(f"{api}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}", {"active": True})
+        change(
+            f"{api}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}",
+            {"active": True},
+        )
         until(lambda: computes(project))
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
@@ -130,7 +159,10 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         until(lambda: not computes(project))
         until(lambda: request(f"{api}/flow_runs/{sleeping}")["state_type"] == "CANCELLED")
         a_killed_run(project, api, environment, receiver)
-        states = sorted(request(f"{api}/flow_run_states/?flow_run_id={sleeping}"), key=lambda state: state["timestamp"])
+        states = sorted(
+            request(f"{api}/flow_run_states/?flow_run_id={sleeping}"),
+            key=lambda state: state["timestamp"],
+        )
         names = [state["name"] for state in states]
         assert names[names.index("AwaitingRetry") - 1] == "CutOff"
         assert not any(sleeping in text for text in receiver.told)
@@ -146,19 +178,29 @@ def with_the_flow(project: Path) -> dict[str, str]:
     (project / "flows").symlink_to(ROOT / "flows")
     for command in (["add", "prefect.yaml", "flows"], ["commit", "-qm", "the flow"]):
         subprocess.run(["git", *command], cwd=project, check=True)
-    elsewhere = {"PWD": str(project.parent)}  # as when `rondo up` is started by a program and not a shell
-    return elsewhere | {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    elsewhere = {
+        "PWD": str(project.parent)
+    }  # as when `rondo up` is started by a program and not a shell
+    return elsewhere | {
+        "PREFECT_SERVER_API_PORT": free_port(),
+        "MLFLOW_PORT": free_port(),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def up(project: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "flows.cli", "up", *arguments]
-    return subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
 
 
 def a_run_from_the_form(project: Path, api: str) -> str:
     """Returns the deployment's id."""
     deployment = request(f"{api}/deployments/name/rlhf-pipeline/rlhf-pipeline")
-    assert deployment["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"] == str(project)
+    assert deployment["pull_steps"][0]["prefect.deployments.steps.set_working_directory"][
+        "directory"
+    ] == str(project)
     assert deployment["parameters"] == {"isolated": True}
     filled = {"parameters": {"isolated": False, "sections": {"seed": 3}}}
     made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", filled)
@@ -181,8 +223,17 @@ def a_sweep(project: Path, api: str) -> None:
     [table] = (project / "reports").glob("sweep-*.md")
     rows = table.read_text().splitlines()[2:]
     assert [row.split("|")[2].strip() for row in rows] == ["sft.max_steps=4", "sft.max_steps=5"]
-    assert all("r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row for row in rows)
-    branches = subprocess.run(["git", "branch", "--list", "runs/*"], cwd=project, capture_output=True, text=True, check=True)
+    assert all(
+        "r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row
+        for row in rows
+    )
+    branches = subprocess.run(
+        ["git", "branch", "--list", "runs/*"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1"]
 
 
@@ -191,34 +242,62 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
     assert failed.returncode == 3
     assert "[sft@r0] unchanged" in failed.stdout
     assert "Ended at gate_sft@r0: what is shown of the stages after it" in failed.stdout
-    assert "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little" in failed.stderr
-    [run] = [run["id"] for run in request(f"{api}/flow_runs/filter", {}) if run["state_name"] == "GateFailed"]
+    assert (
+        "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
+        in failed.stderr
+    )
+    [run] = [
+        run["id"]
+        for run in request(f"{api}/flow_runs/filter", {})
+        if run["state_name"] == "GateFailed"
+    ]
     numbers = "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9."
-    receiver.wait_for("rlhf-pipeline keep ", f"-{run[:8]}: GateFailed", numbers, f"{api.removesuffix('/api')}/runs/flow-run/{run}")
+    receiver.wait_for(
+        "rlhf-pipeline keep ",
+        f"-{run[:8]}: GateFailed",
+        numbers,
+        f"{api.removesuffix('/api')}/runs/flow-run/{run}",
+    )
 
 
 def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver) -> None:
     paused = start(api, pipeline, "gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
     until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended")
     receiver.wait_for("Suspended\nwaits for a decision", paused)
-    asked = f"{api}/flow_runs/{paused}/input/filter", {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"}
+    asked = (
+        f"{api}/flow_runs/{paused}/input/filter",
+        {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"},
+    )
     until(lambda: request(*asked))  # it is written after the state
     form = json.loads(request(*asked)[0]["value"])
     assert set(form["properties"]) == {"approve", "by", "reason"}
     word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
-    assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"] == "REJECT"
+    assert (
+        request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"]
+        == "REJECT"
+    )
     assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"
     assert finished(api, paused) == "Completed"
     verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
-    assert verdict["opened"] and not verdict["passed"] and verdict["approval"]["reason"] == word["reason"]
+    assert (
+        verdict["opened"]
+        and not verdict["passed"]
+        and verdict["approval"]["reason"] == word["reason"]
+    )
 
 
 def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:
     """Of the terminal, which has no worker that would notice."""
     command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
-    run = subprocess.Popen(command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.DEVNULL
+    )
     until(lambda: computes(project))
-    [known] = [run["id"] for run in request(f"{api}/flow_runs/filter", {}) if run["state_name"] == "Running"]
+    [known] = [
+        run["id"]
+        for run in request(f"{api}/flow_runs/filter", {})
+        if run["state_name"] == "Running"
+    ]
     run.kill()
     run.wait()
     until(lambda: not computes(project))
@@ -227,18 +306,27 @@ def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver:
 
 
 def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked again, with another address: one automation, off as before; a block of another type is told too."""
+    """Asked again, with another address: one automation, off as before; a block of another type is
+    told too.
+    """
     monkeypatch.setattr(prefect_api, "PREFECT_URL", api.removesuffix("/api"))
     [made] = request(f"{api}/automations/filter", {})
-    assert made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
+    assert (
+        made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
+    )
     change(f"{api}/automations/{made['id']}", {"enabled": False})
     assert automations.tell("http://127.0.0.1:9/other") == ["Custom Webhook"]
     [block] = request(f"{api}/block_documents/filter", {})
     assert block["data"]["url"] == "http://127.0.0.1:9/other"
     slack = request(f"{api}/block_types/slug/slack-webhook")["id"]
-    schema = request(f"{api}/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [slack]}}})[0]["id"]
+    schema = request(
+        f"{api}/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [slack]}}}
+    )[0]["id"]
     data = {"url": "https://hooks.slack.com/services/a/b/c"}
-    request(f"{api}/block_documents/", {"name": "rondo", "block_type_id": slack, "block_schema_id": schema, "data": data})
+    request(
+        f"{api}/block_documents/",
+        {"name": "rondo", "block_type_id": slack, "block_schema_id": schema, "data": data},
+    )
     assert sorted(automations.tell(None)) == ["Custom Webhook", "Slack Webhook"]
     [left] = request(f"{api}/automations/filter", {})
     assert len(left["actions"]) == 2 and not left["enabled"]
@@ -249,19 +337,32 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
     environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
     run = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True)
-    until(lambda: any({"stage.py", "sft"} <= set(process.info["cmdline"]) for process in of_project(project)))
+    until(
+        lambda: any(
+            {"stage.py", "sft"} <= set(process.info["cmdline"]) for process in of_project(project)
+        )
+    )
     told = rondo(project, "status")
     assert told.returncode == 0, told.stderr
-    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in told.stdout.splitlines() if len(line.split()) > 1}
+    lines = {
+        line.split()[0]: line.split(maxsplit=1)[1]
+        for line in told.stdout.splitlines()
+        if len(line.split()) > 1
+    }
     assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
-    assert lines["sft"] == "runs: step 3, loss 0.333" and lines["r0:"] == "has not reached the sft gate"
+    assert (
+        lines["sft"] == "runs: step 3, loss 0.333"
+        and lines["r0:"] == "has not reached the sft gate"
+    )
     run.terminate()
     assert run.wait(60) != 0
     until(lambda: not of_project(project))
 
 
 def change(url: str, body: dict[str, Any]) -> None:
-    sent = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="PATCH")
+    sent = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="PATCH"
+    )
     urllib.request.urlopen(sent, timeout=10).close()
 
 
@@ -272,13 +373,25 @@ def start(api: str, pipeline: str, *settings: str) -> str:
 
 
 def finished(api: str, flow_run: str) -> str:
-    until(lambda: request(f"{api}/flow_runs/{flow_run}")["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), 600)
+    until(
+        lambda: (
+            request(f"{api}/flow_runs/{flow_run}")["state_type"]
+            in ("COMPLETED", "FAILED", "CRASHED")
+        ),
+        600,
+    )
     return str(request(f"{api}/flow_runs/{flow_run}")["state_name"])
 
 
 def of_project(folder: Path) -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline", "cwd"])
-    return [process for process in found if process.pid != os.getpid() and process.info["cwd"] == str(folder) and process.info["cmdline"]]
+    return [
+        process
+        for process in found
+        if process.pid != os.getpid()
+        and process.info["cwd"] == str(folder)
+        and process.info["cmdline"]
+    ]
 
 
 def computes(folder: Path) -> bool:

@@ -28,7 +28,9 @@ def test_only_what_is_set_changes_and_comments_stay(params_yaml: Path) -> None:
     before = params_yaml.read_text()
     changes = config.write_params(config.resolve(settings=["ppo.gamma=0.5", "seed=7"]))
     assert changes == ["seed 0 -> 7", "ppo.gamma 1.0 -> 0.5"]
-    assert params_yaml.read_text() == before.replace("gamma: 1.0", "gamma: 0.5").replace("seed: 0", "seed: 7")
+    assert params_yaml.read_text() == before.replace("gamma: 1.0", "gamma: 0.5").replace(
+        "seed: 0", "seed: 7"
+    )
     assert "# no discount" in params_yaml.read_text()
 
 
@@ -48,14 +50,20 @@ def test_rounds_settings_and_sections_go_over_the_preset_in_this_order(params_ya
     sections = config.Sections.model_validate({"ppo": {"gamma": 0.9, "lam": 0.8}})
     params = config.resolve("tiny", 3, ["ppo.gamma=0.7"], sections)
     assert (params.ppo.gamma, params.ppo.lam, params.ppo.response_length) == (0.7, 0.8, 8)
-    assert {name: entry.previous for name, entry in params.rounds.items()} == {"r0": "assets/start", "r1": "rounds/r0", "r2": "rounds/r1"}
+    assert {name: entry.previous for name, entry in params.rounds.items()} == {
+        "r0": "assets/start",
+        "r1": "rounds/r0",
+        "r2": "rounds/r1",
+    }
     config.write_params(params)
     config.write_params(config.resolve(number=1))
     assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0"]
 
 
 def test_sections_of_the_form_are_those_of_params() -> None:
-    assert list(config.Sections.model_fields) == [name for name in Params.model_fields if name != "rounds"]
+    assert list(config.Sections.model_fields) == [
+        name for name in Params.model_fields if name != "rounds"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +76,18 @@ def test_sections_of_the_form_are_those_of_params() -> None:
         ("keep", None, ["ppo=3"], "ppo"),
         ("keep", 0, [], "at least 1"),
         ("smoke", None, ["ppo.batch_size=17"], "multiple of mini_batch_size"),
-        ("keep", None, ["ppo.rewards=[{name: a, model: nowhere}]"], "ppo.rewards a: no model in nowhere"),
-        ("keep", None, ["ppo.rewards=[{name: a, function: 'nowhere:reward'}]"], "nowhere:reward cannot be imported"),
+        (
+            "keep",
+            None,
+            ["ppo.rewards=[{name: a, model: nowhere}]"],
+            "ppo.rewards a: no model in nowhere",
+        ),
+        (
+            "keep",
+            None,
+            ["ppo.rewards=[{name: a, function: 'nowhere:reward'}]"],
+            "nowhere:reward cannot be imported",
+        ),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(
@@ -85,7 +103,11 @@ def test_one_more_round_and_the_files_that_it_depends_on(params_yaml: Path) -> N
     write_json(Path("rounds/r1/replay/metrics.json"), {})
     config.write_params(config.resolve(number=config.one_more_round()))
     assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0", "r1", "r2"]
-    assert sorted(path.name for path in Path("badcases").iterdir()) == ["r0.jsonl", "r1.jsonl", "r2.jsonl"]
+    assert sorted(path.name for path in Path("badcases").iterdir()) == [
+        "r0.jsonl",
+        "r1.jsonl",
+        "r2.jsonl",
+    ]
     Path("badcases/r1.jsonl").write_text("kept\n")
     config.write_params(config.resolve())
     assert Path("badcases/r1.jsonl").read_text() == "kept\n"

@@ -31,7 +31,11 @@ def run_to(last: str, lines: list[str] | None = None) -> dag.Outcome:
 def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
     lines: list[str] = []
     assert run_to("prepare@r0", lines) == dag.Outcome.ran
-    assert lines == ["[prepare@r0] step 1/3  eta 0:02", "[prepare@r0] step 2/3  eta 0:01", "[prepare@r0] step 3/3  eta 0:00"]
+    assert lines == [
+        "[prepare@r0] step 1/3  eta 0:02",
+        "[prepare@r0] step 2/3  eta 0:01",
+        "[prepare@r0] step 3/3  eta 0:00",
+    ]
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.unchanged
     assert dag.run("prepare@r0", lines.append, force=True) == dag.Outcome.ran
     set_params("seed=1")
@@ -39,13 +43,16 @@ def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.ran
     set_params("seed=0")
     assert dag.run("prepare@r0", lines.append) == dag.Outcome.restored
-    assert (project / "rounds/r0/prepare/data/rows.jsonl").read_text() == '{"id": "r0", "seed": 0}\n'
+    assert (
+        project / "rounds/r0/prepare/data/rows.jsonl"
+    ).read_text() == '{"id": "r0", "seed": 0}\n'
 
 
 def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
     set_params("gates.sft.loss_drop=0.9")
     with pytest.raises(
-        GateFailed, match=r"gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
+        GateFailed,
+        match=r"gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little",
     ):
         run_to("gate_sft@r0")
     with pytest.raises(RondoError, match=r"gates/r0/sft\.ok"):
@@ -67,9 +74,15 @@ def test_bad_input_no_network_and_crash_keep_their_kind_and_last_lines(project: 
     set_params("sft.max_steps=8")
     with pytest.raises(Unreachable, match="no answer") as raised:
         run_to("sft@r0")
-    assert str(raised.value).count("sft@r0: ") == 1 and "Unreachable" not in str(raised.value) and raised.value.exit_code == 4
+    assert (
+        str(raised.value).count("sft@r0: ") == 1
+        and "Unreachable" not in str(raised.value)
+        and raised.value.exit_code == 4
+    )
     set_params("sft.max_steps=3")
-    with pytest.raises(RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing") as raised:
+    with pytest.raises(
+        RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing"
+    ) as raised:
         run_to("sft@r0")
     assert raised.value.exit_code == 1
     with pytest.raises(BadInput, match="nope"):
@@ -92,7 +105,9 @@ def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
         until(lambda: stage_processes(project))
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may be a background job, whose SIGINT is ignored
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the tests may be a background job, whose SIGINT is ignored
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -105,7 +120,9 @@ def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
 def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
     set_params("sft.max_steps=2")
     run_to("prepare@r0")
-    parent = subprocess.Popen([sys.executable, "-c", "from flows import dag; dag.run('sft@r0', print)"])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "from flows import dag; dag.run('sft@r0', print)"]
+    )
     until(lambda: stage_processes(project))
     parent.kill()
     parent.wait()

@@ -7,7 +7,9 @@ import pytest
 from flows.energy import Counter, Meter, counters
 
 
-def domain(powercap: Path, folder: str, name: str, microjoules: int, turn: int = 262_143_328_850) -> Counter:
+def domain(
+    powercap: Path, folder: str, name: str, microjoules: int, turn: int = 262_143_328_850
+) -> Counter:
     (powercap / folder).mkdir(parents=True)
     (powercap / folder / "name").write_text(f"{name}\n")
     (powercap / folder / "max_energy_range_uj").write_text(f"{turn}\n")
@@ -29,7 +31,10 @@ def test_packages_alone_are_counted(tmp_path: Path) -> None:
     domain(tmp_path, "intel-rapl:2", "psys", 5)  # the whole board, with the packages in it
     domain(tmp_path, "intel-rapl-mmio:0", "package-0", 5)  # the first package once more
     (tmp_path / "intel-rapl:3").symlink_to(tmp_path / "hidden")  # as a container shows it
-    assert [counter.folder.name for counter in counters(tmp_path)] == ["intel-rapl:0", "intel-rapl:1"]
+    assert [counter.folder.name for counter in counters(tmp_path)] == [
+        "intel-rapl:0",
+        "intel-rapl:1",
+    ]
 
 
 def test_two_packages_over_an_hour_in_watt_hours(tmp_path: Path) -> None:
@@ -44,7 +49,11 @@ def test_two_packages_over_an_hour_in_watt_hours(tmp_path: Path) -> None:
 def test_a_counter_that_begins_anew_goes_on(tmp_path: Path) -> None:
     counter = domain(tmp_path, "intel-rapl:0", "package-0", 9_000_000_000, turn=10_000_000_000)
     with Meter([counter]) as meter:
-        for now in (4_000_000_000, 8_000_000_000, 2_600_000_000):  # 5 kJ over its end, 4 kJ, 4.6 kJ over its end
+        for now in (
+            4_000_000_000,
+            8_000_000_000,
+            2_600_000_000,
+        ):  # 5 kJ over its end, 4 kJ, 4.6 kJ over its end
             stands(counter, now)
             meter.read()
     assert meter.watt_hours() == pytest.approx(13.6 / 3.6)
@@ -57,7 +66,9 @@ def test_no_counter_and_one_that_is_not_for_us_tell_nothing(tmp_path: Path) -> N
     counter = domain(tmp_path, "intel-rapl:0", "package-0", 5)
     with Meter([counter]) as meter:
         (counter.folder / "energy_uj").unlink()
-        (counter.folder / "energy_uj").mkdir()  # an OSError for root too, to whom a file without rights opens
+        (
+            counter.folder / "energy_uj"
+        ).mkdir()  # an OSError for root too, to whom a file without rights opens
     assert meter.watt_hours() is None
 
 

@@ -48,10 +48,18 @@ def test_what_a_note_says_and_where_it_is(project: Path) -> None:
     ran("assets", SECOND)
     told = made.read("assets", read_lock("assets"))
     assert told is not None
-    assert (told.run, told.revision, told.flow_run, told.mlflow, told.watt_hours) == ("second", "def-dirty", None, None, None)
+    assert (told.run, told.revision, told.flow_run, told.mlflow, told.watt_hours) == (
+        "second",
+        "def-dirty",
+        None,
+        None,
+        None,
+    )
     assert before <= told.ended <= datetime.now(UTC)
     assert 0 < told.seconds < (datetime.now(UTC) - before).total_seconds() + 1
-    assert list(read_json(Path(".rondo/work/assets/made.json"), "")) == [made.digest(read_lock("assets"))]
+    assert list(read_json(Path(".rondo/work/assets/made.json"), "")) == [
+        made.digest(read_lock("assets"))
+    ]
     ran("prepare@r0", SECOND)
     assert Path(".rondo/work/r0/prepare/made.json").exists()
 
@@ -64,7 +72,9 @@ def test_a_stage_made_elsewhere_has_none(project: Path) -> None:
     assert made.read("assets", {}) is None
 
 
-def test_the_page_of_a_stage_in_mlflow(project: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_page_of_a_stage_in_mlflow(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     database = f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
     tracker = MlflowTracker("run", database, project / ".rondo", {}, print)
     tracker.start("assets")

@@ -1,4 +1,6 @@
-"""What the network failed is tried again, by `rondo run` against a real Prefect server, and nothing else is."""
+"""What the network failed is tried again, by `rondo run` against a real Prefect server, and nothing
+else is.
+"""
 
 import os
 import subprocess
@@ -21,7 +23,17 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One server for all tests here, since its start is what takes the time."""
     port = free_port()
     environment = os.environ | prefect_environment(tmp_path_factory.mktemp("prefect"))
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
     with open(os.devnull, "w") as nowhere:
         server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
     try:
@@ -39,10 +51,25 @@ def listens(url: str) -> bool:
         return False
 
 
-def rondo_run(project: Path, api: str, setting: str, waits: str) -> subprocess.CompletedProcess[str]:
-    environment = {"RONDO_NETWORK_WAITS": waits, "MLFLOW_TRACKING_URI": "off", "PREFECT_API_URL": api, "PYTHONPATH": str(ROOT)}
+def rondo_run(
+    project: Path, api: str, setting: str, waits: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "RONDO_NETWORK_WAITS": waits,
+        "MLFLOW_TRACKING_URI": "off",
+        "PREFECT_API_URL": api,
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "flows.cli", "run", "--set", setting]
-    return subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(
+        command,
+        cwd=project,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 def tries(done: subprocess.CompletedProcess[str]) -> int:
@@ -52,21 +79,32 @@ def tries(done: subprocess.CompletedProcess[str]) -> int:
 def states(api: str, address: str) -> set[str]:
     """The names of those that a stage was in."""
     runs = [run["id"] for run in request(f"{api}/task_runs/filter", {}) if run["name"] == address]
-    return {state["name"] for run in runs for state in request(f"{api}/task_run_states/?task_run_id={run}")}
+    return {
+        state["name"]
+        for run in runs
+        for state in request(f"{api}/task_run_states/?task_run_id={run}")
+    }
 
 
 def test_what_the_network_failed_passes_at_the_second_try(project: Path, api: str) -> None:
     done = rondo_run(project, api, "sft.max_steps=7", "1")
     assert done.returncode == 0, done.stderr
-    assert tries(done) == 2 and "[sft@r0] out of reach at try 1 of 2: tried again in 1 s" in done.stdout
+    assert (
+        tries(done) == 2
+        and "[sft@r0] out of reach at try 1 of 2: tried again in 1 s" in done.stdout
+    )
     assert "[evaluate@r0] ran" in done.stdout
-    until(lambda: {"AwaitingRetry", "Completed"} <= states(api, "sft@r0"))  # the server may be behind
+    until(
+        lambda: {"AwaitingRetry", "Completed"} <= states(api, "sft@r0")
+    )  # the server may be behind
 
 
 def test_a_server_that_stays_away_ends_the_run_with_4(project: Path, api: str) -> None:
     done = rondo_run(project, api, "sft.max_steps=8", "0,1")
     assert done.returncode == 4
-    assert tries(done) == 3 and "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
+    assert (
+        tries(done) == 3 and "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
+    )
     assert "[gate_sft@r0]" not in done.stdout
     assert "rondo: Unreachable: sft@r0: " in done.stderr and "no answer" in done.stderr
 

@@ -42,34 +42,64 @@ def runs(database: str, run: str) -> dict[str, Run]:
     return {found.data.tags["rondo.address"]: found for found in found}
 
 
-def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(project: Path, database: str) -> None:
+def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
+    project: Path, database: str
+) -> None:
     said: list[str] = []
     run_all(MlflowTracker("full", database, project / ".rondo", {"seed": "0"}, said.append))
     assert said == []
     found, client = runs(database, "full"), MlflowClient(database)
-    assert set(found) == {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+    assert set(found) == {
+        "pipeline",
+        "assets",
+        "prepare@r0",
+        "sft@r0",
+        "gate_sft@r0",
+        "evaluate@r0",
+    }
     parent, sft, evaluate = found["pipeline"], found["sft@r0"], found["evaluate@r0"]
     assert parent.info.status == sft.info.status == "FINISHED"
     assert sft.data.tags["mlflow.parentRunId"] == parent.info.run_id
-    assert (sft.data.tags["stage"], sft.data.tags["round"], sft.data.tags["dvc"], sft.data.tags["seed"]) == ("sft", "r0", "ran", "0")
+    assert (
+        sft.data.tags["stage"],
+        sft.data.tags["round"],
+        sft.data.tags["dvc"],
+        sft.data.tags["seed"],
+    ) == ("sft", "r0", "ran", "0")
     assert sft.data.params["sft.lora.r"] == "16"
-    assert curve(client, sft.info.run_id, "loss") == [(1, 1.0, 1001000), (2, 0.5, 1002000), (3, 1 / 3, 1003000)]
+    assert curve(client, sft.info.run_id, "loss") == [
+        (1, 1.0, 1001000),
+        (2, 0.5, 1002000),
+        (3, 1 / 3, 1003000),
+    ]
     assert sft.data.metrics["final/loss_after"] == 4.67
     (data,) = [used.dataset for used in sft.inputs.dataset_inputs]
     locked = tracking.read_lock("prepare@r0")["outs"]
-    assert (data.name, data.digest) == ("rounds/r0/prepare/data", next(out["md5"] for out in locked if out["path"] == data.name))
+    assert (data.name, data.digest) == (
+        "rounds/r0/prepare/data",
+        next(out["md5"] for out in locked if out["path"] == data.name),
+    )
     table = json.loads(client_text(client, sft, "samples.json"))
     assert table["columns"] == ["id", "prompt", "base", "sft"]
-    models = {model.name: model for model in client.search_logged_models([parent.info.experiment_id])}
+    models = {
+        model.name: model for model in client.search_logged_models([parent.info.experiment_id])
+    }
     assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009", "r0-step_00018"}
     assert search_of_the_docs(database) == ["r0-ppo", "r0-step_00009"]
-    best = client.search_logged_models([parent.info.experiment_id], order_by=[{"field_name": "metrics.sentiment", "ascending": False}])
+    best = client.search_logged_models(
+        [parent.info.experiment_id],
+        order_by=[{"field_name": "metrics.sentiment", "ascending": False}],
+    )
     assert [model.name for model in best][:4] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
     assert evaluate.outputs is not None
-    assert {output.model_id for output in evaluate.outputs.model_outputs} == {model.model_id for model in models.values()}
+    assert {output.model_id for output in evaluate.outputs.model_outputs} == {
+        model.model_id for model in models.values()
+    }
 
     run_all(MlflowTracker("again", database, project / ".rondo", {}, said.append))
-    assert {run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"} == {"unchanged"}
+    assert {
+        run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"
+    } == {"unchanged"}
     assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
 
 
@@ -123,15 +153,27 @@ def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
     run_id = after["evaluate@r0"].info.run_id
     assert len(client.get_metric_history(run_id, "loss")) == 3
     assert before["evaluate@r0"].outputs is not None and after["evaluate@r0"].outputs is not None
-    assert len(after["evaluate@r0"].outputs.model_outputs) == len(before["evaluate@r0"].outputs.model_outputs) == 5
+    assert (
+        len(after["evaluate@r0"].outputs.model_outputs)
+        == len(before["evaluate@r0"].outputs.model_outputs)
+        == 5
+    )
 
 
-def test_the_health_of_each_round_is_the_pipeline_run_s_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str) -> None:
+def test_the_health_of_each_round_is_the_pipeline_run_s_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     for round_, kls in (("r0", (0.5, 3.0, 6.0)), ("r1", (0.25, 2.0))):
-        rows = [{"step": step, "kl": kl, "entropy": 2.0, "kl_coef": 0.1} for step, kl in enumerate(kls, 1)]
+        rows = [
+            {"step": step, "kl": kl, "entropy": 2.0, "kl_coef": 0.1}
+            for step, kl in enumerate(kls, 1)
+        ]
         write_jsonl(Path(f"rounds/{round_}/ppo/metrics.jsonl"), rows)
-        write_jsonl(Path(f".rondo/work/{round_}/ppo/clock.jsonl"), [{"step": n, "time": 1000.0 + n} for n in (-1, *range(1, len(kls) + 1))])
+        write_jsonl(
+            Path(f".rondo/work/{round_}/ppo/clock.jsonl"),
+            [{"step": n, "time": 1000.0 + n} for n in (-1, *range(1, len(kls) + 1))],
+        )
     write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
     tracker = MlflowTracker("health", database, tmp_path / ".rondo", {}, print)
     for address in ("sft@r0", "ppo@r0", "ppo@r1"):
@@ -142,10 +184,22 @@ def test_the_health_of_each_round_is_the_pipeline_run_s_too(tmp_path: Path, monk
     live = curve(client, parent.run_id, "r0/kl")
     tracker.close(True, {"summary.md": "the table"})
     assert tracker.store is not None
-    waited = Record.model_validate({"run": "health", "address": "ppo@r0", "started": 0, "ended": 0, "steps": read_steps("ppo@r0")})
+    waited = Record.model_validate(
+        {
+            "run": "health",
+            "address": "ppo@r0",
+            "started": 0,
+            "ended": 0,
+            "steps": read_steps("ppo@r0"),
+        }
+    )
     for _ in range(2):  # the rest of what was sent while it ran, or waited
         tracker.store.send(waited)
-    assert live == curve(client, parent.run_id, "r0/kl") == [(1, 0.5, 1001000), (2, 3.0, 1002000), (3, 6.0, 1003000)]
+    assert (
+        live
+        == curve(client, parent.run_id, "r0/kl")
+        == [(1, 0.5, 1001000), (2, 3.0, 1002000), (3, 6.0, 1003000)]
+    )
     assert curve(client, parent.run_id, "r1/kl") == [(1, 0.25, 1001000), (2, 2.0, 1002000)]
     after = client.get_run(parent.run_id)
     assert after.info.status == "FINISHED"
@@ -153,21 +207,38 @@ def test_the_health_of_each_round_is_the_pipeline_run_s_too(tmp_path: Path, monk
 
 
 def curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float, int]]:
-    return [(point.step, point.value, point.timestamp) for point in client.get_metric_history(run_id, key)]
+    return [
+        (point.step, point.value, point.timestamp)
+        for point in client.get_metric_history(run_id, key)
+    ]
 
 
 def test_ppo_measures_what_is_its_health() -> None:
-    row = {"score": 0.0, "kl": 0.0, "length": 2, "finish_reason": "stop", "response": "Fine day", "judge": 0.5}
-    assert set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()  # entropy is of the rollout's tensors
+    row = {
+        "score": 0.0,
+        "kl": 0.0,
+        "length": 2,
+        "finish_reason": "stop",
+        "response": "Fine day",
+        "judge": 0.5,
+    }
+    assert (
+        set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()
+    )  # entropy is of the rollout's tensors
 
 
 def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> None:
     folder = project / "rounds/r0/sft"
     folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "note": "x"}\n{"step": 2, "loss": 1.5}\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0, "note": "x"}\n{"step": 2, "loss": 1.5}\n'
+    )
     before = tracking.milliseconds()
     steps = tracking.read_steps("sft@r0")
-    assert [(step.key, step.value, step.step) for step in steps] == [("loss", 2.0, 1), ("loss", 1.5, 2)]
+    assert [(step.key, step.value, step.step) for step in steps] == [
+        ("loss", 2.0, 1),
+        ("loss", 1.5, 2),
+    ]
     assert all(before <= step.time <= tracking.milliseconds() for step in steps)
     assert [step.step for step in tracking.read_steps("sft@r0", 1)] == [2]
 
@@ -184,17 +255,37 @@ def test_the_pages_of_prepare_are_mirrored(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     for name in ("data.json", "data.html"):
         write_text(Path("reports/r0") / name, f"of {name}")
-    assert tracking.read_record("run", "prepare@r0", "ran", {}).texts == {"data.json": "of data.json", "data.html": "of data.html"}
+    assert tracking.read_record("run", "prepare@r0", "ran", {}).texts == {
+        "data.json": "of data.json",
+        "data.html": "of data.html",
+    }
 
 
-def test_who_let_a_gate_open_and_why_are_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_let_a_gate_open_and_why_are_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    approval = {"approved": True, "by": "Ada", "reason": "seen by hand", "failed": {"sft.memorised": 0.1}}
+    approval = {
+        "approved": True,
+        "by": "Ada",
+        "reason": "seen by hand",
+        "failed": {"sft.memorised": 0.1},
+    }
     verdict = {"passed": False, "opened": True, "policy": "ask", "approval": approval, "checks": []}
     write_json(Path("reports/r0/gate_sft.json"), verdict)
     record = tracking.read_record("run", "gate_sft@r0", "ran", {})
     assert json.loads(record.texts["gate_sft.json"]) == verdict
-    told = {key: record.tags[key] for key in ("passed", "opened", "policy", "approval.approved", "approval.by", "approval.reason")}
+    told = {
+        key: record.tags[key]
+        for key in (
+            "passed",
+            "opened",
+            "policy",
+            "approval.approved",
+            "approval.by",
+            "approval.reason",
+        )
+    }
     assert told == {
         "passed": "False",
         "opened": "True",

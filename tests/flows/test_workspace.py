@@ -23,12 +23,15 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
         assert dag.run("prepare@r0", print) == dag.Outcome.ran
         Path(".rondo/judge_cache/answers").touch()
         write_json(Path("reports/r0/gate_sft.json"), {"passed": True})
-    assert Path.cwd() == project and (project / ".rondo/judge_cache/answers").exists()  # what a judge was paid for stays
+    assert (
+        Path.cwd() == project and (project / ".rondo/judge_cache/answers").exists()
+    )  # what a judge was paid for stays
     assert git("status", "--porcelain", "--untracked-files=no") == ""
     assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
         "Run",
         "one",
-        "badcases/r0.jsonl",  # which the project's replay depends on, and which the run's params brought along
+        # which the project's replay depends on, and which the run's params brought along
+        "badcases/r0.jsonl",
         "dvc.lock",
         "params.yaml",
         "records/one/r0/gate_sft.json",
@@ -37,16 +40,27 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
 
     clone = project / ".rondo/clone"
     git("clone", "--quiet", "--branch", "runs/one", str(project), str(clone))
-    subprocess.run([sys.executable, "-m", "dvc", "repro", "prepare@r0"], cwd=clone, env=dag.command_environment(), check=True)
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "repro", "prepare@r0"],
+        cwd=clone,
+        env=dag.command_environment(),
+        check=True,
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True
+    )
     assert changed.stdout == ""
 
 
 def test_a_run_that_was_cut_off_goes_on_where_it_was(project: Path) -> None:
     Path("pairs.jsonl").write_text("{}\n")
     with suppress(KeyboardInterrupt), workspace("one", project / ".rondo") as folder:
-        assert Path("pairs.jsonl").read_text() == "{}\n"  # what nobody committed and params.yaml may name
-        Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seed: 0", "seed: 4"))
+        assert (
+            Path("pairs.jsonl").read_text() == "{}\n"
+        )  # what nobody committed and params.yaml may name
+        Path("params.yaml").write_text(
+            Path("params.yaml").read_text().replace("seed: 0", "seed: 4")
+        )
         raise KeyboardInterrupt
     assert git("rev-parse", "runs/one") == git("rev-parse", "HEAD")
     Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed since\n")
@@ -88,7 +102,10 @@ def test_in_one_folder_runs_wait_for_each_other(project: Path) -> None:
 
 def test_code_that_is_not_committed_is_refused(project: Path) -> None:
     (project / "dvc.yaml").write_text((project / "dvc.yaml").read_text() + "# mine\n")
-    with pytest.raises(BadInput, match=r"commit them first\n.*dvc\.yaml"), workspace("two", project / ".rondo"):
+    with (
+        pytest.raises(BadInput, match=r"commit them first\n.*dvc\.yaml"),
+        workspace("two", project / ".rondo"),
+    ):
         pass
     assert not (project / ".rondo/workspaces").exists()
 
@@ -100,11 +117,17 @@ def test_what_people_gave_and_nobody_committed_is_refused(project: Path, given: 
     with workspace("two", project / ".rondo"):
         pass
     (project / given).write_text("{}\n")
-    with pytest.raises(BadInput, match=f"commit them first\n.*{given}"), workspace("three", project / ".rondo"):
+    with (
+        pytest.raises(BadInput, match=f"commit them first\n.*{given}"),
+        workspace("three", project / ".rondo"),
+    ):
         pass
 
 
 def test_outside_git_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="needs a git repository"), workspace("three", tmp_path / ".rondo"):
+    with (
+        pytest.raises(BadInput, match="needs a git repository"),
+        workspace("three", tmp_path / ".rondo"),
+    ):
         pass

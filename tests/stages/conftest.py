@@ -1,4 +1,6 @@
-"""A round on disk as battery, evaluate and replay find it: the tiny random model with random adapters, and a few made-up rows."""
+"""A round on disk as battery, evaluate and replay find it: the tiny random model with random
+adapters, and a few made-up rows.
+"""
 
 import json
 import shutil
@@ -23,7 +25,13 @@ SMALL = {
     "ppo": {"response_length": 8, "validation_prompts": 2, "validation_updates": 2},
     "evaluate": {"samples_per_prompt": 2, "bootstrap_resamples": 200},
     "battery": {"pairs": 6, "prompts": 3, "best_of": [1, 2]},
-    "replay": {"max_badcases": 12, "score_high": 10, "best_of": 2, "pairs_per_exploit": 6, "max_share": 0.5},
+    "replay": {
+        "max_badcases": 12,
+        "score_high": 10,
+        "best_of": 2,
+        "pairs_per_exploit": 6,
+        "max_share": 0.5,
+    },
 }
 GOOD, BAD = ("wonderful", "great", "lovely"), ("awful", "sad", "dull")
 
@@ -43,13 +51,21 @@ def write_data(folder: Path) -> None:
 
     def pairs(openings):
         texts = product(openings, GOOD, BAD)
-        return [{"id": f"{p}-{n}", "prompt": p, "chosen": f" was {g}.", "rejected": f" was {b}."} for n, (p, g, b) in enumerate(texts)]
+        return [
+            {"id": f"{p}-{n}", "prompt": p, "chosen": f" was {g}.", "rejected": f" was {b}."}
+            for n, (p, g, b) in enumerate(texts)
+        ]
 
-    train, held_out = [f"The {noun}" for noun in ("dinner", "match", "party", "movie", "walk", "trip")], ["Our meeting", "Our concert"]
+    train, held_out = (
+        [f"The {noun}" for noun in ("dinner", "match", "party", "movie", "walk", "trip")],
+        ["Our meeting", "Our concert"],
+    )
     rows = {
         "pairs_train": pairs(train),
         "pairs_eval": pairs(held_out),
-        "sft_train": [{"id": f"s-{p}", "prompt": p, "completion": f" was {g}."} for p in train for g in GOOD],
+        "sft_train": [
+            {"id": f"s-{p}", "prompt": p, "completion": f" was {g}."} for p in train for g in GOOD
+        ],
         "sft_eval": [{"id": f"e-{p}", "prompt": p, "completion": " was great."} for p in held_out],
         "prompts_train": [{"id": f"p-{p}", "prompt": p} for p in train],
         "eval_prompts": [{"id": f"q-{p}", "prompt": p} for p in held_out],
@@ -63,7 +79,9 @@ def write_adapter(model, folder: Path, seed: int) -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    policy = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    policy = get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     for name, weight in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
@@ -73,7 +91,9 @@ def write_adapter(model, folder: Path, seed: int) -> None:
 
 @pytest.fixture
 def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Params]:
-    """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that -1 dislikes what 1 likes."""
+    """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that
+    -1 dislikes what 1 likes.
+    """
     from stages.assets.build import PREDECESSOR
     from stages.models import save_model
     from stages.ppo.rollouts import RolloutLog
@@ -98,21 +118,39 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         shutil.copy(folder / "prepare/data/pairs_train.jsonl", folder / "annotate/data")
         sft = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
         torch.manual_seed(7)
-        reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1, dtype=torch.float32)
+        reward = AutoModelForSequenceClassification.from_pretrained(
+            tiny_folder, num_labels=1, dtype=torch.float32
+        )
         reward.score.weight.data = torch.randn_like(reward.score.weight) * taste
         reward.config.mean, reward.config.std = 0.5, 2.0
         save_model(sft, tokenizer, folder / "sft/model")
         save_model(reward, tokenizer, folder / "reward/model")
-        pairs, score = read_jsonl(folder / "prepare/data/pairs_eval.jsonl", ""), Scorer(folder / "reward/model", tokenizer, params, 8)
-        sides = {side: score([row["prompt"] for row in pairs], [row[side] for row in pairs]) for side in ("chosen", "rejected")}
-        rows = [{"id": row["id"]} | {side: scores[place] for side, scores in sides.items()} for place, row in enumerate(pairs)]
+        pairs, score = (
+            read_jsonl(folder / "prepare/data/pairs_eval.jsonl", ""),
+            Scorer(folder / "reward/model", tokenizer, params, 8),
+        )
+        sides = {
+            side: score([row["prompt"] for row in pairs], [row[side] for row in pairs])
+            for side in ("chosen", "rejected")
+        }
+        rows = [
+            {"id": row["id"]} | {side: scores[place] for side, scores in sides.items()}
+            for place, row in enumerate(pairs)
+        ]
         write_jsonl(folder / "reward/scores.jsonl", rows)
-        for name, seed in {"policy": 1, "checkpoints/step_00002": 2, "checkpoints/step_00004": 1}.items():
+        for name, seed in {
+            "policy": 1,
+            "checkpoints/step_00002": 2,
+            "checkpoints/step_00004": 1,
+        }.items():
             write_adapter(sft, folder / "ppo" / name, seed)
         template = {"template_hash": template_hash(tokenizer, params.prepare.prompt_format)}
         for stage in ("sft", "reward", "ppo"):
             write_json(folder / stage / "manifest.json", template)
-        write_json(folder / "prepare/manifest.json", template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")})
+        write_json(
+            folder / "prepare/manifest.json",
+            template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")},
+        )
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4})
         write_json(folder / "champion/champion.json", {"round": None})
@@ -120,7 +158,9 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]
         prompts = [f"The {noun}" for noun in ("dinner", "match", "party", "movie")]
         rows = [
-            {"update": u, "id": f"p-{p}", "prompt": p, "response": r, **ending} for u in (1, 4) for p, r in zip(prompts, said, strict=True)
+            {"update": u, "id": f"p-{p}", "prompt": p, "response": r, **ending}
+            for u in (1, 4)
+            for p, r in zip(prompts, said, strict=True)
         ]
         RolloutLog(folder / "ppo/rollouts").append(rows)
         return params
@@ -130,7 +170,9 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
 
 @pytest.fixture
 def adapter_and_whole() -> Callable[[str, Callable[[], Any]], tuple[Any, Any]]:
-    """What `measure` gives on a round's policy as an adapter, and with all weights of its own, as full-parameter PPO leaves it."""
+    """What `measure` gives on a round's policy as an adapter, and with all weights of its own, as
+    full-parameter PPO leaves it.
+    """
 
     def both(round_: str, measure: Callable[[], Any]) -> tuple[Any, Any]:
         from peft import PeftModel
@@ -148,21 +190,27 @@ def adapter_and_whole() -> Callable[[str, Callable[[], Any]], tuple[Any, Any]]:
 
 @pytest.fixture
 def always(tiny_folder) -> Callable[[str, Path], None]:
-    """Write a model that has one answer to everything: a state is the last token's one-hot vector, along which the next one's head lies."""
+    """Write a model that has one answer to everything: a state is the last token's one-hot vector,
+    along which the next one's head lies.
+    """
     from transformers import AutoConfig
 
     from stages.models import save_model
 
     def write(text: str, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_folder, tie_word_embeddings=False, dtype=torch.float32))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(tiny_folder, tie_word_embeddings=False, dtype=torch.float32)
+        )
         for name, weight in model.named_parameters():
             torch.nn.init.constant_(weight, 1.0 if "norm" in name else 0.0)
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         assert len(set(tokens)) == len(tokens)
         model.get_input_embeddings().weight.data[:, 0] = 1.0
         for place, token in enumerate(tokens):
-            model.get_input_embeddings().weight.data[token] = torch.eye(len(tokens) + 1, model.config.hidden_size)[place + 1]
+            model.get_input_embeddings().weight.data[token] = torch.eye(
+                len(tokens) + 1, model.config.hidden_size
+            )[place + 1]
             model.lm_head.weight.data[token, place] = 10.0
         shutil.rmtree(folder)
         save_model(model, tokenizer, folder)
@@ -172,9 +220,11 @@ def always(tiny_folder) -> Callable[[str, Path], None]:
 
 @dataclass
 class ChatServer:
-    """Stands in for a language model behind OpenAI's chat completions protocol: `answer` gives a text, or a status and a message.
+    """Stands in for a language model behind OpenAI's chat completions protocol: `answer` gives a
+    text, or a status and a message.
 
-    raw: the whole body instead. seen: the requests, keys: what authorised them. Each answer is counted as 100 tokens in and 10 out.
+    raw: the whole body instead. seen: the requests, keys: what authorised them. Each answer is
+    counted as 100 tokens in and 10 out.
     """
 
     url: str
@@ -191,12 +241,28 @@ def chat_server() -> Iterator[ChatServer]:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             chat.seen.append(asked)
             chat.keys.append(self.headers["Authorization"])
-            told = chat.answer(asked) if self.path == "/v1/chat/completions" else (404, "no such path")
+            told = (
+                chat.answer(asked) if self.path == "/v1/chat/completions" else (404, "no such path")
+            )
             status, text = told if isinstance(told, tuple) else (200, told)
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+            choice = {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": text},
+            }
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-            whole = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice], "usage": usage}
-            body = chat.raw or json.dumps(whole if status == 200 else {"error": {"message": text}}).encode()
+            whole = {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": asked["model"],
+                "choices": [choice],
+                "usage": usage,
+            }
+            body = (
+                chat.raw
+                or json.dumps(whole if status == 200 else {"error": {"message": text}}).encode()
+            )
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -215,7 +281,9 @@ def chat_server() -> Iterator[ChatServer]:
 
 @pytest.fixture
 def status_server() -> Iterator[Callable[..., str]]:
-    """Starts a server that has nothing but this status for everybody, and what the hub calls the error; None: it hangs up. Its address."""
+    """Starts a server that has nothing but this status for everybody, and what the hub calls the
+    error; None: it hangs up. Its address.
+    """
     with ExitStack() as servers:
 
         def start(status: int | None, error: str | None = None) -> str:
@@ -251,6 +319,9 @@ def shift() -> Callable[..., None]:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * by)
+                    parameter.add_(
+                        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                        * by
+                    )
 
     return move

@@ -1,9 +1,17 @@
-"""Small random models of the shapes that users bring, with adapters that do something, and rows for them."""
+"""Small random models of the shapes that users bring, with adapters that do something, and rows for
+them.
+"""
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 import stages.attention  # noqa: F401 - registers `grouped`
 from stages.lora import add_adapters

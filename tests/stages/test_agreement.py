@@ -11,9 +11,13 @@ A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, 
 
 
 def test_between_orders():
-    """First order A A A B B tie, second A A B B A tie: 4 of 6 alike; by chance 3/6 3/6 + 2/6 2/6 + 1/6 1/6 = 14/36."""
+    """First order A A A B B tie, second A A B B A tie: 4 of 6 alike; by chance 3/6 3/6 + 2/6 2/6 +
+    1/6 1/6 = 14/36.
+    """
     orders = [(A, A), (A, A), (A, B), (B, B), (B, A), (TIE, TIE)]
-    told = between_orders([*(Judgement(*order) for order in orders), Judgement(A, None), Judgement(None, None)])
+    told = between_orders(
+        [*(Judgement(*order) for order in orders), Judgement(A, None), Judgement(None, None)]
+    )
     assert told["position_consistency"] == pytest.approx(4 / 6)
     assert told["kappa"] == pytest.approx((4 / 6 - 14 / 36) / (1 - 14 / 36))
 
@@ -29,10 +33,23 @@ def test_kappa_is_undefined_where_all_answers_are_the_same():
 
 
 def test_with_people():
-    """A is what people chose: right 3 of 4 that are told apart; the rest are a tie, a change with the order, and no answer."""
-    told = with_people([*[Judgement(A, A)] * 3, Judgement(B, B), Judgement(TIE, TIE), Judgement(A, B), Judgement(None, A)])
+    """A is what people chose: right 3 of 4 that are told apart; the rest are a tie, a change with
+    the order, and no answer.
+    """
+    told = with_people(
+        [
+            *[Judgement(A, A)] * 3,
+            Judgement(B, B),
+            Judgement(TIE, TIE),
+            Judgement(A, B),
+            Judgement(None, A),
+        ]
+    )
     z, n, p = 1.96, 4, 0.75
-    centre, half = (p + z**2 / 8) / (1 + z**2 / n), z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
+    centre, half = (
+        (p + z**2 / 8) / (1 + z**2 / n),
+        z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n),
+    )
     assert told == {
         "rate": 0.75,
         "low": pytest.approx(centre - half, abs=1e-4),
@@ -41,4 +58,11 @@ def test_with_people():
         "ties": 2,
         "unparsable": 1,
     }
-    assert with_people([Judgement(TIE, TIE)]) == {"rate": None, "low": None, "high": None, "pairs": 0, "ties": 1, "unparsable": 0}
+    assert with_people([Judgement(TIE, TIE)]) == {
+        "rate": None,
+        "low": None,
+        "high": None,
+        "pairs": 0,
+        "ties": 1,
+        "unparsable": 0,
+    }

@@ -17,5 +17,7 @@ def test_the_first_answer_stands_and_is_found_again(tmp_path: Path) -> None:
 def test_threads_that_answer_at_once_agree(tmp_path: Path) -> None:
     answers = Answers(tmp_path)
     with ThreadPoolExecutor(8) as pool:
-        kept = list(pool.map(lambda number: answers.keep("question", Answer(str(number), 1, 1)), range(40)))
+        kept = list(
+            pool.map(lambda number: answers.keep("question", Answer(str(number), 1, 1)), range(40))
+        )
     assert len(set(kept)) == 1

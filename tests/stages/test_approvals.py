@@ -7,7 +7,12 @@ import pytest
 from stages.approvals import Approval, approval_path, read_approval, write_approval
 from stages.errors import BadInput
 
-SEEN = Approval(approved=True, by="Ada", reason="31 pairs, seen by hand", failed={"reward.ece": 0.123456789, "battery.scale": None})
+SEEN = Approval(
+    approved=True,
+    by="Ada",
+    reason="31 pairs, seen by hand",
+    failed={"reward.ece": 0.123456789, "battery.scale": None},
+)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +37,21 @@ def test_written_and_read(tmp_path, monkeypatch):
     assert read_approval("r0", "reward") == SEEN
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps(SEEN.model_dump() | {"reason": ""}), json.dumps(SEEN.model_dump() | {"by": None})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        json.dumps(SEEN.model_dump() | {"reason": ""}),
+        json.dumps(SEEN.model_dump() | {"by": None}),
+    ],
+)
 def test_what_is_no_approval_is_told(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     path = approval_path("r0", "reward")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(BadInput, match=r"approvals/r0/reward\.json: no approval .*rondo approve reward r0"):
+    with pytest.raises(
+        BadInput, match=r"approvals/r0/reward\.json: no approval .*rondo approve reward r0"
+    ):
         read_approval("r0", "reward")

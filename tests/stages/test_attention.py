@@ -1,4 +1,6 @@
-"""`grouped` attention against transformers' own, with grouped heads, padding on either side and a cache."""
+"""`grouped` attention against transformers' own, with grouped heads, padding on either side and a
+cache.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,12 @@ import stages.attention  # noqa: F401 - registers `grouped`
 @pytest.fixture
 def models():
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     torch.manual_seed(0)
     eager = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()

@@ -1,4 +1,6 @@
-"""Whose policy a round must not lose to, over rounds that pass, fail, are approved and taken back; the gate is the real one."""
+"""Whose policy a round must not lose to, over rounds that pass, fail, are approved and taken back;
+the gate is the real one.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,10 @@ def champions(policy: str = "block", number: int = 5) -> list[str | None]:
     params = params_of(policy)
     for name in list(params.rounds)[:number]:
         main(params, name)
-    return [found.round if (found := champion_of(name)) else None for name in list(params.rounds)[:number]]
+    return [
+        found.round if (found := champion_of(name)) else None
+        for name in list(params.rounds)[:number]
+    ]
 
 
 def params_of(policy: str) -> Params:
@@ -69,15 +74,27 @@ def test_nobody_vouches_for_what_was_only_warned_of() -> None:
 def test_a_person_may_let_one_through() -> None:
     for name in ("r0", "r1", "r2", "r3"):
         played(name, 0.4)
-    write_approval("r1", "promote", Approval(approved=True, by="Ada", reason="read them all", failed={"evaluate.win_rate_low": 0.4}))
-    write_approval("r2", "promote", Approval(approved=False, by="Ada", reason="a hack", failed={"evaluate.win_rate_low": 0.4}))
+    write_approval(
+        "r1",
+        "promote",
+        Approval(
+            approved=True, by="Ada", reason="read them all", failed={"evaluate.win_rate_low": 0.4}
+        ),
+    )
+    write_approval(
+        "r2",
+        "promote",
+        Approval(approved=False, by="Ada", reason="a hack", failed={"evaluate.win_rate_low": 0.4}),
+    )
     assert champions("ask") == [None, None, "r1", "r1", "r1"]
 
 
 def test_one_that_was_taken_back_is_champion_no_more_but_its_successor_may_be() -> None:
     played("r0", 0.6)
     played("r1", 0.6)
-    word = TakenBack(by="Ada", reason="one ending for all", policy=file_hash(Path("rounds/r1/ppo/policy")))
+    word = TakenBack(
+        by="Ada", reason="one ending for all", policy=file_hash(Path("rounds/r1/ppo/policy"))
+    )
     write_json(taken_back_path("r1"), word.model_dump())
     assert champions(number=3) == [None, "r0", "r0"]
     write_text(Path("rounds/r1/ppo/policy/adapter.bin"), "trained anew")
@@ -86,9 +103,14 @@ def test_one_that_was_taken_back_is_champion_no_more_but_its_successor_may_be() 
 
 def test_a_word_that_is_none() -> None:
     played("r0", 0.6)
-    write_text(taken_back_path("r0"), json.dumps({"by": "Ada", "reason": "why", "policy": "the last"}))
+    write_text(
+        taken_back_path("r0"), json.dumps({"by": "Ada", "reason": "why", "policy": "the last"})
+    )
     main(params_of("block"), "r0")
-    with pytest.raises(BadInput, match=r"approvals/r0/taken_back.json: no rollback \(policy.*`rondo promote --rollback`"):
+    with pytest.raises(
+        BadInput,
+        match=r"approvals/r0/taken_back.json: no rollback \(policy.*`rondo promote --rollback`",
+    ):
         main(params_of("block"), "r1")
 
 
@@ -96,5 +118,8 @@ def test_files_that_are_not_the_champions() -> None:
     played("r0", 0.6)
     assert champions(number=2) == [None, "r0"]
     write_text(Path("rounds/r0/sft/model/model.bin"), "another")
-    with pytest.raises(BadInput, match=r"rounds/r0/sft/model is not what became champion: run `dvc checkout rounds/r0/sft/model`"):
+    with pytest.raises(
+        BadInput,
+        match=r"rounds/r0/sft/model is not what became champion: run `dvc checkout rounds/r0/sft/model`",
+    ):
         champion_of("r1")

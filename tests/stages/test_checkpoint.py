@@ -12,9 +12,16 @@ from stages.errors import BadInput
 def test_a_checkpoint_against_sft_and_the_policy(make_round):
     params = make_round("r0", 1.0)
     before = sorted(Path("rounds").rglob("*"))
-    other, same = (json.loads(main(params, "r0", name).read_text()) for name in ("step_00002", "rounds/r0/ppo/checkpoints/step_00004"))
+    other, same = (
+        json.loads(main(params, "r0", name).read_text())
+        for name in ("step_00002", "rounds/r0/ppo/checkpoints/step_00004")
+    )
     # step 4 has the policy's weights
-    assert same["checkpoint"] == {key: value for key, value in same["ppo"].items() if key != "ppl_human"} != other["checkpoint"]
+    assert (
+        same["checkpoint"]
+        == {key: value for key, value in same["ppo"].items() if key != "ppl_human"}
+        != other["checkpoint"]
+    )
     assert same["ppo"] == other["ppo"] and same["win_rate_ppo"] == 0.5
     assert (same["win_rate_ppo_low"], same["win_rate_ppo_high"]) == (0.5, 0.5)
     assert same["path"] == "rounds/r0/ppo/checkpoints/step_00004" and same["hash"] != other["hash"]
@@ -26,5 +33,8 @@ def test_a_checkpoint_against_sft_and_the_policy(make_round):
 
 def test_what_is_no_checkpoint(make_round):
     params = make_round("r0", 1.0)
-    with pytest.raises(BadInput, match=r"--checkpoint last: no model there; rounds/r0/ppo/checkpoints has step_00002, step_00004; or name"):
+    with pytest.raises(
+        BadInput,
+        match=r"--checkpoint last: no model there; rounds/r0/ppo/checkpoints has step_00002, step_00004; or name",
+    ):
         main(params, "r0", "last")

@@ -26,9 +26,14 @@ def test_the_first_half_as_written(text, half):
 
 
 def test_worth_is_shrunk_towards_the_mean():
-    # the mean is 2; "great" is 3 and 1 above it, with one more at 0: 4 / 3; "so" 3 / 2; "bad" -4 / 3 twice
+    # the mean is 2; "great" is 3 and 1 above it, with one more at 0: 4 / 3; "so" 3 / 2; "bad" -4 /
+    # 3 twice
     worth = word_worth(["so great", "great great", "bad it", "bad day"], [5.0, 3.0, 0.0, 0.0])
-    assert worth["great"] == pytest.approx(4 / 3) and worth["so"] == pytest.approx(3 / 2) and worth["bad"] == pytest.approx(-4 / 3)
+    assert (
+        worth["great"] == pytest.approx(4 / 3)
+        and worth["so"] == pytest.approx(3 / 2)
+        and worth["bad"] == pytest.approx(-4 / 3)
+    )
 
 
 def test_the_word_worth_most_is_repeated():
@@ -45,6 +50,10 @@ def test_every_text_by_every_probe():
     assert told["truncated"] == [("It", " is"), ("It", ""), (CHAT, "Fine,")]
     assert told["repeated_word"] == [("It", " fun fun fun"), ("It", " is"), (CHAT, "fine fine")]
     # the next prompt that differs, round the end
-    assert told["prompt_swapped"] == [(CHAT, " is fun today"), (CHAT, " is"), ("It", "Fine, thanks.")]
+    assert told["prompt_swapped"] == [
+        (CHAT, " is fun today"),
+        (CHAT, " is"),
+        ("It", "Fine, thanks."),
+    ]
     assert told["word_salad"] == corruptions(texts, {}, seed=0)["word_salad"]
     assert corruptions(texts[:2], {}, seed=0)["prompt_swapped"] == texts[:2]

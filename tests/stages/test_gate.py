@@ -27,7 +27,13 @@ SFT = {
     "memorised": 0.02,
     "memorised_demonstrations": 0.01,
 }
-REWARD = {"accuracy": 0.89, "accuracy_low": 0.85, "margin": 1.4, "baseline_longest": 0.47, "baseline_tfidf": 0.82}
+REWARD = {
+    "accuracy": 0.89,
+    "accuracy_low": 0.85,
+    "margin": 1.4,
+    "baseline_longest": 0.47,
+    "baseline_tfidf": 0.82,
+}
 REWARD |= {"ece": 0.04, "reload_max_difference": 0.0}
 BATTERY = {
     "judge_accuracy": 0.91,
@@ -41,12 +47,22 @@ BATTERY = {
     "worst_mined": 0.1,
     "best_of_n": {"rise_low": 0.2},
 }
-EVALUATE = {"win_rate_low": 0.7, "win_rate_champion_low": 0.38, "human_nll_rise": 0.5, "sft": {"repetition_3": 0.03, "eos_rate": 0.7}}
+EVALUATE = {
+    "win_rate_low": 0.7,
+    "win_rate_champion_low": 0.38,
+    "human_nll_rise": 0.5,
+    "sft": {"repetition_3": 0.03, "eos_rate": 0.7},
+}
 EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65}}
 METRICS = {
     "sft": {"sft": SFT},
     "reward": {"reward": REWARD, "battery": BATTERY},
-    "promote": {"evaluate": EVALUATE, "ppo": {"dangers": 0}, "replay": {"regressed": 0}, "capability": {"worst_fall": 0.1}},
+    "promote": {
+        "evaluate": EVALUATE,
+        "ppo": {"dangers": 0},
+        "replay": {"regressed": 0},
+        "capability": {"worst_fall": 0.1},
+    },
 }
 
 
@@ -82,31 +98,103 @@ def test_good_numbers_pass(attempt, gate):
 @pytest.mark.parametrize(
     ("gate", "stage", "change", "metric", "next_step"),
     [
-        ("sft", "sft", {"loss_after": 5.1}, "sft.loss_before - sft.loss_after", "sft.num_train_epochs"),
+        (
+            "sft",
+            "sft",
+            {"loss_after": 5.1},
+            "sft.loss_before - sft.loss_after",
+            "sft.num_train_epochs",
+        ),
         ("sft", "sft", {"judged_gain_low": -0.06}, "sft.judged_gain_low", "samples.jsonl"),
-        ("sft", "sft", {"eos_rate": 0.3}, "sft.eos_rate_demonstrations - sft.eos_rate", "sft.max_length"),
+        (
+            "sft",
+            "sft",
+            {"eos_rate": 0.3},
+            "sft.eos_rate_demonstrations - sft.eos_rate",
+            "sft.max_length",
+        ),
         ("sft", "sft", {"length_ratio": 0.4}, "sft.length_ratio", "far shorter"),
         ("sft", "sft", {"length_ratio": 1.6}, "sft.length_ratio", "far longer"),
-        ("sft", "sft", {"repetition_3": 0.2}, "sft.repetition_3 - sft.repetition_3_demonstrations", "sft.learning_rate"),
-        ("sft", "sft", {"memorised": 0.07}, "sft.memorised - sft.memorised_demonstrations", "near duplicates"),
+        (
+            "sft",
+            "sft",
+            {"repetition_3": 0.2},
+            "sft.repetition_3 - sft.repetition_3_demonstrations",
+            "sft.learning_rate",
+        ),
+        (
+            "sft",
+            "sft",
+            {"memorised": 0.07},
+            "sft.memorised - sft.memorised_demonstrations",
+            "near duplicates",
+        ),
         ("reward", "reward", {"accuracy_low": 0.79}, "reward.accuracy_low", "reports/r0/data.html"),
         ("reward", "reward", {"margin": 0.4}, "reward.margin", "reward.learning_rate"),
-        ("reward", "reward", {"baseline_longest": 0.9}, "reward.accuracy - reward.baseline_longest", "length"),
-        ("reward", "reward", {"baseline_tfidf": 0.89}, "reward.accuracy - reward.baseline_tfidf", "shortcuts"),
+        (
+            "reward",
+            "reward",
+            {"baseline_longest": 0.9},
+            "reward.accuracy - reward.baseline_longest",
+            "length",
+        ),
+        (
+            "reward",
+            "reward",
+            {"baseline_tfidf": 0.89},
+            "reward.accuracy - reward.baseline_tfidf",
+            "shortcuts",
+        ),
         ("reward", "reward", {"ece": 0.2}, "reward.ece", "calibration.csv"),
-        ("reward", "reward", {"reload_max_difference": 0.1}, "reward.reload_max_difference", "do not use this model"),
-        ("reward", "battery", {"judge_accuracy": 1.0}, "reward.accuracy - battery.judge_accuracy", "ppo.rewards"),
+        (
+            "reward",
+            "reward",
+            {"reload_max_difference": 0.1},
+            "reward.reload_max_difference",
+            "do not use this model",
+        ),
+        (
+            "reward",
+            "battery",
+            {"judge_accuracy": 1.0},
+            "reward.accuracy - battery.judge_accuracy",
+            "ppo.rewards",
+        ),
         ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
         ("reward", "battery", {"centre": -0.6}, "battery.centre", "reward@r0"),
         ("reward", "battery", {"drift": -4.1}, "battery.drift", "improve SFT"),
         ("reward", "battery", {"scale": 0.3}, "battery.scale", "nothing to climb"),
         ("reward", "battery", {"scale": 3.1}, "battery.scale", "outliers"),
-        ("reward", "battery", {"length_correlation_partial": -0.4}, "battery.length_correlation_partial", "ppo.length_penalty"),
+        (
+            "reward",
+            "battery",
+            {"length_correlation_partial": -0.4},
+            "battery.length_correlation_partial",
+            "ppo.length_penalty",
+        ),
         ("reward", "battery", {"worst_probe": 0.3}, "battery.worst_probe", "broken"),
         ("reward", "battery", {"worst_ending": 0.55}, "battery.worst_ending", "an ending"),
-        ("reward", "battery", {"worst_mined": 0.55}, "battery.worst_mined", "replay.pairs_per_exploit"),
-        ("reward", "battery", {"best_of_n": {"rise_low": 0.0}}, "battery.best_of_n.rise_low", "misled"),
-        ("promote", "replay", {"regressed": 1}, "replay.regressed", "rondo badcases list --state regressed"),
+        (
+            "reward",
+            "battery",
+            {"worst_mined": 0.55},
+            "battery.worst_mined",
+            "replay.pairs_per_exploit",
+        ),
+        (
+            "reward",
+            "battery",
+            {"best_of_n": {"rise_low": 0.0}},
+            "battery.best_of_n.rise_low",
+            "misled",
+        ),
+        (
+            "promote",
+            "replay",
+            {"regressed": 1},
+            "replay.regressed",
+            "rondo badcases list --state regressed",
+        ),
         (
             "promote",
             "evaluate",
@@ -114,13 +202,37 @@ def test_good_numbers_pass(attempt, gate):
             "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
             "missing_eos",
         ),
-        ("promote", "capability", {"worst_fall": 0.11}, "capability.worst_fall", "capability/metrics.json"),
+        (
+            "promote",
+            "capability",
+            {"worst_fall": 0.11},
+            "capability.worst_fall",
+            "capability/metrics.json",
+        ),
         ("promote", "evaluate", {"human_nll_rise": 1.1}, "evaluate.human_nll_rise", "forgotten"),
         ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
-        ("promote", "evaluate", {"win_rate_champion_low": 0.379}, "evaluate.win_rate_champion_low", "prepare.max_eval_prompts"),
+        (
+            "promote",
+            "evaluate",
+            {"win_rate_champion_low": 0.379},
+            "evaluate.win_rate_champion_low",
+            "prepare.max_eval_prompts",
+        ),
         ("promote", "ppo", {"dangers": 1}, "ppo.dangers", "ppo/health.json"),
-        ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"kl": 8.1}}, "evaluate.ppo.kl", "ppo.target_kl"),
-        ("promote", "evaluate", {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}}, "evaluate.ppo.distinct_2", "raise ppo.kl_coef"),
+        (
+            "promote",
+            "evaluate",
+            {"ppo": EVALUATE["ppo"] | {"kl": 8.1}},
+            "evaluate.ppo.kl",
+            "ppo.target_kl",
+        ),
+        (
+            "promote",
+            "evaluate",
+            {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}},
+            "evaluate.ppo.distinct_2",
+            "raise ppo.kl_coef",
+        ),
         (
             "promote",
             "evaluate",
@@ -140,7 +252,9 @@ def test_each_bad_number_fails_with_its_next_step(attempt, gate, stage, change, 
 
 
 def test_every_band_has_a_number_that_fails_it_above():
-    tried = {case[3] for case in test_each_bad_number_fails_with_its_next_step.pytestmark[0].args[1]}
+    tried = {
+        case[3] for case in test_each_bad_number_fails_with_its_next_step.pytestmark[0].args[1]
+    }
     assert {band.metric for bands in BANDS.values() for band in bands} == tried
 
 
@@ -185,20 +299,32 @@ def test_what_could_not_be_measured_is_told_and_no_failure(attempt, gate, stage,
 def test_warn_opens_and_says_what_is_wrong(attempt, capsys):
     verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "warn")
     assert opened and not verdict["passed"]
-    assert "FAIL  sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05" in capsys.readouterr().out
+    assert (
+        "FAIL  sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05"
+        in capsys.readouterr().out
+    )
 
 
 def test_ask_opens_for_the_numbers_that_a_person_approved_and_no_others(attempt, capsys):
     bad = {"sft": SFT | {"memorised": 0.51}}
     verdict, opened = attempt("sft", bad, "ask")
-    assert not opened and verdict["approval"] is None and "rondo approve sft r0" in decision(verdict)
+    assert (
+        not opened and verdict["approval"] is None and "rondo approve sft r0" in decision(verdict)
+    )
     write_approval(
         "r0",
         "sft",
-        Approval(approved=True, by="Ada", reason="a parrot is wanted", failed={"sft.memorised - sft.memorised_demonstrations": 0.5}),
+        Approval(
+            approved=True,
+            by="Ada",
+            reason="a parrot is wanted",
+            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
+        ),
     )
     verdict, opened = attempt("sft", bad, "ask")
-    assert opened and not verdict["passed"] and verdict["approval"]["reason"] == "a parrot is wanted"
+    assert (
+        opened and not verdict["passed"] and verdict["approval"]["reason"] == "a parrot is wanted"
+    )
     assert "approved by Ada: a parrot is wanted" in capsys.readouterr().out
     verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.61}}, "ask")
     assert not opened and verdict["approval"] is None
@@ -208,7 +334,14 @@ def test_ask_opens_for_the_numbers_that_a_person_approved_and_no_others(attempt,
 
 def test_ask_stays_shut_where_a_person_refused(attempt):
     write_approval(
-        "r0", "sft", Approval(approved=False, by="Ada", reason="no parrots", failed={"sft.memorised - sft.memorised_demonstrations": 0.5})
+        "r0",
+        "sft",
+        Approval(
+            approved=False,
+            by="Ada",
+            reason="no parrots",
+            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
+        ),
     )
     verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
     assert not opened and decision(verdict) == "Refused by Ada: no parrots"
@@ -216,7 +349,14 @@ def test_ask_stays_shut_where_a_person_refused(attempt):
 
 def test_an_approval_opens_no_gate_that_blocks(attempt):
     write_approval(
-        "r0", "sft", Approval(approved=True, by="Ada", reason="why not", failed={"sft.memorised - sft.memorised_demonstrations": 0.5})
+        "r0",
+        "sft",
+        Approval(
+            approved=True,
+            by="Ada",
+            reason="why not",
+            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
+        ),
     )
     with pytest.raises(GateFailed):
         attempt("sft", {"sft": SFT | {"memorised": 0.51}})
@@ -243,7 +383,12 @@ def test_the_process_ends_with_its_code_and_loads_no_torch(tmp_path, loss_after,
     program += "finally: print('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == code
     assert done.stdout.splitlines()[-1] == "False"

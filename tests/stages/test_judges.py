@@ -15,7 +15,9 @@ def test_the_lexicon_orders_texts():
 
 def test_a_continued_prompt_counts_and_a_question_does_not():
     [whole] = sentiment(["Terrible awful horrible service"], [" today."])
-    [answer] = sentiment([[{"role": "user", "content": "Terrible awful horrible service"}]], ["Today."])
+    [answer] = sentiment(
+        [[{"role": "user", "content": "Terrible awful horrible service"}]], ["Today."]
+    )
     assert whole < -0.5
     assert answer == 0.0
 
@@ -36,7 +38,9 @@ def test_repetition_of_the_likeliest_hack():
 
 def test_judge_gathers_all():
     [judged] = judge(["The food"], [GOOD])
-    assert judged == Judged(sentiment(["The food"], [GOOD])[0], sentiment_plain([""], [GOOD])[0], 0.0)
+    assert judged == Judged(
+        sentiment(["The food"], [GOOD])[0], sentiment_plain([""], [GOOD])[0], 0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,10 @@ def test_fluency_is_the_reference_nll(tiny_folder):
     """Against transformers' own loss over the response's tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder).float(), AutoTokenizer.from_pretrained(tiny_folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_folder).float(),
+        AutoTokenizer.from_pretrained(tiny_folder),
+    )
     [nll] = Fluency(model, tokenizer, PromptFormat.plain)(["My trip"], [" was great."])
     prompt = tokenizer("My trip", return_tensors="pt").input_ids
     whole = tokenizer("My trip was great.<|im_end|>", return_tensors="pt").input_ids

@@ -26,12 +26,17 @@ KINDS = SHAPES | {
 @pytest.mark.parametrize("shape", KINDS)
 @pytest.mark.parametrize("attention", ["grouped", "eager"])
 def test_upper_layers_on_handed_on_states_are_the_whole_model(shape, attention):
-    plain, model = build(KINDS[shape], attention), with_adapters(build(KINDS[shape], attention), top_layers=1)
+    plain, model = (
+        build(KINDS[shape], attention),
+        with_adapters(build(KINDS[shape], attention), top_layers=1),
+    )
     assert common_layers(plain, model) == plain_layers(model) == 2
     with torch.no_grad():
         whole, [lower, upper] = through(plain, PACKED, keep=[1, 2])
         torch.testing.assert_close(whole, hidden_states(build(KINDS[shape], "eager"), PACKED))
-        torch.testing.assert_close(through(model, PACKED, upper, 2)[0], hidden_states(model, PACKED))
+        torch.testing.assert_close(
+            through(model, PACKED, upper, 2)[0], hidden_states(model, PACKED)
+        )
         states, [again] = through(model, PACKED, lower, 1, keep=[2])  # and from further below
         torch.testing.assert_close(states, hidden_states(model, PACKED))
         torch.testing.assert_close(again, upper)
@@ -53,7 +58,13 @@ def test_one_other_weight_ends_what_is_common():
     [
         GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
         OPTConfig(
-            vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32, init_std=0.2
+            vocab_size=40,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+            init_std=0.2,
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies by parts: what one whole float64 softmax says, with its gradients, and without a float32 copy of it."""
+"""Log-probabilities and entropies by parts: what one whole float64 softmax says, with its
+gradients, and without a float32 copy of it.
+"""
 
 import math
 
@@ -24,7 +26,10 @@ def test_values_and_gradients_are_those_of_a_whole_softmax(logits, temperature):
     exact = (logits.detach().double() / temperature).requires_grad_()
     chosen = exact.log_softmax(-1)[torch.arange(N), targets]
     entropies = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
-    for ours, theirs in ((logprobs_of(logits, targets, temperature), chosen), (entropies_of(logits, temperature), entropies)):
+    for ours, theirs in (
+        (logprobs_of(logits, targets, temperature), chosen),
+        (entropies_of(logits, temperature), entropies),
+    ):
         torch.testing.assert_close(ours, theirs.float())
         [gradient] = torch.autograd.grad((ours * weights).sum(), logits)
         [expected] = torch.autograd.grad((theirs * weights).sum(), exact, retain_graph=True)
@@ -34,7 +39,9 @@ def test_values_and_gradients_are_those_of_a_whole_softmax(logits, temperature):
 def test_of_bfloat16_logits_float32_values_and_nothing_kept():
     logits = torch.randn(N, V).bfloat16().requires_grad_()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.dtype) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.dtype) or tensor, lambda tensor: tensor
+    ):
         told = logprobs_of(logits, torch.arange(N)), entropies_of(logits)
     assert torch.float32 not in kept
     wide = logits.detach().float()
@@ -46,7 +53,9 @@ def test_of_bfloat16_logits_float32_values_and_nothing_kept():
 
 def test_temperature_by_hand():
     # at temperature 2 the odds 1:4 become 1:2
-    assert logprobs_of(torch.tensor([[0.0, math.log(4.0)]]), torch.tensor([1]), 2.0).exp().item() == pytest.approx(2 / 3)
+    assert logprobs_of(
+        torch.tensor([[0.0, math.log(4.0)]]), torch.tensor([1]), 2.0
+    ).exp().item() == pytest.approx(2 / 3)
 
 
 def test_entropies_are_scipys():
@@ -55,4 +64,8 @@ def test_entropies_are_scipys():
 
 
 def test_no_rows():
-    assert logprobs_of(torch.empty(0, V), torch.empty(0, dtype=torch.long)).shape == entropies_of(torch.empty(0, V)).shape == (0,)
+    assert (
+        logprobs_of(torch.empty(0, V), torch.empty(0, dtype=torch.long)).shape
+        == entropies_of(torch.empty(0, V)).shape
+        == (0,)
+    )

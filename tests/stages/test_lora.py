@@ -1,4 +1,6 @@
-"""The fused layer against peft's own, forward and backward, merged, switched off, and through a folder."""
+"""The fused layer against peft's own, forward and backward, merged, switched off, and through a
+folder.
+"""
 
 import copy
 
@@ -20,12 +22,28 @@ def both(tiny_lm):
     for name, weight in ours.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
-    targets = sorted({name.split(".")[-1] for name, module in ours.named_modules() if isinstance(module, FusedLinear)})
+    targets = sorted(
+        {
+            name.split(".")[-1]
+            for name, module in ours.named_modules()
+            if isinstance(module, FusedLinear)
+        }
+    )
     theirs = get_peft_model(
-        tiny_lm(), LoraConfig(r=4, lora_alpha=12, target_modules=targets, layers_to_transform=[1], task_type="CAUSAL_LM")
+        tiny_lm(),
+        LoraConfig(
+            r=4,
+            lora_alpha=12,
+            target_modules=targets,
+            layers_to_transform=[1],
+            task_type="CAUSAL_LM",
+        ),
     )
     theirs.load_state_dict(ours.state_dict())
-    assert not any(isinstance(module, FusedLinear) for module in theirs.modules()) and len(targets) == 7
+    assert (
+        not any(isinstance(module, FusedLinear) for module in theirs.modules())
+        and len(targets) == 7
+    )
     return ours, theirs
 
 
@@ -67,7 +85,9 @@ def test_a_bias_of_the_layer_below_is_added():
     config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
     fused = copy.deepcopy(config)
     fused._register_custom_module({torch.nn.Linear: FusedLinear})
-    ours, theirs = (get_peft_model(model, each) for model, each in zip(models, (fused, config), strict=True))
+    ours, theirs = (
+        get_peft_model(model, each) for model, each in zip(models, (fused, config), strict=True)
+    )
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(4, 5)
     torch.testing.assert_close(ours(x), theirs(x))
@@ -92,6 +112,9 @@ def test_off_and_merged_it_is_what_peft_makes_of_it(both, tiny_lm, tmp_path):
             torch.testing.assert_close(plain(IDS).logits, tiny_lm()(IDS).logits)
         ours.save_pretrained(tmp_path)
         expected = theirs(IDS).logits
-        for loaded in (load_adapters(tiny_lm(), tmp_path), PeftModel.from_pretrained(tiny_lm(), tmp_path)):
+        for loaded in (
+            load_adapters(tiny_lm(), tmp_path),
+            PeftModel.from_pretrained(tiny_lm(), tmp_path),
+        ):
             torch.testing.assert_close(loaded(IDS).logits, expected)
         torch.testing.assert_close(ours.merge_and_unload()(IDS).logits, expected)

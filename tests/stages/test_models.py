@@ -7,7 +7,14 @@ from stages.errors import BadInput
 from stages.models import load_causal_lm
 from stages.params import ModelParams
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Rendering and encoding of prompts. In the tiny tokenizer `Z` and `Q` were never seen, so each is one token."""
+"""Rendering and encoding of prompts. In the tiny tokenizer `Z` and `Q` were never seen, so each is
+one token.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,11 @@ from stages.params import PromptFormat
 from stages.prompts import check_template, encode, render_prompt, template_hash
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
-TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +31,17 @@ def test_plain_text_is_itself(tokenizer: Any) -> None:
 
 
 def test_messages_under_plain_are_a_transcript(tokenizer: Any) -> None:
-    assert render_prompt(tokenizer, TALK, PLAIN) == "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:"
+    assert (
+        render_prompt(tokenizer, TALK, PLAIN)
+        == "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:"
+    )
 
 
 def test_text_under_chat_is_one_user_message(tokenizer: Any) -> None:
-    assert render_prompt(tokenizer, "Hi", CHAT) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        render_prompt(tokenizer, "Hi", CHAT)
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_messages_under_chat_go_through_the_template(tokenizer: Any) -> None:
@@ -62,19 +74,32 @@ def test_encode_appends_eos_to_the_response_only(tokenizer: Any) -> None:
     ],
 )
 def test_encode_cuts_to_max_length_12(
-    tokenizer: Any, prompt: int, response: int | None, kept_prompt: int, kept_response: int, has_eos: bool
+    tokenizer: Any,
+    prompt: int,
+    response: int | None,
+    kept_prompt: int,
+    kept_response: int,
+    has_eos: bool,
 ) -> None:
     z, q = tokenizer.convert_tokens_to_ids(["Z", "Q"])
-    prompt_ids, response_ids = encode(tokenizer, "Q" + "Z" * (prompt - 1), None if response is None else "Q" * response, PLAIN, 12)
+    prompt_ids, response_ids = encode(
+        tokenizer, "Q" + "Z" * (prompt - 1), None if response is None else "Q" * response, PLAIN, 12
+    )
     assert (len(prompt_ids), len(response_ids)) == (kept_prompt, kept_response)
-    assert prompt_ids[-1] == z and (prompt_ids[0] == q) == (kept_prompt == prompt)  # cut on the left
+    assert prompt_ids[-1] == z and (prompt_ids[0] == q) == (
+        kept_prompt == prompt
+    )  # cut on the left
     assert (response_ids[-1:] == [tokenizer.eos_token_id]) == has_eos
 
 
 def test_template_hash_knows_format_and_template(tokenizer: Any) -> None:
     other = tiny(0)[1]
     other.chat_template = other.chat_template.replace("assistant", "bot")
-    hashes = {template_hash(tokenizer, PLAIN), template_hash(tokenizer, CHAT), template_hash(other, CHAT)}
+    hashes = {
+        template_hash(tokenizer, PLAIN),
+        template_hash(tokenizer, CHAT),
+        template_hash(other, CHAT),
+    }
     assert len(hashes) == 3
     assert template_hash(tiny(1)[1], CHAT) == template_hash(tokenizer, CHAT)
 

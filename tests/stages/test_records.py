@@ -40,19 +40,29 @@ def test_hash_of_a_file_is_sha256_and_of_a_folder_depends_on_names(tmp_path: Pat
     assert file_hash(tmp_path / "a") != before
 
 
-def test_recorder_keeps_the_clock_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorder_keeps_the_clock_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     recorder = Recorder("sft", "r0", total_steps=4)
     recorder.log(1, {"loss": 2.0}, ["loss"])
     recorder.log(2, {"loss": 1.5, "kl": 0.5})
     recorder.finish({"loss_after": 1.5})
-    assert [json.loads(line) for line in Path("rounds/r0/sft/metrics.jsonl").read_text().splitlines()] == [
+    assert [
+        json.loads(line) for line in Path("rounds/r0/sft/metrics.jsonl").read_text().splitlines()
+    ] == [
         {"step": 1, "loss": 2.0},
         {"step": 2, "loss": 1.5, "kl": 0.5},
     ]
-    assert [json.loads(line)["step"] for line in Path(".rondo/work/r0/sft/clock.jsonl").read_text().splitlines()] == [-1, 1, 2]
+    assert [
+        json.loads(line)["step"]
+        for line in Path(".rondo/work/r0/sft/clock.jsonl").read_text().splitlines()
+    ] == [-1, 1, 2]
     with Path("rounds/r0/sft/curves.csv").open() as stream:
-        assert list(csv.DictReader(stream)) == [{"step": "1", "kl": "", "loss": "2.0"}, {"step": "2", "kl": "0.5", "loss": "1.5"}]
+        assert list(csv.DictReader(stream)) == [
+            {"step": "1", "kl": "", "loss": "2.0"},
+            {"step": "2", "kl": "0.5", "loss": "1.5"},
+        ]
     assert json.loads(Path("rounds/r0/sft/metrics.json").read_text()) == {"loss_after": 1.5}
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("[sft@r0] step 1/4  eta 0:0") and first.endswith("loss 2")

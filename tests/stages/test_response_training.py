@@ -21,15 +21,38 @@ ROWS = [
 
 @pytest.mark.parametrize("items", [None, 12])
 def test_loss_and_gradients_are_trls(tiny_folder, tmp_path, items):
-    model = add_adapters(load_causal_lm(tiny_folder, ModelParams(dtype="float32")), LoraParams(r=4, top_layers=1), "CAUSAL_LM")
-    config = SFTConfig(str(tmp_path), completion_only_loss=True, use_cpu=True, report_to=[], bf16=False, gradient_checkpointing=False)
+    model = add_adapters(
+        load_causal_lm(tiny_folder, ModelParams(dtype="float32")),
+        LoraParams(r=4, top_layers=1),
+        "CAUSAL_LM",
+    )
+    config = SFTConfig(
+        str(tmp_path),
+        completion_only_loss=True,
+        use_cpu=True,
+        report_to=[],
+        bf16=False,
+        gradient_checkpointing=False,
+    )
     found = []
     for kind in (ResponseTrainer, SFTTrainer):
-        trainer = kind(copy.deepcopy(model), config, train_dataset=Dataset.from_list(ROWS), processing_class=load_tokenizer(tiny_folder))
+        trainer = kind(
+            copy.deepcopy(model),
+            config,
+            train_dataset=Dataset.from_list(ROWS),
+            processing_class=load_tokenizer(tiny_folder),
+        )
         batch = trainer.data_collator(list(trainer.train_dataset))
-        loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=items and torch.tensor(items))
+        loss = trainer.compute_loss(
+            trainer.model, batch, num_items_in_batch=items and torch.tensor(items)
+        )
         loss.backward()
-        found.append([loss.detach(), *(weight.grad for weight in trainer.model.parameters() if weight.requires_grad)])
+        found.append(
+            [
+                loss.detach(),
+                *(weight.grad for weight in trainer.model.parameters() if weight.requires_grad),
+            ]
+        )
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert found[0][0] > 0 and any(bool(gradient.any()) for gradient in found[0][1:])

@@ -12,14 +12,22 @@ TWO = {"kind": "Kinder.", "true": "Truer."}
 SAY_A, SAY_B = (f'{{"reason": "so", "preference": "{it}"}}' for it in "AB")
 
 
-@pytest.mark.parametrize(("text", "said"), [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)],
+)
 def test_one_preference(text, said):
     assert read(text, "Be fair.") == Verdict(said)
 
 
 def test_one_a_dimension():
-    assert read('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(B, None, {"kind": B, "true": TIE})
-    assert form(TWO) == '{"reason": "one sentence", "kind": "A" or "B" or "tie", "true": "A" or "B" or "tie"}'
+    assert read('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
+        B, None, {"kind": B, "true": TIE}
+    )
+    assert (
+        form(TWO)
+        == '{"reason": "one sentence", "kind": "A" or "B" or "tie", "true": "A" or "B" or "tie"}'
+    )
 
 
 @pytest.mark.parametrize("text", ["", "A", "{}", '{"preference": "C"}', "{preference: A}"])
@@ -33,7 +41,9 @@ def test_a_dimension_that_is_left_out_is_named():
         read('{"kind": "A"}', TWO)
 
 
-@pytest.mark.parametrize(("told", "better"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)])
+@pytest.mark.parametrize(
+    ("told", "better"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
+)
 def test_more_dimensions_than_not_decide(told, better):
     assert most(dict(enumerate(told))) is better
 

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stages.statistics import calibration, connected, paired_bootstrap, partial_correlation, pearson, prompts_needed, wilson_interval
+from stages.statistics import (
+    calibration,
+    connected,
+    paired_bootstrap,
+    partial_correlation,
+    pearson,
+    prompts_needed,
+    wilson_interval,
+)
 
 
 def test_wilson_by_hand():
@@ -28,7 +36,9 @@ def test_wilson_needs_trials():
 def test_bootstrap_agrees_with_scipy():
     values = np.random.default_rng(0).normal(0.3, 1.0, 200)
     mean, low, high = paired_bootstrap([[v] for v in values], 20_000, seed=1)
-    theirs = stats.bootstrap((values,), np.mean, n_resamples=20_000, method="percentile", rng=2).confidence_interval
+    theirs = stats.bootstrap(
+        (values,), np.mean, n_resamples=20_000, method="percentile", rng=2
+    ).confidence_interval
     assert mean == pytest.approx(values.mean())
     # the end of a 0.28 wide interval strays by about 0.002 with 20,000 resamples
     assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.008)
@@ -54,20 +64,26 @@ def test_bootstrap_refuses_empty_clusters():
 
 
 def test_prompts_needed_by_hand():
-    # a half width of 0.1 has to shrink to the 0.05 that the rate is away from 0.5: by 2, so 4 times the prompts; to 0.03: 100 / 9 times
+    # a half width of 0.1 has to shrink to the 0.05 that the rate is away from 0.5: by 2, so 4 times
+    # the prompts; to 0.03: 100 / 9 times
     assert prompts_needed(100, 0.55, 0.45, 0.65) == 400
     assert prompts_needed(88, 0.47, 0.37, 0.57) == 978  # 977.8
     # barely undecided, and lopsided: never fewer than there are
     assert prompts_needed(88, 0.6, 0.5, 0.65) == 89
 
 
-@pytest.mark.parametrize(("rate", "low", "high"), [(0.7, 0.51, 0.8), (0.3, 0.2, 0.49), (0.5, 0.4, 0.6)])
-def test_no_prompts_are_needed_where_it_is_decided_and_none_help_at_one_half(rate: float, low: float, high: float):
+@pytest.mark.parametrize(
+    ("rate", "low", "high"), [(0.7, 0.51, 0.8), (0.3, 0.2, 0.49), (0.5, 0.4, 0.6)]
+)
+def test_no_prompts_are_needed_where_it_is_decided_and_none_help_at_one_half(
+    rate: float, low: float, high: float
+):
     assert prompts_needed(100, rate, low, high) is None
 
 
 def test_calibration_by_hand():
-    # confidence sigmoid(ln 3) = .75 with 3 of 4 right: calibrated; sigmoid(ln 19) = .95 with 1 of 2 right: off by .45
+    # confidence sigmoid(ln 3) = .75 with 3 of 4 right: calibrated; sigmoid(ln 19) = .95 with 1 of 2
+    # right: off by .45
     margins = [math.log(3)] * 3 + [-math.log(3)] + [math.log(19), -math.log(19)]
     ece, bins = calibration(margins)
     assert bins == [(pytest.approx(0.75), 0.75, 4), (pytest.approx(0.95), 0.5, 2)]
@@ -102,9 +118,15 @@ def test_partial_correlation_is_that_of_the_inverse_covariance():
 def test_partial_correlation_of_what_is_explained_whole_is_undefined():
     x, z = [1.0, 2.0, 3.0, 5.0], [2.0, 4.0, 6.0, 10.0]
     assert partial_correlation(x, [1.0, 0.0, 2.0, 1.0], [z]) is None
-    assert partial_correlation([1.0, 2.0, 4.0], [3.0, 1.0, 2.0], [[1.0, 0.0, 1.0]]) is None  # three points, two of them used up
+    assert (
+        partial_correlation([1.0, 2.0, 4.0], [3.0, 1.0, 2.0], [[1.0, 0.0, 1.0]]) is None
+    )  # three points, two of them used up
 
 
 def test_links_that_hang_together():
-    assert connected([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [[0, 2], [1, 3], [4]]
+    assert connected([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [
+        [0, 2],
+        [1, 3],
+        [4],
+    ]
     assert connected([("a", "a")]) == [[0]]

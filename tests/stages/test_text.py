@@ -9,7 +9,19 @@ from stages.text import distinct_n, phrases, plain, repetition_n, suffix_counts,
 
 def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
     assert tokens("Don't STOP!!! 👍🏽❤️👨‍👩‍👧") == ["don't", "stop", "!!!", "👍🏽", "❤️", "👨‍👩‍👧"]
-    assert tokens("Ha :D :-)) <3 at 5:30 to:Dave") == ["ha", ":d", ":-))", "<3", "at", "5", ":", "30", "to", ":", "dave"]
+    assert tokens("Ha :D :-)) <3 at 5:30 to:Dave") == [
+        "ha",
+        ":d",
+        ":-))",
+        "<3",
+        "at",
+        "5",
+        ":",
+        "30",
+        "to",
+        ":",
+        "dave",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,9 +55,19 @@ def test_suffixes_keep_the_space_before_them():
 
 
 def test_phrases_are_as_written_and_can_follow_a_text():
-    assert phrases("So fun! 😃", longest=2) == {" So", " fun", "!", " 😃", " So fun", " fun!", "! 😃"}
+    assert phrases("So fun! 😃", longest=2) == {
+        " So",
+        " fun",
+        "!",
+        " 😃",
+        " So fun",
+        " fun!",
+        "! 😃",
+    }
     assert phrases("") == set()
 
 
 def test_suffix_counts_are_of_texts():
-    assert suffix_counts(["a b", "c b", "d"], longest=2) == Counter({" b": 2, "a b": 1, "c b": 1, "d": 1})
+    assert suffix_counts(["a b", "c b", "d"], longest=2) == Counter(
+        {" b": 2, "a b": 1, "c b": 1, "d": 1}
+    )

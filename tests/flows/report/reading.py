@@ -4,7 +4,9 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, the text that a reader sees, where links lead, and whether every tag is closed."""
+    """What a browser would fetch, the text that a reader sees, where links lead, and whether every
+    tag is closed.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -15,20 +15,31 @@ from tests.flows.report.reading import Page
 
 
 def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None:
-    outs = {"assets": "assets/model", "sft@r0": "rounds/r0/sft/model", "reward@r0": "rounds/r0/reward/scores.jsonl"}
-    stages = {address: {"outs": [{"path": path, "md5": f"md5 of {path}"}]} for address, path in outs.items()}
+    outs = {
+        "assets": "assets/model",
+        "sft@r0": "rounds/r0/sft/model",
+        "reward@r0": "rounds/r0/reward/scores.jsonl",
+    }
+    stages = {
+        address: {"outs": [{"path": path, "md5": f"md5 of {path}"}]}
+        for address, path in outs.items()
+    }
     write_text(Path("dvc.lock"), yaml.safe_dump({"stages": stages}))
     mlflow = f"{MLFLOW_URL}/#/experiments/1/runs/fedcba9876543210"
     with Meter([]) as meter:
         pass
     made.note("sft@r0", made.By("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter)
     note = made.place("sft@r0")
-    write_text(note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"'))  # as within a flow
+    write_text(
+        note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"')
+    )  # as within a flow
     text = page.write(["r0"]).read_text()
     told = Page(text)
     assert told.open == []
     places = [told.words.index(address) for address in ("assets", "sft@r0", "reward@r0")]
-    assets, sft, reward = (" ".join(told.words[a:b]) for a, b in zip(places, [*places[1:], None], strict=True))
+    assets, sft, reward = (
+        " ".join(told.words[a:b]) for a, b in zip(places, [*places[1:], None], strict=True)
+    )
     assert "not made here" in assets and "assets/model md5 of assets/model" in assets
     assert "20270102-030405-abc" in sft and "01234567-dirty" in sft and "fedcba98" in sft
     assert "rounds/r0/sft/model md5 of rounds/r0/sft/model" in sft
@@ -39,4 +50,8 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
 
 
 def test_a_short_name_keeps_what_was_put_after_it() -> None:
-    assert [short(text) for text in ("0123456789abc", "0123456789abc-dirty", "none")] == ["01234567", "01234567-dirty", "none"]
+    assert [short(text) for text in ("0123456789abc", "0123456789abc-dirty", "none")] == [
+        "01234567",
+        "01234567-dirty",
+        "none",
+    ]

@@ -23,8 +23,20 @@ BATTERY = {
 
 
 def check(passed: bool) -> dict[str, object]:
-    bad = {"metric": "reward.accuracy_low", "value": 0.71, "band": ">= 0.8", "passed": passed, "next_step": "Look at <the> data"}
-    return {"passed": passed, "opened": passed, "policy": "block", "approval": None, "checks": [bad]}
+    bad = {
+        "metric": "reward.accuracy_low",
+        "value": 0.71,
+        "band": ">= 0.8",
+        "passed": passed,
+        "next_step": "Look at <the> data",
+    }
+    return {
+        "passed": passed,
+        "opened": passed,
+        "policy": "block",
+        "approval": None,
+        "checks": [bad],
+    }
 
 
 def write_round(name: str) -> None:
@@ -32,24 +44,60 @@ def write_round(name: str) -> None:
         write_json(Path(f"reports/{name}/gate_{gate}.json"), check(passed))
     write_json(stage_dir(name, "battery") / "metrics.json", BATTERY)
     write_json(
-        stage_dir(name, "capability") / "metrics.json", {"slices": {"mine_safe": {"prompts": 9, "sft": 1, "policy": 0.5, "fall": 0.5}}}
+        stage_dir(name, "capability") / "metrics.json",
+        {"slices": {"mine_safe": {"prompts": 9, "sft": 1, "policy": 0.5, "fall": 0.5}}},
     )
-    write_text(stage_dir(name, "ppo") / "curves.csv", "step,score_mean,kl,validation_kl\n1,0.1,0.0,\n2,0.4,1.5,1.4\n")
-    write_text(stage_dir(name, "evaluate") / "curves.csv", "step,kl,sentiment,score,distinct_2\n0,0,0.3,-1,0.9\n2,1.5,0.5,0.2,0.8\n")
-    finding = {"sign": "length hack", "verdict": "warn", "update": 17, "metric": "response_length", "value": 1.364, "band": "1.3 or less"}
-    write_json(stage_dir(name, "ppo") / "health.json", {"findings": [finding | {"cause": "it pays for length", "first_fix": "a penalty"}]})
-    sample = {"id": "q", "prompt": "Our <i>day", "sft": " was\nfine", "ppo": "<script>alert(1)</script>", "base": ""}
-    sample |= {f"{who}_{what}": 0.25 for who in ("base", "sft", "ppo") for what in ("sentiment", "score")}
+    write_text(
+        stage_dir(name, "ppo") / "curves.csv",
+        "step,score_mean,kl,validation_kl\n1,0.1,0.0,\n2,0.4,1.5,1.4\n",
+    )
+    write_text(
+        stage_dir(name, "evaluate") / "curves.csv",
+        "step,kl,sentiment,score,distinct_2\n0,0,0.3,-1,0.9\n2,1.5,0.5,0.2,0.8\n",
+    )
+    finding = {
+        "sign": "length hack",
+        "verdict": "warn",
+        "update": 17,
+        "metric": "response_length",
+        "value": 1.364,
+        "band": "1.3 or less",
+    }
+    write_json(
+        stage_dir(name, "ppo") / "health.json",
+        {"findings": [finding | {"cause": "it pays for length", "first_fix": "a penalty"}]},
+    )
+    sample = {
+        "id": "q",
+        "prompt": "Our <i>day",
+        "sft": " was\nfine",
+        "ppo": "<script>alert(1)</script>",
+        "base": "",
+    }
+    sample |= {
+        f"{who}_{what}": 0.25 for who in ("base", "sft", "ppo") for what in ("sentiment", "score")
+    }
     write_jsonl(stage_dir(name, "evaluate") / "samples.jsonl", [sample])
 
 
 def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     write_round("r0")
     slices = stage_dir("r0", "capability") / "metrics.json"
-    row = json.loads(slices.read_text())["slices"]["mine_safe"] | {"fall_low": 0.2, "fall_high": 0.8}
+    row = json.loads(slices.read_text())["slices"]["mine_safe"] | {
+        "fall_low": 0.2,
+        "fall_high": 0.8,
+    }
     write_json(slices, {"slices": {"mine_safe": row}})
     case = Badcase.model_validate(
-        {"id": "abc", "round": "r0", "cause": "no_eos", "origin": 4, "prompt_id": "p", "prompt": "It", "response": " was & was"}
+        {
+            "id": "abc",
+            "round": "r0",
+            "cause": "no_eos",
+            "origin": 4,
+            "prompt_id": "p",
+            "prompt": "It",
+            "response": " was & was",
+        }
         | {
             "score": 1.5,
             "sentiment": 0.0,
@@ -63,9 +111,15 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     told = Page(text)
     assert told.open == [] and told.fetched == []
     # one screen says who is at fault and what to do
-    assert "r0: the reward model is at fault: reward.accuracy_low 0.71, wanted >= 0.8. Look at <the> data" in " ".join(told.words)
+    assert (
+        "r0: the reward model is at fault: reward.accuracy_low 0.71, wanted >= 0.8. Look at <the> data"
+        in " ".join(told.words)
+    )
     assert "what the shut gate says" in " ".join(told.words)
-    assert "warn at update 17: length hack, response_length 1.36. it pays for length. First: a penalty" in told.words
+    assert (
+        "warn at update 17: length hack, response_length 1.36. it pays for length. First: a penalty"
+        in told.words
+    )
     # what models wrote is text
     assert "<script>alert(1)</script>" in told.words and "<script" not in text.lower()
     assert "was ↵ fine" in told.words and "(nothing)" in told.words and "was & was" in told.words
@@ -82,7 +136,9 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     assert "var(--c1)" in text and not any(colour in text for colour in charts.VARIABLES)
     # tables that are wider than the window scroll by keyboard
     regions = re.findall(r'<div class="wide"([^>]*)>', text)
-    assert len(regions) >= 5 and all('tabindex="0"' in region and "aria-label=" in region for region in regions)
+    assert len(regions) >= 5 and all(
+        'tabindex="0"' in region and "aria-label=" in region for region in regions
+    )
     # ids of different pictures differ
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
@@ -96,7 +152,10 @@ def test_before_anything_has_run(project: Path) -> None:
 
 def test_the_same_picture_twice_is_the_same_text() -> None:
     points = ([1.0, 2.0], [0.5, 0.25])
-    first, second = (charts.lines("A", {"x": points}, "update", "nats", charts.Marks({"budget": 0.4})) for _ in range(2))
+    first, second = (
+        charts.lines("A", {"x": points}, "update", "nats", charts.Marks({"budget": 0.4}))
+        for _ in range(2)
+    )
     assert first == second and first != charts.lines("B", {"x": points}, "update", "nats")
     assert "<script" not in charts.bars("<script>", {"<b>": (0.5, 0.4, 0.6)}, {})
 
@@ -104,7 +163,12 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
 def test_the_best_and_the_worst_samples_once_each() -> None:
     rows = [{"id": n, "sft_sentiment": 0.0, "ppo_sentiment": n / 10} for n in range(6)]
     assert [row["id"] for row in telling(rows)] == [5, 4, 3, 2, 1, 0]
-    assert [row["id"] for row in telling([*rows, *({**row, "id": row["id"] + 6, "ppo_sentiment": -1.0} for row in rows)])][:4] == [
+    assert [
+        row["id"]
+        for row in telling(
+            [*rows, *({**row, "id": row["id"] + 6, "ppo_sentiment": -1.0} for row in rows)]
+        )
+    ][:4] == [
         5,
         4,
         3,
@@ -117,7 +181,9 @@ def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> N
 
     assert report_page(["r0"]).endswith("reports/report.html")
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [{"id": "of another version"}])
-    assert "was not written (KeyError" in report_page(["r0"]) and "`rondo report` tries again" in report_page(["r0"])
+    assert "was not written (KeyError" in report_page(
+        ["r0"]
+    ) and "`rondo report` tries again" in report_page(["r0"])
 
 
 def test_what_was_let_through_is_neither_passed_nor_shut(project: Path) -> None:
@@ -141,22 +207,60 @@ def test_what_was_let_through_is_neither_passed_nor_shut(project: Path) -> None:
 def test_whatever_people_and_models_wrote_is_text(project: Path) -> None:
     evil = "--><script>alert('x')</script> $\\nothing$ <img src=x onerror=y>"
     write_round("r0")
-    battery = BATTERY | {"endings_text": [evil], "mined": {"1": RATE}, "mined_text": [evil], "probes": {evil: RATE}}
+    battery = BATTERY | {
+        "endings_text": [evil],
+        "mined": {"1": RATE},
+        "mined_text": [evil],
+        "probes": {evil: RATE},
+    }
     write_json(stage_dir("r0", "battery") / "metrics.json", battery)
-    slices = {evil: {"prompts": 9, "sft": 1, "policy": 0.5, "fall": 0.5, "fall_low": 0.2, "fall_high": 0.8}}
+    slices = {
+        evil: {
+            "prompts": 9,
+            "sft": 1,
+            "policy": 0.5,
+            "fall": 0.5,
+            "fall_low": 0.2,
+            "fall_high": 0.8,
+        }
+    }
     write_json(stage_dir("r0", "capability") / "metrics.json", {"slices": slices})
-    finding = dict.fromkeys(("sign", "verdict", "metric", "cause", "first_fix"), evil) | {"update": 2, "value": 1.0}
+    finding = dict.fromkeys(("sign", "verdict", "metric", "cause", "first_fix"), evil) | {
+        "update": 2,
+        "value": 1.0,
+    }
     drawn = finding | {"metric": "kl"}
     write_json(stage_dir("r0", "ppo") / "health.json", {"findings": [finding, drawn]})
-    sample = dict.fromkeys(("id", "base", "sft", "champion", "ppo"), evil) | {"prompt": [{"role": "user", "content": evil}]}
-    sample |= {f"{who}_{what}": 0.25 for who in ("base", "sft", "champion", "ppo") for what in ("sentiment", "score")}
+    sample = dict.fromkeys(("id", "base", "sft", "champion", "ppo"), evil) | {
+        "prompt": [{"role": "user", "content": evil}]
+    }
+    sample |= {
+        f"{who}_{what}": 0.25
+        for who in ("base", "sft", "champion", "ppo")
+        for what in ("sentiment", "score")
+    }
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
     approval = {"approved": True, "by": evil, "reason": evil}
     row = {"metric": evil, "value": 0.71, "band": evil, "passed": False, "next_step": evil}
     for gate, opened in (("sft", True), ("reward", False)):
-        verdict = {"passed": False, "opened": opened, "policy": "ask", "approval": approval if opened else None, "checks": [row]}
+        verdict = {
+            "passed": False,
+            "opened": opened,
+            "policy": "ask",
+            "approval": approval if opened else None,
+            "checks": [row],
+        }
         write_json(Path(f"reports/r0/gate_{gate}.json"), verdict)
-    case = {"id": evil, "round": "r0", "cause": "no_eos", "origin": 4, "prompt_id": "p", "prompt": evil, "response": evil, "better": evil}
+    case = {
+        "id": evil,
+        "round": "r0",
+        "cause": "no_eos",
+        "origin": 4,
+        "prompt_id": "p",
+        "prompt": evil,
+        "response": evil,
+        "better": evil,
+    }
     case |= {"score": 1.5, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0, "tries": []}
     write_jsonl(ledger_path("r0"), [Badcase.model_validate(case).model_dump(mode="json")])
     text = page.write(["r0"]).read_text()
@@ -164,5 +268,7 @@ def test_whatever_people_and_models_wrote_is_text(project: Path) -> None:
     assert told.open == [] and told.fetched == []
     assert "<script" not in text.lower() and "<img" not in text
     assert told.words.count(evil) >= 10  # samples, badcases, gates' numbers
-    assert {repr(evil), f"{evil!r}, mined", f"{evil}: {evil}, update 2"} <= set(told.words)  # in pictures
+    assert {repr(evil), f"{evil!r}, mined", f"{evil}: {evil}, update 2"} <= set(
+        told.words
+    )  # in pictures
     assert any(f"approved by {evil} ({evil})" in word for word in told.words)

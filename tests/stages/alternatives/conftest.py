@@ -8,7 +8,14 @@ import pytest
 
 from stages.params import Params, check_params
 
-SHORT = {"batch_size": 4, "mini_batch_size": 4, "micro_batch_size": 2, "total_episodes": 16, "save_updates": 2, "max_kl": 1000.0}
+SHORT = {
+    "batch_size": 4,
+    "mini_batch_size": 4,
+    "micro_batch_size": 2,
+    "total_episodes": 16,
+    "save_updates": 2,
+    "max_kl": 1000.0,
+}
 
 
 @pytest.fixture
@@ -19,6 +26,8 @@ def make_params(make_round) -> Callable[..., Params]:
         params = make_round("r0", 1.0).model_dump()
         shutil.rmtree(Path("rounds/r0/ppo"))
         section = {} if algorithm == "ppo" else {algorithm: params[algorithm] | (own or {})}
-        return check_params(params | {"algorithm": algorithm, "ppo": params["ppo"] | SHORT | ppo} | section, "test")
+        return check_params(
+            params | {"algorithm": algorithm, "ppo": params["ppo"] | SHORT | ppo} | section, "test"
+        )
 
     return make

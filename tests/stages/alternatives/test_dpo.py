@@ -18,11 +18,22 @@ from stages.records import read_jsonl
 PAIRS = Path("rounds/r0/annotate/data/pairs_train.jsonl")
 
 
-@pytest.mark.parametrize("lora", [{"r": 4}, {"r": 4, "top_layers": 1}, {"r": 0}], ids=["adapters", "above", "all weights"])
+@pytest.mark.parametrize(
+    "lora",
+    [{"r": 4}, {"r": 4, "top_layers": 1}, {"r": 0}],
+    ids=["adapters", "above", "all weights"],
+)
 def test_before_anything_is_learnt_the_loss_is_log_2_and_then_it_falls(make_params, lora):
-    params = make_params("dpo", {"per_device_train_batch_size": 36, "learning_rate": 0.01, "num_train_epochs": 4}, lora=lora)
+    params = make_params(
+        "dpo",
+        {"per_device_train_batch_size": 36, "learning_rate": 0.01, "num_train_epochs": 4},
+        lora=lora,
+    )
     main(params, "r0")
-    losses = [json.loads(line)["loss"] for line in Path("rounds/r0/ppo/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in Path("rounds/r0/ppo/metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[3] < losses[0] - 0.05
 
@@ -38,7 +49,10 @@ def test_pairs_are_of_prompts_that_are_not_held_out_tokenised_as_everywhere(make
     eos = setting.tokenizer.eos_token_id
     for row, pair in zip(left, made, strict=True):
         assert pair["prompt_ids"] == ids(row["prompt"])
-        assert (pair["chosen_ids"], pair["rejected_ids"]) == ([*ids(row["chosen"]), eos], [*ids(row["rejected"]), eos])
+        assert (pair["chosen_ids"], pair["rejected_ids"]) == (
+            [*ids(row["chosen"]), eos],
+            [*ids(row["rejected"]), eos],
+        )
 
 
 def test_the_loss_is_the_papers(make_params):
@@ -54,7 +68,9 @@ def test_the_loss_is_the_papers(make_params):
 
     @torch.no_grad()
     def logprob(prompt: list[int], response: list[int]) -> float:
-        logits = model.base_model.model.lm_head(model.base_model.model.base_model(torch.tensor([prompt + response])).last_hidden_state)
+        logits = model.base_model.model.lm_head(
+            model.base_model.model.base_model(torch.tensor([prompt + response])).last_hidden_state
+        )
         told = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         return float(told[range(len(response)), response].sum())
 
@@ -67,4 +83,7 @@ def test_the_loss_is_the_papers(make_params):
     expected = -torch.nn.functional.logsigmoid(0.5 * margins).mean()
     with without_padding(model):
         loss = trainer.compute_loss(model, trainer.data_collator(rows))
-    assert float(loss) == pytest.approx(float(expected), abs=1e-5) and abs(float(loss) - math.log(2)) > 1e-3
+    assert (
+        float(loss) == pytest.approx(float(expected), abs=1e-5)
+        and abs(float(loss) - math.log(2)) > 1e-3
+    )

@@ -1,4 +1,6 @@
-"""The stage on a round from disk: people's labels passed through, and a judge's on the tiny model's responses."""
+"""The stage on a round from disk: people's labels passed through, and a judge's on the tiny model's
+responses.
+"""
 
 import json
 import subprocess
@@ -23,7 +25,9 @@ KEY = "sk-very-secret"
 
 
 def asking(params: Params, **annotate: object) -> Params:
-    return check_params(params.model_dump() | {"annotate": {"annotator": "judge", "samples": 3, **annotate}}, "test")
+    return check_params(
+        params.model_dump() | {"annotate": {"annotator": "judge", "samples": 3, **annotate}}, "test"
+    )
 
 
 def read(path: Path) -> dict:
@@ -32,7 +36,14 @@ def read(path: Path) -> dict:
 
 def replay_one() -> dict:
     """A pair that replay made, appended to people's."""
-    row = {"id": "replay-1", "prompt": "The dinner", "chosen": " was great.", "rejected": " was!!!", "source": "replay", "badcase": "1"}
+    row = {
+        "id": "replay-1",
+        "prompt": "The dinner",
+        "chosen": " was great.",
+        "rejected": " was!!!",
+        "source": "replay",
+        "badcase": "1",
+    }
     write_jsonl(DATA / "pairs_train.jsonl", [*read_jsonl(DATA / "pairs_train.jsonl", ""), row])
     return row
 
@@ -78,10 +89,17 @@ def test_a_pair_with_where_it_comes_from():
 
 
 def teach(texts: list[str]) -> None:
-    """Overfit the round's SFT model on them: a random one babbles bytes, of which no lexicon knows any."""
+    """Overfit the round's SFT model on them: a random one babbles bytes, of which no lexicon knows
+    any.
+    """
     folder = Path("rounds/r0/sft/model")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    batch = tokenizer([text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    batch = tokenizer(
+        [text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True
+    )
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(150):
@@ -93,7 +111,13 @@ def teach(texts: list[str]) -> None:
 
 def test_the_lexicon_labels_what_sft_says(make_round):
     params, replayed = asking(make_round("r0", 1.0), samples=4), replay_one()
-    teach([f"The {noun} was {word}" for noun in ("dinner", "match", "party", "movie", "walk", "trip") for word in ("sad", "fun", "bad")])
+    teach(
+        [
+            f"The {noun} was {word}"
+            for noun in ("dinner", "match", "party", "movie", "walk", "trip")
+            for word in ("sad", "fun", "bad")
+        ]
+    )
     main(params, "r0")
     *pairs, last = read_jsonl(LABELS, "")
     assert last == replayed and {row["source"] for row in pairs} == {"judge"}
@@ -101,8 +125,15 @@ def test_the_lexicon_labels_what_sft_says(make_round):
         good, bad = judge([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
         assert outcome(good, bad, params.evaluate.tie_margin) == 1
     metrics = read(FOLDER / "metrics.json")
-    assert metrics["pairs"] == len(pairs) >= 3 and metrics["pairs"] + metrics["ties"] == metrics["prompts"] == 6
-    assert (metrics["replayed"], metrics["position_consistency"], metrics["unparsable"]) == (1, 1.0, 0)
+    assert (
+        metrics["pairs"] == len(pairs) >= 3
+        and metrics["pairs"] + metrics["ties"] == metrics["prompts"] == 6
+    )
+    assert (metrics["replayed"], metrics["position_consistency"], metrics["unparsable"]) == (
+        1,
+        1.0,
+        0,
+    )
     # people prefer the wonderful to the awful, and so does the lexicon
     assert metrics["human_agreement"]["rate"] == 1.0
 
@@ -111,13 +142,30 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
     """It likes the response with more characters."""
 
     def longer(asked: dict) -> str:
-        a, b = (asked["messages"][1]["content"].split(f"<response_{it}>\n")[1].split(f"\n</response_{it}>")[0] for it in "AB")
-        return json.dumps({"reason": "length", "preference": "A" if len(a) > len(b) else "B" if len(b) > len(a) else "tie"})
+        a, b = (
+            asked["messages"][1]["content"]
+            .split(f"<response_{it}>\n")[1]
+            .split(f"\n</response_{it}>")[0]
+            for it in "AB"
+        )
+        return json.dumps(
+            {
+                "reason": "length",
+                "preference": "A" if len(a) > len(b) else "B" if len(b) > len(a) else "tie",
+            }
+        )
 
     chat_server.answer = longer
     monkeypatch.setenv("MY_KEY", KEY)
     where = {"base_url": chat_server.url, "model": "wise", "api_key_env": "MY_KEY"}
-    params = asking(make_round("r0", 1.0), judge="endpoint", prompts=5, samples=4, agreement_pairs=100, endpoint=where)
+    params = asking(
+        make_round("r0", 1.0),
+        judge="endpoint",
+        prompts=5,
+        samples=4,
+        agreement_pairs=100,
+        endpoint=where,
+    )
     main(params, "r0")
     files = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
     calls, usage = len(chat_server.seen), Path(".rondo/work/r0/annotate/usage.json")
@@ -130,24 +178,41 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
         lengths = [len(text) for text in row["annotator"]["samples"]]
         assert (len(row["chosen"]), len(row["rejected"])) == (max(lengths), min(lengths))
         assert row["annotator"]["model"] == "wise" and row["prompt"].startswith("The ")
-    # people's pairs, of two prompts: wonderful, great and lovely have more letters than awful, sad and dull, but for great and awful
+    # people's pairs, of two prompts: wonderful, great and lovely have more letters than awful, sad
+    # and dull, but for great and awful
     agreement = metrics["human_agreement"]
     assert (agreement["pairs"], agreement["rate"], agreement["ties"]) == (2 * 8, 1.0, 2)
-    assert (metrics["position_consistency"], metrics["kappa"], metrics["unparsable"]) == (1.0, 1.0, 0)
-    assert metrics["answers"] == 2 * (metrics["comparisons"] + 18) and metrics["tokens_out"] == 10 * metrics["answers"]
+    assert (metrics["position_consistency"], metrics["kappa"], metrics["unparsable"]) == (
+        1.0,
+        1.0,
+        0,
+    )
+    assert (
+        metrics["answers"] == 2 * (metrics["comparisons"] + 18)
+        and metrics["tokens_out"] == 10 * metrics["answers"]
+    )
     assert metrics["cost"] is None
 
     # again: no call, the same files to the byte; the key is in none
     main(params, "r0")
     assert len(chat_server.seen) == calls and read(usage)["cached"] == metrics["answers"]
     assert files == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
-    assert all(KEY.encode() not in path.read_bytes() for path in Path().rglob("*") if path.is_file())
+    assert all(
+        KEY.encode() not in path.read_bytes() for path in Path().rglob("*") if path.is_file()
+    )
 
 
 def test_a_judge_that_tells_nothing_apart_is_an_error_with_its_numbers(make_round, chat_server):
     chat_server.answer = lambda _: '{"preference": "A"}'
-    params = asking(make_round("r0", 1.0), judge="endpoint", endpoint={"base_url": chat_server.url, "model": "wise"})
-    with pytest.raises(RondoError, match=r"no two of 3 responses apart, for any of 6 prompts \(.* both orders agree in 0\.0 of"):
+    params = asking(
+        make_round("r0", 1.0),
+        judge="endpoint",
+        endpoint={"base_url": chat_server.url, "model": "wise"},
+    )
+    with pytest.raises(
+        RondoError,
+        match=r"no two of 3 responses apart, for any of 6 prompts \(.* both orders agree in 0\.0 of",
+    ):
         main(params, "r0")
     assert not (FOLDER / "metrics.json").exists()
 

@@ -22,7 +22,8 @@ def test_each_against_each():
         ([TIE] * 6, [1.5, 1.5, 1.5, 1.5], None),
         # 0 beats 1 alone: it leads it by a point, the others tie
         ([A, TIE, TIE, TIE, TIE, TIE], [2.0, 1.0, 1.5, 1.5], (0, 1)),
-        # the best (0) and the worst (3) tied with each other; of those that have a winner 0 over 2 leads by 1.5 first
+        # the best (0) and the worst (3) tied with each other; of those that have a winner 0 over 2
+        # leads by 1.5 first
         ([A, A, TIE, A, A, A], [2.5, 2.0, 1.0, 0.5], (0, 2)),
         # 3 beats 0, which has as many points
         ([A, A, B, A, TIE, TIE], [2.0, 1.5, 0.5, 2.0], (0, 2)),

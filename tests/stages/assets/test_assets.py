@@ -22,7 +22,9 @@ def params(**assets: object) -> Params:
     return check_params({"assets": {"model": "tiny", "data": "tiny", **assets}}, "test")
 
 
-def test_tiny_assets_are_the_same_bytes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_assets_are_the_same_bytes_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashes = []
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
@@ -38,7 +40,10 @@ def test_tiny_assets_are_the_same_bytes_twice(tmp_path: Path, monkeypatch: pytes
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert weights["model.embed_tokens.weight"].shape == (len(tokenizer), 64)
     assert tokenizer.decode(tokenizer("The dinner, at 7 €!").input_ids) == "The dinner, at 7 €!"
-    ratings = [float(line.split("\t")[1]) for line in Path("assets/data/tweets.tsv").read_text().splitlines()]
+    ratings = [
+        float(line.split("\t")[1])
+        for line in Path("assets/data/tweets.tsv").read_text().splitlines()
+    ]
     assert len(ratings) == 400 and min(ratings) < -3 < 3 < max(ratings) <= 4
 
 
@@ -60,21 +65,34 @@ def test_a_local_model_gets_a_pad_token_that_is_not_eos(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "mine")
     write_model(params(model=str(tmp_path / "mine")), tmp_path / "out")
     saved = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (saved.pad_token, saved.eos_token, saved.padding_side) == ("<|endoftext|>", "<|im_end|>", "left")
+    assert (saved.pad_token, saved.eos_token, saved.padding_side) == (
+        "<|endoftext|>",
+        "<|im_end|>",
+        "left",
+    )
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["pad_token_id"] == 0 and config["eos_token_id"] == 2
-    assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
+    assert str(tmp_path) not in "".join(
+        path.read_text() for path in (tmp_path / "out").glob("*.json")
+    )
 
 
 def test_spare_token_prefers_one_of_the_vocabulary() -> None:
     tokenizer = tiny(0)[1]
     assert spare_token(tokenizer) == "<|endoftext|>"
-    tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = "<|endoftext|>"  # as in Pythia: one special token
+    tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = (
+        "<|endoftext|>"  # as in Pythia: one special token
+    )
     assert spare_token(tokenizer) == "<|pad|>"
 
 
-@pytest.mark.parametrize(("file", "message"), [("pytorch_model.bin", r"no \*\.safetensors"), ("model.safetensors", "cannot load")])
-def test_a_model_that_is_not_safetensors_is_refused(tmp_path: Path, file: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("pytorch_model.bin", r"no \*\.safetensors"), ("model.safetensors", "cannot load")],
+)
+def test_a_model_that_is_not_safetensors_is_refused(
+    tmp_path: Path, file: str, message: str
+) -> None:
     (tmp_path / file).write_bytes(b"x")
     with pytest.raises(BadInput, match=message):
         write_model(params(model=str(tmp_path)), tmp_path / "out")
@@ -86,22 +104,33 @@ def test_files_are_recorded_by_path_and_hash(tmp_path: Path) -> None:
     chosen = params(data="files")
     with pytest.raises(BadInput, match=r"prepare\.sources is empty"):
         write_data(chosen, tmp_path)
-    chosen.prepare.sources = check_params({"prepare": {"sources": [{"path": str(rows)}, {"path": "org/pairs"}]}}, "test").prepare.sources
+    chosen.prepare.sources = check_params(
+        {"prepare": {"sources": [{"path": str(rows)}, {"path": "org/pairs"}]}}, "test"
+    ).prepare.sources
     write_data(chosen, tmp_path)
     assert json.loads((tmp_path / "sources.json").read_text()) == [
-        {"path": str(rows), "sha256": "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356"},  # echo '{}' | sha256sum
+        {
+            "path": str(rows),
+            "sha256": "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356",
+        },  # echo '{}' | sha256sum
         {"path": "org/pairs", "sha256": None},
     ]
 
 
-def test_a_data_set_is_written_as_train_and_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_is_written_as_train_and_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`datasets` reads a local folder as it reads a hub repository."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "repository/harmless").mkdir(parents=True)
     for split, answer in (("train", "yes"), ("test", "no")):
-        (tmp_path / f"repository/harmless/{split}.jsonl").write_text(json.dumps({"chosen": answer, "rejected": "é"}) + "\n")
+        (tmp_path / f"repository/harmless/{split}.jsonl").write_text(
+            json.dumps({"chosen": answer, "rejected": "é"}) + "\n"
+        )
     out = tmp_path / "out"
     out.mkdir()
     write_data(params(data=str(tmp_path / "repository"), data_config="harmless"), out)
-    assert (out / "train.jsonl").read_text(encoding="utf-8") == '{"chosen": "yes", "rejected": "é"}\n'
+    assert (out / "train.jsonl").read_text(
+        encoding="utf-8"
+    ) == '{"chosen": "yes", "rejected": "é"}\n'
     assert (out / "eval.jsonl").read_text(encoding="utf-8") == '{"chosen": "no", "rejected": "é"}\n'

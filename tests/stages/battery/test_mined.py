@@ -12,9 +12,15 @@ def test_log_odds_by_hand():
 
 
 def test_a_phrase_of_the_top_quarter():
-    texts = [" was dull."] * 12 + [" was what we love, a lot.", " so we love it.", " but we love cats.", " we love."]
+    texts = [" was dull."] * 12 + [
+        " was what we love, a lot.",
+        " so we love it.",
+        " but we love cats.",
+        " we love.",
+    ]
     scores = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0]
-    # " we", " love" and " we love" are in 4 of 4 and 0 of 12; the first of the alphabet is kept, and what it is a part of is not
+    # " we", " love" and " we love" are in 4 of 4 and 0 of 12; the first of the alphabet is kept,
+    # and what it is a part of is not
     assert favourite_phrases(texts, scores, 3) == [" love", " we"]
     assert favourite_phrases(texts, scores, 1) == [" love"]
     # with the scores turned round, " was" and " dull" are in 4 of 4, but in 9 of the 12 others too
@@ -28,4 +34,8 @@ def test_words_are_nested_as_words():
 
 
 def test_too_few_texts_have_no_favourites():
-    assert favourite_phrases([], [], 3) == [] == favourite_phrases([" a", " b", " c"], [1.0, 2.0, 3.0], 3)
+    assert (
+        favourite_phrases([], [], 3)
+        == []
+        == favourite_phrases([" a", " b", " c"], [1.0, 2.0, 3.0], 3)
+    )

@@ -21,10 +21,18 @@ class ByteTokenizer:
 
 @pytest.fixture
 def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
-    """`lora.r` 0: all weights are trained; `value_head`: the critic is a head on the policy; `related`: the lowest layer is shared."""
+    """`lora.r` 0: all weights are trained; `value_head`: the critic is a head on the policy;
+    `related`: the lowest layer is shared.
+    """
 
     def make(
-        kind: type[Roles] = Roles, *, lora: LoraParams, value_head: bool = False, related: bool = False, mean: float = 0.0, std: float = 1.0
+        kind: type[Roles] = Roles,
+        *,
+        lora: LoraParams,
+        value_head: bool = False,
+        related: bool = False,
+        mean: float = 0.0,
+        std: float = 1.0,
     ) -> Roles:
         policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
         if related:
@@ -34,7 +42,9 @@ def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
         torch.manual_seed(0)
         return kind(
             policy=add_adapters(policy, lora, "CAUSAL_LM").eval(),
-            critic=ValueHead(policy.config.hidden_size) if value_head else add_adapters(reward, lora, "SEQ_CLS").eval(),
+            critic=ValueHead(policy.config.hidden_size)
+            if value_head
+            else add_adapters(reward, lora, "SEQ_CLS").eval(),
             tokenizer=ByteTokenizer(),
             reward_model=reward if value_head else None,
         )

@@ -11,15 +11,29 @@ from stages.ppo.best import Best
 def best(make_roles) -> Best:
     prompts = [({"prompt": str(i)}, [5 + i, 6]) for i in range(24)]
     length = PpoParams(response_length=6, max_kl=1.0)
-    return Best(make_roles(lora=LoraParams(r=4)), prompts, lambda _, texts: [float(len(text)) for text in texts], length, seed=0)
+    return Best(
+        make_roles(lora=LoraParams(r=4)),
+        prompts,
+        lambda _, texts: [float(len(text)) for text in texts],
+        length,
+        seed=0,
+    )
 
 
 def weights(best: Best) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in best.roles.policy.named_parameters() if p.requires_grad}
+    return {
+        name: p.detach().clone()
+        for name, p in best.roles.policy.named_parameters()
+        if p.requires_grad
+    }
 
 
-def look(best: Best, shift, verdicts: list[tuple[float, float]]) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Validate policies that each are moved `by` further, of which the judge says `judged`; their KL and weights."""
+def look(
+    best: Best, shift, verdicts: list[tuple[float, float]]
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Validate policies that each are moved `by` further, of which the judge says `judged`; their
+    KL and weights.
+    """
     kls, seen = [], []
     for update, (by, judged) in enumerate(verdicts):
         shift(best.roles.policy, by)
@@ -69,7 +83,9 @@ def test_kl_is_that_of_transformers_logits(best, shift):
         ids = torch.tensor([prompt + response])
 
         def logprob(ids=ids):
-            logprobs = best.roles.policy(input_ids=ids).logits[0, 1:-1].log_softmax(-1)  # prompts have two tokens
+            logprobs = (
+                best.roles.policy(input_ids=ids).logits[0, 1:-1].log_softmax(-1)
+            )  # prompts have two tokens
             return float(logprobs.gather(1, ids[0, 2:, None]).sum())
 
         with torch.no_grad():

@@ -14,13 +14,21 @@ FULL = torch.ones(1, 3, dtype=torch.bool)
 def test_kl_penalty_of_the_textbook():
     # logp -2.0 against -2.4 is a KL of 0.4: it costs 0.02 at beta 0.05, 0.04 at beta 0.1
     for beta, cost in ((0.05, 0.02), (0.1, 0.04)):
-        rewards = F.token_rewards(torch.zeros(1), torch.tensor([[-2.0]]), torch.tensor([[-2.4]]), torch.ones(1, 1, dtype=torch.bool), beta)
+        rewards = F.token_rewards(
+            torch.zeros(1),
+            torch.tensor([[-2.0]]),
+            torch.tensor([[-2.4]]),
+            torch.ones(1, 1, dtype=torch.bool),
+            beta,
+        )
         assert rewards.item() == pytest.approx(-cost)
 
 
 def test_score_lands_on_the_last_real_token():
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    rewards = F.token_rewards(torch.tensor([5.0, 7.0]), torch.full((2, 3), -1.0), torch.full((2, 3), -1.5), mask, 0.1)
+    rewards = F.token_rewards(
+        torch.tensor([5.0, 7.0]), torch.full((2, 3), -1.0), torch.full((2, 3), -1.5), mask, 0.1
+    )
     # every real token costs 0.1 * 0.5
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 4.95, 0.0], [-0.05, -0.05, 6.95]]))
 
@@ -40,24 +48,37 @@ def test_kl_estimators_are_unbiased():
 
 
 def test_scores_are_clipped_then_penalised():
-    scores, ended, lengths = torch.tensor([1.0, 51.0, 1.0, 51.0]), torch.tensor([True, True, False, False]), torch.tensor([3, 10, 4, 12])
+    scores, ended, lengths = (
+        torch.tensor([1.0, 51.0, 1.0, 51.0]),
+        torch.tensor([True, True, False, False]),
+        torch.tensor([3, 10, 4, 12]),
+    )
     free = {"clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.0, "free_length": 4}
     assert F.shape_scores(scores, ended, lengths, **free).tolist() == [1.0, 5.0, 0.0, 4.0]
     # 0.25 for each token above the fourth: 0, 6, 0 and 8 of them
-    assert F.shape_scores(scores, ended, lengths, **(free | {"length_penalty": 0.25})).tolist() == [1.0, 3.5, 0.0, 2.0]
+    assert F.shape_scores(scores, ended, lengths, **(free | {"length_penalty": 0.25})).tolist() == [
+        1.0,
+        3.5,
+        0.0,
+        2.0,
+    ]
 
 
 def test_gae_by_hand():
     # gamma 0.5, lambda 0.5; deltas: t2: 1-0.4=0.6, t1: 0+0.5*0.4-0.3=-0.1, t0: 0+0.5*0.3-0.2=-0.05
     # A2 = 0.6, A1 = -0.1+0.25*0.6 = 0.05, A0 = -0.05+0.25*0.05 = -0.0375
-    advantages, returns = F.gae(torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.2, 0.3, 0.4]]), FULL, 0.5, 0.5)
+    advantages, returns = F.gae(
+        torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.2, 0.3, 0.4]]), FULL, 0.5, 0.5
+    )
     torch.testing.assert_close(advantages, torch.tensor([[-0.0375, 0.05, 0.6]]))
     torch.testing.assert_close(returns, torch.tensor([[0.1625, 0.35, 1.0]]))
 
 
 def test_gae_ignores_what_lies_behind_the_end():
     mask = torch.tensor([[True, True, False]])
-    advantages, returns = F.gae(torch.tensor([[0.0, 1.0, 99.0]]), torch.tensor([[0.2, 0.3, 55.0]]), mask, 1.0, 1.0)
+    advantages, returns = F.gae(
+        torch.tensor([[0.0, 1.0, 99.0]]), torch.tensor([[0.2, 0.3, 55.0]]), mask, 1.0, 1.0
+    )
     # undiscounted: A1 = 1-0.3 = 0.7, A0 = 1-0.2 = 0.8
     torch.testing.assert_close(advantages, torch.tensor([[0.8, 0.7, 0.0]]))
     torch.testing.assert_close(returns, torch.tensor([[1.0, 1.0, 0.0]]))
@@ -66,19 +87,25 @@ def test_gae_ignores_what_lies_behind_the_end():
 def test_whitening_sees_real_tokens_only():
     values, mask = torch.tensor([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
     torch.testing.assert_close(F.whiten(values, mask), torch.tensor([[-1.0, 1.0, 0.0]]))
-    torch.testing.assert_close(F.whiten(values, mask, shift_mean=False), torch.tensor([[1.0, 3.0, 0.0]]))
+    torch.testing.assert_close(
+        F.whiten(values, mask, shift_mean=False), torch.tensor([[1.0, 3.0, 0.0]])
+    )
 
 
 def test_policy_loss_of_the_textbook():
     # ratio 1.3, advantage 2, clip 0.2: min(2.6, 2.4) = 2.4 is maximised
-    loss, clipped = F.policy_loss(torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([2.0]), 0.2)
+    loss, clipped = F.policy_loss(
+        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([2.0]), 0.2
+    )
     assert loss.item() == pytest.approx(-2.4)
     assert clipped.item()
 
 
 def test_policy_loss_does_not_clip_what_makes_it_worse():
     # ratio 1.3, advantage -2: max(2.6, 2.4) = 2.6, the gradient stays
-    loss, clipped = F.policy_loss(torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([-2.0]), 0.2)
+    loss, clipped = F.policy_loss(
+        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([-2.0]), 0.2
+    )
     assert loss.item() == pytest.approx(2.6)
     assert not clipped.item()
 
@@ -86,7 +113,9 @@ def test_policy_loss_does_not_clip_what_makes_it_worse():
 def test_sequence_level_loss_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     logprobs = torch.tensor([[math.log(1.3) * 2, 0.0, 99.0], [-0.3, 0.0, 0.0]])
-    loss, clipped = F.sequence_policy_loss(logprobs, torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0], [-3.0, 0.0, 0.0]]), mask, 0.2)
+    loss, clipped = F.sequence_policy_loss(
+        logprobs, torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0], [-3.0, 0.0, 0.0]]), mask, 0.2
+    )
     # first: mean log-ratio log 1.3, mean advantage 2: the textbook's 2.4, clipped
     # second: ratio exp(-0.1) = 0.9048 within the clip, advantage -1: 0.9048
     torch.testing.assert_close(loss, torch.tensor([-2.4, math.exp(-0.1)]))
@@ -103,9 +132,9 @@ def test_value_loss_by_hand():
 def test_explained_variance_by_hand():
     returns, mask = torch.tensor([[1.0, 2.0, 3.0, 50.0]]), torch.tensor([[True, True, True, False]])
     # residuals 0, 0.5, 0: variance 0.0556 of 0.6667
-    assert F.explained_variance(torch.tensor([[1.0, 1.5, 3.0, 0.0]]), returns, mask) == pytest.approx(
-        1 - (0.25 / 3 - (0.5 / 3) ** 2) / (2 / 3)
-    )
+    assert F.explained_variance(
+        torch.tensor([[1.0, 1.5, 3.0, 0.0]]), returns, mask
+    ) == pytest.approx(1 - (0.25 / 3 - (0.5 / 3) ** 2) / (2 / 3))
     assert math.isnan(F.explained_variance(returns, torch.ones(1, 4), mask))
 
 

@@ -53,7 +53,10 @@ ILL = {
     "scorers part": (lambda row, share: {"score_judge_correlation": 0.5 - 0.45 * share}, DANGER),
     "length hack": (lambda row, share: {"response_length": 12 + 12 * share}, DANGER),
     "repetition": (lambda row, share: {"repetition_3": 0.01 + 0.3 * share}, DANGER),
-    "value loss explodes": (lambda row, share: {"value_loss": 0.5 if share < 0.8 else 50.0}, DANGER),
+    "value loss explodes": (
+        lambda row, share: {"value_loss": 0.5 if share < 0.8 else 50.0},
+        DANGER,
+    ),
     "clips too much": (lambda row, share: {"clip_fraction": 0.8}, DANGER),
     "clips nothing": (lambda row, share: {"clip_fraction": 0.0}, WARN),
 }
@@ -75,14 +78,16 @@ def test_a_sign_warns_before_it_is_a_danger_and_then_is_silent():
     findings = read(ILL["entropy collapse"][0]).findings
     assert [finding.verdict for finding in findings] == [WARN, DANGER]
     assert findings[0].update < findings[1].update
-    # entropy 4.8 - 0.2 an update: mean of the first 5 is 4.2, and of the last 5 below half of it from update 16 on (4.8 - 0.2 * 14 = 2.0)
+    # entropy 4.8 - 0.2 an update: mean of the first 5 is 4.2, and of the last 5 below half of it
+    # from update 16 on (4.8 - 0.2 * 14 = 2.0)
     assert findings[0].update == 16 and findings[0].value == pytest.approx(2.0 / 4.2)
 
 
 def test_dangers_are_counted_up_to_an_update_and_warnings_are_not():
     monitor = read(lambda row, share: {"entropy": 4.8 - 4.0 * share, "clip_fraction": 0.8})
-    # the clip fraction is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 an update, its first mean is 4.2, its last one
-    # 4.8 - 0.2 * (n - 2): a warning below 2.1 (n = 16), a danger below 1.47 (n = 19)
+    # the clip fraction is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 an
+    # update, its first mean is 4.2, its last one 4.8 - 0.2 * (n - 2): a warning below 2.1 (n = 16),
+    # a danger below 1.47 (n = 19)
     assert [monitor.dangers(update) for update in (9, 10, 18, 19)] == [0, 1, 1, 2]
 
 
@@ -94,13 +99,19 @@ def test_kl_has_to_stay_above_its_budget():
 
 
 def test_one_step_a_rollout_has_nothing_to_clip():
-    assert read(ILL["clips nothing"][0], PARAMS.model_copy(update={"num_ppo_epochs": 1})).findings == []
+    assert (
+        read(ILL["clips nothing"][0], PARAMS.model_copy(update={"num_ppo_epochs": 1})).findings
+        == []
+    )
 
 
 def test_a_length_that_grows_without_the_score_is_no_hack():
-    assert {f.sign for f in read(lambda row, share: {"response_length": 12 + 12 * share, "reward_mean": -1.5 - share}).findings} == {
-        "reward does not move"
-    }
+    assert {
+        f.sign
+        for f in read(
+            lambda row, share: {"response_length": 12 + 12 * share, "reward_mean": -1.5 - share}
+        ).findings
+    } == {"reward does not move"}
 
 
 def test_signs_of_metrics_that_are_not_there_are_left_out_and_the_key_that_holds_the_policy_is_named():

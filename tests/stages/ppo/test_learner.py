@@ -1,4 +1,6 @@
-"""AdamW's first steps are known by hand: with a constant gradient each is the learning rate, whatever the gradient."""
+"""AdamW's first steps are known by hand: with a constant gradient each is the learning rate,
+whatever the gradient.
+"""
 
 import pytest
 import torch
@@ -22,12 +24,17 @@ def walk(module: torch.nn.Module, learner: Learner, steps: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 2**-8), (torch.float32, 1e-5)])
 def test_small_steps_add_up(dtype, near):
-    """100 steps of 1e-4 from 1; below 1 bfloat16 has steps of 2^-8, above it 2^-7, so that each step alone would be rounded away."""
+    """100 steps of 1e-4 from 1; below 1 bfloat16 has steps of 2^-8, above it 2^-7, so that each
+    step alone would be rounded away.
+    """
     module = model(dtype)
     learner = Learner(module, 1e-4, lambda _: 1.0)
     walk(module, learner, 100)
     assert learner.masters["weight"].tolist() == [[pytest.approx(0.99, abs=1e-5)] * 2]
-    assert module.weight.tolist() == [[pytest.approx(0.99, abs=near)] * 2] and module.weight.dtype is dtype
+    assert (
+        module.weight.tolist() == [[pytest.approx(0.99, abs=near)] * 2]
+        and module.weight.dtype is dtype
+    )
 
 
 def test_gradients_are_clipped_to_their_norm_and_then_gone():

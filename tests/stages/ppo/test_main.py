@@ -11,11 +11,22 @@ from stages.params import Params, check_params
 from stages.ppo.__main__ import main
 from stages.ppo.prompts import split
 
-SHORT = {"batch_size": 4, "mini_batch_size": 4, "micro_batch_size": 2, "total_episodes": 12, "save_updates": 2, "max_kl": 1000.0}
+SHORT = {
+    "batch_size": 4,
+    "mini_batch_size": 4,
+    "micro_batch_size": 2,
+    "total_episodes": 12,
+    "save_updates": 2,
+    "max_kl": 1000.0,
+}
 
 
 def with_ppo(params: Params, **changes: object) -> Params:
-    return check_params(params.model_dump() | {"ppo": params.ppo.model_dump() | SHORT | {"on_danger": "warn"} | changes}, "test")
+    return check_params(
+        params.model_dump()
+        | {"ppo": params.ppo.model_dump() | SHORT | {"on_danger": "warn"} | changes},
+        "test",
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +48,9 @@ def test_every_cast_is_trained_saved_and_evaluated(make_round, changes, policy, 
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["updates"] == 3 and metrics["policy_update"] in (0, 2, 3)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and [row["step"] for row in rows if "validation_judge" in row] == [2, 3]
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and [
+        row["step"] for row in rows if "validation_judge" in row
+    ] == [2, 3]
     evaluate(params, "r0")
     judged = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
     assert judged["reproduced"] and (judged["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
@@ -51,11 +64,26 @@ def test_held_out_prompts_are_never_trained_on_even_where_replay_repeats_them():
 
 
 @pytest.mark.parametrize(("patience", "stopped_at"), [(1, 1), (3, 3)])
-def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not(make_round, patience, stopped_at):
-    params = with_ppo(make_round("r0", 1.0), on_danger="stop", min_kl=999.0, kl_patience=patience, warmup_updates=0)
+def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not(
+    make_round, patience, stopped_at
+):
+    params = with_ppo(
+        make_round("r0", 1.0),
+        on_danger="stop",
+        min_kl=999.0,
+        kl_patience=patience,
+        warmup_updates=0,
+    )
     main(params, "r0")
-    health, metrics = (json.loads(Path(f"rounds/r0/ppo/{name}.json").read_text()) for name in ("health", "metrics"))
+    health, metrics = (
+        json.loads(Path(f"rounds/r0/ppo/{name}.json").read_text()) for name in ("health", "metrics")
+    )
     (danger,) = [finding for finding in health["findings"] if finding["verdict"] == "danger"]
-    assert (metrics["stopped"], danger["update"], metrics["updates"]) == ("no movement", stopped_at, stopped_at)
-    # update n learns from what the policy after n - 1 has written; after a danger none is validated, so that 0 or 2 is kept
+    assert (metrics["stopped"], danger["update"], metrics["updates"]) == (
+        "no movement",
+        stopped_at,
+        stopped_at,
+    )
+    # update n learns from what the policy after n - 1 has written; after a danger none is
+    # validated, so that 0 or 2 is kept
     assert metrics["dangers"] == (metrics["policy_update"] + 1 == stopped_at)

@@ -20,11 +20,18 @@ UPDATES = 12
 
 def start() -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "stages.ppo", "--round", "r0"], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "stages.ppo", "--round", "r0"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def kill_after(updates: int, how: signal.Signals) -> float:
-    """Kill a run when its metrics have so many lines: it is then saving, or in its next update. Returns the seconds that it took to end."""
+    """Kill a run when its metrics have so many lines: it is then saving, or in its next update.
+    Returns the seconds that it took to end.
+    """
     process, metrics = start(), Path("rounds/r0/ppo/metrics.jsonl")
     while not metrics.exists() or len(metrics.read_text().splitlines()) < updates:
         assert process.poll() is None, process.stdout.read()
@@ -39,7 +46,11 @@ def kill_after(updates: int, how: signal.Signals) -> float:
 
 def outputs() -> dict[str, bytes]:
     folder = Path("rounds/r0/ppo")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def finish() -> str:
@@ -51,8 +62,17 @@ def finish() -> str:
 
 def test_killed_at_three_moments_and_started_again(make_round):
     params = make_round("r0", 1.0)
-    changes = {"batch_size": 4, "mini_batch_size": 2, "micro_batch_size": 2, "total_episodes": 4 * UPDATES, "save_updates": 4}
-    params = check_params(params.model_dump() | {"ppo": params.ppo.model_dump() | changes | {"on_danger": "warn"}}, "test")
+    changes = {
+        "batch_size": 4,
+        "mini_batch_size": 2,
+        "micro_batch_size": 2,
+        "total_episodes": 4 * UPDATES,
+        "save_updates": 4,
+    }
+    params = check_params(
+        params.model_dump() | {"ppo": params.ppo.model_dump() | changes | {"on_danger": "warn"}},
+        "test",
+    )
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
 
@@ -68,7 +88,9 @@ def test_killed_at_three_moments_and_started_again(make_round):
 
     kill_after(1, signal.SIGKILL)
     assert kill_after(5, signal.SIGTERM) < 10
-    kill_after(UPDATES - 1, signal.SIGKILL)  # after the last one it may have ended before the signal arrives
+    kill_after(
+        UPDATES - 1, signal.SIGKILL
+    )  # after the last one it may have ended before the signal arrives
     assert "goes on from here" in finish()
     assert outputs() == expected
     assert not list(Path(".rondo/work/r0/ppo").glob("*/"))

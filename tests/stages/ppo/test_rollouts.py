@@ -37,7 +37,9 @@ def test_a_log_opened_at_an_earlier_place_goes_on_from_there(tmp_path, full):
     log = RolloutLog(killed, place, full=full)
     log.append(rows(2))
     log.append(rows(3))
-    assert {path.name: path.read_bytes() for path in whole.iterdir()} == {path.name: path.read_bytes() for path in killed.iterdir()}
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == {
+        path.name: path.read_bytes() for path in killed.iterdir()
+    }
 
 
 def test_no_log_names_what_makes_it(tmp_path):

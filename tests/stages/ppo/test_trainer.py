@@ -1,4 +1,6 @@
-"""The trainer on a tiny Llama: its contract, that it learns a reward with a known optimum, and that the KL term holds it back."""
+"""The trainer on a tiny Llama: its contract, that it learns a reward with a known optimum, and that
+the KL term holds it back.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +33,10 @@ class LikesOneToken(Roles):
     """A reward with a known optimum: the share of one token in the response, times 4."""
 
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
-        liked, written = (packed.rows(which.float()).sum(1) for which in (packed.targets == LIKED, packed.targets != EOS))
+        liked, written = (
+            packed.rows(which.float()).sum(1)
+            for which in (packed.targets == LIKED, packed.targets != EOS)
+        )
         return 4 * liked / written.clamp(min=1), super().raw_scores(packed, shared)[1]
 
 
@@ -49,7 +54,9 @@ def run(roles: Roles, seed: int = 0, **changes: float) -> list[dict[str, float]]
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_learns_a_known_optimum(roles, seed):
-    """The optimum is 4 (every token the liked one); chance is 0.1. Three quarters of it must be reached in 40 updates."""
+    """The optimum is 4 (every token the liked one); chance is 0.1. Three quarters of it must be
+    reached in 40 updates.
+    """
     metrics = run(roles, seed, kl_coef=0.0, total_episodes=32 * 40)
     assert metrics[0]["score_mean"] < 0.3
     assert metrics[-1]["score_mean"] > 3.0
@@ -65,7 +72,9 @@ def test_learns_a_known_optimum(roles, seed):
     ids=["all weights", "value head", "sequence-level loss"],
 )
 def test_learns_in_every_configuration(make_roles, made_of, changes):
-    metrics = run(make_roles(LikesOneToken, **made_of), kl_coef=0.0, total_episodes=32 * 40, **changes)
+    metrics = run(
+        make_roles(LikesOneToken, **made_of), kl_coef=0.0, total_episodes=32 * 40, **changes
+    )
     assert metrics[0]["score_mean"] < 0.3 and metrics[0]["kl"] == 0.0
     assert metrics[-1]["score_mean"] > 3.0
 
@@ -73,7 +82,13 @@ def test_learns_in_every_configuration(make_roles, made_of, changes):
 def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(make_roles):
     """Mean KL (k3, which varies less) of the last five updates, in nats a sequence."""
     held, free = (
-        sum(row["kl_k3"] for row in run(make_roles(LikesOneToken, lora=LoraParams(r=8)), kl_coef=beta, learning_rate=3e-3)[-5:]) / 5
+        sum(
+            row["kl_k3"]
+            for row in run(
+                make_roles(LikesOneToken, lora=LoraParams(r=8)), kl_coef=beta, learning_rate=3e-3
+            )[-5:]
+        )
+        / 5
         for beta in (10.0, 0.0)
     )
     assert held < 1 < 10 < free
@@ -96,8 +111,12 @@ def test_a_policy_that_is_not_the_reference_breaks_the_contract(roles):
 
 def test_micro_batches_change_memory_not_results(roles, tiny_lm):
     """Gradients add up over micro-batches; float32 sums in another order differ a little."""
-    initial = {name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad}
-    critic = {name: p.detach().clone() for name, p in roles.critic.named_parameters() if p.requires_grad}
+    initial = {
+        name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad
+    }
+    critic = {
+        name: p.detach().clone() for name, p in roles.critic.named_parameters() if p.requires_grad
+    }
     results = []
     for size in (32, 8):
         with torch.no_grad():
@@ -113,33 +132,56 @@ def test_micro_batches_change_memory_not_results(roles, tiny_lm):
 def test_critic_off_is_the_reward_model(roles, tiny_reward_model):
     """The value head trains on a copy: the reward model under it must not move."""
     run(roles, total_episodes=64)
-    packed = PpoTrainer(roles, [({"prompt": ""}, [5])] * 32, PpoParams(**SETTINGS), 0).packed([[5, 6]], [[7, 8, 2]], range(1))
+    packed = PpoTrainer(roles, [({"prompt": ""}, [5])] * 32, PpoParams(**SETTINGS), 0).packed(
+        [[5, 6]], [[7, 8, 2]], range(1)
+    )
     score = tiny_reward_model()(torch.tensor([[5, 6, 7, 8, 2]])).logits.item()
     with torch.no_grad():
         _, states, shared = roles.ref_logprobs(packed, 1.0)
         scores, entering = Roles.raw_scores(roles, packed, shared)
         assert scores.item() == pytest.approx(score, abs=1e-5)
-        assert roles.live(packed, states, entering, 1.0).values[0, -1].item() != pytest.approx(score, abs=1e-3)
+        assert roles.live(packed, states, entering, 1.0).values[0, -1].item() != pytest.approx(
+            score, abs=1e-3
+        )
 
 
 @pytest.mark.parametrize("ill", ["score", "gradient"])
 def test_what_is_not_finite_stops_the_run_and_is_not_applied(roles, monkeypatch, ill):
     params = PpoParams(**SETTINGS)
-    trainer = PpoTrainer(roles, [({"prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)], params, seed=0)
+    trainer = PpoTrainer(
+        roles, [({"prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)], params, seed=0
+    )
     trainer.step()
-    weights = {name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad}
+    weights = {
+        name: p.detach().clone() for name, p in roles.policy.named_parameters() if p.requires_grad
+    }
     if ill == "score":
         scores = roles.raw_scores
-        monkeypatch.setattr(roles, "raw_scores", lambda *given: (scores(*given)[0] * float("nan"), scores(*given)[1]))
+        monkeypatch.setattr(
+            roles,
+            "raw_scores",
+            lambda *given: (scores(*given)[0] * float("nan"), scores(*given)[1]),
+        )
     else:
-        next(p for p in roles.policy.parameters() if p.requires_grad).register_hook(lambda gradient: gradient / 0)
-    with pytest.raises(Diverged, match="raw_scores not finite" if ill == "score" else "policy_grad_norm not finite"):
+        next(p for p in roles.policy.parameters() if p.requires_grad).register_hook(
+            lambda gradient: gradient / 0
+        )
+    with pytest.raises(
+        Diverged, match="raw_scores not finite" if ill == "score" else "policy_grad_norm not finite"
+    ):
         trainer.step()
-    assert all(torch.equal(p, weights[name]) for name, p in roles.policy.named_parameters() if p.requires_grad)
+    assert all(
+        torch.equal(p, weights[name])
+        for name, p in roles.policy.named_parameters()
+        if p.requires_grad
+    )
 
 
 def test_scheduler_warms_up_and_decays(roles):
-    rates = [m["learning_rate"] for m in run(roles, total_episodes=32 * 10, num_ppo_epochs=1, warmup_updates=2)]
+    rates = [
+        m["learning_rate"]
+        for m in run(roles, total_episodes=32 * 10, num_ppo_epochs=1, warmup_updates=2)
+    ]
     # logged after the step: update 1 -> 2/3 * 0.91, update 2 -> 1 * 0.82, the last 0.1 of 1e-2
     assert rates[0] == pytest.approx(1e-2 * 2 / 3 * 0.91)
     assert rates[1] == pytest.approx(1e-2 * 0.82)

@@ -1,4 +1,6 @@
-"""Our formulas against those of the last TRL with a PPOTrainer (`trl_1_12.py`): equal where both do the same, and where not, why not."""
+"""Our formulas against those of the last TRL with a PPOTrainer (`trl_1_12.py`): equal where both do
+the same, and where not, why not.
+"""
 
 import math
 from types import SimpleNamespace
@@ -15,7 +17,12 @@ from stages.ppo.trainer import PpoTrainer, describe
 from tests.stages.ppo import trl_1_12 as trl
 
 PAD, EOS, CPU = 0, 2, torch.device("cpu")
-SHAPES = {"full": ([4, 4, 4], 4), "ragged": ([6, 1, 4, 3, 6, 2], 6), "padded": ([2, 5, 1], 9), "one row": ([3], 5)}  # lengths, columns
+SHAPES = {
+    "full": ([4, 4, 4], 4),
+    "ragged": ([6, 1, 4, 3, 6, 2], 6),
+    "padded": ([2, 5, 1], 9),
+    "one row": ([3], 5),
+}  # lengths, columns
 DISCOUNTS = [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.5, 0.0)]
 
 
@@ -28,7 +35,9 @@ def assert_same(ours, theirs):
 
 
 def episodes(shape, seed=0):
-    """Random responses and numbers, these behind the end of a response as well. A response as long as the batch is wide may be cut off."""
+    """Random responses and numbers, these behind the end of a response as well. A response as long
+    as the batch is wide may be cut off.
+    """
     (lengths, width), generator = SHAPES[shape], torch.Generator().manual_seed(seed)
 
     def normal(*more):
@@ -47,13 +56,18 @@ def episodes(shape, seed=0):
     )  # fmt: skip
 
 
-@pytest.fixture(params=[(shape, seed) for shape in SHAPES for seed in range(3)], ids=lambda param: f"{param[0]}-{param[1]}")
+@pytest.fixture(
+    params=[(shape, seed) for shape in SHAPES for seed in range(3)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def e(request):
     return episodes(*request.param)
 
 
 def shaped(scores, ended, **settings):
-    return F.shape_scores(scores, ended, torch.ones_like(scores), length_penalty=0.0, free_length=0, **settings)
+    return F.shape_scores(
+        scores, ended, torch.ones_like(scores), length_penalty=0.0, free_length=0, **settings
+    )
 
 
 def trl_rewards(e, kl_coef=0.2, **options):
@@ -66,11 +80,16 @@ def our_rewards(e, kl_coef=0.2):
 
 def wider(e):
     """The same episodes beside a longer one: a column more."""
-    more = {name: torch.nn.functional.pad(getattr(e, name), (0, 1), value=PAD) for name in ("responses", "old", "ref")}
+    more = {
+        name: torch.nn.functional.pad(getattr(e, name), (0, 1), value=PAD)
+        for name in ("responses", "old", "ref")
+    }
     more["values"] = torch.nn.functional.pad(e.values, (0, 1), value=0.7)
     more["mask"] = torch.nn.functional.pad(e.mask, (0, 1))
     last, padding, padding_p1 = trl.masks(more["responses"], PAD)
-    return SimpleNamespace(**vars(e) | more | {"last": last, "padding": padding, "padding_p1": padding_p1})
+    return SimpleNamespace(
+        **vars(e) | more | {"last": last, "padding": padding, "padding_p1": padding_p1}
+    )
 
 
 # Where both do the same
@@ -89,7 +108,9 @@ def test_masked_mean(e):
 
 @pytest.mark.parametrize(("estimator", "ours"), [("k1", F.kl_k1), ("k3", F.kl_k3)])
 def test_kl(e, estimator, ours):
-    _, kl, of_sequences = trl.token_rewards(e.scores, e.old, e.ref, e.last, e.padding, 0.2, estimator)
+    _, kl, of_sequences = trl.token_rewards(
+        e.scores, e.old, e.ref, e.last, e.padding, 0.2, estimator
+    )
     assert_same(ours(e.old, e.ref) * e.mask, kl)
     assert_same((ours(e.old, e.ref) * e.mask).sum(1).mean(), of_sequences)
 
@@ -97,7 +118,10 @@ def test_kl(e, estimator, ours):
 @pytest.mark.parametrize("penalty", [0.0, 0.75])
 def test_missing_eos(e, penalty):
     """0.75, since ours multiplies the penalty in float32."""
-    assert_same(shaped(e.scores, e.ended, clip=math.inf, missing_eos_penalty=penalty), trl.penalised(e.scores, e.responses, EOS, penalty))
+    assert_same(
+        shaped(e.scores, e.ended, clip=math.inf, missing_eos_penalty=penalty),
+        trl.penalised(e.scores, e.responses, EOS, penalty),
+    )
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])
@@ -113,30 +137,50 @@ def test_token_rewards(e, kl_coef):
 
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
 def test_gae(e, gamma, lam):
-    """On the same rewards and the same episodes, which for TRL are a step longer (see below). Ours may have any rewards on padding."""
+    """On the same rewards and the same episodes, which for TRL are a step longer (see below). Ours
+    may have any rewards on padding.
+    """
     rewards = trl_rewards(e)
     ours = F.gae(rewards + e.new * e.padding_p1, e.values, ~e.padding_p1, gamma, lam)
-    for mine, theirs in zip(ours, trl.gae(rewards, e.values, e.padding_p1, gamma, lam), strict=True):
+    for mine, theirs in zip(
+        ours, trl.gae(rewards, e.values, e.padding_p1, gamma, lam), strict=True
+    ):
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize(("shape", "gamma", "lam"), [("full", *each) for each in DISCOUNTS] + [(shape, 1.0, 1.0) for shape in SHAPES])
+@pytest.mark.parametrize(
+    ("shape", "gamma", "lam"),
+    [("full", *each) for each in DISCOUNTS] + [(shape, 1.0, 1.0) for shape in SHAPES],
+)
 def test_advantages_and_returns_of_a_rollout(shape, gamma, lam):
-    """On responses of full length both are one; on shorter ones too if gamma = lambda = 1, since TRL's value after the end then cancels."""
+    """On responses of full length both are one; on shorter ones too if gamma = lambda = 1, since
+    TRL's value after the end then cancels.
+    """
     e = episodes(shape)
     for ours, theirs in zip(
-        F.gae(our_rewards(e), e.values, e.mask, gamma, lam), trl.gae(trl_rewards(e), e.values, e.padding_p1, gamma, lam), strict=True
+        F.gae(our_rewards(e), e.values, e.mask, gamma, lam),
+        trl.gae(trl_rewards(e), e.values, e.padding_p1, gamma, lam),
+        strict=True,
     ):
         assert_same(ours, theirs.masked_fill(e.padding, 0))
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_whitening(e, shift_mean):
-    """All but Bessel's correction (see below), which is taken out of TRL's here. TRL's rewards are a step longer."""
-    outside, whitened = (e.padding, trl.whitened_advantages) if shift_mean else (e.padding_p1, trl.whitened_rewards)
-    population, unbiased = (trl.masked_var(e.values, ~outside, unbiased=which) for which in (False, True))
+    """All but Bessel's correction (see below), which is taken out of TRL's here. TRL's rewards are
+    a step longer.
+    """
+    outside, whitened = (
+        (e.padding, trl.whitened_advantages) if shift_mean else (e.padding_p1, trl.whitened_rewards)
+    )
+    population, unbiased = (
+        trl.masked_var(e.values, ~outside, unbiased=which) for which in (False, True)
+    )
     mean = 0.0 if shift_mean else trl.masked_mean(e.values, ~outside)
-    theirs = mean + (whitened(e.values, outside) - mean) * ((unbiased + 1e-8) / (population + 1e-8)).sqrt()
+    theirs = (
+        mean
+        + (whitened(e.values, outside) - mean) * ((unbiased + 1e-8) / (population + 1e-8)).sqrt()
+    )
     assert_same(F.whiten(e.values, ~outside, shift_mean), theirs.masked_fill(outside, 0))
 
 
@@ -166,12 +210,15 @@ def test_value_loss(e, cliprange):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_value_clip_fraction(exact):
-    """Values on both sides of 0, most of them moved by less than the clip range: those must not count as clipped.
+    """Values on both sides of 0, most of them moved by less than the clip range: those must not
+    count as clipped.
 
     Sums and differences of multiples of 1/64 (exact) are not rounded; those of other numbers are.
     """
     generator = torch.Generator().manual_seed(0)
-    old, new, returns = (0.1 * torch.randn(20, 50, generator=generator, dtype=torch.float64) for _ in range(3))
+    old, new, returns = (
+        0.1 * torch.randn(20, 50, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     if exact:
         old, new, returns = ((each * 64).round() / 64 for each in (old, new, returns))
     _, clipped = F.value_loss(new, old, returns, 0.125)
@@ -192,10 +239,12 @@ def test_entropy(e):
 
 
 def test_score_comes_with_the_last_token():
-    """TRL pays the score one step after the last token (at the last token where the batch is no wider), and has a value for that step.
+    """TRL pays the score one step after the last token (at the last token where the batch is no
+    wider), and has a value for that step.
 
-    So the critic's guess at what the episode was worth stands between the score and its tokens, the score is discounted once more, and an
-    episode's advantages depend on how long the others of its batch are. The score is known at the last token; ours is paid there.
+    So the critic's guess at what the episode was worth stands between the score and its tokens, the
+    score is discounted once more, and an episode's advantages depend on how long the others of its
+    batch are. The score is known at the last token; ours is paid there.
     """
     score, values, gamma, lam = tensor(1.0)[0], tensor([0.2, 0.6]), 0.9, 0.5
     for width, theirs in (
@@ -205,7 +254,9 @@ def test_score_comes_with_the_last_token():
         zeros, mask = torch.zeros(1, width, dtype=torch.float64), torch.arange(width)[None] < 1
         last, padding, padding_p1 = trl.masks(torch.tensor([[EOS, PAD]])[:, :width], PAD)
         rewards = trl.token_rewards(score[None], zeros, zeros, last, padding, 0.2)[0]
-        assert trl.gae(rewards, values[:, :width], padding_p1, gamma, lam)[0][0, 0].item() == pytest.approx(theirs)
+        assert trl.gae(rewards, values[:, :width], padding_p1, gamma, lam)[0][
+            0, 0
+        ].item() == pytest.approx(theirs)
         rewards = F.token_rewards(score[None], zeros, zeros, mask, 0.2)
         advantages, returns = F.gae(rewards, values[:, :width], mask, gamma, lam)
         assert advantages[0].tolist() == pytest.approx([1 - 0.2, 0.0][:width])
@@ -213,72 +264,112 @@ def test_score_comes_with_the_last_token():
 
 
 def test_advantages_do_not_depend_on_the_width_of_the_batch():
-    """The same on random episodes: one column more changes TRL's advantages and returns of the longest, and none of ours."""
+    """The same on random episodes: one column more changes TRL's advantages and returns of the
+    longest, and none of ours.
+    """
     e = episodes("full")
     w = wider(e)
     for ours, ours_wide in zip(
-        F.gae(our_rewards(e), e.values, e.mask, 1.0, 0.9), F.gae(our_rewards(w), w.values, w.mask, 1.0, 0.9), strict=True
+        F.gae(our_rewards(e), e.values, e.mask, 1.0, 0.9),
+        F.gae(our_rewards(w), w.values, w.mask, 1.0, 0.9),
+        strict=True,
     ):
         assert_same(ours_wide, torch.nn.functional.pad(ours, (0, 1)))
     for theirs, theirs_wide in zip(
-        trl.gae(trl_rewards(e), e.values, e.padding_p1, 1.0, 0.9), trl.gae(trl_rewards(w), w.values, w.padding_p1, 1.0, 0.9), strict=True
+        trl.gae(trl_rewards(e), e.values, e.padding_p1, 1.0, 0.9),
+        trl.gae(trl_rewards(w), w.values, w.padding_p1, 1.0, 0.9),
+        strict=True,
     ):
         assert ((theirs_wide[:, :-1] - theirs).abs() > 1e-3).all()
 
 
 def test_critic_learns_before_tokens_only():
-    """TRL trains the critic at the step after the last token as well; our episodes have no such step, and nothing reads that value."""
+    """TRL trains the critic at the step after the last token as well; our episodes have no such
+    step, and nothing reads that value.
+    """
     values, returns, mask = tensor([0.5, 3.0]), tensor([1.0, 1.0]), torch.tensor([[True, False]])
     _, _, padding_p1 = trl.masks(torch.tensor([[EOS, PAD]]), PAD)
-    assert trl.value_loss(values, values, returns, padding_p1, 0.2)[0].item() == pytest.approx(0.5 * (0.5**2 + 2**2) / 2)
-    assert F.masked_mean(F.value_loss(values, values, returns, 0.2)[0], mask).item() == pytest.approx(0.5 * 0.5**2)
+    assert trl.value_loss(values, values, returns, padding_p1, 0.2)[0].item() == pytest.approx(
+        0.5 * (0.5**2 + 2**2) / 2
+    )
+    assert F.masked_mean(
+        F.value_loss(values, values, returns, 0.2)[0], mask
+    ).item() == pytest.approx(0.5 * 0.5**2)
 
 
 def test_whitened_values_have_population_variance_one():
-    """TRL divides by the unbiased variance: no estimate is wanted here, only a scale. One token is NaN there, and 0 here."""
+    """TRL divides by the unbiased variance: no estimate is wanted here, only a scale. One token is
+    NaN there, and 0 here.
+    """
     two, one = torch.tensor([[True, True]]), torch.tensor([[True, False]])
     values = tensor([1.0, 3.0])  # mean 2, population variance 1, unbiased 2
-    assert_same(trl.masked_whiten(values, two), tensor([-(2**-0.5), 2**-0.5]) / (1 + 1e-8 / 2) ** 0.5)
+    assert_same(
+        trl.masked_whiten(values, two), tensor([-(2**-0.5), 2**-0.5]) / (1 + 1e-8 / 2) ** 0.5
+    )
     assert_same(F.whiten(values, two), tensor([-1.0, 1.0]) / (1 + 1e-8) ** 0.5)
     assert trl.masked_whiten(values, one)[0, 0].isnan()
     assert F.whiten(values, one).tolist() == [[0.0, 0.0]]
 
 
 def test_eos_is_a_token_even_where_it_is_the_pad_token():
-    """TRL finds a response's end by its first pad token; where that is EOS (a common setting), no gradient teaches the policy to end."""
+    """TRL finds a response's end by its first pad token; where that is EOS (a common setting), no
+    gradient teaches the policy to end.
+    """
     responses = [[5, 6, EOS], [7, EOS]]
     last, padding, _ = trl.masks(torch.tensor([[5, 6, EOS], [7, EOS, EOS]]), EOS)
     assert last.tolist() == [1, 0]
     assert (~padding).tolist() == [[True, True, False], [True, False, False]]
-    assert pack([[4], [4]], responses, CPU).response_mask.tolist() == [[True, True, True], [True, True, False]]
+    assert pack([[4], [4]], responses, CPU).response_mask.tolist() == [
+        [True, True, True],
+        [True, True, False],
+    ]
 
 
 def test_scores_are_clipped_before_the_penalty():
-    """TRL does not clip: one score that the reward model blew up would rule the whole batch's advantages."""
+    """TRL does not clip: one score that the reward model blew up would rule the whole batch's
+    advantages.
+    """
     scores, responses = tensor(51.0, -51.0, 1.0), torch.tensor([[5, 6], [5, 6], [5, EOS]])
     assert trl.penalised(scores, responses, EOS, 1.0).tolist() == [50.0, -52.0, 1.0]
-    assert shaped(scores, torch.tensor([False, False, True]), clip=5.0, missing_eos_penalty=1.0).tolist() == [4.0, -6.0, 1.0]
+    assert shaped(
+        scores, torch.tensor([False, False, True]), clip=5.0, missing_eos_penalty=1.0
+    ).tolist() == [4.0, -6.0, 1.0]
 
 
 def test_only_k1_as_a_reward_descends_the_kl():
-    """TRL takes k3 for the reward, if told so. Its mean is the KL, but the policy's gradient on it is not the KL's, and all but vanishes
-    near the reference, where it should hold the policy. So ours rewards k1, and logs k3.
+    """TRL takes k3 for the reward, if told so. Its mean is the KL, but the policy's gradient on it
+    is not the KL's, and all but vanishes near the reference, where it should hold the policy. So
+    ours rewards k1, and logs k3.
     """
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(-1)
-    logits = (reference + 0.1 * torch.randn(6, generator=generator, dtype=torch.float64)).requires_grad_()
+    logits = (
+        reference + 0.1 * torch.randn(6, generator=generator, dtype=torch.float64)
+    ).requires_grad_()
     logprobs = logits.log_softmax(-1)
-    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True
+    )
 
     # one-token episodes, one for each word of the vocabulary, as often as the policy writes it
-    old, ref, zeros, mask = logprobs.detach()[:, None], reference[:, None], torch.zeros(6), torch.ones(6, 1, dtype=torch.bool)
+    old, ref, zeros, mask = (
+        logprobs.detach()[:, None],
+        reference[:, None],
+        torch.zeros(6),
+        torch.ones(6, 1, dtype=torch.bool),
+    )
     last, padding, _ = trl.masks(torch.arange(3, 9)[:, None], PAD)
 
     def policy_gradient(rewards):
-        return torch.autograd.grad((old.exp() * rewards * logprobs[:, None]).sum(), logits, retain_graph=True)[0]
+        return torch.autograd.grad(
+            (old.exp() * rewards * logprobs[:, None]).sum(), logits, retain_graph=True
+        )[0]
 
     assert_same(policy_gradient(F.token_rewards(zeros, old, ref, mask, 0.2)), -0.2 * exact)
-    assert_same(policy_gradient(trl.token_rewards(zeros, old, ref, last, padding, 0.2, "k1")[0]), -0.2 * exact)
+    assert_same(
+        policy_gradient(trl.token_rewards(zeros, old, ref, last, padding, 0.2, "k1")[0]),
+        -0.2 * exact,
+    )
     k3 = policy_gradient(trl.token_rewards(zeros, old, ref, last, padding, 0.2, "k3")[0])
     assert k3.norm() < 0.1 * (0.2 * exact).norm()
 
@@ -292,12 +383,21 @@ def test_approximate_kl_is_k3():
 
 # The trainer's diagnostics and means, on the tiny Llama
 
-PARAMS = PpoParams(batch_size=8, mini_batch_size=8, micro_batch_size=8, response_length=16, missing_eos_penalty=0.7, cliprange=0.05)
+PARAMS = PpoParams(
+    batch_size=8,
+    mini_batch_size=8,
+    micro_batch_size=8,
+    response_length=16,
+    missing_eos_penalty=0.7,
+    cliprange=0.05,
+)
 
 
 @pytest.fixture
 def step(make_roles, shift):
-    """A rollout, its logits, the log-probabilities of a policy that has moved since, and what a step says for a size of micro-batches."""
+    """A rollout, its logits, the log-probabilities of a policy that has moved since, and what a
+    step says for a size of micro-batches.
+    """
     prompts = [({"prompt": ""}, [5 + i, 6, 7][: 1 + i % 3]) for i in range(8)]
     trainer = PpoTrainer(make_roles(lora=LoraParams(r=4, top_layers=1)), prompts, PARAMS, seed=0)
     rollout = trainer.rollout(trainer.sample_prompts())
@@ -305,7 +405,10 @@ def step(make_roles, shift):
     @torch.no_grad()
     def logprobs():
         live = trainer.roles.live(
-            trainer.packed(rollout.prompts, rollout.responses, range(8)), rollout.policy_states, rollout.critic_states, 1.0
+            trainer.packed(rollout.prompts, rollout.responses, range(8)),
+            rollout.policy_states,
+            rollout.critic_states,
+            1.0,
         )
         return live.logprobs, live.logits
 
@@ -323,8 +426,9 @@ def step(make_roles, shift):
 
 
 def test_diagnostics_are_means_over_response_tokens(step):
-    """TRL's approxkl and ratio are means over padding too, where they are 0 and 1: the longer the batch's longest response is, the calmer
-    the run looks. Ours are the same with padding (micro-batches of 8) and without (of 1).
+    """TRL's approxkl and ratio are means over padding too, where they are 0 and 1: the longer the
+    batch's longest response is, the calmer the run looks. Ours are the same with padding
+    (micro-batches of 8) and without (of 1).
     """
     rollout, pad = step.rollout, torch.nn.functional.pad
     ratios = [math.exp(d) for d in (step.new - rollout.logprobs)[rollout.mask].tolist()]
@@ -333,17 +437,27 @@ def test_diagnostics_are_means_over_response_tokens(step):
     for size in (8, 1):
         told = step.told(size)
         assert told["ratio_mean"] == pytest.approx(sum(ratios) / tokens, rel=1e-4)
-        assert told["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / tokens, rel=1e-3)
+        assert told["approx_kl"] == pytest.approx(
+            sum(r - 1 - math.log(r) for r in ratios) / tokens, rel=1e-3
+        )
     for more in (0, 10):
-        new, old, advantages = (pad(each, (0, more)) for each in (step.new, rollout.logprobs, rollout.advantages))
-        _, _, approxkl, ratio = trl.policy_loss(new, old, advantages, ~pad(rollout.mask, (0, more)), PARAMS.cliprange)
+        new, old, advantages = (
+            pad(each, (0, more)) for each in (step.new, rollout.logprobs, rollout.advantages)
+        )
+        _, _, approxkl, ratio = trl.policy_loss(
+            new, old, advantages, ~pad(rollout.mask, (0, more)), PARAMS.cliprange
+        )
         every = places + more * 8
         assert ratio.item() == pytest.approx((sum(ratios) + every - tokens) / every, rel=1e-4)
-        assert approxkl.item() == pytest.approx(0.5 * sum(math.log(r) ** 2 for r in ratios) / every, rel=1e-3)
+        assert approxkl.item() == pytest.approx(
+            0.5 * sum(math.log(r) ** 2 for r in ratios) / every, rel=1e-3
+        )
 
 
 def test_entropy_is_a_mean_over_response_tokens(step):
-    """TRL's policy/entropy_avg counts what the policy would say behind the end of a response: here anything, so entropy looks higher."""
+    """TRL's policy/entropy_avg counts what the policy would say behind the end of a response: here
+    anything, so entropy looks higher.
+    """
     rollout, vocabulary = step.rollout, step.logits.shape[1]
     entropies = scipy_entropy(step.logits.softmax(-1).numpy(), axis=1)
     assert describe(rollout)["entropy"] == pytest.approx(entropies.mean(), rel=1e-4)
@@ -357,12 +471,18 @@ def test_entropy_is_a_mean_over_response_tokens(step):
 
 
 def test_a_loss_is_the_mean_over_the_mini_batchs_tokens(step):
-    """TRL takes the mean of each micro-batch and then of these, so a token of a short response weighs more, and how a mini-batch is cut
-    for memory's sake changes what is learnt.
+    """TRL takes the mean of each micro-batch and then of these, so a token of a short response
+    weighs more, and how a mini-batch is cut for memory's sake changes what is learnt.
     """
     rollout = step.rollout
     pieces = [
-        trl.policy_loss(step.new[rows], rollout.logprobs[rows], rollout.advantages[rows], ~rollout.mask[rows], PARAMS.cliprange)[0].item()
+        trl.policy_loss(
+            step.new[rows],
+            rollout.logprobs[rows],
+            rollout.advantages[rows],
+            ~rollout.mask[rows],
+            PARAMS.cliprange,
+        )[0].item()
         for size in (8, 1)
         for rows in torch.arange(8).split(size)
     ]

@@ -13,11 +13,13 @@
 # limitations under the License.
 """PPO as TRL 1.12.0 computes it: an oracle for test_trl.py, not to be tidied.
 
-From trl/experimental/ppo/ppo_trainer.py and first_true_indices of trl/experimental/utils.py, release 1.12.0, the last one with PPOTrainer.
-Changed: `PPOTrainer.train` is cut into functions; `args.`, `self.` and `[micro_batch_inds]` are gone; helpers have lost their docstrings.
+From trl/experimental/ppo/ppo_trainer.py and first_true_indices of trl/experimental/utils.py,
+release 1.12.0, the last one with PPOTrainer. Changed: `PPOTrainer.train` is cut into functions;
+`args.`, `self.` and `[micro_batch_inds]` are gone; helpers have lost their docstrings.
 
-TRL's conventions: B episodes, T columns. sequence_lengths is the index of the last token. padding_mask is true on padding, and
-padding_mask_p1 on all of it but its first column. values[:, t] is the value before token t: in that column, after the last token.
+TRL's conventions: B episodes, T columns. sequence_lengths is the index of the last token.
+padding_mask is true on padding, and padding_mask_p1 on all of it but its first column. values[:, t]
+is the value before token t: in that column, after the last token.
 """
 
 # fmt: off

@@ -37,12 +37,21 @@ def tiny_params(workspace: Path, tiny_assets: Path) -> Callable[..., Params]:
 
     def make(sources: dict[str, list[Any]] | None = None, seed: int = 0, **prepare: Any) -> Params:
         if sources is None:
-            (workspace / "assets/data/tweets.tsv").write_bytes((tiny_assets / "data/tweets.tsv").read_bytes())
-            return check_params({"seed": seed, "assets": {"data": "tiny"}, "prepare": prepare}, "test")
+            (workspace / "assets/data/tweets.tsv").write_bytes(
+                (tiny_assets / "data/tweets.tsv").read_bytes()
+            )
+            return check_params(
+                {"seed": seed, "assets": {"data": "tiny"}, "prepare": prepare}, "test"
+            )
         for name, rows in sources.items():
-            Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+            Path(name).write_text(
+                "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+            )
         listed = [{"path": name, "use": "eval" if "eval" in name else "train"} for name in sources]
         Path("assets/data/sources.json").write_text("[]")
-        return check_params({"seed": seed, "assets": {"data": "files"}, "prepare": {"sources": listed, **prepare}}, "test")
+        return check_params(
+            {"seed": seed, "assets": {"data": "files"}, "prepare": {"sources": listed, **prepare}},
+            "test",
+        )
 
     return make

@@ -26,38 +26,78 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
-PAIRS = [{"prompt": f"Question {i}?", "chosen": f" Good answer {i}.", "rejected": f" Bad {i}."} for i in range(60)]
-TALK = {"prompt": [user("Hi"), assistant("Hello"), user("Sky?")], "chosen": [assistant("Blue, sure.")], "rejected": [assistant("Green.")]}
+PAIRS = [
+    {"prompt": f"Question {i}?", "chosen": f" Good answer {i}.", "rejected": f" Bad {i}."}
+    for i in range(60)
+]
+TALK = {
+    "prompt": [user("Hi"), assistant("Hello"), user("Sky?")],
+    "chosen": [assistant("Blue, sure.")],
+    "rejected": [assistant("Green.")],
+}
 
 
 def test_a_clean_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [*PAIRS[:-1], {**PAIRS[-1], "margin": 2}, TALK, *({"prompt": f"Say {i}", "completion": f"{i}!"} for i in range(4))]
+    rows = [
+        *PAIRS[:-1],
+        {**PAIRS[-1], "margin": 2},
+        TALK,
+        *({"prompt": f"Say {i}", "completion": f"{i}!"} for i in range(4)),
+    ]
     assert check(write(tmp_path / "mine.jsonl", rows)) == 0
     said = capsys.readouterr().out
     assert "mine.jsonl: 65 rows, 65 of them can be used" in said
     assert (
-        "standard preference, explicit prompt (60); standard prompt-completion (4); conversational preference, explicit prompt (1)" in said
+        "standard preference, explicit prompt (60); standard prompt-completion (4); conversational preference, explicit prompt (1)"
+        in said
     )
-    assert "61 pairs, 4 demonstrations" in said and "in 1 of 61 pairs" in said and "1.5% of the prompts have more" in said
-    assert "chosen     words 3 / 3 / 3 / 3, characters 14 / 15 / 15 / 15 (5% / median / 95% / longest)" in said
-    assert "longest wins 1.00: lengths alone predict the label" in said and "words of chosen texts: good" in said
+    assert (
+        "61 pairs, 4 demonstrations" in said
+        and "in 1 of 61 pairs" in said
+        and "1.5% of the prompts have more" in said
+    )
+    assert (
+        "chosen     words 3 / 3 / 3 / 3, characters 14 / 15 / 15 / 15 (5% / median / 95% / longest)"
+        in said
+    )
+    assert (
+        "longest wins 1.00: lengths alone predict the label" in said
+        and "words of chosen texts: good" in said
+    )
 
 
-def test_every_bad_row_is_listed_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_bad_row_is_listed_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     swapped = {**PAIRS[0], "chosen": PAIRS[0]["rejected"], "rejected": PAIRS[0]["chosen"]}
-    bad = ["{no", {**PAIRS[2], "margin": 0}, {**PAIRS[3], "chosen": ""}, {**PAIRS[4], "chosen": "\ud83d"}, {**PAIRS[5], "chosen": ""}]
+    bad = [
+        "{no",
+        {**PAIRS[2], "margin": 0},
+        {**PAIRS[3], "chosen": ""},
+        {**PAIRS[4], "chosen": "\ud83d"},
+        {**PAIRS[5], "chosen": ""},
+    ]
     file = write(tmp_path / "mine.jsonl", [PAIRS[0], *bad, swapped, PAIRS[1]])
     assert check(file) == 2
     said = capsys.readouterr().out.splitlines()
     assert f"{file}: 8 rows, 1 of them can be used" in said
-    assert "7 rows are bad:" in said and "  2          `chosen` is empty" in said and "  2          contradiction" in said
+    assert (
+        "7 rows are bad:" in said
+        and "  2          `chosen` is empty" in said
+        and "  2          contradiction" in said
+    )
     lines = [line.removeprefix(f"{file}:") for line in said if line.startswith(f"{file}:")][1:]
     assert [line.split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "1", "7"]
-    assert lines[1] == "3: `margin` is 0" and lines[-1] == f"7: contradiction: {file}:1 says the opposite"
+    assert (
+        lines[1] == "3: `margin` is 0"
+        and lines[-1] == f"7: contradiction: {file}:1 says the opposite"
+    )
     assert any("too few pairs (3)" in line for line in said)
 
 
@@ -68,7 +108,12 @@ def test_parquet_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("none.jsonl", "expected a file"), ("mine.csv", "expected a file"), ("empty.jsonl", "no rows")]
+    ("name", "message"),
+    [
+        ("none.jsonl", "expected a file"),
+        ("mine.csv", "expected a file"),
+        ("empty.jsonl", "no rows"),
+    ],
 )
 def test_what_is_no_file_of_rows(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "mine.csv").write_text("a,b\n")
@@ -86,7 +131,10 @@ GOOD: list[Any] = [
     {"chosen": TRANSCRIPT + " Blue.", "rejected": TRANSCRIPT + " Green."},
     {"prompt": TRANSCRIPT, "chosen": " Blue.", "rejected": " Green."},
     TALK,
-    {"chosen": [*TALK["prompt"], *TALK["chosen"]], "rejected": [*TALK["prompt"], *TALK["rejected"]]},
+    {
+        "chosen": [*TALK["prompt"], *TALK["chosen"]],
+        "rejected": [*TALK["prompt"], *TALK["rejected"]],
+    },
     {"prompt": [{"role": "system", "content": "Be brief."}, user("Sky?")], "completion": "Blue."},
     {"prompt": "### Instruction: Sky?\n### Response:", "completion": " Blue."},
 ]

@@ -35,26 +35,68 @@ TALK_CHAT = {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."}
         pytest.param({**SKY, "id": 7}, SKY, id="standard, explicit prompt"),
         pytest.param({**SKY, "margin": 2}, {**SKY, "margin": 2.0}, id="a margin"),
         pytest.param({**SKY, "margin": None}, SKY, id="an empty margin, as Parquet has it"),
-        pytest.param({"prompt": "a", "completion": "b", "margin": -1}, {"prompt": "a", "completion": "b"}, id="no pair, no margin"),
-        pytest.param({"chosen": "The sky is blue.", "rejected": "The sky is green."}, SKY, id="standard, implicit prompt"),
+        pytest.param(
+            {"prompt": "a", "completion": "b", "margin": -1},
+            {"prompt": "a", "completion": "b"},
+            id="no pair, no margin",
+        ),
+        pytest.param(
+            {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+            SKY,
+            id="standard, implicit prompt",
+        ),
         pytest.param(
             {"chosen": "The sky is black", "rejected": "The sky is blue"},
             {"prompt": "The sky is", "chosen": " black", "rejected": " blue"},
             id="the implicit prompt ends with a word",
         ),
-        pytest.param({"prompt": "The sky is", "completion": " blue."}, {"prompt": "The sky is", "completion": " blue."}, id="completion"),
-        pytest.param({"prompt": TALK, "chosen": [assistant("Blue.")], "rejected": [assistant("Green.")]}, TALK_PLAIN, id="conversational"),
-        pytest.param({"chosen": [*TALK, assistant("Blue.")], "rejected": [*TALK, assistant("Green.")]}, TALK_PLAIN, id="implicit turns"),
         pytest.param(
-            {"prompt": "Colour?", "chosen": [user("Colour?"), assistant("Blue.")], "rejected": [user("Colour?"), assistant("Green.")]},
-            {"prompt": "\n\nHuman: Colour?\n\nAssistant:", "chosen": " Blue.", "rejected": " Green."},
+            {"prompt": "The sky is", "completion": " blue."},
+            {"prompt": "The sky is", "completion": " blue."},
+            id="completion",
+        ),
+        pytest.param(
+            {"prompt": TALK, "chosen": [assistant("Blue.")], "rejected": [assistant("Green.")]},
+            TALK_PLAIN,
+            id="conversational",
+        ),
+        pytest.param(
+            {"chosen": [*TALK, assistant("Blue.")], "rejected": [*TALK, assistant("Green.")]},
+            TALK_PLAIN,
+            id="implicit turns",
+        ),
+        pytest.param(
+            {
+                "prompt": "Colour?",
+                "chosen": [user("Colour?"), assistant("Blue.")],
+                "rejected": [user("Colour?"), assistant("Green.")],
+            },
+            {
+                "prompt": "\n\nHuman: Colour?\n\nAssistant:",
+                "chosen": " Blue.",
+                "rejected": " Green.",
+            },
             id="UltraFeedback: a prompt, and answers that repeat it",
         ),
-        pytest.param({"prompt": TALK, "chosen": "Blue.", "rejected": "Green."}, TALK_PLAIN, id="messages, answers as text"),
-        pytest.param({"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."}, TALK_PLAIN, id="Anthropic transcript"),
-        pytest.param({"prompt": TALK_TEXT, "chosen": " Blue.", "rejected": " Green."}, TALK_PLAIN, id="Anthropic prompt"),
         pytest.param(
-            {"prompt": TALK, "completion": [assistant("Blue.")]}, {"prompt": TALK_TEXT, "completion": " Blue."}, id="demonstration"
+            {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."},
+            TALK_PLAIN,
+            id="messages, answers as text",
+        ),
+        pytest.param(
+            {"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."},
+            TALK_PLAIN,
+            id="Anthropic transcript",
+        ),
+        pytest.param(
+            {"prompt": TALK_TEXT, "chosen": " Blue.", "rejected": " Green."},
+            TALK_PLAIN,
+            id="Anthropic prompt",
+        ),
+        pytest.param(
+            {"prompt": TALK, "completion": [assistant("Blue.")]},
+            {"prompt": TALK_TEXT, "completion": " Blue."},
+            id="demonstration",
         ),
     ],
 )
@@ -65,9 +107,21 @@ def test_formats_under_plain(raw: dict[str, Any], expected: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        pytest.param(SKY, {"prompt": [user("The sky is")], "chosen": "blue.", "rejected": "green."}, id="standard"),
-        pytest.param({"prompt": TALK, "chosen": [assistant("Blue.")], "rejected": [assistant("Green.")]}, TALK_CHAT, id="conversational"),
-        pytest.param({"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."}, TALK_CHAT, id="Anthropic transcript"),
+        pytest.param(
+            SKY,
+            {"prompt": [user("The sky is")], "chosen": "blue.", "rejected": "green."},
+            id="standard",
+        ),
+        pytest.param(
+            {"prompt": TALK, "chosen": [assistant("Blue.")], "rejected": [assistant("Green.")]},
+            TALK_CHAT,
+            id="conversational",
+        ),
+        pytest.param(
+            {"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."},
+            TALK_CHAT,
+            id="Anthropic transcript",
+        ),
     ],
 )
 def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -89,45 +143,111 @@ def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> No
         ({"chosen": "The sky", "rejected": "The sky"}, "chosen and rejected are the same"),
         ({"chosen": "The sky", "rejected": "The sky above"}, "`chosen` is empty"),
         ({"chosen": "Blue sky", "rejected": "Green grass"}, "the prompt is empty"),
-        ({"prompt": TALK, "chosen": [user("x")], "rejected": [assistant("y")]}, "`chosen` does not end with an assistant turn"),
-        ({"prompt": TALK, "chosen": [assistant("x")], "rejected": []}, "`rejected` does not end with an assistant turn"),
-        ({"prompt": TALK, "completion": [assistant("")]}, "`completion` is empty"),
-        ({"prompt": TALK, "chosen": [assistant("x")], "rejected": "y"}, "chosen is text and rejected is messages"),
-        ({"chosen": [assistant("x")], "rejected": [assistant("y")]}, "no prompt"),
-        ({"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]}, "differ before the last assistant turn"),
-        ({"chosen": [user("a"), assistant("x")], "rejected": [assistant("y")]}, "one has several turns"),
-        ({"prompt": [{"role": "tool", "content": "x"}], "completion": "y"}, "message 1 of `prompt`: expected a role"),
-        ({"prompt": [user("x"), {"role": "user"}], "completion": "y"}, "message 2 of `prompt`: expected a role"),
-        ({"prompt": [user(" "), assistant("x"), user("y")], "completion": "z"}, "message 1 of `prompt` is empty"),
         (
-            {"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: d"},
+            {"prompt": TALK, "chosen": [user("x")], "rejected": [assistant("y")]},
+            "`chosen` does not end with an assistant turn",
+        ),
+        (
+            {"prompt": TALK, "chosen": [assistant("x")], "rejected": []},
+            "`rejected` does not end with an assistant turn",
+        ),
+        ({"prompt": TALK, "completion": [assistant("")]}, "`completion` is empty"),
+        (
+            {"prompt": TALK, "chosen": [assistant("x")], "rejected": "y"},
+            "chosen is text and rejected is messages",
+        ),
+        ({"chosen": [assistant("x")], "rejected": [assistant("y")]}, "no prompt"),
+        (
+            {"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]},
+            "differ before the last assistant turn",
+        ),
+        (
+            {"chosen": [user("a"), assistant("x")], "rejected": [assistant("y")]},
+            "one has several turns",
+        ),
+        (
+            {"prompt": [{"role": "tool", "content": "x"}], "completion": "y"},
+            "message 1 of `prompt`: expected a role",
+        ),
+        (
+            {"prompt": [user("x"), {"role": "user"}], "completion": "y"},
+            "message 2 of `prompt`: expected a role",
+        ),
+        (
+            {"prompt": [user(" "), assistant("x"), user("y")], "completion": "z"},
+            "message 1 of `prompt` is empty",
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c",
+                "rejected": "\n\nHuman: a\n\nAssistant: d",
+            },
             "`chosen` does not end with an",
         ),
-        ({"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": "\n\nHuman: a\n\nAssistant: d"}, "`chosen` is empty"),
-        ({"chosen": "\n\nHuman:\n\nAssistant: b", "rejected": "\n\nHuman:\n\nAssistant: d"}, "turn 1 of `chosen` is empty"),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": "\n\nHuman: a\n\nAssistant: d"},
+            "`chosen` is empty",
+        ),
+        (
+            {"chosen": "\n\nHuman:\n\nAssistant: b", "rejected": "\n\nHuman:\n\nAssistant: d"},
+            "turn 1 of `chosen` is empty",
+        ),
         ({**SKY, "margin": -0.5}, "`margin` is -0.5; expected a number of at least 0"),
         ({**SKY, "margin": "2"}, "`margin` is '2'; expected a number"),
         ({**SKY, "margin": True}, "`margin` is True; expected a number"),
         ({**SKY, "margin": float("nan")}, "`margin` is nan; expected a number"),
         ({**SKY, "margin": 0}, "`margin` is 0"),
         ({**SKY, "chosen": " blue.\n\nHuman: And?"}, "`chosen` contains the role marker Human:"),
-        ({**SKY, "rejected": " a\n\nAssistant: b"}, "`rejected` contains the role marker Assistant:"),
-        ({**SKY, "rejected": "<|im_start|>user"}, r"`rejected` contains the role marker <\|im_start\|>"),
+        (
+            {**SKY, "rejected": " a\n\nAssistant: b"},
+            "`rejected` contains the role marker Assistant:",
+        ),
+        (
+            {**SKY, "rejected": "<|im_start|>user"},
+            r"`rejected` contains the role marker <\|im_start\|>",
+        ),
         ({**SKY, "chosen": "[INST] Go on"}, r"`chosen` contains the role marker \[INST\]"),
-        ({"prompt": "a", "completion": "### Response: b"}, "`completion` contains the role marker ### Response:"),
-        ({"prompt": [user("### Instruction: a")], "completion": "b"}, "turn 1 of the prompt contains the role marker"),
-        ({"prompt": [user("a"), user("b")], "completion": "c"}, "turn 2 of the prompt is the user's; expected the assistant's"),
-        ({"prompt": [assistant("a"), user("b")], "completion": "c"}, "turn 1 of the prompt is the assistant's; expected the user's"),
-        ({"prompt": [user("a"), system("b"), user("c")], "completion": "d"}, "turn 2 of the prompt is the system's; it may only be the"),
-        ({"prompt": [system("a"), assistant("b")], "completion": "c"}, "turn 2 of the prompt is the assistant's; expected the user's"),
-        ({"prompt": [user("a"), assistant("b")], "completion": "c"}, "the prompt ends with the assistant's turn"),
+        (
+            {"prompt": "a", "completion": "### Response: b"},
+            "`completion` contains the role marker ### Response:",
+        ),
+        (
+            {"prompt": [user("### Instruction: a")], "completion": "b"},
+            "turn 1 of the prompt contains the role marker",
+        ),
+        (
+            {"prompt": [user("a"), user("b")], "completion": "c"},
+            "turn 2 of the prompt is the user's; expected the assistant's",
+        ),
+        (
+            {"prompt": [assistant("a"), user("b")], "completion": "c"},
+            "turn 1 of the prompt is the assistant's; expected the user's",
+        ),
+        (
+            {"prompt": [user("a"), system("b"), user("c")], "completion": "d"},
+            "turn 2 of the prompt is the system's; it may only be the",
+        ),
+        (
+            {"prompt": [system("a"), assistant("b")], "completion": "c"},
+            "turn 2 of the prompt is the assistant's; expected the user's",
+        ),
+        (
+            {"prompt": [user("a"), assistant("b")], "completion": "c"},
+            "the prompt ends with the assistant's turn",
+        ),
         ({"prompt": [system("a")], "completion": "c"}, "the prompt ends with the system's turn"),
         (
-            {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d"},
+            {
+                "chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c",
+                "rejected": "\n\nHuman: a\n\nHuman: b\n\nAssistant: d",
+            },
             "turn 2 of the prompt is the user's",
         ),
         ({**SKY, "chosen": " blue\x00"}, "`chosen` contains a NUL character"),
-        ({**SKY, "prompt": "The \ud83d sky"}, r"the prompt contains half of a surrogate pair, U\+D83D"),
+        (
+            {**SKY, "prompt": "The \ud83d sky"},
+            r"the prompt contains half of a surrogate pair, U\+D83D",
+        ),
         ({**SKY, "chosen": " blue<eos>"}, "special token <eos>"),
         ({"prompt": [user("a <eos>")], "completion": "b"}, "special token <eos>"),
     ],
@@ -137,7 +257,14 @@ def test_defects(raw: Any, reason: str) -> None:
         normalise(raw, PLAIN, frozenset({"<eos>"}))
 
 
-@pytest.mark.parametrize("raw", [{**SKY, "margin": 0.0}, {**SKY, "rejected": "blue.\n"}, {"chosen": "The sky", "rejected": "The sky"}])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {**SKY, "margin": 0.0},
+        {**SKY, "rejected": "blue.\n"},
+        {"chosen": "The sky", "rejected": "The sky"},
+    ],
+)
 def test_a_pair_without_a_better_text_is_a_tie(raw: dict[str, Any]) -> None:
     with pytest.raises(Tie):
         normalise(raw, PLAIN)
@@ -156,12 +283,24 @@ def test_what_may_be_within_a_prompt() -> None:
     [
         (SKY, "standard preference, explicit prompt"),
         ({"chosen": "a b", "rejected": "a c"}, "standard preference, implicit prompt"),
-        ({"prompt": TALK, "chosen": [assistant("a")], "rejected": [assistant("b")]}, "conversational preference, explicit prompt"),
-        ({"chosen": [*TALK, assistant("a")], "rejected": [*TALK, assistant("b")]}, "conversational preference, implicit prompt"),
+        (
+            {"prompt": TALK, "chosen": [assistant("a")], "rejected": [assistant("b")]},
+            "conversational preference, explicit prompt",
+        ),
+        (
+            {"chosen": [*TALK, assistant("a")], "rejected": [*TALK, assistant("b")]},
+            "conversational preference, implicit prompt",
+        ),
         ({"prompt": "a", "completion": "b"}, "standard prompt-completion"),
         ({"prompt": TALK, "completion": [assistant("b")]}, "conversational prompt-completion"),
-        ({"chosen": TALK_TEXT + " a", "rejected": TALK_TEXT + " b"}, "Anthropic transcript, preference, implicit prompt"),
-        ({"prompt": TALK_TEXT, "chosen": "a", "rejected": "b"}, "Anthropic transcript, preference, explicit prompt"),
+        (
+            {"chosen": TALK_TEXT + " a", "rejected": TALK_TEXT + " b"},
+            "Anthropic transcript, preference, implicit prompt",
+        ),
+        (
+            {"prompt": TALK_TEXT, "chosen": "a", "rejected": "b"},
+            "Anthropic transcript, preference, explicit prompt",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": [assistant("c")]}, "unknown"),
         ({"text": "a"}, "unknown"),
         (7, "unknown"),

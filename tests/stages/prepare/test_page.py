@@ -5,7 +5,10 @@ from typing import Any
 
 from stages.prepare.page import page
 
-LENGTHS = {unit: {"p5": 1.0, "p50": 2.5, "p95": 9.0, "max": 12, "mean": 3.1} for unit in ("words", "characters")}
+LENGTHS = {
+    unit: {"p5": 1.0, "p50": 2.5, "p95": 9.0, "max": 12, "mean": 3.1}
+    for unit in ("words", "characters")
+}
 EVIL = "<script>alert(1)</script>"
 
 
@@ -18,23 +21,52 @@ def report(**changed: Any) -> dict[str, Any]:
             "pays": True,
             "meaning": "longest wins 0.71: lengths alone predict the label",
         },
-        {"rule": "TF-IDF", "train": None, "held_out": 0.5, "pays": False, "meaning": "TF-IDF 0.50: words alone say little"},
+        {
+            "rule": "TF-IDF",
+            "train": None,
+            "held_out": 0.5,
+            "pays": False,
+            "meaning": "TF-IDF 0.50: words alone say little",
+        },
     ]
     return {
         "rows_read": {"mine.jsonl": 1234},
         "rows_kept": 1200,
         "by_cause": {"bad row": 7, "leak": 1},
         "lost": {
-            "bad row": [{"where": f"mine.jsonl:{i}", "reason": "`chosen` is empty", "text": EVIL} for i in range(7)],
-            "leak": [{"where": "mine.jsonl:9", "of": "mine.jsonl:8", "set": "pairs_train", "shared": "once upon a time"}],
+            "bad row": [
+                {"where": f"mine.jsonl:{i}", "reason": "`chosen` is empty", "text": EVIL}
+                for i in range(7)
+            ],
+            "leak": [
+                {
+                    "where": "mine.jsonl:9",
+                    "of": "mine.jsonl:8",
+                    "set": "pairs_train",
+                    "shared": "once upon a time",
+                }
+            ],
         },
         "replayed": {"pairs": 2, "sft": 1},
-        "sets": {"pairs_train": {"rows": 900, "distinct_prompts": 850, "lengths": {"chosen": LENGTHS}}},
+        "sets": {
+            "pairs_train": {"rows": 900, "distinct_prompts": 850, "lengths": {"chosen": LENGTHS}}
+        },
         "languages": {"sampled": 10, "shares": {"en": 0.9, "de": 0.1}},
-        "shortcuts": {"train_pairs": 900, "held_out_pairs": 200, "rules": rules, "words": {"chosen": ["good"], "rejected": ["bad"]}},
+        "shortcuts": {
+            "train_pairs": 900,
+            "held_out_pairs": 200,
+            "rules": rules,
+            "words": {"chosen": ["good"], "rejected": ["bad"]},
+        },
         "examples": {
             "pairs_train": [
-                {"id": "mine.jsonl:1", "prompt": [{"role": "user", "content": EVIL}], "chosen": "a", "rejected": "b", "margin": 2}
+                {
+                    "id": "mine.jsonl:1",
+                    "prompt": [{"role": "user", "content": EVIL}],
+                    "chosen": "a",
+                    "rejected": "b",
+                    "margin": 2,
+                }
             ]
         },
         **changed,
@@ -53,7 +85,9 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.text += " "
-        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        self.fetched += [
+            str(value) for name, value in attrs if name in ("src", "href", "srcset", "data")
+        ]
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -86,7 +120,9 @@ def test_the_page_says_what_happened_and_asks_for_nothing() -> None:
 
 def test_texts_are_escaped() -> None:
     html = page(report(), "r0")
-    assert EVIL not in html and html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 5 + 1  # five of the bad rows, one example
+    assert (
+        EVIL not in html and html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 5 + 1
+    )  # five of the bad rows, one example
 
 
 def test_a_clean_report_says_so() -> None:

@@ -17,11 +17,18 @@ from stages.prepare.build import build
 from stages.records import Row, file_hash, read_jsonl, write_jsonl
 
 MakeParams = Callable[..., Params]
-TRAIN, EVAL = ("sft_train", "pairs_train", "prompts_train"), ("sft_eval", "pairs_eval", "eval_prompts")
+TRAIN, EVAL = (
+    ("sft_train", "pairs_train", "prompts_train"),
+    ("sft_eval", "pairs_eval", "eval_prompts"),
+)
 
 
 def rows_of(round_: str, *names: str) -> list[Row]:
-    return [row for name in names for row in read_jsonl(Path(f"rounds/{round_}/prepare/data/{name}.jsonl"), "the test")]
+    return [
+        row
+        for name in names
+        for row in read_jsonl(Path(f"rounds/{round_}/prepare/data/{name}.jsonl"), "the test")
+    ]
 
 
 def read(path: str) -> Any:
@@ -37,7 +44,12 @@ def opening(row: Row) -> tuple[str, ...]:
 def pair(number: int, **changed: Any) -> Row:
     words = ["sun", "rain", "wind", "snow", "fog", "hail", "storm", "cloud", "frost", "heat"]
     subject = f"{words[number % 10]} {words[number // 10]}"
-    return {"prompt": f"Tell me of {subject} {number}", "chosen": f" It is {subject}.", "rejected": f" No {subject}.", **changed}
+    return {
+        "prompt": f"Tell me of {subject} {number}",
+        "chosen": f" It is {subject}.",
+        "rejected": f" No {subject}.",
+        **changed,
+    }
 
 
 PAIRS = [pair(i) for i in range(20)]
@@ -47,22 +59,38 @@ def test_tiny_data_keep_texts_on_one_side(tiny_params: MakeParams) -> None:
     build(tiny_params(), "r0")
     train, held_out = rows_of("r0", *TRAIN), rows_of("r0", *EVAL)
     assert not {opening(row) for row in train} & {opening(row) for row in held_out}
-    ids = [{part for row in rows for part in row["id"].split("-")[1:]} for rows in (train, held_out)]
+    ids = [
+        {part for row in rows for part in row["id"].split("-")[1:]} for rows in (train, held_out)
+    ]
     assert not ids[0] & ids[1]
-    assert all(row["completion"].startswith(" ") and len(row["prompt"].split()) == 4 for row in rows_of("r0", "sft_train", "sft_eval"))
+    assert all(
+        row["completion"].startswith(" ") and len(row["prompt"].split()) == 4
+        for row in rows_of("r0", "sft_train", "sft_eval")
+    )
     counts = read("rounds/r0/prepare/metrics.json")
     assert counts["rows_read"] == 400 and counts["rows_bad"] == counts["replayed"] == 0
-    assert {name: counts[name] for name in (*TRAIN, *EVAL)} == {name: len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)}
+    assert {name: counts[name] for name in (*TRAIN, *EVAL)} == {
+        name: len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)
+    }
 
 
 def test_two_rounds_share_the_evaluation_set(tiny_params: MakeParams) -> None:
     build(tiny_params(), "r0")
     bad = {"id": "b1", "prompt": "My trip in space", "badcase": "r0-1", "source": "replay"}
-    for name, row in (("sft", {**bad, "completion": " was fine"}), ("pairs", {**bad, "chosen": " a", "rejected": " b"}), ("prompts", bad)):
+    for name, row in (
+        ("sft", {**bad, "completion": " was fine"}),
+        ("pairs", {**bad, "chosen": " a", "rejected": " b"}),
+        ("prompts", bad),
+    ):
         write_jsonl(Path(f"rounds/r0/replay/data/{name}.jsonl"), [row])
     build(tiny_params(), "r1")
-    hashes = [read(f"rounds/{round_}/prepare/manifest.json")["evaluation_hash"] for round_ in ("r0", "r1")]
-    files = [Path(f"rounds/r1/prepare/data/{name}.jsonl").read_bytes() for name in ("eval_prompts", "sft_eval", "pairs_eval")]
+    hashes = [
+        read(f"rounds/{round_}/prepare/manifest.json")["evaluation_hash"] for round_ in ("r0", "r1")
+    ]
+    files = [
+        Path(f"rounds/r1/prepare/data/{name}.jsonl").read_bytes()
+        for name in ("eval_prompts", "sft_eval", "pairs_eval")
+    ]
     assert hashes == [hashlib.sha256(b"".join(files)).hexdigest()] * 2
     assert read("rounds/r1/prepare/metrics.json")["replayed"] == 3
     for name in TRAIN:
@@ -94,8 +122,14 @@ def test_pairs_alone_make_all_sets(tiny_params: MakeParams) -> None:
 
 
 def test_demonstrations_and_held_out_files_are_used_as_given(tiny_params: MakeParams) -> None:
-    demonstrations = [{"prompt": f"{row['prompt']} please", "completion": row["chosen"]} for row in PAIRS[10:]]
-    sources = {"pairs.jsonl": PAIRS[:8], "pairs_eval.jsonl": PAIRS[8:10], "shown.jsonl": demonstrations}
+    demonstrations = [
+        {"prompt": f"{row['prompt']} please", "completion": row["chosen"]} for row in PAIRS[10:]
+    ]
+    sources = {
+        "pairs.jsonl": PAIRS[:8],
+        "pairs_eval.jsonl": PAIRS[8:10],
+        "shown.jsonl": demonstrations,
+    }
     build(tiny_params(sources, eval_share=0.3, max_eval_prompts=3), "r0")
     assert [len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)] == [7, 8, 15, 3, 2, 3]
     assert {row["source"] for row in rows_of("r0", "pairs_eval")} == {"pairs_eval.jsonl"}
@@ -113,17 +147,38 @@ def test_parquet_is_read_as_jsonl_is(tiny_params: MakeParams) -> None:
 
 
 def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> None:
-    sources = {"mine.jsonl": [*PAIRS[:10], "{not json", "", pair(10, chosen=""), *PAIRS[11:], pair(3), pair(90, prompt="Z" * 70)]}
+    sources = {
+        "mine.jsonl": [
+            *PAIRS[:10],
+            "{not json",
+            "",
+            pair(10, chosen=""),
+            *PAIRS[11:],
+            pair(3),
+            pair(90, prompt="Z" * 70),
+        ]
+    }
     build(tiny_params(sources, max_bad_share=0.1), "r0")
     audit = read("rounds/r0/prepare/data/audit.json")
     lost = audit["lost"]
     assert [row["where"] for row in lost["bad row"]] == ["mine.jsonl:11", "mine.jsonl:13"]
-    assert "not JSON" in lost["bad row"][0]["reason"] and lost["bad row"][1]["reason"] == "`chosen` is empty"
+    assert (
+        "not JSON" in lost["bad row"][0]["reason"]
+        and lost["bad row"][1]["reason"] == "`chosen` is empty"
+    )
     assert '"chosen": ""' in lost["bad row"][1]["text"]
     text = "Tell me of snow sun 3 | It is snow sun. | No snow sun."
-    assert lost["exact duplicate"] == [{"where": "mine.jsonl:23", "of": "mine.jsonl:4", "text": text}]
-    assert [row["where"] for row in lost["prompt longer than prepare.max_prompt_tokens"]] == ["mine.jsonl:24"]
-    assert audit["by_cause"] == {"bad row": 2, "exact duplicate": 1, "prompt longer than prepare.max_prompt_tokens": 1}
+    assert lost["exact duplicate"] == [
+        {"where": "mine.jsonl:23", "of": "mine.jsonl:4", "text": text}
+    ]
+    assert [row["where"] for row in lost["prompt longer than prepare.max_prompt_tokens"]] == [
+        "mine.jsonl:24"
+    ]
+    assert audit["by_cause"] == {
+        "bad row": 2,
+        "exact duplicate": 1,
+        "prompt longer than prepare.max_prompt_tokens": 1,
+    }
     assert (audit["rows_read"], audit["rows_kept"]) == ({"mine.jsonl": 23}, 19)
     counts = read("rounds/r0/prepare/metrics.json")
     assert (counts["rows_read"], counts["rows_bad"], counts["exact_duplicates"]) == (23, 2, 1)
@@ -131,15 +186,23 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
 
 def test_too_many_bad_rows_stop_the_stage(tiny_params: MakeParams) -> None:
     sources = {"mine.jsonl": [*PAIRS[:18], pair(18, rejected=7), pair(19, margin=-1)]}
-    with pytest.raises(BadInput, match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1"):
+    with pytest.raises(
+        BadInput,
+        match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1",
+    ):
         build(tiny_params(sources, max_bad_share=0.09), "r0")
     assert not Path("rounds").exists()
 
 
-def test_a_held_out_copy_of_a_row_wins_and_a_shared_prompt_is_refused(tiny_params: MakeParams) -> None:
+def test_a_held_out_copy_of_a_row_wins_and_a_shared_prompt_is_refused(
+    tiny_params: MakeParams,
+) -> None:
     build(tiny_params({"pairs.jsonl": PAIRS, "pairs_eval.jsonl": PAIRS[:2]}), "r0")
     assert len(rows_of("r0", "pairs_eval")) == 2 and len(rows_of("r0", "pairs_train")) == 18
-    sources = {"pairs.jsonl": PAIRS, "pairs_eval.jsonl": [pair(5, chosen=" Quite another answer to it.")]}
+    sources = {
+        "pairs.jsonl": PAIRS,
+        "pairs_eval.jsonl": [pair(5, chosen=" Quite another answer to it.")],
+    }
     with pytest.raises(BadInput, match=r"held-out pairs_eval\.jsonl:1 and training pairs\.jsonl:6"):
         build(tiny_params(sources), "r0")
 
@@ -159,14 +222,24 @@ TALE = "once upon a time there were two moons above a sea of glass and sand"
 
 
 def test_what_is_in_the_users_own_held_out_file_is_refused(tiny_params: MakeParams) -> None:
-    sources = {"pairs.jsonl": [*PAIRS, pair(20, rejected=f" So: {TALE}")], "pairs_eval.jsonl": [pair(30, chosen=f" Hear: {TALE.upper()}!")]}
-    with pytest.raises(BadInput, match=r"(?s)1 training rows.*pairs\.jsonl:21 and held-out pairs_eval\.jsonl:1: “once upon .* of glass”"):
+    sources = {
+        "pairs.jsonl": [*PAIRS, pair(20, rejected=f" So: {TALE}")],
+        "pairs_eval.jsonl": [pair(30, chosen=f" Hear: {TALE.upper()}!")],
+    }
+    with pytest.raises(
+        BadInput,
+        match=r"(?s)1 training rows.*pairs\.jsonl:21 and held-out pairs_eval\.jsonl:1: “once upon .* of glass”",
+    ):
         build(tiny_params(sources), "r0")
     assert not Path("rounds").exists()
 
 
-def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(tiny_params: MakeParams) -> None:
-    """Every response has the tale in at most 10 held-out texts: what is left for training has it nowhere."""
+def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(
+    tiny_params: MakeParams,
+) -> None:
+    """Every response has the tale in at most 10 held-out texts: what is left for training has it
+    nowhere.
+    """
     rows = [pair(i, chosen=f" Hear {i}: {TALE}") if i < 5 else pair(i) for i in range(20)]
     leaks = 0
     for seed in range(4):
@@ -175,9 +248,15 @@ def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(tiny_para
         train = [row for row in rows_of("r0", "pairs_train", "sft_train") if TALE in str(row)]
         lost = read("rounds/r0/prepare/data/audit.json")["lost"].get("leak", [])
         assert bool(train) != bool(held_out)
-        assert len(lost) == (2 * (5 - len(held_out)) if held_out else 0) == read("rounds/r0/prepare/metrics.json")["leaks"]
+        assert (
+            len(lost)
+            == (2 * (5 - len(held_out)) if held_out else 0)
+            == read("rounds/r0/prepare/metrics.json")["leaks"]
+        )
         for row in lost:
-            assert row["of"] in {row["id"] for row in held_out} and row["shared"] == " ".join(TALE.split()[:13])
+            assert row["of"] in {row["id"] for row in held_out} and row["shared"] == " ".join(
+                TALE.split()[:13]
+            )
             assert row["set"] in ("pairs_train", "sft_train")
         leaks += len(lost)
     assert leaks
@@ -185,7 +264,13 @@ def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(tiny_para
 
 def test_ties_and_pairs_that_contradict_each_other_are_left_out(tiny_params: MakeParams) -> None:
     swapped = {**PAIRS[2], "chosen": PAIRS[2]["rejected"], "rejected": PAIRS[2]["chosen"]}
-    rows = [*PAIRS, swapped, pair(20, margin=0), pair(21, chosen=" Rain.", rejected="Rain. "), pair(22, margin=1)]
+    rows = [
+        *PAIRS,
+        swapped,
+        pair(20, margin=0),
+        pair(21, chosen=" Rain.", rejected="Rain. "),
+        pair(22, margin=1),
+    ]
     build(tiny_params({"mine.jsonl": rows}), "r0")
     lost = read("rounds/r0/prepare/data/audit.json")["lost"]
     assert [(row["where"], row["reason"]) for row in lost["tie"]] == [
@@ -195,11 +280,17 @@ def test_ties_and_pairs_that_contradict_each_other_are_left_out(tiny_params: Mak
     places = [("mine.jsonl:3", "mine.jsonl:21"), ("mine.jsonl:21", "mine.jsonl:3")]
     assert [(row["where"], row["of"]) for row in lost["contradiction"]] == places
     kept = {row["id"]: row for row in rows_of("r0", "pairs_train", "pairs_eval")}
-    assert len(kept) == 20 and kept["mine.jsonl:24"]["margin"] == 1.0 and "margin" not in kept["mine.jsonl:1"]
+    assert (
+        len(kept) == 20
+        and kept["mine.jsonl:24"]["margin"] == 1.0
+        and "margin" not in kept["mine.jsonl:1"]
+    )
 
 
 def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams) -> None:
-    """Ten prompts of 41 words, each three times with another last word: they share 38 of 40 3-grams, 0.95."""
+    """Ten prompts of 41 words, each three times with another last word: they share 38 of 40
+    3-grams, 0.95.
+    """
     texts = [" ".join(f"n{number}w{i}" for i in range(40)) for number in range(10)]
     rows = [
         {"prompt": f"{text} {last}", "chosen": f" yes {number} {last}", "rejected": " no"}
@@ -208,7 +299,10 @@ def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams)
     ]
     for seed in range(3):
         build(tiny_params({"mine.jsonl": rows}, seed=seed, max_prompt_tokens=999), "r0")
-        sides = [{row["prompt"].split()[0] for row in rows_of("r0", f"pairs_{part}")} for part in ("train", "eval")]
+        sides = [
+            {row["prompt"].split()[0] for row in rows_of("r0", f"pairs_{part}")}
+            for part in ("train", "eval")
+        ]
         assert not sides[0] & sides[1] and len(sides[1]) == 2
         assert read("rounds/r0/prepare/metrics.json")["leaks"] == 0
 
@@ -218,19 +312,27 @@ def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams)
     [
         ({"empty.jsonl": []}, r"no rows in"),
         (
-            {"shown.jsonl": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]},
+            {
+                "shown.jsonl": [
+                    {"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS
+                ]
+            },
             "no rows left for pairs_train, pairs_eval",
         ),
     ],
 )
-def test_sources_that_cannot_do(tiny_params: MakeParams, sources: dict[str, list[Row]], message: str) -> None:
+def test_sources_that_cannot_do(
+    tiny_params: MakeParams, sources: dict[str, list[Row]], message: str
+) -> None:
     with pytest.raises(BadInput, match=message):
         build(tiny_params(sources), "r0")
 
 
 def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None:
     params = tiny_params({"mine.jsonl": PAIRS})
-    Path("assets/data/sources.json").write_text(json.dumps([{"path": "mine.jsonl", "sha256": "0" * 64}]))
+    Path("assets/data/sources.json").write_text(
+        json.dumps([{"path": "mine.jsonl", "sha256": "0" * 64}])
+    )
     assert changed_sources(params) == ["mine.jsonl"]
     with pytest.raises(BadInput, match=r"mine\.jsonl changed.*--force assets"):
         build(params, "r0")

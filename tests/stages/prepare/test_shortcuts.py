@@ -20,9 +20,18 @@ def test_equal_ones_count_half() -> None:
 
 def test_lengths_by_hand() -> None:
     """1, 2, ..., 101 words: the p-th percentile is p + 1."""
-    rows = [{"prompt": [{"role": "user", "content": "Hi"}], "completion": " ".join(["ab"] * count)} for count in range(1, 102)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "Hi"}], "completion": " ".join(["ab"] * count)}
+        for count in range(1, 102)
+    ]
     measured = lengths(rows)
-    assert measured["completion"]["words"] == {"p5": 6, "p50": 51, "p95": 96, "max": 101, "mean": 51}
+    assert measured["completion"]["words"] == {
+        "p5": 6,
+        "p50": 51,
+        "p95": 96,
+        "max": 101,
+        "mean": 51,
+    }
     assert measured["completion"]["characters"]["max"] == 101 * 3 - 1
     assert measured["prompt"]["words"]["max"] == 1  # who speaks is no word of the prompt
     assert measured.keys() == {"prompt", "completion"}
@@ -30,16 +39,27 @@ def test_lengths_by_hand() -> None:
 
 
 def test_languages_are_shares_of_rows() -> None:
-    english, german = "The weather is fine today and we are going for a walk.", "Das Wetter ist heute schön und wir gehen spazieren."
-    rows = [{"prompt": english, "completion": " " + english}] * 3 + [{"prompt": german, "completion": " " + german}]
+    english, german = (
+        "The weather is fine today and we are going for a walk.",
+        "Das Wetter ist heute schön und wir gehen spazieren.",
+    )
+    rows = [{"prompt": english, "completion": " " + english}] * 3 + [
+        {"prompt": german, "completion": " " + german}
+    ]
     assert languages(rows, 0) == {"sampled": 4, "shares": {"en": 0.75, "de": 0.25}}
     assert languages([{"prompt": "!", "completion": "?"}], 0)["shares"] == {"unsure": 1.0}
 
 
 def mixed(count: int, first: int = 0) -> list[Row]:
-    """Chosen: one more "!" in nine of ten, shorter in all, as many commas, and the word `good` against `bad`."""
+    """Chosen: one more "!" in nine of ten, shorter in all, as many commas, and the word `good`
+    against `bad`.
+    """
     return [
-        pair(f"good {i}, yes{'!' if i % 10 else ''} 😀", f"bad {i}, indeed, sadly it is so 😀😀", prompt=f"Is it {i}?")
+        pair(
+            f"good {i}, yes{'!' if i % 10 else ''} 😀",
+            f"bad {i}, indeed, sadly it is so 😀😀",
+            prompt=f"Is it {i}?",
+        )
         for i in range(first, first + count)
     ]
 
@@ -67,13 +87,24 @@ def test_few_pairs_show_no_shortcut() -> None:
     """4 of 6 is 0.67, but chance as well: Wilson's interval begins at 0.30."""
     pairs = [pair("longer", "short")] * 2 + [pair("a", "bb")]
     rules = {rule["rule"]: rule for rule in shortcuts(pairs, pairs, seed=0)["rules"]}
-    assert rules["longest wins"]["meaning"] == "longest wins 0.67: no shortcut" and not rules["longest wins"]["pays"]
+    assert (
+        rules["longest wins"]["meaning"] == "longest wins 0.67: no shortcut"
+        and not rules["longest wins"]["pays"]
+    )
 
 
 def test_words_generalise_and_a_sample_keeps_its_order() -> None:
     model = word_model(mixed(40), [pair("good enough", "bad enough"), pair("bad", "good")], seed=0)
     assert model.accuracy == 0.5 and len(model.chosen) <= 10
-    assert word_model([pair("!", "?", prompt="-")], [pair("!", "?", prompt="-")], seed=0) == (0.5, [], [])
+    assert word_model([pair("!", "?", prompt="-")], [pair("!", "?", prompt="-")], seed=0) == (
+        0.5,
+        [],
+        [],
+    )
     rows = [{"id": i} for i in range(100)]
     some = [row["id"] for row in at_random(rows, 10, seed=1)]
-    assert len(some) == 10 == len(set(some)) and some == sorted(some) and at_random(rows, 100, 1) == rows
+    assert (
+        len(some) == 10 == len(set(some))
+        and some == sorted(some)
+        and at_random(rows, 100, 1) == rows
+    )

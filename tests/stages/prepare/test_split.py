@@ -17,7 +17,14 @@ def test_hold_out_is_a_share_of_the_distinct_groups() -> None:
 
 
 def test_a_prompt_begins_another_only_at_a_words_end() -> None:
-    train = Prompts(["The sky is blue", "Stop-gap", "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:", "Stop it"])
+    train = Prompts(
+        [
+            "The sky is blue",
+            "Stop-gap",
+            "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:",
+            "Stop it",
+        ]
+    )
     assert train.has_start("the  sky IS blue")
     assert train.has_start("The sky is")
     assert train.has_start("stop")
@@ -28,9 +35,14 @@ def test_a_prompt_begins_another_only_at_a_words_end() -> None:
 
 
 def test_overlap_names_both_rows() -> None:
-    held_out = [{"where": "e.jsonl:1", "prompt": "The sea"}, {"where": "e.jsonl:2", "prompt": "The sky is"}]
+    held_out = [
+        {"where": "e.jsonl:1", "prompt": "The sea"},
+        {"where": "e.jsonl:2", "prompt": "The sky is"},
+    ]
     refuse_overlap(held_out, [{"where": "t.jsonl:1", "prompt": "The seal"}])
-    with pytest.raises(BadInput, match=r"(?s)1 training rows.*held-out e\.jsonl:2 and training t\.jsonl:4"):
+    with pytest.raises(
+        BadInput, match=r"(?s)1 training rows.*held-out e\.jsonl:2 and training t\.jsonl:4"
+    ):
         refuse_overlap(held_out, [{"where": "t.jsonl:4", "prompt": "the sky is blue"}])
 
 

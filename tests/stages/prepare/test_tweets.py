@@ -42,20 +42,30 @@ def test_what_is_dropped_is_counted_by_cause(text: str, cause: str) -> None:
     assert audit.lost == {cause: [{"where": "tweets.tsv:7", "text": text}]}
 
 
-@pytest.mark.parametrize("text", ["Glass, grass and Dickens in my class", "Hello shell, my assistant passed the assessment"])
+@pytest.mark.parametrize(
+    "text",
+    ["Glass, grass and Dickens in my class", "Hello shell, my assistant passed the assessment"],
+)
 def test_harmless_words_are_no_profanity(text: str) -> None:
     assert len(clean([{"text": text, "where": "x"}], 4, Audit())) == 1
 
 
 def test_bad_lines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "tweets.tsv"
-    path.write_text("1\t2.5\tGood\n2\tgood\tx\n3\t1.0\n4\t4.5\tx\n5\t-4\t \n6\t-1.25\tBad\twith a tab")
+    path.write_text(
+        "1\t2.5\tGood\n2\tgood\tx\n3\t1.0\n4\t4.5\tx\n5\t-4\t \n6\t-1.25\tBad\twith a tab"
+    )
     audit = Audit()
     assert [(row["id"], row["rating"], row["text"]) for row in read(path, None, audit)] == [
         ("1", 2.5, "Good"),
         ("6", -1.25, "Bad\twith a tab"),
     ]
-    assert [row["where"] for row in audit.lost["bad row"]] == ["tweets.tsv:2", "tweets.tsv:3", "tweets.tsv:4", "tweets.tsv:5"]
+    assert [row["where"] for row in audit.lost["bad row"]] == [
+        "tweets.tsv:2",
+        "tweets.tsv:3",
+        "tweets.tsv:4",
+        "tweets.tsv:5",
+    ]
     assert audit.rows_read == {"tweets.tsv": 6}
     assert len(read(path, 1, Audit())) == 1
 
@@ -75,17 +85,36 @@ FIVE = [
 
 
 def test_pairs_by_hand() -> None:
-    """Sorted: a 3, b 2, c 0, d -1, e -2; upper half a, b; lower half d, e. a meets d, e; b meets e, d."""
+    """Sorted: a 3, b 2, c 0, d -1, e -2; upper half a, b; lower half d, e. a meets d, e; b meets e,
+    d.
+    """
     pairs = preference_pairs(FIVE, 0.8, 2, PLAIN)
     assert [row["id"] for row in pairs] == ["tweet-a-d", "tweet-a-e", "tweet-b-d", "tweet-b-e"]
-    assert pairs[1] == {"id": "tweet-a-e", "prompt": "We", "chosen": " won it", "rejected": " sadly, wept", "source": "tweets"}
-    assert [row["id"] for row in preference_pairs(FIVE, 0.8, 1, PLAIN)] == ["tweet-a-d", "tweet-b-e"]
-    assert [row["id"] for row in preference_pairs(FIVE, 3.5, 2, PLAIN)] == ["tweet-a-d", "tweet-a-e", "tweet-b-e"]
+    assert pairs[1] == {
+        "id": "tweet-a-e",
+        "prompt": "We",
+        "chosen": " won it",
+        "rejected": " sadly, wept",
+        "source": "tweets",
+    }
+    assert [row["id"] for row in preference_pairs(FIVE, 0.8, 1, PLAIN)] == [
+        "tweet-a-d",
+        "tweet-b-e",
+    ]
+    assert [row["id"] for row in preference_pairs(FIVE, 3.5, 2, PLAIN)] == [
+        "tweet-a-d",
+        "tweet-a-e",
+        "tweet-b-e",
+    ]
     assert len(preference_pairs(FIVE, 0.8, 5, PLAIN)) == 4  # no pair twice
 
 
 def test_openings_are_distinct() -> None:
-    texts = [text("a", 0, "We saw it there"), text("b", 0, "we SAW him"), text("c", 0, "They saw it")]
+    texts = [
+        text("a", 0, "We saw it there"),
+        text("b", 0, "we SAW him"),
+        text("c", 0, "They saw it"),
+    ]
     assert openings(texts, 2, PLAIN) == [
         {"id": "tweet-a", "prompt": "We saw", "source": "tweets"},
         {"id": "tweet-c", "prompt": "They saw", "source": "tweets"},

@@ -19,8 +19,14 @@ def test_runs_do_not_cross_texts() -> None:
     random.seed(0)
     texts = [[random.randint(1, 3) for _ in range(random.randint(0, 9))] for _ in range(200)]
     hashes, owner, position = runs([np.array(text, dtype=np.int32) for text in texts], 4)
-    expected = [(tuple(text[at : at + 4]), number, at) for number, text in enumerate(texts) for at in range(len(text) - 3)]
-    assert list(zip(owner.tolist(), position.tolist(), strict=True)) == [(number, at) for _, number, at in expected]
+    expected = [
+        (tuple(text[at : at + 4]), number, at)
+        for number, text in enumerate(texts)
+        for at in range(len(text) - 3)
+    ]
+    assert list(zip(owner.tolist(), position.tolist(), strict=True)) == [
+        (number, at) for _, number, at in expected
+    ]
     by_run: dict[tuple[int, ...], set[int]] = {}
     for (run, _, _), value in zip(expected, hashes.tolist(), strict=True):
         by_run.setdefault(run, set()).add(value)
@@ -29,7 +35,11 @@ def test_runs_do_not_cross_texts() -> None:
 
 
 def test_without_a_run_there_is_nothing() -> None:
-    assert [part.tolist() for part in runs([], 3)] == [part.tolist() for part in runs([np.array([1, 2], np.int32)], 3)] == [[], [], []]
+    assert (
+        [part.tolist() for part in runs([], 3)]
+        == [part.tolist() for part in runs([np.array([1, 2], np.int32)], 3)]
+        == [[], [], []]
+    )
     assert filled(np.array([1, 2], np.int32), 4).tolist() == [1, 2, 0, 0]
 
 
@@ -47,6 +57,8 @@ def test_a_set_of_hashes_finds_what_is_in_it() -> None:
 def test_batches_hold_every_text_once() -> None:
     texts = [np.zeros(size, np.int32) for size in (5, 5, 20, 1, 1, 0, 9)]
     parts = list(batches(texts, 10))
-    assert [start for start, _ in parts] == [sum(len(part) for _, part in parts[:number]) for number in range(len(parts))]
+    assert [start for start, _ in parts] == [
+        sum(len(part) for _, part in parts[:number]) for number in range(len(parts))
+    ]
     assert sum(len(part) for _, part in parts) == 7 and len(parts) > 1
     assert list(batches([], 10)) == []

@@ -10,7 +10,18 @@ from stages.later_params import ReplayParams
 from stages.preferences import TOGETHER
 from stages.replay.mine import CAUSES, Limits, Sample, kl_limit, mine, reported
 
-FINE = Sample("p1", "The dinner", " was fine.", 0.0, 2.0, True, Judged(0.2, 0.2, 0.0), "fresh", " was sad.", {TOGETHER: 1.0})
+FINE = Sample(
+    "p1",
+    "The dinner",
+    " was fine.",
+    0.0,
+    2.0,
+    True,
+    Judged(0.2, 0.2, 0.0),
+    "fresh",
+    " was sad.",
+    {TOGETHER: 1.0},
+)
 LIMITS = Limits(ReplayParams(), kl=10.0, lexicon=True)
 
 
@@ -27,8 +38,14 @@ def fired(sample: Sample) -> dict[str, float]:
         ({"votes": {"lexicon": 0.0, TOGETHER: 0.5}}, {}),  # one judge alone
         ({"votes": {}}, {}),  # of a rollout, nothing to compare with
         ({"score": 1.5, "judged": Judged(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
-        ({"score": 0.9, "judged": Judged(0.4, -0.1, 0.0)}, {}),  # the reward model does not like it either
-        ({"score": 1.5, "exploits": (" Enjoy!",), "bare": 0.9}, {"blind_spot": 1.5}),  # liked for its exploit alone
+        (
+            {"score": 0.9, "judged": Judged(0.4, -0.1, 0.0)},
+            {},
+        ),  # the reward model does not like it either
+        (
+            {"score": 1.5, "exploits": (" Enjoy!",), "bare": 0.9},
+            {"blind_spot": 1.5},
+        ),  # liked for its exploit alone
         ({"score": 1.5, "exploits": (" Enjoy!",), "bare": 1.1}, {}),
         ({"judged": Judged(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
         ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
@@ -42,7 +59,12 @@ def test_causes(change, expected):
 def test_the_lexicon_finds_nothing_where_it_is_no_judge():
     disliked = replace(FINE, score=1.5, judged=Judged(0.4, -0.1, 0.0))
     assert CAUSES[Cause.blind_spot](disliked, replace(LIMITS, lexicon=False)) is None
-    assert CAUSES[Cause.blind_spot](replace(disliked, exploits=(" Enjoy!",), bare=0.9), replace(LIMITS, lexicon=False)) == 1.5
+    assert (
+        CAUSES[Cause.blind_spot](
+            replace(disliked, exploits=(" Enjoy!",), bare=0.9), replace(LIMITS, lexicon=False)
+        )
+        == 1.5
+    )
 
 
 def test_kl_limit_by_hand():
@@ -61,23 +83,46 @@ def test_causes_take_turns_and_give_their_worst_first():
         (Cause.no_eos, " 3"),
         (Cause.kl_outlier, " far 0"),
     ]
-    assert {(case.round, case.policy, case.state, case.origin) for case in cases} == {("r0", "abc", State.open, "fresh")}
+    assert {(case.round, case.policy, case.state, case.origin) for case in cases} == {
+        ("r0", "abc", State.open, "fresh")
+    }
 
 
 def test_what_an_earlier_round_knows_is_not_found_again():
     endless = [replace(FINE, response=f" {n}", ended=False) for n in range(2)]
     first, second = mine(endless, LIMITS, "r0", "abc", set())
-    assert mine(endless, LIMITS, "r1", "def", {first.id}) == [second.model_copy(update={"round": "r1", "policy": "def"})]
+    assert mine(endless, LIMITS, "r1", "def", {first.id}) == [
+        second.model_copy(update={"round": "r1", "policy": "def"})
+    ]
 
 
 def test_a_blind_spot_names_its_exploit():
-    [case] = mine([replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc", set())
+    [case] = mine(
+        [replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc", set()
+    )
     assert (case.exploits, case.stage) == ([" Enjoy!"], "reward")
     assert (case.sft, case.votes) == (" was sad.", {TOGETHER: 1.0})
 
 
 def test_what_a_person_reports_has_scores_and_no_policy():
-    report = Report(prompt="The dinner", response=" was awful.", better=" was late.", note="seen on Monday", by="ada")
+    report = Report(
+        prompt="The dinner",
+        response=" was awful.",
+        better=" was late.",
+        note="seen on Monday",
+        by="ada",
+    )
     [case] = reported([report], [0.123456], "r1")
-    assert (case.cause, case.round, case.origin, case.score, case.policy, case.kl) == (Cause.human, "r1", "ada", 0.1235, None, None)
-    assert case.sentiment < 0 and (case.better, case.note, case.id) == (" was late.", "seen on Monday", report.id)
+    assert (case.cause, case.round, case.origin, case.score, case.policy, case.kl) == (
+        Cause.human,
+        "r1",
+        "ada",
+        0.1235,
+        None,
+        None,
+    )
+    assert case.sentiment < 0 and (case.better, case.note, case.id) == (
+        " was late.",
+        "seen on Monday",
+        report.id,
+    )

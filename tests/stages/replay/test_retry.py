@@ -13,9 +13,24 @@ LIMITS = Limits(ReplayParams(), kl=10.0, lexicon=True)
 
 
 def case(cause: str, **more) -> Badcase:
-    row = {"id": cause, "round": "r0", "cause": cause, "prompt_id": "p", "prompt": "The dinner", "response": " was bad."}
-    numbers = {"origin": "fresh", "score": 0.0, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0}
-    return Badcase.model_validate(row | numbers | {"state": "replayed", "exploits": [" Enjoy!"], "sft": " was good."} | more)
+    row = {
+        "id": cause,
+        "round": "r0",
+        "cause": cause,
+        "prompt_id": "p",
+        "prompt": "The dinner",
+        "response": " was bad.",
+    }
+    numbers = {
+        "origin": "fresh",
+        "score": 0.0,
+        "sentiment": 0.0,
+        "sentiment_plain": 0.0,
+        "repetition": 0.0,
+    }
+    return Badcase.model_validate(
+        row | numbers | {"state": "replayed", "exploits": [" Enjoy!"], "sft": " was good."} | more
+    )
 
 
 def again(response: str, score: float = 0.0, kl: float = 1.0, ended: bool = True, **more) -> Sample:
@@ -38,7 +53,11 @@ def voted(vote: float) -> Sample:
         (case("judge_loses"), voted(0.0), True),
         (case("judge_loses"), voted(0.5), False),
         (case("human", better=" was good."), voted(0.0), True),
-        (case("human", better=" was good."), voted(0.5), False),  # as good as what the person wanted
+        (
+            case("human", better=" was good."),
+            voted(0.5),
+            False,
+        ),  # as good as what the person wanted
         (case("human"), voted(0.5), True),  # no better than what was reported
         (case("human"), voted(1.0), False),
     ],
@@ -49,14 +68,19 @@ def test_what_counts_as_failing_again(failed, answer, fails):
 
 def test_what_a_new_response_is_compared_with():
     assert rival(case("judge_loses")) == " was good."
-    assert rival(case("human", better=" was late.")) == " was late." and rival(case("human")) == " was bad."
+    assert (
+        rival(case("human", better=" was late.")) == " was late."
+        and rival(case("human")) == " was bad."
+    )
     assert rival(case("no_eos")) is None  # the jury is not asked for nothing
 
 
 def test_the_try_is_kept_and_the_state_follows():
     good, bad = again(" was ok."), again(" was and", ended=False)
     cases = [case("no_eos", id=str(number)) for number in range(3)]
-    tried = try_again(cases, [[good, good], [good, bad], [good, good]], [True, True, False], LIMITS, "r1")
+    tried = try_again(
+        cases, [[good, good], [good, bad], [good, good]], [True, True, False], LIMITS, "r1"
+    )
     assert [each.state for each in tried] == [State.repaired, State.open, State.open]
     assert [(t.round, t.fired, t.of, t.ranked) for each in tried for t in each.tries] == [
         ("r1", 0, 2, True),
