@@ -10,6 +10,7 @@ from pathlib import Path
 from stages.assets.data import write_data
 from stages.assets.model import write_model
 from stages.params import Params
+from stages.program import run_stage
 from stages.records import ASSETS, write_text
 
 PREDECESSOR = (
@@ -51,3 +52,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    run_stage("assets", build)

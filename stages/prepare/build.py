@@ -13,6 +13,7 @@ from stages.prepare.shortcuts import languages, lengths, shortcuts
 from stages.prepare.sources import declared_files, source_sets
 from stages.prepare.split import FROZEN, HELD_OUT, TRAIN, check_frozen, evaluation_hash
 from stages.prepare.tweets import tweet_sets
+from stages.program import run_stage
 from stages.prompts import template_hash
 from stages.records import (
     ASSETS,
@@ -189,3 +190,7 @@ def metrics(audit: Audit, sets: dict[str, list[Row]], replayed: dict[str, int]) 
         **{name: len(rows) for name, rows in sets.items()},
         "replayed": sum(replayed.values()),
     }
+
+
+if __name__ == "__main__":
+    run_stage("prepare", build)
