@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 trl=.rondo/trl/bin/python ours=.venv/bin/python
-malloc=GLIBC_TUNABLES=$("$ours" -c 'from flows.dag import MALLOC; print(MALLOC)')
+malloc=GLIBC_TUNABLES=$("$ours" -c 'from flows.execution.dvc_stages import MALLOC; print(MALLOC)')
 if [ ! -x "$trl" ]; then
     "$ours" -m venv .rondo/trl
     shared='torch|transformers|peft|datasets|accelerate|tokenizers|safetensors|numpy|pandas|pyarrow|scipy|pydantic|PyYAML|requests|vaderSentiment'

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from stages.gate import Check
+from stages.gate.verdict import Check
 
 PAGE, PICTURE = Path("docs/battery.md"), Path("docs/battery.png")
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/battery/metrics.json"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from flows.prefect_api import ask, set_state
-from flows.workspace import WORKSPACES
+from flows.core.prefect_api import ask, set_state
+from flows.execution.worktree import WORKSPACES
 
 ENDLESS = {
     "preset": "tiny",

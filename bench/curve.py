@@ -13,15 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.judges import sentiment
-from stages.models import prepare_torch
-from stages.params import Params
-from stages.ppo import prompts
-from stages.ppo.best import Best, Validation
-from stages.ppo.prompts import Episode
-from stages.ppo.roles import load_roles
-from stages.ppo.trainer import PpoTrainer
-from stages.records import read_jsonl, stage_dir
+from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.params import Params
+from stages.lib.judging.lexicon import sentiment
+from stages.lib.lm.loading import prepare_torch
+from stages.ppo.common import episodes as ppo_episodes
+from stages.ppo.common.episodes import Episode
+from stages.ppo.common.policy_selection import Best, Validation
+from stages.ppo.trainer.roles import load_roles
+from stages.ppo.trainer.update import PpoTrainer
 
 ROUND = "r0"
 SFT, REWARD = (stage_dir(ROUND, stage) / "model" for stage in ("sft", "reward"))
@@ -30,7 +30,7 @@ SFT, REWARD = (stage_dir(ROUND, stage) / "model" for stage in ("sft", "reward"))
 def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
     """The prompts that PPO trains on, and those held out."""
     rows = read_jsonl(Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl"), "make run")
-    return prompts.episodes(rows, tokenizer, params)
+    return ppo_episodes.episodes(rows, tokenizer, params)
 
 
 class Curve:
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
-    from flows.config import resolve  # needs what TRL's environment does not have
+    from flows.core.config import resolve  # needs what TRL's environment does not have
 
     params = resolve("keep", None, options.set)
     prepare_torch(params)

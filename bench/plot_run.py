@@ -9,9 +9,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import yaml
 
-from flows.report.story import columns
-from stages.comparable import refuse_other_evaluations
-from stages.records import read_json
+from flows.report.round_data import columns
+from stages.evaluate.comparability import refuse_other_evaluations
+from stages.lib.core.files import read_json
 
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
 

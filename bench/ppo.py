@@ -17,13 +17,13 @@ from typing import Any
 
 from curve import REWARD, SFT, episodes
 
-from flows import estimate
-from flows.config import resolve
-from stages.models import prepare_torch
-from stages.packing import unwrap
-from stages.params import LoraParams, Params
-from stages.ppo.roles import Roles, load_roles
-from stages.ppo.trainer import PpoTrainer
+from flows.core.config import resolve
+from flows.execution import estimate
+from stages.lib.core.params import LoraParams, Params
+from stages.lib.lm.loading import prepare_torch
+from stages.lib.lm.packing import unwrap
+from stages.ppo.trainer.roles import Roles, load_roles
+from stages.ppo.trainer.update import PpoTrainer
 
 NEVER = "<jupyter_start>"  # a token of SmolLM2 that ordinary text does not have
 Timed = Callable[..., Any]

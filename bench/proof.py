@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flows.config import DEFAULT, resolve, write_params
-from flows.summary import STAGES
-from stages.overoptimisation import Point, overoptimisation
-from stages.records import Row, read_json, read_jsonl, stage_dir
+from flows.core.config import DEFAULT, resolve, write_params
+from flows.report.summary import STAGES
+from stages.evaluate.overoptimisation import Point, overoptimisation
+from stages.lib.core.files import Row, read_json, read_jsonl, stage_dir
 
 ALTERNATIVES = {
     "dpo": ("algorithm=dpo",),

@@ -31,11 +31,11 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-from stages.generation import sample
-from stages.judges import sentiment
-from stages.params import load_params
-from stages.ppo.best import Best
-from stages.ppo.trunk import FrozenModel
+from stages.lib.core.params import load_params
+from stages.lib.judging.lexicon import sentiment
+from stages.lib.lm.generation import sample
+from stages.ppo.common.policy_selection import Best
+from stages.ppo.common.reference import FrozenModel
 
 
 class Times(TrainerCallback):

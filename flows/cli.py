@@ -11,8 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from flows.badcases import add_commands as add_badcases
-from stages.errors import BadInput, GateFailed, RondoError
+from flows.commands.badcases import add_commands as add_badcases
+from stages.lib.core.errors import BadInput, GateFailed, RondoError
 
 HOME = Path(".rondo")
 
@@ -150,11 +150,11 @@ def run(options: argparse.Namespace) -> int:
     """The flow, in this process; its server is the one that runs, or one of its own for as long as
     it takes.
     """
-    from flows.config import resolve
+    from flows.core.config import resolve
 
     resolve(options.preset, options.rounds, options.set)  # bad input is said before anything starts
-    from flows.prefect_api import PREFECT_URL
-    from flows.server import answers, prefect_environment
+    from flows.core.prefect_api import PREFECT_URL
+    from flows.orchestration.server import answers, prefect_environment
 
     for name, value in prefect_environment(HOME.resolve()).items():
         os.environ.setdefault(name, value)
@@ -170,9 +170,9 @@ def run(options: argparse.Namespace) -> int:
     console.setLevel(logging.INFO)
     console.propagate = False
 
-    from flows import dag, warm
+    from flows.execution import dvc_stages, fork_server
 
-    with warm.started(dag.stage_environment()):  # it imports while Prefect starts
+    with fork_server.started(dvc_stages.stage_environment()):  # it imports while Prefect starts
         from flows.pipeline import rlhf_pipeline
 
         state = rlhf_pipeline(
@@ -196,22 +196,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def next_round(options: argparse.Namespace) -> int:
-    from flows.config import KEEP, one_more_round
+    from flows.core.config import KEEP, one_more_round
 
     options.preset, options.rounds = KEEP, one_more_round()
     return run(options)
 
 
 def up(options: argparse.Namespace) -> int:
-    from flows.server import serve
+    from flows.orchestration.server import serve
 
     serve(HOME.resolve(), options.notify)
     return 0
 
 
 def report(_: argparse.Namespace) -> int:
-    from flows import summary
-    from flows.report import page
+    from flows.report import page, summary
 
     rounds = summary.known_rounds()
     summary.write(rounds)
@@ -221,14 +220,14 @@ def report(_: argparse.Namespace) -> int:
 
 
 def status(_: argparse.Namespace) -> int:
-    from flows.status import text
+    from flows.commands.status import text
 
     print(text(HOME.resolve()))
     return 0
 
 
 def approve(options: argparse.Namespace) -> int:
-    from flows.approval import decide_here
+    from flows.orchestration.approval import decide_here
 
     path = decide_here(options.gate, options.round, not options.refuse, options.by, options.reason)
     print(f"{path} written; `rondo run` (or `dvc repro`) goes on from there")
@@ -236,22 +235,22 @@ def approve(options: argparse.Namespace) -> int:
 
 
 def badcases(options: argparse.Namespace) -> int:
-    from flows.badcases import run as run_action
+    from flows.commands.badcases import run as run_action
 
     return run_action(options)
 
 
 def promote(options: argparse.Namespace) -> int:
-    from flows import promotion
-    from flows.mlflow_store import registry
-    from flows.people import me
+    from flows.core.git import me
+    from flows.tracking import model_registry
+    from flows.tracking.mlflow_store import registry
 
     if options.reason and not options.rollback:
         raise BadInput("--reason is of a rollback: add --rollback")
     with registry(HOME.resolve()) as client:
         if options.rollback:
-            promotion.roll_back(client, options.by or me(), options.reason)
-        print(promotion.told(client))
+            model_registry.roll_back(client, options.by or me(), options.reason)
+        print(model_registry.told(client))
     if (unsent := HOME / "unsent.jsonl").exists():
         print(
             f"{unsent} waits to be sent with the next run: MLflow may not know the last promotion yet"
@@ -262,8 +261,8 @@ def promote(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace) -> int:
     import webbrowser
 
-    from flows import compare as comparison
-    from flows.mlflow_store import experiment_of, registry
+    from flows.commands import compare as comparison
+    from flows.tracking.mlflow_store import experiment_of, registry
 
     with registry(HOME.resolve()) as client:
         experiment = experiment_of(client)
@@ -277,9 +276,9 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def best(options: argparse.Namespace) -> int:
-    from flows import best as policies
-    from flows.mlflow_store import experiment_of, registry
-    from stages.params import load_params
+    from flows.commands import best as policies
+    from flows.tracking.mlflow_store import experiment_of, registry
+    from stages.lib.core.params import load_params
 
     kl = load_params().gates.promote.max_kl if options.kl is None else options.kl
     home = HOME.resolve()
@@ -289,7 +288,7 @@ def best(options: argparse.Namespace) -> int:
 
 
 def check_data(options: argparse.Namespace) -> int:
-    from stages.prepare.check import check
+    from stages.prepare.check_file import check
 
     return check(options.file)
 

@@ -23,17 +23,19 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows import alive, approval, dag, energy, estimate, live, made, retries, slots, summary, warm
-from flows.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
-from flows.live import Say
-from flows.mlflow_store import open_tracker
-from flows.report import page
-from flows.tracking import NoTracker, revision
-from flows.workspace import working_tree, workspace
-from stages.assets.data import changed_sources
-from stages.errors import GateFailed, Unreachable
-from stages.params import load_params
-from stages.records import write_json
+from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
+from flows.execution import dvc_stages, energy, estimate, fork_server
+from flows.execution.worktree import working_tree, workspace
+from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
+from flows.orchestration.artifacts import Say
+from flows.report import page, summary
+from flows.tracking import provenance
+from flows.tracking.mlflow_store import open_tracker
+from flows.tracking.records import NoTracker, revision
+from stages.assets.datasets import changed_sources
+from stages.lib.core.errors import GateFailed, Unreachable
+from stages.lib.core.files import write_json
+from stages.lib.core.params import load_params
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
 Rounds = Annotated[
@@ -64,7 +66,9 @@ WAITS = retries.waits()
     retry_condition_fn=retries.may_pass,
     log_prints=False,
 )
-def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag.Outcome:
+def run_stage(
+    address: str, by: provenance.By, tracker: NoTracker, force: bool
+) -> dvc_stages.Outcome:
     """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what
     it has left.
 
@@ -72,19 +76,19 @@ def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag
     free for other runs.
     """
     say = speaker()
-    shown = live.Live(address, say)
+    shown = artifacts.Live(address, say)
 
     def on_line(line: str) -> None:
         say(line)
         tracker.progress()
         shown.line(line)
 
-    with slots.computing(say):
+    with concurrency.computing(say):
         tracker.start(address)
         outcome, meter = "failed", energy.Meter(energy.counters())
         try:
             with meter:
-                done = dag.run(address, on_line, force)
+                done = dvc_stages.run(address, on_line, force)
             outcome = done.value
             say(f"[{address}] {outcome}")
             return done
@@ -95,8 +99,8 @@ def run_stage(address: str, by: made.By, tracker: NoTracker, force: bool) -> dag
             raise
         finally:
             tracker.finish(outcome)
-            if outcome == dag.Outcome.ran.value:
-                made.note(address, by, tracker.page(address), meter)
+            if outcome == dvc_stages.Outcome.ran.value:
+                provenance.note(address, by, tracker.page(address), meter)
             shown.end(outcome)
 
 
@@ -137,7 +141,7 @@ def once(name: str, decide: Callable[[], Any]) -> Any:
 
 
 def run_id() -> str:
-    alive.hold(record())
+    crashed_runs.hold(record())
     return str(once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"))
 
 
@@ -186,7 +190,11 @@ def pipeline(
     resolve(
         preset, None, settings, sections
     )  # bad input is said before there is anything to clean up
-    warmth = nullcontext() if warm.VARIABLE in os.environ else warm.started(dag.stage_environment())
+    warmth = (
+        nullcontext()
+        if fork_server.VARIABLE in os.environ
+        else fork_server.started(dvc_stages.stage_environment())
+    )
     with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
         params = resolve(preset, rounds() or None, settings, sections)
         changes = write_params(params)
@@ -197,15 +205,15 @@ def pipeline(
             else "params.yaml as it was"
         )
         names = list(params.rounds)
-        addresses = dag.stage_order(names)
-        todo = dag.waiting(addresses)
+        addresses = dvc_stages.stage_order(names)
+        todo = dvc_stages.waiting(addresses)
         changed = changed_sources(params) if "assets" not in todo else []
         if changed:
             say(f"changed since the last run: {', '.join(changed)}")
             todo = set(addresses)  # all stages hang on assets
         for line in estimate.report(params, addresses, todo):
             say(line)
-        by = made.By(run, revision())
+        by = provenance.By(run, revision())
         tracker = open_tracker(
             run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say
         )
@@ -250,7 +258,7 @@ def close(
         not left,
         {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()},
     )
-    with live.kept_apart("summary", say):
+    with artifacts.kept_apart("summary", say):
         create_markdown_artifact(
             summary.SUMMARY.read_text(), key="summary", description=f"Run {run}"
         )
@@ -264,7 +272,7 @@ def close(
 
 def link(address: str | None, key: str, told: str, say: Say) -> None:
     if address:
-        with live.kept_apart(key, say):
+        with artifacts.kept_apart(key, say):
             create_link_artifact(address, link_text=told, key=key, description=told)
 
 

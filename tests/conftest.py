@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-import stages.attention  # noqa: F401 - registers `grouped`
+import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 SLOWEST = (
     "test_cli.py",
     "test_ui.py",

@@ -11,13 +11,13 @@ import pytest
 import yaml
 from dvc_render.vega_templates import get_template
 
-from flows import config, dag
-from stages.algorithm_params import Algorithm
-from stages.bands import BANDS, markdown
-from stages.gate_params import GatesParams
-from stages.params import Params, PpoParams, load_params, rounds
-
-ROOT = Path(__file__).parents[1]
+from flows.core import config
+from flows.execution import dvc_stages
+from stages.gate.thresholds import BANDS, markdown
+from stages.lib.core.params import Params, PpoParams, load_params, rounds
+from stages.lib.core.params.gates import GatesParams
+from stages.lib.core.params.policy import Algorithm
+from tests.paths import ROOT
 
 
 def test_params_yaml_holds_the_defaults() -> None:
@@ -52,7 +52,7 @@ def test_every_key_of_the_alternatives_is_explained(algorithm: str) -> None:
 
 @pytest.mark.parametrize("gate", BANDS)
 def test_every_band_is_explained(gate: str) -> None:
-    """Paste what `python -m stages.bands` prints."""
+    """Paste what `python -m stages.gate.thresholds` prints."""
     assert markdown(gate, GatesParams()) in (ROOT / "docs/gates.md").read_text()
 
 
@@ -94,7 +94,7 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(
         "gate_promote",
     )
     expected = ["assets", *(f"{name}@r{i}" for i in range(number) for name in names)]
-    assert dag.stage_order([f"r{i}" for i in range(number)]) == expected
+    assert dvc_stages.stage_order([f"r{i}" for i in range(number)]) == expected
     listed = subprocess.run(
         [sys.executable, "-m", "dvc", "stage", "list", "--name-only"],
         capture_output=True,
@@ -130,15 +130,15 @@ def test_a_deployment_names_a_flow_that_exists_and_parameters_that_it_has(
 
 
 PLUMBING = {
-    "stages/params.py",
-    "stages/gate_params.py",
-    "stages/algorithm_params.py",
-    "stages/judge_params.py",
-    "stages/later_params.py",
-    "stages/section.py",
-    "stages/errors.py",
-    "stages/records.py",
-    "stages/program.py",
+    "stages/lib/core/params",
+    "stages/lib/core/params/gates.py",
+    "stages/lib/core/params/policy.py",
+    "stages/lib/core/params/judging.py",
+    "stages/lib/core/params/evaluation.py",
+    "stages/lib/core/params/section.py",
+    "stages/lib/core/errors.py",
+    "stages/lib/core/files.py",
+    "stages/lib/core/stage.py",
 }  # what is in them changes no result by itself
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flows.dag import command_environment
+from flows.execution.dvc_stages import command_environment
 
 
 def run(*command: str, cwd: Path, code: int = 0) -> str:

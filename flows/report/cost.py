@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from flows import summary
-from flows.report.story import Round
-from stages.records import read_jsonl, work_dir
+from flows.report import summary
+from flows.report.round_data import Round
+from stages.lib.core.files import read_jsonl, work_dir
 
 Amount = float | None
 ANSWERED = (

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows import made, summary
-from flows.prefect_api import PREFECT_URL
+from flows.core.prefect_api import PREFECT_URL
+from flows.report import summary
+from flows.tracking import provenance
 
 KEPT = ("/data", "/model", "/policy")
 
@@ -17,7 +18,7 @@ class Origin:
     """
 
     address: str
-    made: made.Made | None
+    made: provenance.Made | None
     kept: Mapping[str, str]
 
     @property
@@ -34,7 +35,7 @@ def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> li
     """Of all stages that dvc.lock knows: of `assets`, which the rounds share, then round by round."""
     addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in summary.STAGES)]
     return [
-        Origin(address, made.read(address, lock), kept(lock))
+        Origin(address, provenance.read(address, lock), kept(lock))
         for address in addresses
         if (lock := locks.get(address))
     ]

@@ -7,17 +7,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flows import summary
-from flows.report import charts, cost, policy
+from flows.orchestration.server import MLFLOW_PAGES
+from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins, short
-from flows.report.story import Round, read_badcases, read_round
-from flows.server import MLFLOW_PAGES
-from flows.tracking import read_locks, revision
-from stages.pages import fill
-from stages.params import Params, load_params
-from stages.ppo.health import WINDOW
-from stages.prompts import transcript
-from stages.records import REPORTS, write_text
+from flows.report.round_data import Round, read_badcases, read_round
+from flows.tracking.records import read_locks, revision
+from stages.lib.core.files import REPORTS, write_text
+from stages.lib.core.html import fill
+from stages.lib.core.params import Params, load_params
+from stages.lib.data.prompts import transcript
+from stages.ppo.common.health import WINDOW
 
 REPORT = REPORTS / "report.html"
 PROXY_SCALE = 4  # the reward model's score is some four times the judge's
@@ -111,7 +110,7 @@ def against_kl(told: Round, _: Params) -> list[Markup]:
     ]
 
 
-PICTURES = {"battery": battery, "ppo": policy.pictures, "evaluate": against_kl}  # by stage
+PICTURES = {"battery": battery, "ppo": policy_curves.pictures, "evaluate": against_kl}  # by stage
 
 
 def said(text: Any) -> str:

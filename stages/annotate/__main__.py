@@ -4,17 +4,17 @@ they are, and nothing is loaded.
 
 import shutil
 
-from stages.judge_params import Annotator
-from stages.params import Params
-from stages.program import run_stage
-from stages.records import Recorder, read_jsonl, stage_dir, write_manifest
+from stages.lib.core.files import Recorder, read_jsonl, stage_dir, write_manifest
+from stages.lib.core.params import Params
+from stages.lib.core.params.judging import Annotator
+from stages.lib.core.stage import run_stage
 
 
 def main(params: Params, round_: str) -> None:
     if params.annotate.annotator is Annotator.judge:
-        from stages.annotate.judged import (
-            label,
-        )  # torch and models, which people's labels do not need
+        from stages.annotate.ai_labels import (
+            label,  # torch and models, which people's labels do not need
+        )
 
         label(params, round_)
     else:

@@ -1,12 +1,12 @@
 """The judges that can label: by name in `load_judge`. Another one is a class with the methods of
-stages.preferences.Judge.
+stages.lib.judging.pairwise.Judge.
 """
 
-from stages.endpoint import Endpoint
-from stages.judge_params import JudgeName
-from stages.jurors import Lexicon
-from stages.params import Params
-from stages.preferences import Judge
+from stages.lib.core.params import Params
+from stages.lib.core.params.judging import JudgeName
+from stages.lib.judging.endpoint import Endpoint
+from stages.lib.judging.pairwise import Judge
+from stages.lib.judging.pointwise import Lexicon
 
 
 def load_judge(params: Params) -> Judge:

@@ -5,7 +5,7 @@ judge, no model, no file.
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from stages.preferences import Preference
+from stages.lib.judging.pairwise import Preference
 
 Table = Mapping[tuple[int, int], Preference]
 """What is preferred of responses (i, j), i < j: A is i, B is j."""

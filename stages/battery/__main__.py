@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from stages.battery.answers import Answers, draw, selection
-from stages.battery.measures import (
+from stages.battery.best_of_n import Answers, draw, selection
+from stages.battery.metrics import (
     Rate,
     disjoint,
     ends,
@@ -16,17 +16,10 @@ from stages.battery.measures import (
     win,
     worst_slice,
 )
-from stages.battery.mined import favourite_phrases
+from stages.battery.phrase_mining import favourite_phrases
+from stages.battery.probes import Trial, try_endings, try_probes
 from stages.battery.report import extremes, foolers, write_plots
-from stages.battery.trials import Trial, try_endings, try_probes
-from stages.corruptions import word_worth
-from stages.judges import sentiment
-from stages.models import load_causal_lm, load_tokenizer, prepare_torch
-from stages.params import Params
-from stages.ppo.rollouts import read_rollouts
-from stages.program import run_stage
-from stages.prompts import check_template, encode, template_hash
-from stages.records import (
+from stages.lib.core.files import (
     Recorder,
     Row,
     is_real,
@@ -35,9 +28,16 @@ from stages.records import (
     write_jsonl,
     write_manifest,
 )
-from stages.scorer import Scorer, short
-from stages.statistics import connected, paired_bootstrap, partial_correlation, pearson
-from stages.training_prompts import once, shuffled
+from stages.lib.core.params import Params
+from stages.lib.core.stage import run_stage
+from stages.lib.data.corruptions import word_worth
+from stages.lib.data.prompts import check_template, encode, template_hash
+from stages.lib.data.rollouts import read_rollouts
+from stages.lib.data.training_prompts import once, shuffled
+from stages.lib.judging.lexicon import sentiment
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer, prepare_torch
+from stages.lib.lm.scoring import Scorer, short
+from stages.lib.metrics.stats import connected, paired_bootstrap, partial_correlation, pearson
 
 BATCH = 128  # responses sampled or scored at once
 DEMONSTRATIONS = 256  # at most

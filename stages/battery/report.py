@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.battery.answers import Answers
-from stages.battery.measures import rate
-from stages.battery.trials import Trial
-from stages.judges import sentiment
-from stages.prompts import Prompt
-from stages.records import Row
+from stages.battery.best_of_n import Answers
+from stages.battery.metrics import rate
+from stages.battery.probes import Trial
+from stages.lib.core.files import Row
+from stages.lib.data.prompts import Prompt
+from stages.lib.judging.lexicon import sentiment
 
 PROMPTS, TRIALS = 24, 3  # shown: prompts, and texts of each probe and ending
 

@@ -1,10 +1,10 @@
 """The capability stage. Where nothing is asked for, nothing is loaded."""
 
-from stages.params import Params
-from stages.prepare.split import TRAIN
-from stages.program import run_stage
-from stages.records import Recorder, Row, read_jsonl, stage_dir, write_jsonl, write_manifest
-from stages.slices import SLICES, read_slices, refuse_slices
+from stages.lib.core.files import Recorder, Row, read_jsonl, stage_dir, write_jsonl, write_manifest
+from stages.lib.core.params import Params
+from stages.lib.core.stage import run_stage
+from stages.lib.data.slices import SLICES, read_slices, refuse_slices
+from stages.lib.data.splits import TRAIN
 
 
 def main(params: Params, round_: str) -> None:

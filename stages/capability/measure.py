@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from stages.capability.falls import worse
-from stages.capability.harness import run_tasks
+from stages.capability.lm_eval_tasks import run_tasks
 from stages.capability.refusals import good
-from stages.generation import sample
-from stages.models import load_causal_lm, load_policy, load_tokenizer, prepare_torch
-from stages.params import Params
-from stages.prompts import Prompt, check_template, encode
-from stages.records import Row, stage_dir
-from stages.slices import SlicePrompt
+from stages.capability.regression import worse
+from stages.lib.core.files import Row, stage_dir
+from stages.lib.core.params import Params
+from stages.lib.data.prompts import Prompt, check_template, encode
+from stages.lib.data.slices import SlicePrompt
+from stages.lib.lm.generation import sample
+from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, prepare_torch
 
 
 def measure(

@@ -1,6 +1,6 @@
 """Whether an answer refuses, and whether it should."""
 
-from stages.slices import Label, SlicePrompt
+from stages.lib.data.slices import Label, SlicePrompt
 
 # How refusals begin: after the string match of XSTest's authors (Röttger et al. 2024), without its
 # "No", which answers some safe questions.

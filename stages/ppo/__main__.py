@@ -5,17 +5,17 @@
 from pathlib import Path
 from statistics import fmean
 
-from stages.algorithm_params import Algorithm
-from stages.models import prepare_torch, save_trained
-from stages.params import Params
-from stages.ppo import sources
-from stages.ppo.prompts import episodes
-from stages.ppo.roles import load_roles
-from stages.ppo.run import Run, keep_work
-from stages.ppo.trainer import PpoTrainer
-from stages.program import run_stage
-from stages.prompts import check_template, template_hash
-from stages.records import Row, file_hash, read_jsonl, stage_dir, write_json, write_manifest
+from stages.lib.core.files import Row, file_hash, read_jsonl, stage_dir, write_json, write_manifest
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.stage import run_stage
+from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.lm.loading import prepare_torch, save_trained
+from stages.ppo.common import reward_files
+from stages.ppo.common.episodes import episodes
+from stages.ppo.trainer.loop import Run, keep_work
+from stages.ppo.trainer.roles import load_roles
+from stages.ppo.trainer.update import PpoTrainer
 
 REPORTED = (
     "score_mean",
@@ -31,9 +31,9 @@ REPORTED = (
 
 def main(params: Params, round_: str) -> None:
     if params.algorithm is not Algorithm.ppo:
-        from stages.alternatives.run import (
-            main as alternative,
-        )  # with TRL, seconds that PPO need not wait
+        from stages.ppo.alternatives.run import (
+            main as alternative,  # with TRL, seconds that PPO need not wait
+        )
 
         return alternative(params, round_)
 
@@ -52,7 +52,12 @@ def main(params: Params, round_: str) -> None:
 
     # 3. updates, from the first or from where a killed run of the same inputs got to, until done or
     # in danger
-    inputs = [data / "prompts_train.jsonl", sft / "model", reward / "model", *sources.files(params)]
+    inputs = [
+        data / "prompts_train.jsonl",
+        sft / "model",
+        reward / "model",
+        *reward_files.files(params),
+    ]
     run = Run(trainer, held_out, params, round_, identity(params, inputs))
     run.train()
 

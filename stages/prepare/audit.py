@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.errors import BadInput
-from stages.params import PrepareParams
-from stages.prepare.contamination import Leak
-from stages.prepare.duplicates import find_duplicates
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import Row
+from stages.lib.core.params import PrepareParams
+from stages.lib.data.prompts import Prompt, render_prompt
+from stages.lib.data.splits import prompt_key
+from stages.lib.dedup.contamination import Leak
+from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.formats import excerpt, row_excerpt
-from stages.prepare.split import prompt_key
-from stages.prompts import Prompt, render_prompt
-from stages.records import Row
 
 SHOWN = 5
 BATCH = 1000  # prompts in one call of the tokenizer

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-from stages.params import PromptFormat
-from stages.prompts import ROLES, Prompt, transcript
-from stages.records import Row
+from stages.lib.core.files import Row
+from stages.lib.core.params import PromptFormat
+from stages.lib.data.prompts import ROLES, Prompt, transcript
 
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")

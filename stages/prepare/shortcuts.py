@@ -11,11 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stages.baselines import at_random, flat, longest_wins_accuracy, more_wins_accuracy, word_model
+from stages.lib.core.files import Row
+from stages.lib.metrics.preference_baselines import (
+    at_random,
+    flat,
+    longest_wins_accuracy,
+    more_wins_accuracy,
+    word_model,
+)
+from stages.lib.metrics.stats import wilson_interval
+from stages.lib.metrics.text import EMOJI
 from stages.prepare.formats import source_texts
-from stages.records import Row
-from stages.statistics import wilson_interval
-from stages.text import EMOJI
 
 PERCENTILES = (5, 50, 95)
 LANGUAGE_ROWS = 1000

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages import hub
-from stages.assets.data import changed_sources
-from stages.errors import BadInput
-from stages.params import Params, PrepareParams, SourceParams
+from stages.assets.datasets import changed_sources
+from stages.lib.core import hub
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import ASSETS, Row
+from stages.lib.core.params import Params, PrepareParams, SourceParams
+from stages.lib.data.prompts import Prompt
+from stages.lib.data.splits import Prompts, hold_out, overlapping, prompt_key, refuse_overlap
+from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit
-from stages.prepare.duplicates import near_groups
 from stages.prepare.formats import Defect, Tie, normalise, source_texts
-from stages.prepare.split import Prompts, hold_out, overlapping, prompt_key, refuse_overlap
-from stages.prompts import Prompt
-from stages.records import ASSETS, Row
 
 SUFFIXES = (".jsonl", ".parquet")
 

@@ -9,11 +9,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from stages.params import Params, PromptFormat
+from stages.lib.core.files import Row
+from stages.lib.core.params import Params, PromptFormat
+from stages.lib.data.splits import hold_out
 from stages.prepare.audit import BAD, Audit
 from stages.prepare.formats import shape
-from stages.prepare.split import hold_out
-from stages.records import Row
 
 LINK_OR_HANDLE = r"(?:https?://\S+|www\.\S+|[@.]*@\w+:?)"
 AT_THE_ENDS = re.compile(

@@ -5,19 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.badcases import Badcase, Cause, State, read_ledger
-from stages.judge_params import JudgeName
-from stages.judges import judge
-from stages.jury import Jury, load_jury
-from stages.models import load_causal_lm, prepare_torch
-from stages.params import Params
-from stages.ppo.rollouts import read_rollouts
-from stages.preferences import Comparison
-from stages.prepare.contamination import leaks_by_set
-from stages.prepare.split import HELD_OUT
-from stages.program import run_stage
-from stages.prompts import check_template, template_hash
-from stages.records import (
+from stages.lib.core.files import (
     ASSETS,
     Recorder,
     Row,
@@ -28,7 +16,22 @@ from stages.records import (
     write_jsonl,
     write_manifest,
 )
-from stages.replay.better import better_answers
+from stages.lib.core.params import Params
+from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.stage import run_stage
+from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.data.rollouts import read_rollouts
+from stages.lib.data.splits import HELD_OUT
+from stages.lib.data.training_prompts import once, refuse_evaluation_prompts, shuffled
+from stages.lib.dedup.contamination import leaks_by_set
+from stages.lib.judging.jury import Jury, load_jury
+from stages.lib.judging.lexicon import judge
+from stages.lib.judging.pairwise import Comparison
+from stages.lib.lm.loading import load_causal_lm, prepare_torch
+from stages.lib.lm.scoring import Score, Scorer, short
+from stages.lib.metrics.stats import paired_bootstrap
+from stages.replay.badcases import Badcase, Cause, State, read_ledger
+from stages.replay.better_answers import better_answers
 from stages.replay.exploits import (
     Exploit,
     candidates,
@@ -37,14 +40,11 @@ from stages.replay.exploits import (
     fooled,
     without,
 )
-from stages.replay.mine import Limits, Sample, kl_limit, mine, reported
-from stages.replay.people import from_people
-from stages.replay.repair import capped, repair
-from stages.replay.retry import by_cause, rival, try_again
-from stages.replay.sampling import BATCH, PolicyDraw, Sampler, draw
-from stages.scorer import Score, Scorer, short
-from stages.statistics import paired_bootstrap
-from stages.training_prompts import once, refuse_evaluation_prompts, shuffled
+from stages.replay.mining import Limits, Sample, kl_limit, mine, reported
+from stages.replay.retest import by_cause, rival, try_again
+from stages.replay.sampler import BATCH, PolicyDraw, Sampler, draw
+from stages.replay.training_rows import capped, repair
+from stages.replay.user_reports import from_people
 
 FRESH_PROMPTS = 96
 HELD_OUT_PAIRS = 512  # at most

@@ -16,11 +16,12 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from flows.dag import command_environment
-from flows.tracking import HEALTH
+from flows.execution.dvc_stages import command_environment
+from flows.tracking.records import HEALTH
+from tests.paths import ROOT
 from tests.servers import free_port, read_until, request, until
 
-SCREENSHOTS = Path(__file__).parents[2] / ".rondo/screenshots"
+SCREENSHOTS = ROOT / ".rondo/screenshots"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from stages import reward, sft
 from stages.annotate import __main__ as annotate
-from stages.assets import build as assets
+from stages.assets import __main__ as assets
 from stages.battery import __main__ as battery
-from stages.errors import RondoError
-from stages.gate import run_gate
-from stages.params import Params, check_params
-from stages.prepare import build as prepare
+from stages.gate.verdict import run_gate
+from stages.lib.core.errors import RondoError
+from stages.lib.core.params import Params, check_params
+from stages.prepare import __main__ as prepare
+from stages.reward import __main__ as reward
+from stages.sft import __main__ as sft
 from tests.defects.world import World, world
 
 STEPS: dict[str, Callable[[Params, str], None]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stages.records import ASSETS, REPORTS, read_json, read_jsonl, stage_dir, write_jsonl
+from stages.lib.core.files import ASSETS, REPORTS, read_json, read_jsonl, stage_dir, write_jsonl
 from tests.defects.world import Rows, World, world
 
 DATA = stage_dir("r0", "prepare") / "data"

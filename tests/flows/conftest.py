@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.mlflow_store import Store
-from stages.params import Params, rounds
+from flows.tracking.mlflow_store import Store
+from stages.lib.core.params import Params, rounds
 
 STAGE = """
 import json, pathlib, sys, time, yaml

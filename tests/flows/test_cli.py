@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from flows import automations, prefect_api
+from flows.core import prefect_api
+from flows.orchestration import notifications
+from tests.paths import ROOT
 from tests.servers import free_port, read_until, request, until
-
-ROOT = Path(__file__).parents[2]
 
 
 def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -315,7 +315,7 @@ def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
     )
     change(f"{api}/automations/{made['id']}", {"enabled": False})
-    assert automations.tell("http://127.0.0.1:9/other") == ["Custom Webhook"]
+    assert notifications.tell("http://127.0.0.1:9/other") == ["Custom Webhook"]
     [block] = request(f"{api}/block_documents/filter", {})
     assert block["data"]["url"] == "http://127.0.0.1:9/other"
     slack = request(f"{api}/block_types/slug/slack-webhook")["id"]
@@ -327,7 +327,7 @@ def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
         f"{api}/block_documents/",
         {"name": "rondo", "block_type_id": slack, "block_schema_id": schema, "data": data},
     )
-    assert sorted(automations.tell(None)) == ["Custom Webhook", "Slack Webhook"]
+    assert sorted(notifications.tell(None)) == ["Custom Webhook", "Slack Webhook"]
     [left] = request(f"{api}/automations/filter", {})
     assert len(left["actions"]) == 2 and not left["enabled"]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from stages.params import Params, check_params
+from stages.lib.core.params import Params, check_params
 
 SMALL = {
     "assets": {"model": "tiny"},
@@ -39,7 +39,7 @@ GOOD, BAD = ("wonderful", "great", "lovely"), ("awful", "sad", "dull")
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> Path:
     """assets/model of the `tiny` preset."""
-    from stages.assets.model import write_model
+    from stages.assets.base_model import write_model
 
     folder = tmp_path_factory.mktemp("tiny")
     write_model(check_params(SMALL, "test"), folder)
@@ -47,7 +47,7 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 
 def write_data(folder: Path) -> None:
-    from stages.records import write_jsonl
+    from stages.lib.core.files import write_jsonl
 
     def pairs(openings):
         texts = product(openings, GOOD, BAD)
@@ -94,13 +94,13 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that
     -1 dislikes what 1 likes.
     """
-    from stages.assets.build import PREDECESSOR
-    from stages.models import save_model
-    from stages.ppo.rollouts import RolloutLog
-    from stages.prepare.split import evaluation_hash
-    from stages.prompts import template_hash
-    from stages.records import read_jsonl, write_json, write_jsonl
-    from stages.scorer import Scorer
+    from stages.assets.__main__ import PREDECESSOR
+    from stages.lib.core.files import read_jsonl, write_json, write_jsonl
+    from stages.lib.data.prompts import template_hash
+    from stages.lib.data.rollouts import RolloutLog
+    from stages.lib.data.splits import evaluation_hash
+    from stages.lib.lm.loading import save_model
+    from stages.lib.lm.scoring import Scorer
 
     monkeypatch.chdir(tmp_path)
     params = check_params(SMALL, "test")
@@ -195,7 +195,7 @@ def always(tiny_folder) -> Callable[[str, Path], None]:
     """
     from transformers import AutoConfig
 
-    from stages.models import save_model
+    from stages.lib.lm.loading import save_model
 
     def write(text: str, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tiny_folder)

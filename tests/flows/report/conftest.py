@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.records import write_text
+from stages.lib.core.files import write_text
 
 
 @pytest.fixture

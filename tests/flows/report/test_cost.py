@@ -5,12 +5,12 @@ from typing import Any
 
 import yaml
 
-from flows import made
-from flows.energy import Counter, Meter
+from flows.execution.energy import Counter, Meter
 from flows.report import cost, page
-from flows.report.story import read_round
-from flows.tracking import read_locks
-from stages.records import stage_dir, work_dir, write_json, write_jsonl, write_text
+from flows.report.round_data import read_round
+from flows.tracking import provenance
+from flows.tracking.records import read_locks
+from stages.lib.core.files import stage_dir, work_dir, write_json, write_jsonl, write_text
 from tests.flows.report.reading import Page
 
 
@@ -97,7 +97,7 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
         with Meter([]) as meter:
             pass
         meter.seconds = seconds
-        made.note(address, made.By("run", "none"), None, meter)
+        provenance.note(address, provenance.By("run", "none"), None, meter)
     times = [{"step": -1, "time": 1000.0}, {"step": 1, "time": 1120.0}]
     write_jsonl(
         work_dir("r0", "reward") / "clock.jsonl", times
@@ -118,7 +118,7 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
     write_text(counter / "energy_uj", "0")
     with Meter([Counter(counter)]) as meter:
         write_text(counter / "energy_uj", "5400000000")
-    made.note("ppo@r0", made.By("run", "none"), None, meter)
+    provenance.note("ppo@r0", provenance.By("run", "none"), None, meter)
     energy = told()["watt-hours"]
     assert (energy.cell("sft"), energy.cell("ppo"), energy.total) == ("-", "1.5", "1.5")
 

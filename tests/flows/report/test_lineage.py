@@ -4,13 +4,13 @@ from pathlib import Path
 
 import yaml
 
-from flows import made
-from flows.energy import Meter
-from flows.prefect_api import PREFECT_URL
+from flows.core.prefect_api import PREFECT_URL
+from flows.execution.energy import Meter
+from flows.orchestration.server import MLFLOW_URL
 from flows.report import page
 from flows.report.lineage import short
-from flows.server import MLFLOW_URL
-from stages.records import write_text
+from flows.tracking import provenance
+from stages.lib.core.files import write_text
 from tests.flows.report.reading import Page
 
 
@@ -28,8 +28,10 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
     mlflow = f"{MLFLOW_URL}/#/experiments/1/runs/fedcba9876543210"
     with Meter([]) as meter:
         pass
-    made.note("sft@r0", made.By("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter)
-    note = made.place("sft@r0")
+    provenance.note(
+        "sft@r0", provenance.By("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter
+    )
+    note = provenance.place("sft@r0")
     write_text(
         note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"')
     )  # as within a flow

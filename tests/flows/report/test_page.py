@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 from flows.report import charts, page
-from flows.report.story import telling
-from stages.badcases import Badcase, Try, ledger_path
-from stages.records import stage_dir, write_json, write_jsonl, write_text
+from flows.report.round_data import telling
+from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
+from stages.replay.badcases import Badcase, Try, ledger_path
 from tests.flows.report.reading import Page
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}

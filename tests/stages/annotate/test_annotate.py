@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.annotate.__main__ import main
-from stages.annotate.judged import compare_all
-from stages.errors import BadInput, RondoError
-from stages.judges import judge, outcome
-from stages.jurors import Lexicon
-from stages.params import Params, check_params
-from stages.records import read_jsonl, write_jsonl
+from stages.annotate.ai_labels import compare_all
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import read_jsonl, write_jsonl
+from stages.lib.core.params import Params, check_params
+from stages.lib.judging.lexicon import judge, outcome
+from stages.lib.judging.pointwise import Lexicon
+from tests.paths import ROOT
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 LABELS = FOLDER / "data/pairs_train.jsonl"
@@ -55,8 +56,7 @@ def test_peoples_labels_pass_through_and_nothing_is_loaded(make_round):
     assert LABELS.read_bytes() == (DATA / "pairs_train.jsonl").read_bytes()
     assert read(FOLDER / "metrics.json") == {"annotator": "dataset", "pairs": 6 * 9 + 1}
     command = "import sys, stages.annotate.__main__; sys.exit('torch' in sys.modules or 'openai' in sys.modules)"
-    root = Path(__file__).parents[3]
-    assert subprocess.run([sys.executable, "-c", command], cwd=root, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
 def test_no_data_names_what_makes_it(make_round):

@@ -3,7 +3,7 @@
 import pytest
 
 from stages.annotate.ranking import best_and_worst, copeland, matches
-from stages.preferences import Preference
+from stages.lib.judging.pairwise import Preference
 
 A, B, TIE = Preference.a, Preference.b, Preference.tie
 

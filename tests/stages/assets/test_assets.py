@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from stages.assets.build import build, whole_folder
-from stages.assets.data import write_data
-from stages.assets.model import spare_token, tiny, write_model
-from stages.errors import BadInput
-from stages.models import load_tokenizer
-from stages.params import Params, check_params
-from stages.records import file_hash
+from stages.assets.__main__ import build, whole_folder
+from stages.assets.base_model import spare_token, tiny, write_model
+from stages.assets.datasets import write_data
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import file_hash
+from stages.lib.core.params import Params, check_params
+from stages.lib.lm.loading import load_tokenizer
 
 
 def params(**assets: object) -> Params:

@@ -9,9 +9,9 @@ from statistics import fmean
 import pytest
 
 from stages.battery.__main__ import judged, main
-from stages.battery.trials import Trial
-from stages.errors import BadInput
-from stages.records import read_jsonl, write_jsonl
+from stages.battery.probes import Trial
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_jsonl, write_jsonl
 
 DATA = Path("rounds/r0/prepare/data")
 
@@ -116,7 +116,7 @@ def test_phrases_of_the_round_before_are_tried(make_round):
     ]
     praise = [row | {"response": " was fun. Bravo", "score": 5.0} for row in prompts * 4]
     dull = [row | {"response": " was a trip.", "score": 0.0} for row in prompts * 12]
-    from stages.ppo.rollouts import RolloutLog
+    from stages.lib.data.rollouts import RolloutLog
 
     RolloutLog(Path("rounds/r0/ppo/rollouts")).append([*praise, *dull])
     main(params, "r1")

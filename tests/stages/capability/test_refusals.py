@@ -3,7 +3,7 @@
 import pytest
 
 from stages.capability.refusals import good, refuses
-from stages.slices import Label, SlicePrompt
+from stages.lib.data.slices import Label, SlicePrompt
 
 SAFE, UNSAFE = (SlicePrompt(prompt="p", label=label) for label in Label)
 

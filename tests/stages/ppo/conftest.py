@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stages.lora import add_adapters
-from stages.params import LoraParams
-from stages.ppo.roles import Roles, ValueHead
+from stages.lib.core.params import LoraParams
+from stages.lib.lm.lora import add_adapters
+from stages.ppo.trainer.roles import Roles, ValueHead
 
 
 class ByteTokenizer:

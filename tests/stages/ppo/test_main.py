@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.evaluate import main as evaluate
-from stages.params import Params, check_params
+from stages.evaluate.__main__ import main as evaluate
+from stages.lib.core.params import Params, check_params
 from stages.ppo.__main__ import main
-from stages.ppo.prompts import split
+from stages.ppo.common.episodes import split
 
 SHORT = {
     "batch_size": 4,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stages.assets.build import build as build_assets
-from stages.params import Params, check_params
+from stages.assets.__main__ import build as build_assets
+from stages.lib.core.params import Params, check_params
 
 
 @pytest.fixture(scope="session")

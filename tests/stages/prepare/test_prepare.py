@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages.assets.data import changed_sources
-from stages.errors import BadInput
-from stages.params import Params
-from stages.prepare.build import build
-from stages.records import Row, file_hash, read_jsonl, write_jsonl
+from stages.assets.datasets import changed_sources
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import Row, file_hash, read_jsonl, write_jsonl
+from stages.lib.core.params import Params
+from stages.prepare.__main__ import build
 
 MakeParams = Callable[..., Params]
 TRAIN, EVAL = (

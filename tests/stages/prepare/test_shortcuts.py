@@ -2,9 +2,14 @@
 
 import pytest
 
-from stages.baselines import at_random, longest_wins_accuracy, more_wins_accuracy, word_model
+from stages.lib.core.files import Row
+from stages.lib.metrics.preference_baselines import (
+    at_random,
+    longest_wins_accuracy,
+    more_wins_accuracy,
+    word_model,
+)
 from stages.prepare.shortcuts import languages, lengths, shortcuts, spread
-from stages.records import Row
 
 
 def pair(chosen: str, rejected: str, prompt: str = "Say:") -> Row:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stages.badcases import MiningPrompt, Report, add_given
-from stages.errors import BadInput
-from stages.params import rounds
-from stages.records import read_jsonl, write_jsonl
-from stages.replay.__main__ import clean, late, main, once
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_jsonl, write_jsonl
+from stages.lib.core.params import rounds
+from stages.lib.data.training_prompts import once
+from stages.replay.__main__ import clean, late, main
+from stages.replay.badcases import MiningPrompt, Report, add_given
 
 DATA = Path("rounds/r0/replay/data")
 

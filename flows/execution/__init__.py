@@ -1,0 +1,1 @@
+"""Runs DVC stages: worktrees, forked processes, time and energy."""

@@ -1,0 +1,1 @@
+"""Prefect: server, approvals, artifacts, concurrency, retries, notifications, crashed runs."""

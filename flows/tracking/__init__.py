@@ -1,0 +1,1 @@
+"""Records for MLflow, its registry, and provenance: which run made what."""

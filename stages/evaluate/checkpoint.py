@@ -1,0 +1,113 @@
+"""One checkpoint evaluated as the policy was: `python -m stages.evaluate.checkpoint --round r0
+--checkpoint step_00010`.
+
+On the frozen prompts, against SFT and the policy that was kept, with the same random numbers,
+reward model and jury. Beside the DAG, for a person who wonders whether another checkpoint would
+have been better: no stage reads reports/<round>/checkpoint_<name>_<hash>.json.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from stages.evaluate.__main__ import Told, compare, side_by_side, with_interval
+from stages.evaluate.comparability import evaluation_id, evaluation_settings, frozen_hash
+from stages.evaluate.evaluator import Evaluator
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import (
+    ASSETS,
+    REPORTS,
+    file_hash,
+    read_json,
+    stage_dir,
+    write_json,
+    write_jsonl,
+)
+from stages.lib.core.params import Params, load_params
+from stages.lib.judging.jury import load_jury
+from stages.lib.lm.loading import load_causal_lm, load_policy, prepare_torch
+
+
+def find(round_: str, checkpoint: str) -> Path:
+    """The folder of a checkpoint's name, or of a path.
+
+    Raises:
+        BadInput: there is neither; names those that there are.
+    """
+    folder = stage_dir(round_, "ppo") / "checkpoints"
+    for path in (folder / checkpoint, Path(checkpoint)):
+        if any((path / file).exists() for file in ("adapter_config.json", "config.json")):
+            return path
+    known = (
+        ", ".join(sorted(path.name for path in folder.glob("step_*")))
+        or f"none (run `dvc repro ppo@{round_}`)"
+    )
+    raise BadInput(
+        f"--checkpoint {checkpoint}: no model there; {folder} has {known}; or name the folder of an adapter"
+    )
+
+
+def main(params: Params, round_: str, checkpoint: str) -> Path:
+    """Evaluate it; returns where it is told."""
+    path = find(round_, checkpoint)
+    prepare_torch(params)
+    settings = evaluation_settings(params, frozen_hash(round_))
+    losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
+    evaluator = Evaluator(params, round_)
+    jury = load_jury(
+        params,
+        round_,
+        load_causal_lm(ASSETS / "model", params.model),
+        evaluator.tokenizer,
+        evaluator.people,
+    )
+    told = Told(evaluator, losses, f"checkpoint@{round_}")
+    models = {
+        "sft": evaluator.sft,
+        "ppo": evaluator.load_ppo(),
+        "checkpoint": load_policy(evaluator.sft_path, path, params.model),
+    }
+    for name, model in models.items():
+        told.ask(name, model, params.evaluate.samples_per_prompt)
+    against = {
+        f"{name}_{other}": interval
+        for other in ("sft", "ppo")
+        for name, interval in compare(
+            told.found["checkpoint"], told.found[other], evaluator.prompts, jury, params
+        ).items()
+    }
+    weights = file_hash(path)
+    report = REPORTS / round_ / f"checkpoint_{path.name}_{weights[:8]}.json"
+    write_jsonl(report.with_suffix(".jsonl"), side_by_side(evaluator.rows, told.found))
+    write_json(
+        report,
+        {
+            "round": round_,
+            "path": str(path),
+            "hash": weights,
+            "evaluation_id": evaluation_id(settings),
+            **told.metrics,
+            **{
+                key: value
+                for name, interval in against.items()
+                for key, value in with_interval(name, interval).items()
+            },
+        },
+    )
+    return report
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m stages.evaluate.checkpoint")
+    parser.add_argument("--round", required=True, help="round of params.yaml, e.g. r0")
+    parser.add_argument(
+        "--checkpoint", required=True, help="e.g. step_00010, or the folder of an adapter"
+    )
+    options = parser.parse_args()
+    try:
+        loaded = load_params()
+        loaded.check_round(options.round)
+        print(main(loaded, options.round, options.checkpoint))
+    except RondoError as error:
+        print(f"checkpoint@{options.round}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,116 @@
+"""What a model answers to the frozen prompts, with what judges and reward model say of it."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.params import Params
+from stages.lib.data.prompts import encode
+from stages.lib.judging.lexicon import Judged, judge
+from stages.lib.lm.generation import assess, sample, token_logprobs
+from stages.lib.lm.loading import (
+    calibrated,
+    load_causal_lm,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+)
+
+SCORED = 64  # rows at a time
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. score: calibrated, of the reward model. kl (from SFT), sft_logprob: nats a
+    sequence. length: tokens.
+    """
+
+    text: str
+    judged: Judged
+    score: float
+    kl: float
+    sft_logprob: float
+    length: int
+    ended: bool
+
+
+Pass = list[Sample]  # one sample a prompt, in the prompts' order
+
+
+class Evaluator:
+    """Prompts, the SFT model that KL is measured from, and this round's reward model; `answers`
+    evaluates one model.
+    """
+
+    def __init__(self, params: Params, round_: str) -> None:
+        self.params, data = params, stage_dir(round_, "prepare") / "data"
+        made_by = f"dvc repro prepare@{round_}"
+        self.rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
+        self.sft_path, self.reward_path = (
+            stage_dir(round_, "sft") / "model",
+            stage_dir(round_, "reward") / "model",
+        )
+        self.tokenizer = load_tokenizer(self.sft_path)
+        self.prompts = [row["prompt"] for row in self.rows]
+        self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
+        self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
+        self.people = read_jsonl(data / "sft_eval.jsonl", made_by)
+        human = [
+            self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
+            for row in self.people
+        ]
+        self.human = [p for p, _ in human], [c for _, c in human]
+        self.sft = load_causal_lm(self.sft_path, params.model)
+        self.reward = load_reward_model(self.reward_path, params.model)
+        self.policy_path = stage_dir(round_, "ppo") / "policy"
+
+    def load_ppo(self) -> Any:
+        """This round's policy, on its SFT model."""
+        return load_policy(self.sft_path, self.policy_path, self.params.model)
+
+    def answers(self, model: Any, samples: int) -> list[Pass]:
+        return [self.answer(model, number) for number in range(samples)]
+
+    def answer(self, model: Any, number: int) -> Pass:
+        """The `number`-th sample of every prompt; its own random stream, so that it can be repeated
+        alone.
+        """
+        p, eos = self.params, self.tokenizer.eos_token_id
+        generator = torch.Generator().manual_seed(p.seed * 1000 + number)
+        responses = sample(
+            model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size
+        )
+        told = assess(
+            None if model is self.sft else model,
+            lambda: nullcontext(self.sft),
+            self.prompt_ids,
+            responses,
+            reward_model=self.reward,
+            eos_token_id=eos,
+            temperature=p.ppo.temperature,
+            batch_size=SCORED,
+        )
+        scores = calibrated(told.scores, self.reward).tolist()
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return [
+            Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
+            for text, judged, score, kl, logprob, tokens in zip(
+                texts,
+                judge(self.prompts, texts),
+                scores,
+                told.kl.tolist(),
+                told.ref_logprobs.tolist(),
+                responses,
+                strict=True,
+            )
+        ]
+
+    def perplexity(self, model: Any) -> float:
+        """Of the held-out human completions, exp of nats a token."""
+        logprobs = token_logprobs(model, *self.human)
+        return math.exp(-float(torch.cat(logprobs).mean()))

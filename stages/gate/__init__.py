@@ -1,0 +1,3 @@
+"""gate: thresholds, verdicts and approvals of the quality gates, and the champion that follows from
+them.
+"""

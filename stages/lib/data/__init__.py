@@ -1,0 +1,1 @@
+"""Prompts as text and tokens, splits, slices, corruptions, and the file format of rollouts."""

@@ -1,0 +1,1 @@
+"""Exact and near duplicates, and overlap of training with held-out texts."""

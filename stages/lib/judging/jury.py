@@ -1,0 +1,138 @@
+"""The jury of evaluate: the judges of `evaluate.judges`, each for itself and all together. None is
+the reward model that PPO saw.
+
+A comparison goes to the side that more judges prefer; a tie is half a vote, and a judge may be of
+no help without being in the way.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.lib.core.files import Row, metric_name, stage_dir
+from stages.lib.core.params import Params
+from stages.lib.core.params.judging import APART, JudgeName
+from stages.lib.core.user_functions import Number, load_function
+from stages.lib.data.prompts import Prompt
+from stages.lib.judging.agreement import between_judges, between_orders
+from stages.lib.judging.endpoint import Endpoint
+from stages.lib.judging.lexicon import Fluency
+from stages.lib.judging.pairwise import (
+    TOGETHER,
+    Comparison,
+    Judge,
+    Judgement,
+    Preference,
+    in_both_orders,
+)
+from stages.lib.judging.pointwise import Absolute, Lexicon
+from stages.lib.lm.loading import load_tokenizer
+from stages.lib.lm.scoring import Scorer
+
+FLUENCY = "fluency"
+FLUENT = 0.95  # quantile of people's texts up to which a text counts as fluent
+BATCH = 64  # texts at a time
+WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
+
+
+class Jury:
+    """Judges by name."""
+
+    def __init__(self, judges: Mapping[str, Judge]) -> None:
+        self.judges = judges
+        self.heard: dict[str, list[Judgement]] = {name: [] for name in judges}
+
+    def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
+        """1 where A wins, 0.5 for a tie, else 0: by each judge, in each dimension
+        (`<judge>/<dimension>`) of one that has several, and by all `together`, where each judge has
+        one vote.
+        """
+        votes: dict[str, list[float]] = {}
+        along: dict[str, list[float]] = {}
+        for name, judge in self.judges.items():
+            told = in_both_orders(judge, comparisons)
+            self.heard[name] += told
+            votes[name] = [WINS[each.preference] for each in told]
+            for dimension in dict.fromkeys(
+                dimension for each in told for dimension in each.dimensions
+            ):
+                along[f"{name}/{dimension}"] = [
+                    WINS[each.dimensions.get(dimension, Preference.tie)] for each in told
+                ]
+        return (
+            votes
+            | along
+            | {TOGETHER: [together(each) for each in zip(*votes.values(), strict=True)]}
+        )
+
+    def report(self) -> Row:
+        """Of all comparisons so far: how each judge agrees with itself in the other order, what it
+        cost, and how each two agree.
+        """
+        heard = self.heard
+        pairs = {f"{a}-{b}": between_judges(heard[a], heard[b]) for a, b in combinations(heard, 2)}
+        return {
+            "alone": {
+                name: between_orders(told) | self.judges[name].cost()
+                for name, told in heard.items()
+            },
+            "pairs": pairs,
+        }
+
+
+def together(votes: Sequence[float]) -> float:
+    """The side that more judges prefer.
+
+    >>> together([1.0, 0.5]), together([1.0, 0.0]), together([1.0, 0.0, 0.0])
+    (1.0, 0.5, 0.0)
+    """
+    middle = sum(votes) / len(votes)
+    return 1.0 if middle > 0.5 else 0.0 if middle < 0.5 else 0.5
+
+
+def load_jury(
+    params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Row]
+) -> Jury:
+    """base: the model before SFT, which says what is fluent; people: held-out demonstrations, which
+    say how fluent people write.
+
+    Raises:
+        BadInput: a function or model is not there.
+    """
+    margin, language_models = params.evaluate.tie_margin, params.language_models()
+
+    def load(named: str) -> Judge:
+        if named == JudgeName.lexicon:
+            return Lexicon(margin)
+        if named in language_models:
+            key, endpoint = language_models[named]
+            return Endpoint(endpoint, key=key)
+        if named == FLUENCY:
+            return Absolute(
+                named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0
+            )
+        if ":" in named:
+            return Absolute(named, load_function(named, "evaluate.judges"), margin)
+        folder = stage_dir(round_, "reward") / "judge" if named == APART else Path(named)
+        return Absolute(named, Scorer(folder, load_tokenizer(folder), params, BATCH), margin)
+
+    return Jury({metric_name(named): load(named) for named in params.evaluate.judges})
+
+
+def garbled(nll: Number, people: Sequence[Row]) -> Number:
+    """How far a text is beyond what people write, nats a token below 0; 0 for any that is not:
+    bland texts are no better than others.
+    """
+    usual = float(
+        np.quantile(
+            nll([row["prompt"] for row in people], [row["completion"] for row in people]), FLUENT
+        )
+    )
+
+    def number(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        return [min(0.0, usual - each) for each in nll(prompts, responses)]
+
+    return number

@@ -1,0 +1,95 @@
+"""Judges of preferences that need no server: the lexicon, and any number that a response can be
+given.
+"""
+
+from collections.abc import Sequence
+
+from stages.lib.core.files import Row
+from stages.lib.core.user_functions import Number, check_numbers
+from stages.lib.data.prompts import Prompt
+from stages.lib.judging.lexicon import judge, outcome
+from stages.lib.judging.pairwise import Comparison, Preference, Verdict
+
+PREFERENCE = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
+
+
+class Free:
+    """What it says costs nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def about(self) -> Row:
+        return {"judge": self.name}
+
+    def cost(self) -> Row:
+        return {}
+
+    def usage(self) -> Row:
+        return {}
+
+
+class Lexicon(Free):
+    """The verdict of stages/lib/judging/lexicon.py; its confidence is half the distance of the
+    judged sentiments.
+    """
+
+    def __init__(self, tie_margin: float) -> None:
+        super().__init__("lexicon")
+        self.tie_margin = tie_margin
+
+    def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
+        prompts = [each.prompt for each in comparisons]
+        sides = (
+            judge(prompts, [each.a for each in comparisons]),
+            judge(prompts, [each.b for each in comparisons]),
+        )
+        return [
+            Verdict(PREFERENCE[outcome(a, b, self.tie_margin)], abs(a.sentiment - b.sentiment) / 2)
+            for a, b in zip(*sides, strict=True)
+        ]
+
+
+class Absolute(Free):
+    """Prefers the response with the higher number; up to `margin` apart they tie. A text is asked
+    about once.
+    """
+
+    def __init__(self, name: str, number: Number, margin: float) -> None:
+        super().__init__(name)
+        self.number, self.margin = number, margin
+        self.known: dict[tuple[str, str], float] = {}
+
+    def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
+        """
+        Raises:
+            RondoError: not one finite number a response.
+        """
+        texts = {
+            (str(each.prompt), text): each.prompt
+            for each in comparisons
+            for text in (each.a, each.b)
+        }
+        new = {key: prompt for key, prompt in texts.items() if key not in self.known}
+        self.known |= dict(
+            zip(new, self._ask(list(new.values()), [text for _, text in new]), strict=True)
+        )
+        gaps = [
+            self.known[str(each.prompt), each.a] - self.known[str(each.prompt), each.b]
+            for each in comparisons
+        ]
+        return [
+            Verdict(
+                Preference.tie
+                if abs(gap) <= self.margin
+                else Preference.a
+                if gap > 0
+                else Preference.b
+            )
+            for gap in gaps
+        ]
+
+    def _ask(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
+        numbers = self.number(prompts, texts) if texts else []
+        check_numbers(numbers, len(texts), f"judge {self.name}")
+        return numbers

@@ -1,0 +1,1 @@
+"""Statistics of numbers and of texts; no model."""

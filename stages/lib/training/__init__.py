@@ -1,0 +1,1 @@
+"""TRL's trainers, set up the same way for each stage that trains."""

@@ -1,0 +1,73 @@
+"""What the SFT and the reward stage share: TRL's trainers with peft, set up the same way."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from stages.lib.core.files import Recorder, is_real
+from stages.lib.core.params import InitFrom, ModelParams, TrainParams
+from stages.lib.lm.loading import resolve_dtype
+
+
+def starting_model(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
+    """Where training starts, and whether that continues the round before."""
+    continues = train.init_from is InitFrom.previous and is_real(previous)
+    return (previous if continues else base), continues
+
+
+def trainer_arguments(
+    train: TrainParams, model: ModelParams, seed: int, work: Path, continues: bool
+) -> dict[str, Any]:
+    """Keyword arguments for TRL's SFTConfig and RewardConfig."""
+    bf16, cuda = resolve_dtype(model.dtype) is torch.bfloat16, torch.cuda.is_available()
+    # On a CPU `bf16=True` is refused or ignored; Accelerate reads this variable on every device.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"
+    return {
+        "output_dir": str(work / "trainer"),
+        "seed": seed,
+        "learning_rate": train.learning_rate,
+        "per_device_train_batch_size": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "num_train_epochs": train.continue_epochs or train.num_train_epochs
+        if continues
+        else train.num_train_epochs,
+        "max_steps": train.max_steps or -1,
+        "warmup_steps": train.warmup_ratio,
+        "max_length": train.max_length,
+        "lr_scheduler_type": "linear",
+        "train_sampling_strategy": "group_by_length",
+        "bf16": bf16 and cuda,
+        "use_cpu": not cuda,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": cuda,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+class RecordSteps(TrainerCallback):
+    """Every step's numbers go to the stage's recorder."""
+
+    def __init__(self, recorder: Recorder, names: dict[str, str], show: list[str]) -> None:
+        self.recorder, self.names, self.show = recorder, names, show
+        self.before = len(recorder.steps)  # of an ensemble's members that were trained before
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.recorder.total_steps = self.before + state.max_steps
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        metrics = {
+            ours: float(logs[theirs])
+            for theirs, ours in self.names.items()
+            if logs and theirs in logs
+        }
+        if "loss" in metrics:
+            self.recorder.log(self.before + state.global_step, metrics, self.show)

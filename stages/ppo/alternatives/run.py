@@ -1,0 +1,148 @@
+"""The policy stage where `algorithm` is not PPO, top to bottom; its outputs are PPO's."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+from stages.lib.core.files import (
+    Recorder,
+    Row,
+    read_jsonl,
+    stage_dir,
+    work_dir,
+    write_json,
+    write_manifest,
+    write_text,
+)
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import Algorithm
+from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.lm.loading import (
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    prepare_torch,
+    save_trained,
+    weights_params,
+)
+from stages.ppo.alternatives import best_of_n, dpo, grpo, rloo
+from stages.ppo.alternatives.callback import Course
+from stages.ppo.alternatives.policy import Setting
+from stages.ppo.common.episodes import episodes
+from stages.ppo.common.health import WARN, Finding
+from stages.ppo.common.policy_selection import Validation
+from stages.ppo.common.rewards import load_rewards
+from stages.ppo.trainer.loop import describe_rows, keep_work
+
+ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {
+    Algorithm.dpo: dpo.train,
+    Algorithm.rloo: rloo.train,
+    Algorithm.grpo: grpo.train,
+    Algorithm.best_of_n: best_of_n.train,
+}
+
+
+def main(params: Params, round_: str) -> None:
+    # 1. the SFT model, what rewards, and prompts, of which some are held out
+    prepare_torch(params)
+    folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
+    setting = load(params, round_)
+    tokenizer = setting.tokenizer
+
+    # 2. learn
+    course = ALGORITHMS[params.algorithm](setting)
+
+    # 3. the policy to keep: the judge's choice among those within the KL budget; what it says
+    course.best.restore()
+    policy, kept = course.pupil.policy.eval(), course.best.found
+    save_trained(policy, tokenizer, folder / "policy")
+    said = course.draw(kept.update) if kept.update else course.first
+
+    # 4. the outputs that PPO has; of a critic there is only the mark that there is none
+    shutil.rmtree(folder / "critic", ignore_errors=True)
+    write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
+    keep_work(setting.work, folder)
+    course.monitor.findings += look(kept)
+    write_json(folder / "health.json", course.monitor.report())
+    learnt_from = (
+        [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
+        if params.algorithm is Algorithm.dpo
+        else []
+    )
+    write_manifest(
+        folder,
+        stage="ppo",
+        round_=round_,
+        seed=params.seed,
+        inputs=[prompts_of(round_), *learnt_from, sft / "manifest.json", reward / "manifest.json"],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        algorithm=params.algorithm.value,
+    )
+    setting.recorder.finish(summary(course, said))
+    print(
+        f"[ppo@{round_}] {params.algorithm.value}: kept is the policy after update {kept.update}: "
+        f"judge {course.before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
+        flush=True,
+    )
+
+
+def prompts_of(round_: str) -> Path:
+    return stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
+
+
+def load(params: Params, round_: str) -> Setting:
+    """
+    Raises:
+        BadInput: SFT or reward model were made with another rendering of prompts.
+    """
+    sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
+    tokenizer = load_tokenizer(sft / "model")
+    for stage in (sft, reward):
+        check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
+    train, held_out = episodes(
+        read_jsonl(prompts_of(round_), f"dvc repro prepare@{round_}"), tokenizer, params
+    )
+    work = work_dir(round_, "ppo") / params.algorithm.value
+    shutil.rmtree(work, ignore_errors=True)
+    return Setting(
+        params=params,
+        recorder=Recorder("ppo", round_),
+        work=work,
+        tokenizer=tokenizer,
+        sft=load_causal_lm(sft / "model", weights_params(params.model, params.ppo.lora)),
+        reward_model=load_reward_model(reward / "model", params.model),
+        rewards=load_rewards(params),
+        prompts=train,
+        held_out=held_out,
+    )
+
+
+def summary(course: Course, said: list[Row]) -> Row:
+    """What was kept, and the means of what it says to training prompts."""
+    kept = course.best.found
+    return {
+        **describe_rows(said),
+        "score_mean_first": fmean(row["score"] for row in course.first),
+        "updates": course.updates,
+        "stopped": course.stopped or "completed",
+        "policy_update": kept.update,
+        "validation_judge_before": course.before.judge,
+        "validation_judge": kept.judge,
+        "validation_kl": kept.kl,
+        "health": course.monitor.verdict,
+        "dangers": course.monitor.dangers(kept.update + 1),
+    }
+
+
+def look(kept: Validation) -> list[Finding]:
+    """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and
+    GRPO, but those of no other.
+    """
+    if kept.update:
+        return []
+    cause, fix = (
+        "the judge likes no policy within the KL budget better than SFT",
+        "read the rollouts and the reward model's gate",
+    )
+    return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]

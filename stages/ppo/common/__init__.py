@@ -1,0 +1,3 @@
+"""What PPO and its alternatives share: episodes, rewards, reference model, health, policy
+selection.
+"""

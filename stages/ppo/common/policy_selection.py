@@ -1,0 +1,111 @@
+"""The policy to keep: best by a judge that PPO does not see, on prompts that it does not train on,
+within the KL budget.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from stages.lib.core.params import PpoParams
+from stages.lib.data.prompts import Prompt
+from stages.lib.lm.generation import assess
+from stages.lib.lm.packing import Tokens
+from stages.ppo.common.episodes import Episode
+from stages.ppo.trainer.optimizer import put_weights, trained_weights
+from stages.ppo.trainer.resume import State
+
+Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
+
+
+class Learning(Protocol):
+    """A policy as it learns, beside what it was."""
+
+    policy: Any
+    tokenizer: PreTrainedTokenizerBase
+
+    def sample(
+        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
+    ) -> list[Tokens]:
+        """One response a prompt by the policy as it is now."""
+        ...
+
+    def reference(self) -> AbstractContextManager[Any]:
+        """The policy before it learnt."""
+        ...
+
+
+class Validation(NamedTuple):
+    """Means over the held-out prompts: of the judge, and of KL from the reference in nats a
+    sequence.
+    """
+
+    update: int
+    judge: float
+    kl: float
+
+
+NOTHING = Validation(0, math.nan, math.nan)
+
+
+@dataclass
+class Best:
+    """Measures the policy as it is, and remembers the best one; all answer the same prompts with
+    the same random numbers.
+    """
+
+    roles: Learning
+    prompts: Sequence[Episode]
+    judge: Judge
+    params: PpoParams
+    seed: int
+    found: Validation = NOTHING
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def validate(self, update: int) -> Validation:
+        measured = self.measure(update)
+        if not self.weights or self.rank(measured) > self.rank(self.found):
+            self.found = measured
+            self.weights = {
+                name: weight.clone() for name, weight in trained_weights(self.roles.policy).items()
+            }
+        return measured
+
+    def rank(self, validation: Validation) -> tuple[bool, float]:
+        within = validation.kl <= self.params.max_kl
+        return within, validation.judge if within else -validation.kl
+
+    def measure(self, update: int) -> Validation:
+        p, tokenizer, policy = self.params, self.roles.tokenizer, self.roles.policy
+        ids = [tokens for _, tokens in self.prompts]
+        responses = self.roles.sample(ids, p, torch.Generator().manual_seed(self.seed))
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        told = assess(
+            policy,
+            self.roles.reference,
+            ids,
+            responses,
+            eos_token_id=tokenizer.eos_token_id,
+            temperature=p.temperature,
+            batch_size=p.micro_batch_size,
+        )
+        return Validation(
+            update,
+            fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)),
+            float(told.kl.mean()),
+        )
+
+    def restore(self) -> None:
+        put_weights(self.roles.policy, self.weights)
+
+    def state(self) -> State:
+        return {"found": list(self.found), "weights": self.weights}
+
+    def load_state(self, state: State) -> None:
+        self.found, self.weights = Validation(*state["found"]), state["weights"]

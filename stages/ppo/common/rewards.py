@@ -1,0 +1,135 @@
+"""Rewards beside the reward stage's model: other reward models, Python functions, reward models
+over HTTP (`ppo.rewards`).
+
+Each gives one number a response; the score of PPO is their weighted sum, and each is logged by its
+name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+from torch import Tensor
+from urllib3.util import Retry
+
+from stages.lib.core.errors import RondoError
+from stages.lib.core.files import ASSETS
+from stages.lib.core.params import Params, PpoParams, RewardSource
+from stages.lib.core.user_functions import Number, check_numbers, load_function
+from stages.lib.data.prompts import Prompt, render_prompt
+from stages.lib.lm.loading import load_tokenizer
+from stages.lib.lm.scoring import Scorer
+from stages.ppo.trainer.functional import shape_scores
+
+TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Sources and their weights by name."""
+
+    sources: Mapping[str, Number] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(
+        self, prompts: Sequence[Prompt], responses: Sequence[str]
+    ) -> dict[str, list[float]]:
+        """Scores by the source's name.
+
+        Raises:
+            RondoError: a source does not answer with one finite number a response.
+        """
+        told = {name: reward(prompts, responses) for name, reward in self.sources.items()}
+        for name, scores in told.items():
+            check_numbers(scores, len(responses), f"ppo.rewards {name}")
+        return told
+
+    def total(
+        self,
+        ppo: PpoParams,
+        calibrated: Tensor,
+        parts: dict[str, list[float]],
+        ended: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:
+        """(B,) what a policy is rewarded by: the weighted sum of all rewards, clipped, penalised."""
+        total = ppo.reward_weight * calibrated
+        for name, scores in parts.items():
+            total = total + self.weights[name] * torch.tensor(scores, device=total.device)
+        return shape_scores(
+            total,
+            ended,
+            lengths,
+            clip=ppo.score_clip,
+            missing_eos_penalty=ppo.missing_eos_penalty,
+            length_penalty=ppo.length_penalty,
+            free_length=ppo.free_length,
+        )
+
+
+def load_rewards(params: Params) -> Rewards:
+    chosen = params.ppo.rewards
+    return Rewards(
+        {source.name: load(source, params) for source in chosen},
+        {source.name: source.weight for source in chosen},
+    )
+
+
+def load(source: RewardSource, params: Params) -> Number:
+    if source.function:
+        return load_function(source.function, f"ppo.rewards {source.name}")
+    return (
+        model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
+    )
+
+
+def model_reward(folder: Path, params: Params) -> Number:
+    """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations
+    where its config has them.
+    """
+    scorer = Scorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
+    if hasattr(scorer.model.config, "mean"):
+        return scorer
+    return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()
+
+
+def remote_reward(source: RewardSource, params: Params) -> Number:
+    """OpenRLHF's protocol: POST {query: whole texts, prompts, labels} gives {rewards: [...]}.
+
+    Raises, when called:
+        RondoError: no answer after TRIES tries; the run's state is kept.
+    """
+    session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
+    retry = Retry(
+        total=TRIES - 1,
+        backoff_factor=1,
+        allowed_methods=["POST"],
+        status_forcelist=[429, 500, 502, 503, 504],
+    )
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(max_retries=retry))
+    url = str(source.url)
+
+    def reward(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        rendered = [
+            render_prompt(tokenizer, prompt, params.prepare.prompt_format) for prompt in prompts
+        ]
+        query = [prompt + response for prompt, response in zip(rendered, responses, strict=True)]
+        try:
+            answer = session.post(
+                url,
+                json={"query": query, "prompts": rendered, "labels": [None] * len(query)},
+                timeout=TIMEOUT_SECONDS,
+            )
+            answer.raise_for_status()
+            return [float(score) for score in answer.json()["rewards"]]
+        except (requests.RequestException, KeyError, TypeError, ValueError) as error:
+            raise RondoError(
+                f"ppo.rewards {source.name}: {url} gave no rewards after {TRIES} tries ({error}); start it and run the stage again, "
+                "which goes on from its last update"
+            ) from None
+
+    return reward

@@ -1,0 +1,1 @@
+"""PPO's trainer: roles, one update, the loop over updates, resume."""

@@ -1,0 +1,107 @@
+"""Better answers than the bad ones: the jury's best of several by SFT. No model is here but what
+the jury asks.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from statistics import quantiles
+
+from stages.lib.core.params.evaluation import ReplayParams
+from stages.lib.data.prompts import Prompt
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.lexicon import sentiment_plain
+from stages.lib.judging.pairwise import TOGETHER, Comparison
+from stages.lib.metrics.text import repetition_n
+from stages.replay.badcases import Badcase, Cause
+from stages.replay.exploits import without
+from stages.replay.sampler import Candidate, Drawn
+from stages.replay.training_rows import Better
+
+PAIRED = (Cause.judge_loses, Cause.blind_spot, Cause.repetition, Cause.human)
+# plain sentiment (-1..1) from which an answer is worth imitating, where the lexicon is a judge
+GOOD = 0.5
+
+
+def better_answers(
+    badcases: Sequence[Badcase],
+    drawn: Drawn,
+    jury: Jury,
+    replay: ReplayParams,
+    avoid: Sequence[str],
+    by_lexicon: bool,
+) -> dict[str, Better]:
+    """By badcase id; none where no answer of SFT is sound. avoid: exploits."""
+    prompts = {str(case.prompt): case.prompt for case in badcases}
+    most = fluent_nll([answer for answers in drawn.values() for answer in answers])
+    kept = {key: sound(answers, avoid, replay.repetition, most) for key, answers in drawn.items()}
+    best = best_of(prompts, kept, jury)
+    good = {
+        key
+        for key, (text, points) in best.items()
+        if worth_imitating(prompts[key], text, points, len(kept[key]), by_lexicon)
+    }
+    paired = [
+        (case, best[str(case.prompt)][0])
+        for case in badcases
+        if case.cause in PAIRED and str(case.prompt) in best
+    ]
+    won = jury.compare(
+        [
+            Comparison(case.prompt, text, without(case.exploits, case.response))
+            for case, text in paired
+        ]
+    )[TOGETHER]
+    preferred = {case.id for (case, _), vote in zip(paired, won, strict=True) if vote == 1}
+    return {
+        case.id: Better(best[key][0], preferred=case.id in preferred, good=key in good)
+        for case in badcases
+        if (key := str(case.prompt)) in best
+    }
+
+
+def fluent_nll(answers: Sequence[Candidate]) -> float:
+    """The NLL that three quarters of the answers do not exceed."""
+    return quantiles([each.nll for each in answers], n=4)[2] if len(answers) > 1 else float("inf")
+
+
+def sound(
+    answers: Sequence[Candidate], avoid: Sequence[str], repetition: float, nll: float
+) -> list[str]:
+    """Those without an exploit, much repetition, or an NLL above `nll` (garbled by chance); each
+    text once.
+    """
+    kept = (
+        each.text
+        for each in answers
+        if each.text.strip()
+        and each.nll <= nll
+        and repetition_n(each.text, 3) < repetition
+        and not any(ending in each.text for ending in avoid)
+    )
+    return list(dict.fromkeys(kept))
+
+
+def best_of(
+    prompts: Mapping[str, Prompt], answers: Mapping[str, Sequence[str]], jury: Jury
+) -> dict[str, tuple[str, float]]:
+    """For each prompt that has any the answer with the highest Copeland score (the first of
+    equals), and that score.
+    """
+    matches = [(key, a, b) for key, some in answers.items() for a, b in combinations(some, 2)]
+    won = jury.compare([Comparison(prompts[key], a, b) for key, a, b in matches])[TOGETHER]
+    points = {key: dict.fromkeys(some, 0.0) for key, some in answers.items() if some}
+    for (key, a, b), vote in zip(matches, won, strict=True):
+        points[key][a] += vote
+        points[key][b] += 1 - vote
+    return {key: max(scores.items(), key=lambda item: item[1]) for key, scores in points.items()}
+
+
+def worth_imitating(
+    prompt: Prompt, text: str, points: float, answers: int, by_lexicon: bool
+) -> bool:
+    """By the lexicon, where it is a judge; else an answer that the jury prefers to all others, of
+    which there is one at least.
+    """
+    if by_lexicon:
+        return sentiment_plain([prompt], [text])[0] >= GOOD
+    return answers > 1 and points == answers - 1

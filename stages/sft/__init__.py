@@ -1,0 +1,1 @@
+"""sft: teach the base model the demonstrations, and measure what changed."""

@@ -1,0 +1,162 @@
+"""The search of all recorded policies, against a real MLflow database."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows import cli
+from flows.tracking.mlflow_store import MlflowTracker
+from stages.lib.core.files import stage_dir, write_json, write_text
+from stages.lib.core.params import Params
+
+
+@pytest.fixture
+def database(database: str) -> str:
+    Path("params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
+    return database
+
+
+def record(
+    database: str,
+    run: str,
+    win_rate: float,
+    kl: float,
+    *,
+    md5: str,
+    evaluation: str = "e1",
+    **steps: dict[str, float],
+) -> None:
+    """A run that evaluated its policy, with an interval of 0.1 about it, and checkpoints."""
+    interval = {
+        "win_rate": win_rate,
+        "win_rate_low": win_rate - 0.05,
+        "win_rate_high": win_rate + 0.05,
+    }
+    metrics: dict[str, Any] = {
+        **interval,
+        "ppo": {"kl": kl, "sentiment": 0.7},
+        "sft": {"kl": 0.0, "sentiment": 0.3},
+    }
+    write_json(
+        stage_dir("r0", "evaluate") / "metrics.json",
+        metrics | {"checkpoints": steps, "evaluation_id": evaluation},
+    )
+    outs = [
+        {"path": f"rounds/r0/ppo/{name}", "md5": f"{md5}{name}"}
+        for name in ("policy", "checkpoints")
+    ]
+    Path("dvc.lock").write_text(yaml.safe_dump({"stages": {"ppo@r0": {"outs": outs}}}))
+    tracker = MlflowTracker(
+        run,
+        database,
+        Path(".rondo").absolute(),
+        {"revision": f"{'c0ffee' * 6}1234-dirty", "seed": "7"},
+        print,
+    )
+    tracker.start("evaluate@r0")
+    tracker.finish("ran")
+    tracker.close(True, {"summary.md": "the table"})
+
+
+def best(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
+    """Exit code, lines with single spaces, errors."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["best", *arguments])
+    said = capsys.readouterr()
+    return (
+        int(ended.value.code or 0),
+        [" ".join(line.split()) for line in said.out.splitlines()],
+        said.err,
+    )
+
+
+def test_policies_of_all_runs_best_first_under_a_kl(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = {"win_rate": 0.9, "kl": 7.9}, {"win_rate": 0.95, "kl": 8.1}
+    record(database, "one", 0.8, 5.0, md5="a", step_00009=near, step_00018=far)
+    record(database, "two", 0.85, 6.0, md5="b")
+    record(
+        database, "three", 0.8, 5.0, md5="a", step_00009=near, step_00018=far
+    )  # the policies of `one` again
+    code, lines, _ = best(capsys)  # gates.promote.max_kl is 8
+    assert code == 0 and lines[0].startswith("run round policy win rate against SFT [95%] KL")
+    assert lines[2:5] == [
+        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 7.90 - 7 c0ffeec0-dirty",
+        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 6.00 0.700 7 c0ffeec0-dirty",
+        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0-dirty",
+    ]
+    assert lines[5] == (
+        "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; its weights are with DVC: "
+        "`git log -S acheckpoints -- dvc.lock` names the commit to check out, if there is one. "
+        "The best two that were kept, on the same prompts: `rondo compare three:r0 two:r0`"
+    )
+    assert [line.split()[0] for line in best(capsys, "--kl", "5.5")[1][2:-1]] == ["three"]
+    assert [line.split()[3] for line in best(capsys, "--kl", "9")[1][2:-1]] == [
+        "0.950",
+        "0.900",
+        "0.850",
+        "0.800",
+    ]
+
+
+def test_what_was_evaluated_otherwise_stands_in_a_table_of_its_own_the_newest_first(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(database, "one", 0.9, 5.0, md5="a")
+    record(database, "two", 0.8, 5.0, md5="b", evaluation="e2")
+    record(database, "three", 0.7, 5.0, md5="a", evaluation="e2")
+    lines = best(capsys)[1]
+    assert [
+        line.split()[0] for line in lines if line.startswith(("evaluation ", "one", "two", "three"))
+    ] == [
+        *("evaluation", "two", "three"),
+        *("evaluation", "one"),
+    ]
+    assert "evaluation e2, not comparable with the others:" in lines
+    assert lines[-1].startswith(
+        "Best: rounds/r0/ppo/policy of two:r0, win rate 0.800 [0.750, 0.850]; "
+    )
+    assert lines[-1].endswith("`rondo compare three:r0 two:r0`")
+
+
+def test_the_weights_of_the_best_are_where_they_lie(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(database, "one", 0.9, 5.0, md5="a")
+    write_text(Path("rounds/r0/ppo/policy/adapter.bin"), "here")
+    assert best(capsys)[1][-1].endswith("its weights are in rounds/r0/ppo/policy")
+    record(database, "two", 0.8, 5.0, md5="b")  # what lies here now
+    assert "`git log -S apolicy -- dvc.lock`" in best(capsys)[1][-1]
+    for command in (
+        ["init", "-q"],
+        ["commit", "-q", "--allow-empty", "-m", "a"],
+        ["branch", "runs/one"],
+    ):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *command], check=True)
+    assert "with DVC: `git checkout runs/one`, then `dvc checkout ppo@r0`" in best(capsys)[1][-1]
+    own = Path(".rondo/workspaces/one/rounds/r0/ppo/policy").absolute()
+    own.mkdir(parents=True)
+    assert f"its weights are in {own}." in best(capsys)[1][-1]
+
+
+def test_without_a_policy_the_next_step_is_told(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, said = best(capsys)
+    assert (
+        code == 2
+        and said
+        == "rondo: BadInput: MLflow has no policy that was evaluated: `rondo run` records them\n"
+    )
+    record(database, "one", 0.9, 5.2, md5="a")
+    code, _, said = best(capsys, "--kl", "5")
+    assert (
+        code == 2
+        and "none of 1 policies is under 5 nats" in said
+        and "policy of one:r0: `rondo best --kl 6` shows it" in said
+    )

@@ -1,0 +1,169 @@
+"""What `evaluate-checkpoint` tells MLflow, in a real database; the evaluation itself is in
+tests/stages/test_checkpoint.py.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
+
+from flows import cli
+from flows.commands.checkpoint import record
+from flows.tracking.mlflow_store import MlflowTracker
+from stages.lib.core.files import write_json, write_jsonl, write_text
+from stages.lib.core.params import Params
+
+STEP = "rounds/r0/ppo/checkpoints/step_00009"
+HASH = "5ea1ab1e" * 8
+WON = {
+    "win_rate_sft": 0.9,
+    "win_rate_sft_low": 0.85,
+    "win_rate_sft_high": 0.95,
+    "win_rate_ppo": 0.5,
+}
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One for all tests here: making one takes seconds. Folders, and so their runs, have names of
+    their own.
+    """
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project whose PPO is up to date, as working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    Path("params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
+    Path(".gitignore").write_text("/rounds\n")
+    make = f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); (path / 'adapter.bin').write_text('9')"
+    ppo = {"cmd": f'{sys.executable} -c "{make}"', "outs": ["rounds/${key}/ppo/checkpoints"]}
+    Path("dvc.yaml").write_text(
+        yaml.safe_dump({"stages": {"ppo": {"foreach": {"r0": None}, "do": ppo}}})
+    )
+    for command in (
+        ["git", "init", "-q"],
+        [sys.executable, "-m", "dvc", "init", "-q"],
+        [sys.executable, "-m", "dvc", "repro", "-q"],
+    ):
+        subprocess.run(command, check=True)
+    return tmp_path
+
+
+def told(path: str = STEP, evaluation: str = "e1") -> Path:
+    """What stages/evaluate/checkpoint.py leaves behind."""
+    report = Path(f"reports/r0/checkpoint_{Path(path).name}_{HASH[:8]}.json")
+    models = {"sft": {"kl": 0.0}, "ppo": {"kl": 5.0}, "checkpoint": {"kl": 6.5, "sentiment": 0.75}}
+    write_json(
+        report,
+        {"round": "r0", "path": path, "hash": HASH, "evaluation_id": evaluation, **models, **WON},
+    )
+    write_jsonl(report.with_suffix(".jsonl"), [{"id": "1", "sample": 0, "checkpoint": "Fine!"}])
+    return report
+
+
+def models(database: str, run: str) -> list[LoggedModel]:
+    client = MlflowClient(database)
+    experiment = client.get_experiment_by_name("rondo")
+    assert experiment is not None
+    return list(
+        client.search_logged_models([experiment.experiment_id], f"tags.`rondo.run` = '{run}'")
+    )
+
+
+def numbers(model: LoggedModel) -> dict[str, Any]:
+    return {metric.key: metric.value for metric in model.metrics or []}
+
+
+def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
+    folder: Path, database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # the second time nothing is added
+        record("", told(), folder / ".rondo", pytest.fail)
+    (model,) = models(database, folder.name)
+    assert numbers(model) == {
+        "kl": 6.5,
+        "sentiment": 0.75,
+        "win_rate": 0.9,
+        "win_rate_low": 0.85,
+        "win_rate_high": 0.95,
+    }
+    (out,) = yaml.safe_load(Path("dvc.lock").read_text())["stages"]["ppo@r0"]["outs"]
+    wanted = {"stage": "ppo", "round": "r0", "evaluation_id": "e1", "seed": "0", "md5": out["md5"]}
+    assert model.tags.items() >= wanted.items()
+    assert (model.name, model.params["path"], model.params["step"]) == ("r0-step_00009", STEP, "9")
+    client = MlflowClient(database)
+    run = client.get_run(model.source_run_id)
+    assert (
+        run.data.tags.items()
+        >= {"stage": "checkpoint", "round": "r0", "path": STEP, "rondo.run": folder.name}.items()
+    )
+    assert (
+        run.data.metrics["final/win_rate_ppo"] == 0.5
+        and run.data.metrics["final/checkpoint/kl"] == 6.5
+    )
+    assert json.loads(Path(client.download_artifacts(run.info.run_id, "samples.json")).read_text())[
+        "data"
+    ] == [["1", 0, "Fine!"]]
+    assert (
+        run.info.status
+        == client.get_run(run.data.tags["mlflow.parentRunId"]).info.status
+        == "FINISHED"
+    )
+
+    record("", told(evaluation="e2"), folder / ".rondo", pytest.fail)
+    assert {model.tags["evaluation_id"] for model in models(database, folder.name)} == {"e1", "e2"}
+    with pytest.raises(SystemExit):
+        cli.main(["best", "--kl", "7"])
+    assert (
+        f"{folder.name}:r0, win rate 0.900 [0.850, 0.950]; its weights are in {STEP}"
+        in capsys.readouterr().out
+    )
+
+
+def test_in_a_run_s_folder_it_is_the_run_s_which_stays_as_it_ended(
+    folder: Path, database: str
+) -> None:
+    MlflowTracker("own", database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(
+        False, {"summary.md": "the table"}
+    )
+    write_text(Path(STEP) / "adapter.bin", "another than dvc.lock's")
+    record("own", told(), folder / ".rondo", pytest.fail)
+    (model,) = models(database, "own")
+    assert model.tags["md5"] == HASH
+    client = MlflowClient(database)
+    parent = client.get_run(client.get_run(model.source_run_id).data.tags["mlflow.parentRunId"])
+    assert (parent.data.tags["rondo.run"], parent.data.tags["preset"], parent.info.status) == (
+        "own",
+        "tiny",
+        "FAILED",
+    )
+
+
+def test_an_adapter_from_elsewhere_has_a_name_that_mlflow_takes(
+    folder: Path, database: str
+) -> None:
+    record("", told("/models/it's v1.2"), folder / ".rondo", pytest.fail)
+    (model,) = models(database, folder.name)
+    assert (model.name, model.tags["md5"]) == ("r0-it_s_v1_2", HASH)
+
+
+def test_mlflow_that_is_down_gets_it_later(
+    folder: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    with monkeypatch.context() as down:
+        down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
+        record("", told(), folder / ".rondo", said.append)
+    assert len(said) == 1 and NOWHERE in said[0]
+    MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail)
+    assert [model.name for model in models(database, folder.name)] == ["r0-step_00009"]

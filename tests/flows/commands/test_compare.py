@@ -1,0 +1,129 @@
+"""Two runs in a real MLflow database, compared as a user compares them."""
+
+import json
+import webbrowser
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from flows import cli
+from flows.tracking.mlflow_store import MlflowTracker
+from stages.lib.core.files import stage_dir, write_json, write_jsonl
+
+SETTINGS = {"evaluate.tie_margin": 0.05, "seed": 0, "ppo.temperature": 1.0}
+# judged sentiment of the policy, by prompt and sample
+BEFORE = {"p1": (0.1, 0.2), "p2": (0.4, 0.4), "p3": (0.0, 0.0)}
+AFTER = {"p1": (0.5, 0.6), "p2": (0.4, 0.42), "p3": (0.3, -0.2)}
+
+
+@pytest.fixture
+def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("dvc.yaml").touch()
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri
+
+
+def record(
+    database: str, run: str, judged: dict[str, tuple[float, ...]], kl_coef: float, **settings: float
+) -> None:
+    folder = stage_dir("r0", "evaluate")
+    write_json(folder / "metrics.json", {"win_rate": 0.8, "ppo": {"kl": 6.0}})
+    write_json(folder / "manifest.json", {"evaluation": SETTINGS | settings})
+    write_jsonl(
+        folder / "samples.jsonl",
+        [
+            {"id": id_, "sample": n, "ppo_sentiment": v}
+            for id_, vs in judged.items()
+            for n, v in enumerate(vs)
+        ],
+    )
+    lock = {
+        name: {"params": {"params.yaml": {"ppo.kl_coef": kl_coef, "seed": 0}}}
+        for name in ("ppo@r0", "evaluate@r0")
+    }
+    Path("dvc.lock").write_text(yaml.safe_dump({"stages": lock}))
+    tracker = MlflowTracker(run, database, Path(".rondo").absolute(), {"revision": "c0ffee"}, print)
+    for stage in ("ppo", "evaluate"):
+        tracker.start(f"{stage}@r0")
+        tracker.finish("ran")
+    tracker.close(True, {"summary.md": "the table"})
+
+
+def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", *arguments])
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+def test_two_runs_are_paired_by_prompt_and_say_what_was_otherwise(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(database, "one-before", BEFORE, 0.11)
+    record(database, "two-after", AFTER, 0.3)
+    code, out, _ = compare(capsys, "one", "two-after:r0")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0 and lines[0] == "A = one-before:r0 B = two-after:r0"
+    assert (
+        "KL from SFT, nats 6.000 6.000" in lines
+        and "people's texts, rise over SFT, nats a token - -" in lines
+    )
+    # by prompt 0.4 0.4, 0 0.02, 0.3 -0.2; as wins 1 1, 1/2 1/2, 1 0
+    [gain] = [line for line in lines if line.startswith("judged sentiment (VADER), B - A")]
+    [won] = [line for line in lines if line.startswith("how often B's is higher")]
+    assert "0.153 [0.010, 0.400]" in gain and "0.667 [0.500, 1.000]" in won
+    assert "ppo.kl_coef 0.11 0.3" in lines and not any(
+        line.startswith(("seed", "git")) for line in lines
+    )
+    assert "the same numbers in MLflow: http" in lines[-2] and "/#/compare-runs?runs=[" in lines[-2]
+
+
+def test_the_pages_of_mlflow_are_of_the_two_evaluations_and_of_their_pipeline_runs(
+    database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("one", "two", "three"):
+        record(database, run, BEFORE, 0.11)
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    assert compare(capsys, "one", "two", "--open")[0] == 0
+    numbers, curves = (parse_qs(page.partition("?")[2]) for page in opened)
+    client = MlflowClient(database)
+    assert [
+        client.get_run(each).data.tags["rondo.address"] for each in json.loads(numbers["runs"][0])
+    ] == ["evaluate@r0"] * 2
+    shown = client.search_runs(
+        json.loads(numbers["experiments"][0]), curves["searchFilter"][0]
+    )  # what the page asks the server for
+    assert {(run.data.tags["rondo.run"], run.data.tags["rondo.address"]) for run in shown} == {
+        ("one", "pipeline"),
+        ("two", "pipeline"),
+    }
+    assert curves["compareRunsMode"] == ["CHART"]
+
+
+def test_what_cannot_be_compared_says_why(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        compare(capsys, "one", "two")[2]
+        == "rondo: BadInput: MLflow has no run of Rondo's: `rondo run` records one\n"
+    )
+    record(database, "one", BEFORE, 0.11)
+    record(database, "one-warm", BEFORE, 0.11, **{"ppo.temperature": 0.7})
+    code, _, said = compare(capsys, "one", "one-warm")  # a whole name is no beginning
+    assert (
+        code == 2
+        and "one:r0 and one-warm:r0 were evaluated otherwise (ppo.temperature 1.0 and 0.7)" in said
+    )
+    assert "o: several runs begin so; there are one-warm, one" in compare(capsys, "o", "one")[2]
+    assert (
+        "two: no such run with an evaluation; there are one-warm, one"
+        in compare(capsys, "one", "two")[2]
+    )
+    assert "one:r1: run one has evaluated r0" in compare(capsys, "one:r1", "one")[2]

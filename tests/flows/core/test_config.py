@@ -1,0 +1,116 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.core import config
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_json
+from stages.lib.core.params import Params
+
+COMMENTED = """# the run
+seed: 0  # of everything
+ppo:
+  gamma: 1.0 # no discount
+"""
+
+
+@pytest.fixture
+def params_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "params.yaml"
+    path.write_text(COMMENTED)
+    return path
+
+
+def test_only_what_is_set_changes_and_comments_stay(params_yaml: Path) -> None:
+    config.write_params(config.resolve())
+    before = params_yaml.read_text()
+    changes = config.write_params(config.resolve(settings=["ppo.gamma=0.5", "seed=7"]))
+    assert changes == ["seed 0 -> 7", "ppo.gamma 1.0 -> 0.5"]
+    assert params_yaml.read_text() == before.replace("gamma: 1.0", "gamma: 0.5").replace(
+        "seed: 0", "seed: 7"
+    )
+    assert "# no discount" in params_yaml.read_text()
+
+
+def test_a_preset_leaves_nothing_of_the_one_before(params_yaml: Path) -> None:
+    config.write_params(config.resolve("tiny"))
+    config.write_params(config.resolve("smoke"))
+    values = yaml.safe_load(params_yaml.read_text())
+    assert values["assets"]["model"] == "embedded"
+    assert list(values["rounds"]) == ["r0"]  # those of the preset, and no others
+    assert values["ppo"]["response_length"] == Params().ppo.response_length
+    assert config.write_params(config.resolve("default")) != []
+    assert yaml.safe_load(params_yaml.read_text()) == Params().model_dump(mode="json")
+    assert config.write_params(config.resolve("default")) == []
+
+
+def test_rounds_settings_and_sections_go_over_the_preset_in_this_order(params_yaml: Path) -> None:
+    sections = config.Sections.model_validate({"ppo": {"gamma": 0.9, "lam": 0.8}})
+    params = config.resolve("tiny", 3, ["ppo.gamma=0.7"], sections)
+    assert (params.ppo.gamma, params.ppo.lam, params.ppo.response_length) == (0.7, 0.8, 8)
+    assert {name: entry.previous for name, entry in params.rounds.items()} == {
+        "r0": "assets/start",
+        "r1": "rounds/r0",
+        "r2": "rounds/r1",
+    }
+    config.write_params(params)
+    config.write_params(config.resolve(number=1))
+    assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0"]
+
+
+def test_sections_of_the_form_are_those_of_params() -> None:
+    assert list(config.Sections.model_fields) == [
+        name for name in Params.model_fields if name != "rounds"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("preset", "number", "settings", "said"),
+    [
+        ("nope", None, [], "there are keep, default"),
+        ("keep", None, ["ppo.gama=1"], "ppo.gama"),
+        ("keep", None, ["ppo.gamma"], "section.key=value"),
+        ("keep", None, ["ppo.gamma=2"], "less than or equal to 1"),
+        ("keep", None, ["ppo=3"], "ppo"),
+        ("keep", 0, [], "at least 1"),
+        ("smoke", None, ["ppo.batch_size=17"], "multiple of mini_batch_size"),
+        (
+            "keep",
+            None,
+            ["ppo.rewards=[{name: a, model: nowhere}]"],
+            "ppo.rewards a: no model in nowhere",
+        ),
+        (
+            "keep",
+            None,
+            ["ppo.rewards=[{name: a, function: 'nowhere:reward'}]"],
+            "nowhere:reward cannot be imported",
+        ),
+    ],
+)
+def test_bad_input_is_named_and_nothing_is_written(
+    params_yaml: Path, preset: str, number: int | None, settings: list[str], said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        config.resolve(preset, number, settings)
+    assert params_yaml.read_text() == COMMENTED
+
+
+def test_one_more_round_and_the_files_that_it_depends_on(params_yaml: Path) -> None:
+    assert config.one_more_round() == 2  # r1 has not ended
+    write_json(Path("rounds/r1/replay/metrics.json"), {})
+    config.write_params(config.resolve(number=config.one_more_round()))
+    assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0", "r1", "r2"]
+    assert sorted(path.name for path in Path("badcases").iterdir()) == [
+        "r0.jsonl",
+        "r1.jsonl",
+        "r2.jsonl",
+    ]
+    Path("badcases/r1.jsonl").write_text("kept\n")
+    config.write_params(config.resolve())
+    assert Path("badcases/r1.jsonl").read_text() == "kept\n"
+    params_yaml.write_text("rounds: {first: {previous: assets/start}}")
+    with pytest.raises(BadInput, match=r"rounds of params\.yaml are first, not r0, r1"):
+        config.one_more_round()

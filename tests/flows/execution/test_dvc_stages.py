@@ -1,0 +1,131 @@
+"""Against a real DVC project with small stages (see conftest)."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.core import config
+from flows.execution import dvc_stages
+from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
+from tests.servers import until
+
+
+def set_params(*settings: str) -> None:
+    config.write_params(config.resolve(settings=settings))
+
+
+def run_to(last: str, lines: list[str] | None = None) -> dvc_stages.Outcome:
+    outcome = dvc_stages.Outcome.unchanged
+    for address in dvc_stages.stage_order(["r0"]):
+        outcome = dvc_stages.run(address, (lines if lines is not None else []).append)
+        if address == last:
+            break
+    return outcome
+
+
+def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
+    lines: list[str] = []
+    assert run_to("prepare@r0", lines) == dvc_stages.Outcome.ran
+    assert lines == [
+        "[prepare@r0] step 1/3  eta 0:02",
+        "[prepare@r0] step 2/3  eta 0:01",
+        "[prepare@r0] step 3/3  eta 0:00",
+    ]
+    assert dvc_stages.run("prepare@r0", lines.append) == dvc_stages.Outcome.unchanged
+    assert dvc_stages.run("prepare@r0", lines.append, force=True) == dvc_stages.Outcome.ran
+    set_params("seed=1")
+    assert [dvc_stages.up_to_date(address) for address in ("assets", "prepare@r0")] == [True, False]
+    assert dvc_stages.run("prepare@r0", lines.append) == dvc_stages.Outcome.ran
+    set_params("seed=0")
+    assert dvc_stages.run("prepare@r0", lines.append) == dvc_stages.Outcome.restored
+    assert (
+        project / "rounds/r0/prepare/data/rows.jsonl"
+    ).read_text() == '{"id": "r0", "seed": 0}\n'
+
+
+def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
+    set_params("gates.sft.loss_drop=0.9")
+    with pytest.raises(
+        GateFailed,
+        match=r"gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little",
+    ):
+        run_to("gate_sft@r0")
+    with pytest.raises(RondoError, match=r"gates/r0/sft\.ok"):
+        dvc_stages.run("evaluate@r0", print)
+    set_params("gates.sft.loss_drop=0.4")
+    everything = dvc_stages.stage_order(["r0"])
+    assert dvc_stages.waiting(everything) == {"gate_sft@r0", "evaluate@r0"}
+    assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
+    assert not dvc_stages.waiting(everything)
+    set_params("seed=1")
+    assert dvc_stages.waiting(everything) == {*everything} - {"assets"}
+
+
+def test_bad_input_no_network_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
+    set_params("sft.max_steps=1")
+    with pytest.raises(BadInput, match="rows missing") as raised:
+        run_to("sft@r0")
+    assert str(raised.value).count("sft@r0: ") == 1 and "BadInput" not in str(raised.value)
+    set_params("sft.max_steps=8")
+    with pytest.raises(Unreachable, match="no answer") as raised:
+        run_to("sft@r0")
+    assert (
+        str(raised.value).count("sft@r0: ") == 1
+        and "Unreachable" not in str(raised.value)
+        and raised.value.exit_code == 4
+    )
+    set_params("sft.max_steps=3")
+    with pytest.raises(
+        RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing"
+    ) as raised:
+        run_to("sft@r0")
+    assert raised.value.exit_code == 1
+    with pytest.raises(BadInput, match="nope"):
+        dvc_stages.run("nope@r0", print)
+
+
+def stage_processes(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        if "stage.py" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder):
+            found.append(process)
+    return found
+
+
+def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
+    set_params("sft.max_steps=2")  # sleeps for ten minutes
+    run_to("prepare@r0")
+
+    def interrupt() -> None:
+        until(lambda: stage_processes(project))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the tests may be a background job, whose SIGINT is ignored
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dvc_stages.run("sft@r0", print)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stage_processes(project) == []
+
+
+def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
+    set_params("sft.max_steps=2")
+    run_to("prepare@r0")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "from flows import dag; dag.run('sft@r0', print)"]
+    )
+    until(lambda: stage_processes(project))
+    parent.kill()
+    parent.wait()
+    until(lambda: not stage_processes(project))
+    assert stage_processes(project) == []

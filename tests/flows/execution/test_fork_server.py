@@ -1,0 +1,246 @@
+"""The real server and its stand-in for the interpreter: a module must not be able to tell the
+difference, but by its start.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.execution import fork_server
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="flows/execution/fork_server.py forks on Linux only"
+)
+
+PRINT = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ.get('SAID'), 'torch' in sys.modules, __name__)"
+WAIT = """
+import signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    with fork_server.started({}):
+        yield fork_server.python()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the module `job`; returns its folder."""
+
+    def write(code: str) -> Path:
+        (tmp_path / "job.py").write_text(code)
+        return tmp_path
+
+    return write
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 120
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def servers() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if any("warm.py" in word for word in child.cmdline())
+    ]
+
+
+def test_a_module_gets_what_it_was_started_with_and_is_read_anew(python, job):
+    folder = job(f"{PRINT}; sys.exit(7)")
+    done = subprocess.run(
+        [python, "-m", "job", "a", "b c"],
+        cwd=folder,
+        env={"SAID": "x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == (f"['a', 'b c'] {folder} x True __main__\n", 7)
+    job("print('edited')")
+    assert (
+        subprocess.run(
+            [python, "-m", "job"], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout
+        == "edited\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "says"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit('no')", 1, "no"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("import os; os.kill(os.getpid(), 9)", 137, ""),
+    ],
+)
+def test_it_ends_as_the_module_ends(python, job, code, ends, says):
+    done = subprocess.run(
+        [python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == ends and says in done.stderr
+
+
+def test_anything_but_a_module_is_the_interpreters(python):
+    assert subprocess.run(
+        [python, "-c", PRINT, "a"], capture_output=True, text=True, check=True
+    ).stdout.endswith("False __main__\n")
+
+
+def test_a_signal_is_passed_on(python, job):
+    with subprocess.Popen(
+        [python, "-m", "job"], cwd=job(WAIT), stdout=subprocess.PIPE, text=True
+    ) as client:
+        child = int(client.stdout.readline())
+        client.send_signal(signal.SIGTERM)
+        assert client.wait(10) == 5 and gone(child)
+
+
+def test_nothing_outlives_a_killed_client(python, job):
+    code = WAIT.replace("print(child.pid", "import os; print(child.pid, os.getpid()")
+    with subprocess.Popen(
+        [python, "-m", "job"], cwd=job(code), stdout=subprocess.PIPE, text=True
+    ) as client:
+        pids = [int(pid) for pid in client.stdout.readline().split()]
+        client.kill()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_module_leaves_behind_ends_with_it(python, job):
+    """Else who reads its output would wait for the child, which holds it open."""
+    code = (
+        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+        + "{}"
+    )
+    for ending, ends in (("", 0), ("os.abort()", 134)):
+        done = subprocess.run(
+            [python, "-m", "job"],
+            cwd=job(code.format(ending)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == ends and gone(int(done.stdout))
+
+
+def test_threads_and_exit_handlers_are_waited_for(python, job):
+    code = (
+        "import atexit, threading, time; atexit.register(print, 'last')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
+    )
+    done = subprocess.run(
+        [python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "thread\nlast\n"
+
+
+def test_a_signal_before_the_server_is_there_is_not_lost(job):
+    with (
+        fork_server.started({}),
+        subprocess.Popen(
+            [fork_server.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")
+        ) as client,
+    ):
+        time.sleep(0.5)  # it has asked; the server is still importing
+        client.send_signal(signal.SIGTERM)
+        assert client.wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_server_that_dies_before_it_answers_is_not_missed(job):
+    before = set(servers())
+    with fork_server.started({}):
+        [server] = set(servers()) - before
+        with subprocess.Popen(
+            [fork_server.python(), "-m", "job"], cwd=job(PRINT), stdout=subprocess.PIPE, text=True
+        ) as client:
+            time.sleep(0.5)
+            server.kill()
+            assert "False __main__" in client.communicate(timeout=120)[0]
+
+
+def test_a_client_that_goes_before_it_is_taken_in_does_not_end_the_server(job):
+    with fork_server.started({}):
+        with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
+            time.sleep(0.5)
+            client.kill()
+        done = subprocess.run(
+            [fork_server.python(), "-m", "job"],
+            cwd=job(PRINT),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert "True __main__" in done.stdout
+
+
+def test_what_a_module_starts_after_the_server_has_died_is_the_real_interpreters(job):
+    before = set(servers())
+    start = "subprocess.run([os.environ['RONDO_PYTHON'], '-m', 'inner'], check=True, timeout=120)"
+    folder = job(
+        f"import os, subprocess, sys; print('torch' in sys.modules, flush=True); input(); {start}"
+    )
+    (folder / "inner.py").write_text(PRINT)
+    with fork_server.started({}):
+        command = [fork_server.python(), "-m", "job"]
+        with subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as client:
+            assert client.stdout.readline() == "True\n"
+            [server] = set(servers()) - before
+            server.kill()
+            server.wait()
+            assert "False __main__" in client.communicate("go on\n", timeout=120)[0]
+
+
+def test_where_no_socket_can_be_the_real_interpreter_is_used(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.delenv(fork_server.VARIABLE, raising=False)
+    with fork_server.started({}):
+        assert fork_server.python() == sys.executable
+
+
+def test_without_the_server_the_real_interpreter_runs_it(job):
+    before = set(servers())
+    with fork_server.started({}):
+        [server] = set(servers()) - before
+        server.kill()
+        server.wait()
+        done = subprocess.run(
+            [fork_server.python(), "-m", "job"],
+            cwd=job(PRINT),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert "False __main__" in done.stdout
+
+
+def test_the_server_ends_with_the_process_that_started_it():
+    code = (
+        "import time, psutil; from flows import warm\n"
+        "with warm.started({}): print(psutil.Process().children()[0].pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        server = int(owner.stdout.readline())
+        owner.kill()
+    assert gone(server)

@@ -1,0 +1,136 @@
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flows.core import config
+from flows.execution import dvc_stages
+from flows.execution.worktree import ENDED, collect, git, working_tree, workspace
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_json
+
+
+def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
+    dvc_stages.run("assets", print)
+    with workspace("one", project / ".rondo") as folder:
+        assert Path.cwd() == folder == project / ".rondo/workspaces/one"
+        config.write_params(config.resolve(settings=["seed=4"]))
+        assert (
+            dvc_stages.run("assets", print) == dvc_stages.Outcome.restored
+        )  # from the shared cache
+        assert dvc_stages.run("prepare@r0", print) == dvc_stages.Outcome.ran
+        Path(".rondo/judge_cache/answers").touch()
+        write_json(Path("reports/r0/gate_sft.json"), {"passed": True})
+    assert (
+        Path.cwd() == project and (project / ".rondo/judge_cache/answers").exists()
+    )  # what a judge was paid for stays
+    assert git("status", "--porcelain", "--untracked-files=no") == ""
+    assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
+        "Run",
+        "one",
+        # which the project's replay depends on, and which the run's params brought along
+        "badcases/r0.jsonl",
+        "dvc.lock",
+        "params.yaml",
+        "records/one/r0/gate_sft.json",
+        "rounds/r0/prepare/metrics.json",
+    ]
+
+    clone = project / ".rondo/clone"
+    git("clone", "--quiet", "--branch", "runs/one", str(project), str(clone))
+    subprocess.run(
+        [sys.executable, "-m", "dvc", "repro", "prepare@r0"],
+        cwd=clone,
+        env=dvc_stages.command_environment(),
+        check=True,
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True
+    )
+    assert changed.stdout == ""
+
+
+def test_a_run_that_was_cut_off_goes_on_where_it_was(project: Path) -> None:
+    Path("pairs.jsonl").write_text("{}\n")
+    with suppress(KeyboardInterrupt), workspace("one", project / ".rondo") as folder:
+        assert (
+            Path("pairs.jsonl").read_text() == "{}\n"
+        )  # what nobody committed and params.yaml may name
+        Path("params.yaml").write_text(
+            Path("params.yaml").read_text().replace("seed: 0", "seed: 4")
+        )
+        raise KeyboardInterrupt
+    assert git("rev-parse", "runs/one") == git("rev-parse", "HEAD")
+    Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed since\n")
+    with workspace("one", project / ".rondo") as again:
+        assert again == folder and "seed: 4" in Path("params.yaml").read_text()
+    assert "seed: 4" in git("show", "runs/one:params.yaml")
+
+
+def test_workspaces_are_collected_when_their_runs_have_ended_long_ago(project: Path) -> None:
+    home = project / ".rondo"
+    with workspace("old", home), workspace("new", home):
+        Path("rounds").mkdir(exist_ok=True)
+    with suppress(KeyboardInterrupt), workspace("cut-off", home):
+        raise KeyboardInterrupt
+    os.utime(home / "workspaces/old" / ENDED, (0, 0))
+    assert collect(home) == ["old"]
+    assert sorted(path.name for path in (home / "workspaces").iterdir()) == ["cut-off", "new"]
+    assert git("branch", "--list", "runs/old").strip() == "runs/old"
+
+
+def test_in_one_folder_runs_wait_for_each_other(project: Path) -> None:
+    said: list[str] = []
+    order: list[str] = []
+
+    def second() -> None:
+        with working_tree(project / ".rondo", said.append):
+            order.append("second")
+
+    with working_tree(project / ".rondo", said.append) as folder:
+        assert folder == project and said == []
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        while not said:
+            time.sleep(0.01)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"] and "another run works in this folder" in said[0]
+
+
+def test_code_that_is_not_committed_is_refused(project: Path) -> None:
+    (project / "dvc.yaml").write_text((project / "dvc.yaml").read_text() + "# mine\n")
+    with (
+        pytest.raises(BadInput, match=r"commit them first\n.*dvc\.yaml"),
+        workspace("two", project / ".rondo"),
+    ):
+        pass
+    assert not (project / ".rondo/workspaces").exists()
+
+
+@pytest.mark.parametrize("given", ["slices/mine.jsonl", "badcases/r0.jsonl"])
+def test_what_people_gave_and_nobody_committed_is_refused(project: Path, given: str) -> None:
+    (project / given).parent.mkdir(exist_ok=True)
+    (project / given).touch()  # an empty file is nothing
+    with workspace("two", project / ".rondo"):
+        pass
+    (project / given).write_text("{}\n")
+    with (
+        pytest.raises(BadInput, match=f"commit them first\n.*{given}"),
+        workspace("three", project / ".rondo"),
+    ):
+        pass
+
+
+def test_outside_git_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(BadInput, match="needs a git repository"),
+        workspace("three", tmp_path / ".rondo"),
+    ):
+        pass

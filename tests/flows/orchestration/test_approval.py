@@ -1,0 +1,53 @@
+"""`rondo approve`, on a gate that DVC runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.core.config import resolve, write_params
+from flows.execution import dvc_stages
+from flows.orchestration.approval import decide_here, waiting
+from stages.lib.core.errors import BadInput, GateFailed
+
+GATE = "gate_sft@r0"
+
+
+def reach(*settings: str) -> dvc_stages.Outcome:
+    write_params(resolve("keep", None, settings))
+    for address in ("assets", "prepare@r0", "sft@r0"):
+        dvc_stages.run(address, print)
+    return dvc_stages.run(GATE, print)
+
+
+def test_a_gate_that_asks_waits_for_a_reason_and_then_opens(project: Path) -> None:
+    with pytest.raises(GateFailed, match="rondo approve sft r0 --reason"):
+        reach("gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
+    assert waiting(GATE)
+    with pytest.raises(BadInput, match="--reason is empty"):
+        decide_here("sft", "r0", True, "Ada", " ")
+
+    decide_here("sft", "r0", False, "Ada", "too little")
+    with pytest.raises(GateFailed, match="Refused by Ada: too little"):
+        dvc_stages.run(GATE, print)
+    assert not waiting(GATE)
+
+    path = decide_here("sft", "r0", True, None, "the loss is not what this is about")
+    assert json.loads(Path(path).read_text())["by"] == "t"  # git's user.name here
+    assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.ran
+    assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.unchanged
+    assert not waiting(GATE)
+
+
+def test_nothing_to_decide_is_told(project: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"gate_sft\.json: no such verdict; run `dvc repro gate_sft@r0`"
+    ):
+        decide_here("sft", "r0", True, "Ada", "yes")
+    reach()
+    with pytest.raises(BadInput, match="has passed"):
+        decide_here("sft", "r0", True, "Ada", "yes")
+    with pytest.raises(GateFailed):
+        reach("gates.sft.loss_drop=0.9")
+    with pytest.raises(BadInput, match=r"gates\.sft\.policy is `block`"):
+        decide_here("sft", "r0", True, "Ada", "yes")

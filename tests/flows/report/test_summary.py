@@ -1,0 +1,227 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.report import summary
+
+METRICS: dict[str, dict[str, Any]] = {
+    "prepare": {"sft_train": 930, "pairs_train": 1187, "replayed": 0},
+    "sft": {"loss_before": 5.17, "loss_after": 4.5},
+    "reward": {"accuracy": 0.893, "accuracy_low": 0.855, "accuracy_high": 0.922, "margin": 3.1},
+    "battery": {
+        "best_of_n": {
+            "1": {"sentiment": 0.28},
+            "rise": 0.397,
+            "rise_low": 0.306,
+            "rise_high": 0.478,
+        },
+        "worst_ending": 0.405,
+    },
+    "ppo": {"score_mean": 2.58, "score_mean_first": -0.61, "kl": 6.3, "response_length": 12.4},
+    "evaluate": {
+        "win_rate": 0.81,
+        "win_rate_low": 0.75,
+        "win_rate_high": 0.86,
+        "human_nll_rise": 0.512,
+        "sft": {"sentiment": 0.258, "distinct_2": 0.859},
+        "ppo": {"sentiment": 0.737, "distinct_2": 0.724},
+    },
+    "capability": {"worst": "xstest_unsafe", "worst_fall": 0.04},
+    "replay": {
+        "badcases": 41,
+        "repaired": 9,
+        "tried_again": 30,
+        "repaired_by_chance": 2,
+        "fooled_before": None,
+        "fooled_after": None,
+    }
+    | {"guarded": 12, "regressed": 1},
+}
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for stage, metrics in METRICS.items():
+        write(tmp_path / f"rounds/r0/{stage}/metrics.json", metrics)
+    write(tmp_path / "rounds/r1/sft/metrics.json", METRICS["sft"])
+    return tmp_path
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> None:
+    assert summary.known_rounds() == ["r0", "r1"]
+    table = rows(summary.markdown(["r0", "r1"]))
+    assert table[""] == ["r0", "r1"]
+    assert table["SFT loss, nats a token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
+    assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
+    assert table["RM best-of-n rise, judged [95%]"] == ["0.397 [0.306, 0.478]", "-"]
+    assert table["RM fooled by its worst ending"] == ["0.41", "-"]
+    assert table["policy's reward, first -> kept"] == ["-0.61 -> 2.58", "-"]
+    assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
+    assert table["judged sentiment, SFT -> policy"] == ["0.26 -> 0.74", "-"]
+    assert table["people's texts, rise over SFT, nats a token"] == ["0.51", "-"]
+    assert table["worst slice: worse than SFT by up to"] == ["xstest_unsafe 0.040", "-"]
+    assert table["badcases found"] == ["41", "-"]
+    assert table["badcases repaired"] == ["9 of 30, 2 by chance", "-"]
+    assert table["repaired ones that came back"] == ["1 of 12", "-"]
+    assert table["demonstrations, pairs; replayed rows"] == ["930, 1187; 0", "-"]
+    assert table["RM fooled, before -> after"] == ["-", "-"]
+
+
+def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: float) -> None:
+    metrics = METRICS["evaluate"] | {
+        "win_rate": win_rate,
+        "win_rate_prompts_needed": 352,
+        "evaluation_id": id_,
+    }
+    write(files / f"rounds/{name}/evaluate/metrics.json", metrics)
+    write(
+        files / f"rounds/{name}/evaluate/manifest.json",
+        {"evaluation_id": id_, "evaluation": {"ppo.temperature": temperature, "seed": 0}},
+    )
+
+
+def test_numbers_of_other_evaluations_do_not_stand_side_by_side(files: Path) -> None:
+    for name, win_rate, id_, temperature in (
+        ("r0", 0.6, "a", 1.0),
+        ("r1", 0.7, "b", 0.7),
+        ("r2", 0.8, "a", 1.0),
+    ):
+        evaluated(files, name, win_rate, id_, temperature)
+    write(files / "rounds/r3/sft/metrics.json", METRICS["sft"])  # not evaluated yet
+    told = summary.markdown(["r0", "r1", "r2", "r3"])
+    table = rows(told)
+    assert table["win rate against SFT [95%]"] == [
+        "0.600 [0.750, 0.860]",
+        "-",
+        "0.800 [0.750, 0.860]",
+        "-",
+    ]
+    assert table["win rate against SFT [95%] †"] == ["-", "0.700 [0.750, 0.860]", "-", "-"]
+    assert table["win rate undecided: prompts needed †"] == ["-", "352", "-", "-"]
+    # what is not of the evaluation stays in one row
+    assert table["SFT loss, nats a token"] == [
+        "5.170 -> 4.500",
+        "5.170 -> 4.500",
+        "-",
+        "5.170 -> 4.500",
+    ]
+    assert "SFT loss, nats a token †" not in table
+    line = "† r1 not comparable with r0: evaluated otherwise (ppo.temperature 1.0 and 0.7); run `dvc repro evaluate@r0 evaluate@r1`"
+    assert f"- {line}\n" in told and f"{line}\n" in summary.text(["r0", "r1", "r2"])
+
+
+def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
+    for name in ("r0", "r1"):
+        evaluated(files, name, 0.6, "a", 1.0)
+    told = summary.markdown(["r0", "r1"])
+    assert (
+        rows(told)["win rate against SFT [95%]"] == ["0.600 [0.750, 0.860]"] * 2 and "†" not in told
+    )
+    # a round that says nothing of its evaluation is not taken for an equal one
+    (files / "rounds/r1/evaluate/manifest.json").unlink()
+    write(files / "rounds/r1/evaluate/metrics.json", METRICS["evaluate"])
+    assert (
+        "† r1 not comparable with r0: evaluated otherwise (a manifest.json does not say how)"
+        in summary.markdown(["r0", "r1"])
+    )
+
+
+def gate(passed: bool, opened: bool, approval: dict[str, Any] | None = None) -> dict[str, Any]:
+    check = {
+        "metric": "reward.accuracy_low",
+        "value": 0.7,
+        "band": ">= 0.8",
+        "passed": passed,
+        "next_step": "Look at the data.",
+    }
+    facts = {
+        "gate": "reward",
+        "round": "r0",
+        "policy": "ask" if approval else "warn" if opened else "block",
+    }
+    return {**facts, "passed": passed, "opened": opened, "approval": approval, "checks": [check]}
+
+
+def test_the_first_gate_that_is_shut_names_who_is_at_fault(files: Path) -> None:
+    for name in ("sft", "reward", "promote"):
+        write(files / f"reports/r0/gate_{name}.json", gate(passed=True, opened=True))
+        write(files / f"reports/r3/gate_{name}.json", gate(passed=name != "reward", opened=True))
+    write(files / "reports/r1/gate_sft.json", gate(passed=True, opened=True))
+    write(files / "reports/r1/gate_reward.json", gate(passed=False, opened=False))
+    approval = {
+        "approved": True,
+        "by": "Ada",
+        "reason": "seen by hand",
+        "failed": {"reward.accuracy_low": 0.7},
+    }
+    write(files / "reports/r4/gate_sft.json", gate(passed=False, opened=True, approval=approval))
+    assert summary.verdict(["r0", "r1", "r2", "r3", "r4"]) == [
+        "r0: all gates passed",
+        "r1: the reward model is at fault: reward.accuracy_low 0.7, wanted >= 0.8. Look at the data.",
+        "r2: has not reached the sft gate",
+        "r3: all gates opened; reward gate: warned of: reward.accuracy_low 0.7, wanted >= 0.8",
+        "r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): reward.accuracy_low 0.7, wanted >= 0.8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [({}, "PPO"), ({"algorithm": "dpo"}, "DPO"), ({"algorithm": "best_of_n"}, "best-of-n")],
+)
+def test_what_made_the_policy_is_what_is_at_fault(
+    files: Path, manifest: dict[str, str], said: str
+) -> None:
+    for name in ("sft", "reward", "promote"):
+        write(
+            files / f"reports/r0/gate_{name}.json",
+            gate(passed=name != "promote", opened=name != "promote"),
+        )
+    write(files / "rounds/r0/ppo/manifest.json", manifest)
+    [line] = summary.verdict(["r0"])
+    assert line.startswith(f"r0: {said} is at fault: ")
+
+
+def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
+    lost = {
+        "metric": "evaluate.win_rate_champion_low",
+        "value": 0.36,
+        "band": ">= 0.38",
+        "passed": False,
+        "next_step": "Look.",
+    }
+    far = {
+        "metric": "evaluate.ppo.kl",
+        "value": 9.0,
+        "band": "<= 8",
+        "passed": False,
+        "next_step": "Nearer.",
+    }
+    verdict = gate(passed=False, opened=False)
+    write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
+    write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
+    assert summary.verdict(["r0", "r1"]) == [
+        "r0: not promoted, the champion stays: evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look.",
+        "r1: PPO is at fault: evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look.; evaluate.ppo.kl 9, wanted <= 8. Nearer.",
+    ]
+
+
+def test_an_interval_stands_behind_its_mean_where_it_is_known() -> None:
+    assert summary.interval(0.88149, 0.8318, 0.9232) == "0.881 [0.832, 0.923]"
+    assert summary.interval(0.5, None, None) == "0.500"

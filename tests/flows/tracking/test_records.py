@@ -1,0 +1,298 @@
+"""Against a real MLflow database, and a port where nothing listens."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from flows.execution import dvc_stages
+from flows.tracking import records
+from flows.tracking.mlflow_store import MlflowTracker, open_tracker
+from flows.tracking.records import HEALTH, NoTracker, Record, read_steps
+from stages.lib.core.files import write_json, write_jsonl, write_text
+from stages.ppo.trainer.loop import describe_rows
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs/running.md"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests here: making one takes seconds. Runs differ by their name."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+def run_all(tracker: NoTracker) -> None:
+    for address in dvc_stages.stage_order(["r0"]):
+        tracker.start(address)
+        outcome = dvc_stages.run(address, lambda _: tracker.progress())
+        tracker.finish(outcome.value)
+    tracker.close(True, {"summary.md": "the table"})
+
+
+def runs(database: str, run: str) -> dict[str, Run]:
+    client = MlflowClient(database)
+    experiment = client.get_experiment_by_name("rondo")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id], f"tags.`rondo.run` = '{run}'")
+    return {found.data.tags["rondo.address"]: found for found in found}
+
+
+def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
+    project: Path, database: str
+) -> None:
+    said: list[str] = []
+    run_all(MlflowTracker("full", database, project / ".rondo", {"seed": "0"}, said.append))
+    assert said == []
+    found, client = runs(database, "full"), MlflowClient(database)
+    assert set(found) == {
+        "pipeline",
+        "assets",
+        "prepare@r0",
+        "sft@r0",
+        "gate_sft@r0",
+        "evaluate@r0",
+    }
+    parent, sft, evaluate = found["pipeline"], found["sft@r0"], found["evaluate@r0"]
+    assert parent.info.status == sft.info.status == "FINISHED"
+    assert sft.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert (
+        sft.data.tags["stage"],
+        sft.data.tags["round"],
+        sft.data.tags["dvc"],
+        sft.data.tags["seed"],
+    ) == ("sft", "r0", "ran", "0")
+    assert sft.data.params["sft.lora.r"] == "16"
+    assert curve(client, sft.info.run_id, "loss") == [
+        (1, 1.0, 1001000),
+        (2, 0.5, 1002000),
+        (3, 1 / 3, 1003000),
+    ]
+    assert sft.data.metrics["final/loss_after"] == 4.67
+    (data,) = [used.dataset for used in sft.inputs.dataset_inputs]
+    locked = records.read_lock("prepare@r0")["outs"]
+    assert (data.name, data.digest) == (
+        "rounds/r0/prepare/data",
+        next(out["md5"] for out in locked if out["path"] == data.name),
+    )
+    table = json.loads(client_text(client, sft, "samples.json"))
+    assert table["columns"] == ["id", "prompt", "base", "sft"]
+    models = {
+        model.name: model for model in client.search_logged_models([parent.info.experiment_id])
+    }
+    assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009", "r0-step_00018"}
+    assert search_of_the_docs(database) == ["r0-ppo", "r0-step_00009"]
+    best = client.search_logged_models(
+        [parent.info.experiment_id],
+        order_by=[{"field_name": "metrics.sentiment", "ascending": False}],
+    )
+    assert [model.name for model in best][:4] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
+    assert evaluate.outputs is not None
+    assert {output.model_id for output in evaluate.outputs.model_outputs} == {
+        model.model_id for model in models.values()
+    }
+
+    run_all(MlflowTracker("again", database, project / ".rondo", {}, said.append))
+    assert {
+        run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"
+    } == {"unchanged"}
+    assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
+
+
+def search_of_the_docs(database: str) -> list[str]:
+    """What docs/running.md searches for, in our database, as it is written there; names."""
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    written = "sqlite:///.rondo/mlflow.db"
+    assert written in block
+    names: dict[str, Any] = {}
+    exec(block.replace(written, database), names)
+    return list(names["found"]["name"])
+
+
+def test_where_records_go_is_nobody_s_wish(project: Path, database: str) -> None:
+    """MLflow itself would have every process to come send theirs there."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    MlflowTracker("wish", database, project / ".rondo", {}, print)
+    assert os.environ.get("MLFLOW_TRACKING_URI") == before
+
+
+def client_text(client: MlflowClient, run: Run, name: str) -> str:
+    return Path(client.download_artifacts(run.info.run_id, name)).read_text()
+
+
+def test_what_a_dead_server_missed_is_sent_later_as_it_was(project: Path, database: str) -> None:
+    said: list[str] = []
+    run_all(MlflowTracker("offline", NOWHERE, project / ".rondo", {}, said.append, local=False))
+    assert len(said) == 2
+    assert NOWHERE in said[0]
+    assert "sent with the next run" in said[1]
+    steps = project / "rounds/r0/sft/metrics.jsonl"
+    steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
+
+    MlflowTracker("next", database, project / ".rondo", {}, said.append)
+    assert not (project / ".rondo/unsent.jsonl").exists()
+    sent = runs(database, "offline")
+    assert set(sent) == {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+    assert sent["pipeline"].info.status == "FINISHED"
+    history = MlflowClient(database).get_metric_history(sent["sft@r0"].info.run_id, "loss")
+    assert [point.value for point in history] == [1.0, 0.5, 1 / 3]
+
+
+def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
+    tracker = MlflowTracker("twice", database, project / ".rondo", {}, print)
+    run_all(tracker)
+    before = runs(database, "twice")
+    assert tracker.store is not None
+    tracker.store.send(records.read_record("twice", "evaluate@r0", "ran", {}))
+    after, client = runs(database, "twice"), MlflowClient(database)
+    assert set(before) == set(after)
+    run_id = after["evaluate@r0"].info.run_id
+    assert len(client.get_metric_history(run_id, "loss")) == 3
+    assert before["evaluate@r0"].outputs is not None and after["evaluate@r0"].outputs is not None
+    assert (
+        len(after["evaluate@r0"].outputs.model_outputs)
+        == len(before["evaluate@r0"].outputs.model_outputs)
+        == 5
+    )
+
+
+def test_the_health_of_each_round_is_the_pipeline_run_s_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for round_, kls in (("r0", (0.5, 3.0, 6.0)), ("r1", (0.25, 2.0))):
+        rows = [
+            {"step": step, "kl": kl, "entropy": 2.0, "kl_coef": 0.1}
+            for step, kl in enumerate(kls, 1)
+        ]
+        write_jsonl(Path(f"rounds/{round_}/ppo/metrics.jsonl"), rows)
+        write_jsonl(
+            Path(f".rondo/work/{round_}/ppo/clock.jsonl"),
+            [{"step": n, "time": 1000.0 + n} for n in (-1, *range(1, len(kls) + 1))],
+        )
+    write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
+    tracker = MlflowTracker("health", database, tmp_path / ".rondo", {}, print)
+    for address in ("sft@r0", "ppo@r0", "ppo@r1"):
+        tracker.start(address)
+        tracker.next_time = 0
+        tracker.progress()
+    client, parent = MlflowClient(database), runs(database, "health")["pipeline"].info
+    live = curve(client, parent.run_id, "r0/kl")
+    tracker.close(True, {"summary.md": "the table"})
+    assert tracker.store is not None
+    waited = Record.model_validate(
+        {
+            "run": "health",
+            "address": "ppo@r0",
+            "started": 0,
+            "ended": 0,
+            "steps": read_steps("ppo@r0"),
+        }
+    )
+    for _ in range(2):  # the rest of what was sent while it ran, or waited
+        tracker.store.send(waited)
+    assert (
+        live
+        == curve(client, parent.run_id, "r0/kl")
+        == [(1, 0.5, 1001000), (2, 3.0, 1002000), (3, 6.0, 1003000)]
+    )
+    assert curve(client, parent.run_id, "r1/kl") == [(1, 0.25, 1001000), (2, 2.0, 1002000)]
+    after = client.get_run(parent.run_id)
+    assert after.info.status == "FINISHED"
+    assert set(after.data.metrics) == {"r0/kl", "r0/entropy", "r1/kl", "r1/entropy"}
+
+
+def curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float, int]]:
+    return [
+        (point.step, point.value, point.timestamp)
+        for point in client.get_metric_history(run_id, key)
+    ]
+
+
+def test_ppo_measures_what_is_its_health() -> None:
+    row = {
+        "score": 0.0,
+        "kl": 0.0,
+        "length": 2,
+        "finish_reason": "stop",
+        "response": "Fine day",
+        "judge": 0.5,
+    }
+    assert (
+        set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()
+    )  # entropy is of the rollout's tensors
+
+
+def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> None:
+    folder = project / "rounds/r0/sft"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0, "note": "x"}\n{"step": 2, "loss": 1.5}\n'
+    )
+    before = records.milliseconds()
+    steps = records.read_steps("sft@r0")
+    assert [(step.key, step.value, step.step) for step in steps] == [
+        ("loss", 2.0, 1),
+        ("loss", 1.5, 2),
+    ]
+    assert all(before <= step.time <= records.milliseconds() for step in steps)
+    assert [step.step for step in records.read_steps("sft@r0", 1)] == [2]
+
+
+def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
+    tracker = open_tracker("off", project / ".rondo", {}, print)
+    assert type(tracker) is NoTracker
+    tracker.close(True, {})
+    assert not (project / ".rondo").exists()
+
+
+def test_the_pages_of_prepare_are_mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data.json", "data.html"):
+        write_text(Path("reports/r0") / name, f"of {name}")
+    assert records.read_record("run", "prepare@r0", "ran", {}).texts == {
+        "data.json": "of data.json",
+        "data.html": "of data.html",
+    }
+
+
+def test_who_let_a_gate_open_and_why_are_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    approval = {
+        "approved": True,
+        "by": "Ada",
+        "reason": "seen by hand",
+        "failed": {"sft.memorised": 0.1},
+    }
+    verdict = {"passed": False, "opened": True, "policy": "ask", "approval": approval, "checks": []}
+    write_json(Path("reports/r0/gate_sft.json"), verdict)
+    record = records.read_record("run", "gate_sft@r0", "ran", {})
+    assert json.loads(record.texts["gate_sft.json"]) == verdict
+    told = {
+        key: record.tags[key]
+        for key in (
+            "passed",
+            "opened",
+            "policy",
+            "approval.approved",
+            "approval.by",
+            "approval.reason",
+        )
+    }
+    assert told == {
+        "passed": "False",
+        "opened": "True",
+        "policy": "ask",
+        "approval.approved": "True",
+        "approval.by": "Ada",
+        "approval.reason": "seen by hand",
+    }

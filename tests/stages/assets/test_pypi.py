@@ -1,0 +1,93 @@
+"""Downloads by pip from a wheel on disk, and from indexes on loopback that give nothing."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages.assets.pypi import DOWNLOADS, Package, check_sha256, fetch
+from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.files import file_hash
+
+# sha256 of "hello", as published everywhere
+HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "small-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "small-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("small-1.0.dist-info/RECORD", "")
+    return path
+
+
+def test_right_and_wrong_checksum(tmp_path: Path) -> None:
+    file = tmp_path / "greeting.txt"
+    file.write_text("hello")
+    check_sha256(file, HELLO)
+    file.write_text("hello!")
+    with pytest.raises(
+        BadInput,
+        match=rf"greeting\.txt: expected sha256 {HELLO}, got ce06092fb948d9ffac7d1a376e404b26b7575bcc11ee05a4615fef4fec3a308b",
+    ):
+        check_sha256(file, HELLO)
+
+
+def test_a_download_is_kept_and_not_fetched_again(wheel: Path) -> None:
+    package = Package(str(wheel), file_hash(wheel))
+    first = fetch(package)
+    wheel.unlink()
+    assert fetch(package) == first == DOWNLOADS / package.sha256
+    with pytest.raises(BadInput, match="pip could not download it"):
+        fetch(Package(str(wheel), HELLO))
+
+
+def test_a_wrong_download_leaves_nothing(wheel: Path) -> None:
+    with pytest.raises(
+        BadInput, match=rf"small-1\.0.*expected sha256 {HELLO}, got {file_hash(wheel)}"
+    ):
+        fetch(Package(str(wheel), HELLO))
+    assert list(DOWNLOADS.iterdir()) == []
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets pip's index; pip asks it once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    return lambda url: monkeypatch.setenv("PIP_INDEX_URL", f"{url}/simple")
+
+
+def test_an_index_where_nothing_listens(index: Callable[[str], None]) -> None:
+    index("http://127.0.0.1:9")
+    with pytest.raises(
+        Unreachable,
+        match=r"small==1\.0: pip could not reach the index \(.*[Cc]onnection refused.*; check the network",
+    ):
+        fetch(Package("small==1.0", HELLO))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [(503, Unreachable, "503"), (504, Unreachable, "504"), (404, BadInput, "No matching")],
+)
+def test_an_index_that_is_away_and_one_without_the_package(
+    status: int,
+    kind: type[RondoError],
+    said: str,
+    index: Callable[[str], None],
+    status_server: Callable[..., str],
+) -> None:
+    index(status_server(status))
+    with pytest.raises(kind, match=f"(?s)small==1.0: pip could not .*{said}"):
+        fetch(Package("small==1.0", HELLO))

@@ -1,0 +1,40 @@
+"""A checkpoint of a tiny round evaluated beside the DAG; what is wrong with a name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.evaluate.checkpoint import main
+from stages.lib.core.errors import BadInput
+
+
+def test_a_checkpoint_against_sft_and_the_policy(make_round):
+    params = make_round("r0", 1.0)
+    before = sorted(Path("rounds").rglob("*"))
+    other, same = (
+        json.loads(main(params, "r0", name).read_text())
+        for name in ("step_00002", "rounds/r0/ppo/checkpoints/step_00004")
+    )
+    # step 4 has the policy's weights
+    assert (
+        same["checkpoint"]
+        == {key: value for key, value in same["ppo"].items() if key != "ppl_human"}
+        != other["checkpoint"]
+    )
+    assert same["ppo"] == other["ppo"] and same["win_rate_ppo"] == 0.5
+    assert (same["win_rate_ppo_low"], same["win_rate_ppo_high"]) == (0.5, 0.5)
+    assert same["path"] == "rounds/r0/ppo/checkpoints/step_00004" and same["hash"] != other["hash"]
+    assert same["evaluation_id"] == other["evaluation_id"]
+    [rows] = Path("reports/r0").glob("checkpoint_step_00002_*.jsonl")
+    assert {"sft", "ppo", "checkpoint"} <= json.loads(rows.read_text().splitlines()[0]).keys()
+    assert sorted(Path("rounds").rglob("*")) == before  # no stage's files were touched
+
+
+def test_what_is_no_checkpoint(make_round):
+    params = make_round("r0", 1.0)
+    with pytest.raises(
+        BadInput,
+        match=r"--checkpoint last: no model there; rounds/r0/ppo/checkpoints has step_00002, step_00004; or name",
+    ):
+        main(params, "r0", "last")

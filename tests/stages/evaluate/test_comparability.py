@@ -1,0 +1,78 @@
+"""What makes two evaluations comparable."""
+
+import pytest
+
+from stages.evaluate.comparability import (
+    differences,
+    evaluation_id,
+    evaluation_settings,
+    refuse_other_evaluations,
+)
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import check_params
+
+
+def settings(frozen: str = "f", **changes: dict[str, object]):
+    return evaluation_settings(check_params(changes, "test"), frozen)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        settings("g"),
+        settings(evaluate={"samples_per_prompt": 3}),
+        settings(evaluate={"checkpoint_samples_per_prompt": 2}),
+        settings(evaluate={"tie_margin": 0.1}),
+        settings(ppo={"temperature": 0.7}),
+        settings(ppo={"response_length": 16}),
+        settings(prepare={"prompt_format": "chat"}),
+        settings(seed=1),
+    ],
+)
+def test_each_setting_makes_another_evaluation(other):
+    assert evaluation_id(settings()) != evaluation_id(other)
+    assert len(differences(settings(), other)) == 1
+
+
+def test_what_the_numbers_do_not_depend_on_does_not():
+    same = settings(
+        evaluate={"batch_size": 8, "bootstrap_resamples": 100}, ppo={"learning_rate": 1e-5}
+    )
+    assert evaluation_id(settings()) == evaluation_id(same) and differences(settings(), same) == []
+    # the order of keys says nothing
+    assert evaluation_id(dict(reversed(same.items()))) == evaluation_id(same)
+
+
+def test_a_language_model_that_judges_is_part_of_the_evaluation():
+    def judged_by(
+        model: str,
+        rubric: str = "The kinder one.",
+        judges: tuple[str, ...] = ("lexicon", "endpoint"),
+    ):
+        endpoint = {"base_url": "http://127.0.0.1:8000/v1", "model": model, "rubric": rubric}
+        return settings(evaluate={"judges": list(judges)}, annotate={"endpoint": endpoint})
+
+    assert differences(judged_by("large"), judged_by("large")) == []
+    assert differences(judged_by("large"), judged_by("small")) == [
+        "annotate.endpoint.model large and small"
+    ]
+    assert len(differences(judged_by("large"), judged_by("large", "The shorter one."))) == 1
+    # one that labels only, or waits in params.yaml, is not
+    assert (
+        differences(
+            judged_by("large", judges=("lexicon",)), judged_by("small", judges=("lexicon",))
+        )
+        == []
+    )
+
+
+def test_a_comparison_across_evaluations_is_refused_and_says_why():
+    refuse_other_evaluations({"r0": settings(), "r1": settings()})
+    refuse_other_evaluations({})
+    with pytest.raises(
+        BadInput,
+        match=r"r0 and r2 .*\(ppo.temperature 1.0 and 0.7\).*dvc repro evaluate@r0 evaluate@r2",
+    ):
+        refuse_other_evaluations(
+            {"r0": settings(), "r1": settings(), "r2": settings(ppo={"temperature": 0.7})}
+        )

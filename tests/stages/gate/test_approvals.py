@@ -1,0 +1,57 @@
+"""A person's word holds for the numbers that were seen."""
+
+import json
+
+import pytest
+
+from stages.gate.approvals import Approval, approval_path, read_approval, write_approval
+from stages.lib.core.errors import BadInput
+
+SEEN = Approval(
+    approved=True,
+    by="Ada",
+    reason="31 pairs, seen by hand",
+    failed={"reward.ece": 0.123456789, "battery.scale": None},
+)
+
+
+@pytest.mark.parametrize(
+    ("failed", "holds"),
+    [
+        (SEEN.failed, True),
+        (SEEN.failed | {"reward.ece": 0.123456789 * (1 + 1e-9)}, True),
+        (SEEN.failed | {"reward.ece": 0.1235}, False),
+        (SEEN.failed | {"battery.scale": 4.0}, False),
+        (SEEN.failed | {"reward.margin": 0.1}, False),
+        ({"battery.scale": None}, False),
+    ],
+)
+def test_holds_for_these_numbers(failed, holds):
+    assert SEEN.holds_for(failed) is holds
+
+
+def test_written_and_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_approval("r0", "reward") is None
+    write_approval("r0", "reward", SEEN)
+    assert read_approval("r0", "reward") == SEEN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        json.dumps(SEEN.model_dump() | {"reason": ""}),
+        json.dumps(SEEN.model_dump() | {"by": None}),
+    ],
+)
+def test_what_is_no_approval_is_told(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    path = approval_path("r0", "reward")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(
+        BadInput, match=r"approvals/r0/reward\.json: no approval .*rondo approve reward r0"
+    ):
+        read_approval("r0", "reward")

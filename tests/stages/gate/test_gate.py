@@ -1,0 +1,395 @@
+"""Gates: what passes, what fails and how it says so; run as DVC runs them."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+from stages.gate.approvals import Approval, write_approval
+from stages.gate.thresholds import BANDS
+from stages.gate.verdict import decision, run_gate, said
+from stages.lib.core.errors import BadInput, GateFailed
+from stages.lib.core.files import write_json
+from stages.lib.core.params import Params, check_params
+from tests.paths import ROOT
+
+SFT = {
+    "loss_before": 5.17,
+    "loss_after": 4.5,
+    "judged_gain_low": 0.02,
+    "eos_rate": 0.5,
+    "eos_rate_demonstrations": 0.8,
+    "length_ratio": 1.1,
+    "repetition_3": 0.03,
+    "repetition_3_demonstrations": 0.01,
+    "memorised": 0.02,
+    "memorised_demonstrations": 0.01,
+}
+REWARD = {
+    "accuracy": 0.89,
+    "accuracy_low": 0.85,
+    "margin": 1.4,
+    "baseline_longest": 0.47,
+    "baseline_tfidf": 0.82,
+}
+REWARD |= {"ece": 0.04, "reload_max_difference": 0.0}
+BATTERY = {
+    "judge_accuracy": 0.91,
+    "worst_slice": 0.8,
+    "centre": -0.1,
+    "drift": -1.5,
+    "scale": 1.2,
+    "length_correlation_partial": -0.1,
+    "worst_probe": 0.1,
+    "worst_ending": 0.15,
+    "worst_mined": 0.1,
+    "best_of_n": {"rise_low": 0.2},
+}
+EVALUATE = {
+    "win_rate_low": 0.7,
+    "win_rate_champion_low": 0.38,
+    "human_nll_rise": 0.5,
+    "sft": {"repetition_3": 0.03, "eos_rate": 0.7},
+}
+EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65}}
+METRICS = {
+    "sft": {"sft": SFT},
+    "reward": {"reward": REWARD, "battery": BATTERY},
+    "promote": {
+        "evaluate": EVALUATE,
+        "ppo": {"dangers": 0},
+        "replay": {"regressed": 0},
+        "capability": {"worst_fall": 0.1},
+    },
+}
+
+
+def changed(gate: str, stage: str, change: dict) -> dict:
+    return METRICS[gate] | {stage: METRICS[gate][stage] | change}
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    """Run a gate on metrics by stage; returns its verdict, and whether it is open."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(gate: str, metrics: dict, policy: str = "block") -> tuple[dict, bool]:
+        for stage, values in metrics.items():
+            write_json(Path("rounds/r0") / stage / "metrics.json", values)
+        with suppress(GateFailed) if policy == "ask" else nullcontext():
+            run_gate(check_params({"gates": {gate: {"policy": policy}}}, "test"), gate, "r0")
+        verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
+        opened = Path(f"gates/r0/{gate}.ok").exists()
+        assert verdict["opened"] == opened
+        return verdict, opened
+
+    return run
+
+
+@pytest.mark.parametrize("gate", METRICS)
+def test_good_numbers_pass(attempt, gate):
+    verdict, opened = attempt(gate, METRICS[gate])
+    assert opened and verdict["passed"] and all(check["passed"] for check in verdict["checks"])
+    assert Path(f"gates/r0/{gate}.ok").read_text().strip() == "passed"
+
+
+@pytest.mark.parametrize(
+    ("gate", "stage", "change", "metric", "next_step"),
+    [
+        (
+            "sft",
+            "sft",
+            {"loss_after": 5.1},
+            "sft.loss_before - sft.loss_after",
+            "sft.num_train_epochs",
+        ),
+        ("sft", "sft", {"judged_gain_low": -0.06}, "sft.judged_gain_low", "samples.jsonl"),
+        (
+            "sft",
+            "sft",
+            {"eos_rate": 0.3},
+            "sft.eos_rate_demonstrations - sft.eos_rate",
+            "sft.max_length",
+        ),
+        ("sft", "sft", {"length_ratio": 0.4}, "sft.length_ratio", "far shorter"),
+        ("sft", "sft", {"length_ratio": 1.6}, "sft.length_ratio", "far longer"),
+        (
+            "sft",
+            "sft",
+            {"repetition_3": 0.2},
+            "sft.repetition_3 - sft.repetition_3_demonstrations",
+            "sft.learning_rate",
+        ),
+        (
+            "sft",
+            "sft",
+            {"memorised": 0.07},
+            "sft.memorised - sft.memorised_demonstrations",
+            "near duplicates",
+        ),
+        ("reward", "reward", {"accuracy_low": 0.79}, "reward.accuracy_low", "reports/r0/data.html"),
+        ("reward", "reward", {"margin": 0.4}, "reward.margin", "reward.learning_rate"),
+        (
+            "reward",
+            "reward",
+            {"baseline_longest": 0.9},
+            "reward.accuracy - reward.baseline_longest",
+            "length",
+        ),
+        (
+            "reward",
+            "reward",
+            {"baseline_tfidf": 0.89},
+            "reward.accuracy - reward.baseline_tfidf",
+            "shortcuts",
+        ),
+        ("reward", "reward", {"ece": 0.2}, "reward.ece", "calibration.csv"),
+        (
+            "reward",
+            "reward",
+            {"reload_max_difference": 0.1},
+            "reward.reload_max_difference",
+            "do not use this model",
+        ),
+        (
+            "reward",
+            "battery",
+            {"judge_accuracy": 1.0},
+            "reward.accuracy - battery.judge_accuracy",
+            "ppo.rewards",
+        ),
+        ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
+        ("reward", "battery", {"centre": -0.6}, "battery.centre", "reward@r0"),
+        ("reward", "battery", {"drift": -4.1}, "battery.drift", "improve SFT"),
+        ("reward", "battery", {"scale": 0.3}, "battery.scale", "nothing to climb"),
+        ("reward", "battery", {"scale": 3.1}, "battery.scale", "outliers"),
+        (
+            "reward",
+            "battery",
+            {"length_correlation_partial": -0.4},
+            "battery.length_correlation_partial",
+            "ppo.length_penalty",
+        ),
+        ("reward", "battery", {"worst_probe": 0.3}, "battery.worst_probe", "broken"),
+        ("reward", "battery", {"worst_ending": 0.55}, "battery.worst_ending", "an ending"),
+        (
+            "reward",
+            "battery",
+            {"worst_mined": 0.55},
+            "battery.worst_mined",
+            "replay.pairs_per_exploit",
+        ),
+        (
+            "reward",
+            "battery",
+            {"best_of_n": {"rise_low": 0.0}},
+            "battery.best_of_n.rise_low",
+            "misled",
+        ),
+        (
+            "promote",
+            "replay",
+            {"regressed": 1},
+            "replay.regressed",
+            "rondo badcases list --state regressed",
+        ),
+        (
+            "promote",
+            "evaluate",
+            {"sft": EVALUATE["sft"] | {"eos_rate": 0.8}},
+            "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
+            "missing_eos",
+        ),
+        (
+            "promote",
+            "capability",
+            {"worst_fall": 0.11},
+            "capability.worst_fall",
+            "capability/metrics.json",
+        ),
+        ("promote", "evaluate", {"human_nll_rise": 1.1}, "evaluate.human_nll_rise", "forgotten"),
+        ("promote", "evaluate", {"win_rate_low": 0.5}, "evaluate.win_rate_low", "ppo.kl_coef"),
+        (
+            "promote",
+            "evaluate",
+            {"win_rate_champion_low": 0.379},
+            "evaluate.win_rate_champion_low",
+            "prepare.max_eval_prompts",
+        ),
+        ("promote", "ppo", {"dangers": 1}, "ppo.dangers", "ppo/health.json"),
+        (
+            "promote",
+            "evaluate",
+            {"ppo": EVALUATE["ppo"] | {"kl": 8.1}},
+            "evaluate.ppo.kl",
+            "ppo.target_kl",
+        ),
+        (
+            "promote",
+            "evaluate",
+            {"ppo": EVALUATE["ppo"] | {"distinct_2": 0.4}},
+            "evaluate.ppo.distinct_2",
+            "raise ppo.kl_coef",
+        ),
+        (
+            "promote",
+            "evaluate",
+            {"ppo": EVALUATE["ppo"] | {"repetition_3": 0.09}},
+            "evaluate.ppo.repetition_3 - evaluate.sft.repetition_3",
+            "ppo.response_length",
+        ),
+    ],
+)
+def test_each_bad_number_fails_with_its_next_step(attempt, gate, stage, change, metric, next_step):
+    with pytest.raises(GateFailed) as failed:
+        attempt(gate, changed(gate, stage, change))
+    assert metric in str(failed.value) and next_step in str(failed.value)
+    verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
+    assert [check["metric"] for check in verdict["checks"] if not check["passed"]] == [metric]
+    assert not verdict["passed"] and not Path(f"gates/r0/{gate}.ok").exists()
+
+
+def test_every_band_has_a_number_that_fails_it_above():
+    tried = {
+        case[3] for case in test_each_bad_number_fails_with_its_next_step.pytestmark[0].args[1]
+    }
+    assert {band.metric for bands in BANDS.values() for band in bands} == tried
+
+
+@pytest.mark.parametrize(
+    ("gate", "stage", "change"),
+    [
+        ("sft", "sft", {"loss_after": float("nan")}),
+        ("sft", "sft", {"loss_before": float("inf")}),
+        ("sft", "sft", {"judged_gain_low": True}),
+        ("reward", "reward", {"accuracy_low": None}),
+        ("reward", "reward", {"baseline_tfidf": float("nan")}),
+        ("reward", "battery", {"best_of_n": {}}),
+        ("reward", "battery", {"worst_mined": float("nan")}),
+        ("promote", "evaluate", {"ppo": {}}),
+        ("promote", "evaluate", {"win_rate_champion_low": float("nan")}),
+        ("promote", "ppo", {"dangers": None}),
+        ("promote", "capability", {"worst_fall": float("nan")}),
+        ("promote", "evaluate", {"human_nll_rise": None}),
+        ("promote", "evaluate", {"sft": {}}),
+    ],
+)
+def test_missing_and_nan_never_pass(attempt, gate, stage, change):
+    with pytest.raises(GateFailed, match="missing"):
+        attempt(gate, changed(gate, stage, change))
+
+
+@pytest.mark.parametrize(
+    ("gate", "stage", "name", "band"),
+    [
+        ("reward", "battery", "worst_slice", ">= 0.65"),
+        ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),
+        ("promote", "capability", "worst_fall", "<= 0.1"),
+    ],
+)
+def test_what_could_not_be_measured_is_told_and_no_failure(attempt, gate, stage, name, band):
+    verdict, opened = attempt(gate, changed(gate, stage, {name: None}))
+    assert opened and verdict["passed"]
+    line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
+    assert line["value"] is None and said(line) == f"{stage}.{name} not measured, wanted {band}"
+
+
+def test_warn_opens_and_says_what_is_wrong(attempt, capsys):
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "warn")
+    assert opened and not verdict["passed"]
+    assert (
+        "FAIL  sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05"
+        in capsys.readouterr().out
+    )
+
+
+def test_ask_opens_for_the_numbers_that_a_person_approved_and_no_others(attempt, capsys):
+    bad = {"sft": SFT | {"memorised": 0.51}}
+    verdict, opened = attempt("sft", bad, "ask")
+    assert (
+        not opened and verdict["approval"] is None and "rondo approve sft r0" in decision(verdict)
+    )
+    write_approval(
+        "r0",
+        "sft",
+        Approval(
+            approved=True,
+            by="Ada",
+            reason="a parrot is wanted",
+            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
+        ),
+    )
+    verdict, opened = attempt("sft", bad, "ask")
+    assert (
+        opened and not verdict["passed"] and verdict["approval"]["reason"] == "a parrot is wanted"
+    )
+    assert "approved by Ada: a parrot is wanted" in capsys.readouterr().out
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.61}}, "ask")
+    assert not opened and verdict["approval"] is None
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.01}}, "ask")
+    assert opened and verdict["passed"]
+
+
+def test_ask_stays_shut_where_a_person_refused(attempt):
+    write_approval(
+        "r0",
+        "sft",
+        Approval(
+            approved=False,
+            by="Ada",
+            reason="no parrots",
+            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
+        ),
+    )
+    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
+    assert not opened and decision(verdict) == "Refused by Ada: no parrots"
+
+
+def test_an_approval_opens_no_gate_that_blocks(attempt):
+    write_approval(
+        "r0",
+        "sft",
+        Approval(
+            approved=True,
+            by="Ada",
+            reason="why not",
+            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
+        ),
+    )
+    with pytest.raises(GateFailed):
+        attempt("sft", {"sft": SFT | {"memorised": 0.51}})
+
+
+def test_a_gate_that_was_open_closes(attempt):
+    attempt("sft", {"sft": SFT})
+    with pytest.raises(GateFailed):
+        attempt("sft", {"sft": SFT | {"loss_after": 6.0}})
+    assert not Path("gates/r0/sft.ok").exists()
+
+
+def test_without_metrics_the_stage_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="dvc repro evaluate@r0"):
+        run_gate(Params(), "promote", "r0")
+
+
+@pytest.mark.parametrize(("loss_after", "code"), [(4.5, 0), (5.1, 3)])
+def test_the_process_ends_with_its_code_and_loads_no_torch(tmp_path, loss_after, code):
+    (tmp_path / "params.yaml").write_text("seed: 0\n")
+    write_json(tmp_path / "rounds/r0/sft/metrics.json", SFT | {"loss_after": loss_after})
+    program = "import sys, runpy; sys.argv = ['gate', '--gate', 'sft']\ntry: runpy.run_module('stages.gate', run_name='__main__')\n"
+    program += "finally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-1] == "False"
+    assert ("GateFailed" in done.stderr) == (code == 3)

@@ -1,0 +1,75 @@
+"""Files: whole or not at all, named when missing, and without a wall clock in what DVC tracks."""
+
+import csv
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import (
+    Recorder,
+    file_hash,
+    read_json,
+    read_jsonl,
+    write_jsonl,
+    write_text,
+)
+
+
+def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    for read in (read_json, read_jsonl):
+        with pytest.raises(BadInput, match="run `dvc repro sft@r0`"):
+            read(tmp_path / "none.json", "dvc repro sft@r0")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert path.read_text() == "old"
+
+
+def test_jsonl_keeps_unicode_line_separators_within_a_row(tmp_path: Path) -> None:
+    rows = [{"text": "a\u2028b 😃"}, {"text": "c"}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert read_jsonl(tmp_path / "rows.jsonl", "") == rows
+
+
+def test_hash_of_a_file_is_sha256_and_of_a_folder_depends_on_names(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/x").write_text("hello")
+    assert file_hash(tmp_path / "a/x") == hashlib.sha256(b"hello").hexdigest()
+    before = file_hash(tmp_path / "a")
+    (tmp_path / "a/x").rename(tmp_path / "a/y")
+    assert file_hash(tmp_path / "a") != before
+
+
+def test_recorder_keeps_the_clock_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder("sft", "r0", total_steps=4)
+    recorder.log(1, {"loss": 2.0}, ["loss"])
+    recorder.log(2, {"loss": 1.5, "kl": 0.5})
+    recorder.finish({"loss_after": 1.5})
+    assert [
+        json.loads(line) for line in Path("rounds/r0/sft/metrics.jsonl").read_text().splitlines()
+    ] == [
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.5, "kl": 0.5},
+    ]
+    assert [
+        json.loads(line)["step"]
+        for line in Path(".rondo/work/r0/sft/clock.jsonl").read_text().splitlines()
+    ] == [-1, 1, 2]
+    with Path("rounds/r0/sft/curves.csv").open() as stream:
+        assert list(csv.DictReader(stream)) == [
+            {"step": "1", "kl": "", "loss": "2.0"},
+            {"step": "2", "kl": "0.5", "loss": "1.5"},
+        ]
+    assert json.loads(Path("rounds/r0/sft/metrics.json").read_text()) == {"loss_after": 1.5}
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("[sft@r0] step 1/4  eta 0:0") and first.endswith("loss 2")

@@ -1,0 +1,128 @@
+"""What huggingface_hub and datasets really raise, against a real server on loopback that gives
+nothing, and against none.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+from huggingface_hub import constants
+
+from stages.assets.base_model import write_model
+from stages.assets.datasets import write_data
+from stages.lib.core import hub
+from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.params import SourceParams, check_params
+from stages.prepare.sources import read_hub
+
+NOWHERE = "http://127.0.0.1:9"
+PARAMS = check_params({"assets": {"model": "org/mine", "data": "org/mine"}}, "test")
+CALLS = {
+    "assets.model org/mine": lambda folder: write_model(PARAMS, folder),
+    "assets.data org/mine": lambda folder: write_data(PARAMS, folder),
+    "prepare.sources: org/mine": lambda _: read_hub(SourceParams(path="org/mine")),
+}
+
+
+@pytest.fixture
+def hub_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the hub's address, which both libraries read at import. Without the 23 s for which they
+    wait between tries of their own.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+
+    def at(url: str) -> None:
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url),
+        )
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+
+    return at
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (503, None, Unreachable),
+        (429, None, Unreachable),
+        (404, "RepoNotFound", BadInput),
+        (403, "GatedRepo", BadInput),
+        (401, None, BadInput),
+    ],
+)
+def test_a_hub_that_is_away_and_one_that_says_no(
+    what: str,
+    status: int,
+    code: str | None,
+    kind: type[RondoError],
+    hub_at,
+    status_server,
+    tmp_path: Path,
+) -> None:
+    hub_at(status_server(status, code))
+    with pytest.raises(kind, match=f"^{what}: ") as raised:
+        CALLS[what](tmp_path)
+    assert ("cannot be reached" in str(raised.value)) == (kind is Unreachable)
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_no_hub(what: str, hub_at, tmp_path: Path) -> None:
+    hub_at(NOWHERE)
+    with pytest.raises(
+        Unreachable, match=f"(?s)^{what}: the hub cannot be reached .*run the same again"
+    ):
+        CALLS[what](tmp_path)
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_offline(what: str, hub_at, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_at(NOWHERE)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        BadInput, match=f"^{what}: the hub is not asked, since HF_HUB_OFFLINE is set"
+    ):
+        CALLS[what](tmp_path)
+
+
+def test_a_server_that_hangs_up(hub_at, status_server, tmp_path: Path) -> None:
+    hub_at(status_server(None))
+    with pytest.raises(
+        Unreachable, match=r"assets\.model org/mine: the hub cannot be reached .*disconnected"
+    ):
+        write_model(PARAMS, tmp_path)
+
+
+def test_a_split_that_is_not_there_and_a_folder_without_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` reads a local folder as it reads a hub repository."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"a": 1}\n')
+    for source in (
+        SourceParams(path=str(tmp_path / "data"), split="nope"),
+        SourceParams(path=str(tmp_path / "none")),
+    ):
+        with pytest.raises(BadInput, match=f"does not give split {source.split}"):
+            read_hub(source)
+
+
+def test_a_name_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadInput,
+        match=r"assets\.model a//b: no such folder, and the hub gives no such model; check the name",
+    ):
+        write_model(check_params({"assets": {"model": "a//b"}}, "test"), tmp_path)
+
+
+def test_a_defect_of_ours_stays_what_it_is() -> None:
+    with pytest.raises(KeyError), hub.asked("assets.data x", "no"):
+        raise KeyError("id")

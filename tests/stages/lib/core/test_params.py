@@ -1,0 +1,63 @@
+"""params.yaml: what is wrong is named by file and key."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import load_params, rounds
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "sft: {learning_rte: 1.0}",
+            r"params.yaml: sft.learning_rte: Extra inputs .*; did you mean sft.learning_rate\?$",
+        ),
+        ("sft: {kl_coef: 1.0}", r"did you mean ppo.kl_coef\?$"),
+        ("sft: {lora: {rank: 4}}", r"did you mean sft.lora.r\?$"),
+        ("nonsense: 1", r"params.yaml: nonsense: Extra inputs are not permitted \(got 1\)$"),
+        ("ppo: {lam: 2}", r"params.yaml: ppo.lam: .*less than or equal to 1.*got 2"),
+        (
+            "ppo: {batch_size: 32, mini_batch_size: 24}",
+            r"batch_size 32 must be a multiple of mini_batch_size 24",
+        ),
+        ("ppo: {rewards: [{name: mine}]}", "give exactly one of model, function, url"),
+        (
+            "annotate: {annotator: judge, judge: endpoint, endpoint: {model: wise}}",
+            r"annotate.judge is endpoint: set annotate.endpoint.base_url \(docs/annotate.md\)",
+        ),
+        (
+            "annotate: {endpoint: {base_url: localhost}}",
+            r"annotate.endpoint.base_url: String should match pattern",
+        ),
+        ("sft: [", r"params.yaml: not YAML"),
+        (
+            "rounds: {r0: {previous: assets/start}, r1: {previous: rounds/r9}}",
+            r"rounds.r1.previous is rounds/r9, which is no round before it; expected one of assets/start, rounds/r0",
+        ),
+        (
+            "rounds: {r0: {previous: rounds/r0}}",
+            r"rounds.r0.previous is rounds/r0.*expected one of assets/start",
+        ),
+    ],
+)
+def test_bad_values_are_named(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=named):
+        load_params(path)
+
+
+def test_no_file_says_where_to_run(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="run from the project's folder"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_each_round_names_its_predecessor() -> None:
+    assert {name: each.previous for name, each in rounds(3).items()} == {
+        "r0": "assets/start",
+        "r1": "rounds/r0",
+        "r2": "rounds/r1",
+    }

@@ -1,0 +1,112 @@
+"""Rendering and encoding of prompts. In the tiny tokenizer `Z` and `Q` were never seen, so each is
+one token.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.assets.base_model import tiny
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import PromptFormat
+from stages.lib.data.prompts import check_template, encode, render_prompt, template_hash
+
+PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny(0)[1]
+
+
+def test_plain_text_is_itself(tokenizer: Any) -> None:
+    assert render_prompt(tokenizer, "The dinner was", PLAIN) == "The dinner was"
+
+
+def test_messages_under_plain_are_a_transcript(tokenizer: Any) -> None:
+    assert (
+        render_prompt(tokenizer, TALK, PLAIN)
+        == "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:"
+    )
+
+
+def test_text_under_chat_is_one_user_message(tokenizer: Any) -> None:
+    assert (
+        render_prompt(tokenizer, "Hi", CHAT)
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_messages_under_chat_go_through_the_template(tokenizer: Any) -> None:
+    assert render_prompt(tokenizer, TALK, CHAT) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    tokenizer = tiny(0)[1]
+    tokenizer.chat_template = None
+    with pytest.raises(BadInput, match="chat template"):
+        render_prompt(tokenizer, "Hi", CHAT)
+
+
+def test_encode_appends_eos_to_the_response_only(tokenizer: Any) -> None:
+    z, q = tokenizer.convert_tokens_to_ids(["Z", "Q"])
+    assert encode(tokenizer, "ZZ", "QQQ", PLAIN) == ([z, z], [q, q, q, tokenizer.eos_token_id])
+    assert encode(tokenizer, "ZZ", None, PLAIN) == ([z, z], [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "kept_prompt", "kept_response", "has_eos"),
+    [
+        (5, 6, 5, 7, True),  # 5 + 6 + eos = 12: fits
+        (8, 6, 8, 4, False),  # the response gives way: 12 - 8
+        (20, 6, 9, 3, False),  # a quarter, 3, stays for the response; the prompt keeps its last 9
+        (20, 1, 10, 2, True),  # the response needs only 2
+        (20, None, 12, 0, False),
+    ],
+)
+def test_encode_cuts_to_max_length_12(
+    tokenizer: Any,
+    prompt: int,
+    response: int | None,
+    kept_prompt: int,
+    kept_response: int,
+    has_eos: bool,
+) -> None:
+    z, q = tokenizer.convert_tokens_to_ids(["Z", "Q"])
+    prompt_ids, response_ids = encode(
+        tokenizer, "Q" + "Z" * (prompt - 1), None if response is None else "Q" * response, PLAIN, 12
+    )
+    assert (len(prompt_ids), len(response_ids)) == (kept_prompt, kept_response)
+    assert prompt_ids[-1] == z and (prompt_ids[0] == q) == (
+        kept_prompt == prompt
+    )  # cut on the left
+    assert (response_ids[-1:] == [tokenizer.eos_token_id]) == has_eos
+
+
+def test_template_hash_knows_format_and_template(tokenizer: Any) -> None:
+    other = tiny(0)[1]
+    other.chat_template = other.chat_template.replace("assistant", "bot")
+    hashes = {
+        template_hash(tokenizer, PLAIN),
+        template_hash(tokenizer, CHAT),
+        template_hash(other, CHAT),
+    }
+    assert len(hashes) == 3
+    assert template_hash(tiny(1)[1], CHAT) == template_hash(tokenizer, CHAT)
+
+
+def test_check_template_refuses_another_rendering(tokenizer: Any, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"template_hash": template_hash(tokenizer, PLAIN)}))
+    check_template(manifest, tokenizer, PLAIN)
+    with pytest.raises(BadInput, match="template_hash"):
+        check_template(manifest, tokenizer, CHAT)

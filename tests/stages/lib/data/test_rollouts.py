@@ -1,0 +1,47 @@
+"""The log of episodes: parts, and what a log opened at an earlier place forgets."""
+
+import gzip
+import json
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.data.rollouts import RolloutLog, read_rollouts
+
+
+def rows(*numbers: int) -> list[dict[str, int]]:
+    return [{"update": number} for number in numbers]
+
+
+def test_appends_make_one_file_until_it_is_full(tmp_path):
+    log = RolloutLog(tmp_path, full=1)
+    log.append(rows(1, 2))
+    log.append(rows(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00001.jsonl.gz", "00002.jsonl.gz"]
+    assert read_rollouts(tmp_path, "") == rows(1, 2, 3)
+    with gzip.open(tmp_path / "00001.jsonl.gz", "rt") as lines:
+        assert [json.loads(line) for line in lines] == rows(1, 2)
+
+
+@pytest.mark.parametrize("full", [1, 1 << 20])
+def test_a_log_opened_at_an_earlier_place_goes_on_from_there(tmp_path, full):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    log = RolloutLog(whole, full=full)
+    for number in range(4):
+        log.append(rows(number))
+    log = RolloutLog(killed, full=full)
+    log.append(rows(0))
+    log.append(rows(1))
+    place = log.place
+    log.append(rows(7))  # was written, but the state that would have covered it was not
+    log = RolloutLog(killed, place, full=full)
+    log.append(rows(2))
+    log.append(rows(3))
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == {
+        path.name: path.read_bytes() for path in killed.iterdir()
+    }
+
+
+def test_no_log_names_what_makes_it(tmp_path):
+    with pytest.raises(BadInput, match="dvc repro ppo@r0"):
+        read_rollouts(tmp_path, "dvc repro ppo@r0")

@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_jsonl
+from stages.lib.data.splits import Prompts, check_frozen, hold_out, refuse_overlap
+
+
+def test_hold_out_is_a_share_of_the_distinct_groups() -> None:
+    groups = [*"abcdefghij", *"aaaa"]
+    assert len(hold_out(groups, 0.3, seed=0)) == 3
+    assert len(hold_out(["a"], 0.2, seed=0)) == 1
+    assert hold_out(groups, 0.3, seed=0) == hold_out(reversed(groups), 0.3, seed=0)
+    assert len({frozenset(hold_out(groups, 0.3, seed)) for seed in range(9)}) > 1
+
+
+def test_a_prompt_begins_another_only_at_a_words_end() -> None:
+    train = Prompts(
+        [
+            "The sky is blue",
+            "Stop-gap",
+            "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:",
+            "Stop it",
+        ]
+    )
+    assert train.has_start("the  sky IS blue")
+    assert train.has_start("The sky is")
+    assert train.has_start("stop")
+    assert not train.has_start("The sky i")
+    assert not train.has_start("The sky is blue today")
+    assert train.has_start([{"role": "user", "content": "Hi"}])
+    assert not train.has_start([{"role": "user", "content": "H"}])
+
+
+def test_overlap_names_both_rows() -> None:
+    held_out = [
+        {"where": "e.jsonl:1", "prompt": "The sea"},
+        {"where": "e.jsonl:2", "prompt": "The sky is"},
+    ]
+    refuse_overlap(held_out, [{"where": "t.jsonl:1", "prompt": "The seal"}])
+    with pytest.raises(
+        BadInput, match=r"(?s)1 training rows.*held-out e\.jsonl:2 and training t\.jsonl:4"
+    ):
+        refuse_overlap(held_out, [{"where": "t.jsonl:4", "prompt": "the sky is blue"}])
+
+
+def test_a_changed_evaluation_set_is_refused(tmp_path: Path) -> None:
+    for round_ in ("r0", "r1"):
+        for name in ("eval_prompts", "sft_eval", "pairs_eval"):
+            write_jsonl(tmp_path / round_ / f"prepare/data/{name}.jsonl", [{"id": name}])
+    folder = tmp_path / "r1/prepare/data"
+    check_frozen(folder, tmp_path / "r0")
+    (folder / "sft_eval.jsonl").write_text(json.dumps({"id": "another"}) + "\n")
+    with pytest.raises(BadInput, match=r"sft_eval\.jsonl differs from .*frozen"):
+        check_frozen(folder, tmp_path / "r0")
+    (tmp_path / "r0/prepare/data/eval_prompts.jsonl").unlink()
+    with pytest.raises(BadInput, match="dvc repro prepare@r0"):
+        check_frozen(folder, tmp_path / "r0")

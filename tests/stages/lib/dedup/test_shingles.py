@@ -1,0 +1,64 @@
+"""Runs of words against those of plain Python."""
+
+import random
+
+import numpy as np
+
+from stages.lib.dedup.shingles import HashSet, Words, batches, filled, runs, words_of
+
+
+def test_words_and_symbols_are_numbered_case_aside() -> None:
+    words = Words()
+    assert words.read("Don't, DON'T — 你好 a_b").tolist() == [1, -2, 1, -3, 4, 5, 6]
+    assert words.spell(np.array([1, 4, 5, 0])) == "don't 你 好"
+    assert words_of(words.read("Don't, you")).tolist() == [1, 7]
+    assert words_of(words.read(", —")).tolist() == [-2, -3]
+
+
+def test_runs_do_not_cross_texts() -> None:
+    random.seed(0)
+    texts = [[random.randint(1, 3) for _ in range(random.randint(0, 9))] for _ in range(200)]
+    hashes, owner, position = runs([np.array(text, dtype=np.int32) for text in texts], 4)
+    expected = [
+        (tuple(text[at : at + 4]), number, at)
+        for number, text in enumerate(texts)
+        for at in range(len(text) - 3)
+    ]
+    assert list(zip(owner.tolist(), position.tolist(), strict=True)) == [
+        (number, at) for _, number, at in expected
+    ]
+    by_run: dict[tuple[int, ...], set[int]] = {}
+    for (run, _, _), value in zip(expected, hashes.tolist(), strict=True):
+        by_run.setdefault(run, set()).add(value)
+    assert all(len(values) == 1 for values in by_run.values())
+    assert len(set(hashes.tolist())) == len(by_run) == 3**4
+
+
+def test_without_a_run_there_is_nothing() -> None:
+    assert (
+        [part.tolist() for part in runs([], 3)]
+        == [part.tolist() for part in runs([np.array([1, 2], np.int32)], 3)]
+        == [[], [], []]
+    )
+    assert filled(np.array([1, 2], np.int32), 4).tolist() == [1, 2, 0, 0]
+
+
+def test_a_set_of_hashes_finds_what_is_in_it() -> None:
+    draw = np.random.default_rng(0).integers(0, 2**64, 3000, dtype=np.uint64)
+    draw[0] = 0
+    draw[1] = 2**64 - 1
+    known, asked = HashSet(draw[:1000]), np.concatenate([draw[500:], draw[:2]])
+    found, place = known.find(asked)
+    assert sorted(found.tolist()) == [*range(500), 2500, 2501]
+    assert (known.sorted[place] == asked[found]).all()
+    assert len(HashSet(draw[:0]).find(asked)[0]) == len(known.find(draw[:0])[0]) == 0
+
+
+def test_batches_hold_every_text_once() -> None:
+    texts = [np.zeros(size, np.int32) for size in (5, 5, 20, 1, 1, 0, 9)]
+    parts = list(batches(texts, 10))
+    assert [start for start, _ in parts] == [
+        sum(len(part) for _, part in parts[:number]) for number in range(len(parts))
+    ]
+    assert sum(len(part) for _, part in parts) == 7 and len(parts) > 1
+    assert list(batches([], 10)) == []

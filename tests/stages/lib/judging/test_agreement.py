@@ -1,0 +1,68 @@
+"""Agreement by hand: Cohen's kappa from its table, Wilson's interval from its formula."""
+
+from math import sqrt
+
+import pytest
+
+from stages.lib.judging.agreement import between_orders, with_people
+from stages.lib.judging.pairwise import Judgement, Preference, Verdict
+
+A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, Preference.tie))
+
+
+def test_between_orders():
+    """First order A A A B B tie, second A A B B A tie: 4 of 6 alike; by chance 3/6 3/6 + 2/6 2/6 +
+    1/6 1/6 = 14/36.
+    """
+    orders = [(A, A), (A, A), (A, B), (B, B), (B, A), (TIE, TIE)]
+    told = between_orders(
+        [*(Judgement(*order) for order in orders), Judgement(A, None), Judgement(None, None)]
+    )
+    assert told["position_consistency"] == pytest.approx(4 / 6)
+    assert told["kappa"] == pytest.approx((4 / 6 - 14 / 36) / (1 - 14 / 36))
+
+
+def test_a_judge_that_always_says_a_agrees_with_itself_never_beyond_chance():
+    told = between_orders([Judgement(A, B)] * 5)  # the second order is told in terms of the first
+    assert told == {"position_consistency": 0.0, "kappa": 0.0}
+
+
+def test_kappa_is_undefined_where_all_answers_are_the_same():
+    assert between_orders([Judgement(TIE, TIE)] * 3) == {"position_consistency": 1.0, "kappa": None}
+    assert between_orders([Judgement(A, None)]) == {"position_consistency": None, "kappa": None}
+
+
+def test_with_people():
+    """A is what people chose: right 3 of 4 that are told apart; the rest are a tie, a change with
+    the order, and no answer.
+    """
+    told = with_people(
+        [
+            *[Judgement(A, A)] * 3,
+            Judgement(B, B),
+            Judgement(TIE, TIE),
+            Judgement(A, B),
+            Judgement(None, A),
+        ]
+    )
+    z, n, p = 1.96, 4, 0.75
+    centre, half = (
+        (p + z**2 / 8) / (1 + z**2 / n),
+        z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n),
+    )
+    assert told == {
+        "rate": 0.75,
+        "low": pytest.approx(centre - half, abs=1e-4),
+        "high": pytest.approx(centre + half, abs=1e-4),
+        "pairs": 4,
+        "ties": 2,
+        "unparsable": 1,
+    }
+    assert with_people([Judgement(TIE, TIE)]) == {
+        "rate": None,
+        "low": None,
+        "high": None,
+        "pairs": 0,
+        "ties": 1,
+        "unparsable": 0,
+    }

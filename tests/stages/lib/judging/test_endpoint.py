@@ -1,0 +1,269 @@
+"""A language model as judge, against a real server on loopback that speaks the chat completions
+protocol.
+"""
+
+import re
+
+import pytest
+
+from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.params.judging import EndpointParams
+from stages.lib.judging.endpoint import Endpoint
+from stages.lib.judging.pairwise import Comparison, Judgement, Preference, Verdict, in_both_orders
+
+KEY = "sk-very-secret"
+SAY_A, SAY_B, SAY_TIE = (f'{{"reason": "so", "preference": "{it}"}}' for it in ("A", "B", "tie"))
+PAIR = Comparison("The day", " was good.", " was bad.")
+
+
+def likes_good(asked: dict) -> str:
+    """Prefers the response with the word good, wherever it stands."""
+    a, b = re.findall(
+        r"<response_\w>\n(.*?)\n</response_\w>", asked["messages"][1]["content"], re.S
+    )
+    return SAY_TIE if ("good" in a) == ("good" in b) else SAY_A if "good" in a else SAY_B
+
+
+@pytest.fixture
+def endpoint(chat_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", KEY)
+
+    def make(**changes) -> Endpoint:
+        values = {
+            "base_url": chat_server.url,
+            "model": "wise",
+            "api_key_env": "MY_KEY",
+            "max_retries": 0,
+            "rubric": "Be fair.",
+        }
+        return Endpoint(EndpointParams(**values | changes), tmp_path / "cache")
+
+    return make
+
+
+def test_a_preference_that_both_orders_share(endpoint, chat_server):
+    chat_server.answer = likes_good
+    same = Comparison("The day", " was good.", " is good.")
+    judgements = in_both_orders(endpoint(), [PAIR, PAIR.swapped(), same])
+    assert [each.preference for each in judgements] == [Preference.a, Preference.b, Preference.tie]
+    assert all(each.first == each.second for each in judgements)
+    asked = chat_server.seen[0]
+    assert (asked["model"], asked["temperature"], asked["max_completion_tokens"]) == (
+        "wise",
+        0,
+        1024,
+    )
+    assert "Be fair." in asked["messages"][0]["content"]
+    assert chat_server.keys[0] == f"Bearer {KEY}"
+
+
+def test_a_judge_that_always_says_a_ties(endpoint, chat_server):
+    chat_server.answer = lambda _: SAY_A
+    [judgement] = in_both_orders(endpoint(), [PAIR])
+    assert judgement == Judgement(Verdict(Preference.a), Verdict(Preference.b))
+    assert judgement.preference is Preference.tie and judgement.readable
+
+
+def test_garbage_is_asked_again_with_its_fault(endpoint, chat_server):
+    answers = iter(["I like the first.", '{"preference": "first"}', f"```json\n{SAY_B}\n```"])
+    chat_server.answer = lambda _: next(answers)
+    judge = endpoint(concurrency=1)
+    assert judge.compare([PAIR]) == [Verdict(Preference.b)]
+    second, third = (
+        [message["content"] for message in asked["messages"]] for asked in chat_server.seen[1:]
+    )
+    assert second[2] == "I like the first." and "no JSON object" in second[3]
+    assert (
+        third[:4] == second
+        and third[4] == '{"preference": "first"}'
+        and "preference: expected A, B or tie, and it says 'first'" in third[5]
+    )
+    assert judge.usage()["calls"] == 3
+
+
+def test_nothing_but_garbage_is_no_verdict(endpoint, chat_server):
+    chat_server.answer = lambda _: ""
+    [judgement] = in_both_orders(endpoint(), [PAIR])
+    assert judgement == Judgement(None, None)
+    assert judgement.preference is Preference.tie and not judgement.readable
+    assert len(chat_server.seen) == 2 * 3
+
+
+def test_a_second_run_calls_nobody_and_says_the_same(endpoint, chat_server):
+    chat_server.answer = likes_good
+    pairs = [
+        PAIR,
+        Comparison([{"role": "user", "content": "How was it?"}], "Good.", "It was good."),
+    ]
+    prices = {"price_per_million_input": 2.0, "price_per_million_output": 30.0}
+    first, second = endpoint(**prices), endpoint(**prices)
+    told = in_both_orders(first, pairs)
+    calls = len(chat_server.seen)
+    assert in_both_orders(second, pairs) == told
+    assert len(chat_server.seen) == calls == 4
+    # 4 answers of 100 and 10 tokens, at 2 and 30 a million
+    cost = {"answers": 4, "tokens_in": 400, "tokens_out": 40, "cost": pytest.approx(0.002)}
+    assert first.cost() == cost and second.cost() == cost
+    tokens = {"tokens_in": 400, "tokens_out": 40}
+    assert first.usage() == {
+        "calls": 4,
+        "cached": 0,
+        **tokens,
+        "paid_tokens_in": 400,
+        "paid_tokens_out": 40,
+        "paid": pytest.approx(0.002),
+    }
+    assert second.usage() == {
+        "calls": 0,
+        "cached": 4,
+        **tokens,
+        "paid_tokens_in": 0,
+        "paid_tokens_out": 0,
+        "paid": 0.0,
+    }
+    assert (
+        sum("Human: How was it?" in asked["messages"][1]["content"] for asked in chat_server.seen)
+        == 2
+    )
+    # another rubric, or another model, is another question
+    endpoint(rubric="Be strict.").compare([PAIR])
+    endpoint(model="wiser").compare([PAIR])
+    assert len(chat_server.seen) == calls + 2
+    assert endpoint().cost()["cost"] is None
+
+
+def test_a_refused_key_is_named_by_its_variable_and_never_shown(
+    endpoint, chat_server, tmp_path, monkeypatch
+):
+    chat_server.answer = lambda _: (401, f"Incorrect API key provided: {KEY}")
+    with pytest.raises(
+        BadInput, match=r"annotate\.endpoint\.api_key_env MY_KEY: .* is refused .*provided: \*\*\*"
+    ) as refused:
+        endpoint().compare([PAIR])
+    assert KEY not in str(refused.value)
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(BadInput, match=r"api_key_env MY_KEY: .* is not set"):
+        endpoint().compare([PAIR])
+    assert all(
+        KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
+
+
+def test_a_model_that_is_not_there(endpoint, chat_server):
+    chat_server.answer = lambda _: (404, "no model wise")
+    with pytest.raises(
+        BadInput, match=r"annotate\.endpoint\.model wise: .*no model wise.*/v1/models"
+    ):
+        endpoint().compare([PAIR])
+
+
+def test_a_question_that_the_model_does_not_take(endpoint, chat_server):
+    chat_server.answer = lambda _: (400, "4096 tokens at most")
+    with pytest.raises(
+        BadInput,
+        match=r"annotate\.endpoint\.model wise: .*does not take the question .*4096 tokens at most",
+    ):
+        endpoint().compare([PAIR])
+
+
+@pytest.mark.parametrize("body", [b"{not json", b"{}", b"[]", b'{"choices": [{"message": null}]}'])
+def test_a_server_that_is_none_of_this_protocol(endpoint, chat_server, body):
+    chat_server.raw = body
+    with pytest.raises(
+        RondoError, match=r"annotate\.endpoint\.base_url http.*: no chat completion came back"
+    ):
+        endpoint().compare([PAIR])
+
+
+def test_a_server_that_is_down_loses_no_answer(endpoint, chat_server):
+    chat_server.answer = lambda asked: (
+        (500, "out of memory") if len(chat_server.seen) > 3 else SAY_A
+    )
+    pairs = [Comparison("The day", f" was {number}.", " was bad.") for number in range(5)]
+    with pytest.raises(
+        Unreachable, match=r"annotate\.endpoint\.base_url http.*out of memory.*run the stage again"
+    ):
+        endpoint(concurrency=1).compare(pairs)
+    seen = len(chat_server.seen)
+    assert seen < 3 + 5  # the others were not asked once one had failed
+    chat_server.answer = lambda _: SAY_A
+    again = endpoint(concurrency=1)
+    assert again.compare(pairs) == [Verdict(Preference.a)] * 5
+    assert (again.usage()["calls"], again.usage()["cached"]) == (2, 3)
+
+
+def test_a_busy_server_is_tried_again(endpoint, chat_server):
+    chat_server.answer = lambda _: (429, "too many") if len(chat_server.seen) == 1 else SAY_A
+    assert endpoint(max_retries=1).compare([PAIR]) == [Verdict(Preference.a)]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(429, Unreachable), (503, Unreachable), (418, RondoError)]
+)
+def test_what_may_pass_and_what_may_not(endpoint, chat_server, status, kind):
+    chat_server.answer = lambda _: (status, "not now")
+    with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*not now") as raised:
+        endpoint().compare([PAIR])
+    assert type(raised.value) is kind
+
+
+def test_no_server(endpoint):
+    with pytest.raises(
+        Unreachable,
+        match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server.* raise annotate\.endpoint\.timeout",
+    ):
+        endpoint(base_url="http://127.0.0.1:9/v1").compare([PAIR])
+
+
+def test_several_dimensions_in_both_orders(endpoint, chat_server):
+    """It prefers the longer one as thorough, the first one as kind, and finds all alike in truth."""
+
+    def answer(asked: dict) -> str:
+        a, b = re.findall(
+            r"<response_\w>\n(.*?)\n</response_\w>", asked["messages"][1]["content"], re.S
+        )
+        return f'{{"reason": "so", "thorough": "{"A" if len(a) > len(b) else "B"}", "kind": "A", "true": "tie"}}'
+
+    chat_server.answer = answer
+    judge = endpoint(
+        rubric={"thorough": "It says more.", "kind": "It is kinder.", "true": "It is truer."}
+    )
+    [judgement] = in_both_orders(judge, [Comparison("The day", " was a good one.", " was bad.")])
+    # thorough and kind against nobody in the first order; thorough against kind in the second
+    assert judgement.first == Verdict(
+        Preference.a, None, {"thorough": Preference.a, "kind": Preference.a, "true": Preference.tie}
+    )
+    assert judgement.second is not None and judgement.second.preference is Preference.tie
+    assert judgement.preference is Preference.tie
+    assert judgement.dimensions == {
+        "thorough": Preference.a,
+        "kind": Preference.tie,
+        "true": Preference.tie,
+    }
+    asked = chat_server.seen[0]["messages"][0]["content"]
+    assert (
+        "- thorough: It says more.\n- kind: It is kinder." in asked
+        and '"kind": "A" or "B" or "tie", "true"' in asked
+    )
+
+
+def test_two_servers_that_call_their_model_alike_are_two_judges(chat_server, endpoint, tmp_path):
+    chat_server.answer = lambda _: SAY_A
+    endpoint().compare([PAIR])
+    other = endpoint(base_url=chat_server.url.replace("127.0.0.1", "localhost"))
+    other.compare([PAIR])
+    assert len(chat_server.seen) == 2 and other.usage()["cached"] == 0
+
+
+def test_a_message_names_the_endpoint_that_it_is_of(chat_server, tmp_path):
+    chat_server.answer = lambda _: (404, "no such model")
+    params = EndpointParams(base_url=chat_server.url, model="large", max_retries=0)
+    with pytest.raises(BadInput, match=r"evaluate\.endpoints\.big\.model large"):
+        Endpoint(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
+
+
+def test_an_address_without_a_chat(endpoint, chat_server):
+    with pytest.raises(
+        BadInput, match=r"may also be that annotate\.endpoint\.base_url lacks its /v1"
+    ):
+        endpoint(base_url=chat_server.url.removesuffix("/v1")).compare([PAIR])

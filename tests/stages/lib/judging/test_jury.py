@@ -1,0 +1,143 @@
+"""Several judges, one verdict."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import metric_name
+from stages.lib.core.params import Params, check_params
+from stages.lib.judging import jury
+from stages.lib.judging.jury import Jury, garbled, load_jury
+from stages.lib.judging.pairwise import TOGETHER, Comparison
+from stages.lib.judging.pointwise import Absolute
+
+QUESTIONS = [
+    Comparison("p", a, b) for a, b in (("aaa", "a"), ("a", "aaa"), ("b", "a"), ("aa", "bb"))
+]
+
+
+def count(letter):
+    return lambda prompts, responses: [float(response.count(letter)) for response in responses]
+
+
+def test_more_judges_than_not_decide():
+    told = Jury({letter: Absolute(letter, count(letter), 0.0) for letter in "ab"}).compare(
+        QUESTIONS
+    )
+    assert told == {
+        "a": [1.0, 0.0, 0.0, 1.0],
+        "b": [0.5, 0.5, 1.0, 0.0],
+        TOGETHER: [1.0, 0.0, 0.5, 0.5],
+    }
+    assert doctest.testmod(jury).failed == 0
+
+
+def test_how_judges_agree():
+    told = Jury({letter: Absolute(letter, count(letter), 0.0) for letter in "ab"})
+    told.compare(QUESTIONS)
+    # a says A B B A, b says tie tie A B: never the same; chance would be 2/4 1/4 + 2/4 1/4 = 1/4,
+    # so kappa is (0 - 1/4) / (1 - 1/4)
+    assert told.report() == {
+        "alone": {letter: {"position_consistency": 1.0, "kappa": 1.0} for letter in "ab"},
+        "pairs": {"a-b": {"agreement": 0.0, "kappa": pytest.approx(-1 / 3)}},
+    }
+
+
+def test_a_text_is_garbled_where_people_do_not_write_so():
+    people = [
+        {"prompt": "p", "completion": "x" * n} for n in range(1, 22)
+    ]  # NLLs 1 to 21, of which 20 is the 95% quantile
+    number = garbled(
+        lambda prompts, responses: [float(len(response)) for response in responses], people
+    )
+    assert number(["p"] * 3, ["x", "x" * 20, "x" * 23]) == [0.0, 0.0, -3.0]
+
+
+def test_judges_by_name(make_round, tiny_folder, monkeypatch):
+    make_round("r0", 1.0)
+    from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+
+    Path("mine.py").write_text(
+        "def vowels(prompts, responses):\n    return [float(response.count('o')) for response in responses]\n"
+    )
+    named = ["lexicon", "fluency", "mine:vowels", "rounds/r0/reward/model"]
+    params = check_params(
+        {"evaluate": {"judges": named}, "model": {"dtype": "float32", "threads": 1}}, "test"
+    )
+    people = [
+        {"prompt": "The dinner", "completion": text} for text in (" was great.", " was fine.")
+    ]
+    tokenizer, base = load_tokenizer(tiny_folder), load_causal_lm(tiny_folder, params.model)
+    told = load_jury(params, "r0", base, tokenizer, people).compare(
+        [Comparison("The dinner", " took too long.", " was great.")]
+    )
+    assert list(told) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", TOGETHER]
+    assert (told["lexicon"], told["mine_vowels"]) == ([0.0], [1.0])
+    missing = params.model_copy(
+        update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})}
+    )
+    with pytest.raises(BadInput, match=r"evaluate\.judges: mine:nothing cannot be imported"):
+        load_jury(missing, "r0", base, tokenizer, people)
+
+
+def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_folder):
+    """`one` likes the longer response, `two` the first one in everything: it ties."""
+    from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+
+    def answer(asked):
+        longer = "A" if len(asked["messages"][1]["content"].split("<response_B>")[0]) > 60 else "B"
+        kind, true = (longer, longer) if asked["model"] == "one" else ("A", "A")
+        return f'{{"kind": "{kind}", "true": "{true}", "preference": "{kind}"}}'
+
+    chat_server.answer = answer
+    make_round("r0", 1.0)
+    endpoint = {"base_url": chat_server.url, "rubric": {"kind": "Kinder.", "true": "Truer."}}
+    judges = {
+        "judges": ["endpoint", "endpoint:second"],
+        "endpoints": {"second": endpoint | {"model": "two"}},
+    }
+    params = check_params(
+        {"evaluate": judges, "annotate": {"endpoint": endpoint | {"model": "one"}}}, "test"
+    )
+    asked = load_jury(
+        params,
+        "r0",
+        load_causal_lm(tiny_folder, params.model),
+        load_tokenizer(tiny_folder),
+        [{"prompt": "p", "completion": "c"}],
+    )
+    told = asked.compare([Comparison("p", " a much longer text than the other", " b")])
+    assert told == {
+        "endpoint": [1.0],
+        "endpoint_second": [0.5],
+        "endpoint/kind": [1.0],
+        "endpoint/true": [1.0],
+        "endpoint_second/kind": [0.5],
+        "endpoint_second/true": [0.5],
+        TOGETHER: [1.0],
+    }
+    assert asked.report()["pairs"] == {"endpoint-endpoint_second": {"agreement": 0.0, "kappa": 0.0}}
+
+
+def test_an_endpoint_has_to_be_named():
+    with pytest.raises(
+        BadInput, match=r"evaluate\.judges has endpoint:big: describe it in evaluate\.endpoints"
+    ):
+        check_params({"evaluate": {"judges": ["endpoint:big"]}}, "test")
+    with pytest.raises(BadInput, match=r"has endpoint:big: set evaluate\.endpoints\.big\.base_url"):
+        check_params(
+            {"evaluate": {"judges": ["endpoint:big"], "endpoints": {"big": {"model": "x"}}}}, "test"
+        )
+    with pytest.raises(
+        BadInput,
+        match=r"evaluate\.judges has endpoint: set annotate\.endpoint\.base_url and annotate\.endpoint\.model",
+    ):
+        check_params({"evaluate": {"judges": ["lexicon", "endpoint"]}}, "test")
+    with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):
+        check_params({"evaluate": {"judges": ["apart"]}}, "test")
+    assert Params().evaluate.judges == ["lexicon", "fluency"]
+    with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is there more than once"):
+        check_params({"evaluate": {"judges": ["lexicon", "fluency", "lexicon"]}}, "test")
+    assert metric_name("models/other rm") == "models_other_rm"

@@ -1,0 +1,83 @@
+"""Judges: the lexicon, what it is blind to, and the verdict that no judge gives alone."""
+
+import pytest
+
+from stages.lib.core.params import PromptFormat
+from stages.lib.judging.lexicon import (
+    Fluency,
+    Judged,
+    judge,
+    outcome,
+    repetition,
+    sentiment,
+    sentiment_plain,
+)
+
+GOOD, BAD = " was wonderful, I loved it.", " was horrible, I hated it."
+
+
+def test_the_lexicon_orders_texts():
+    high, low = sentiment(["The food", "The food"], [GOOD, BAD])
+    assert high > 0.5 > -0.5 > low
+
+
+def test_a_continued_prompt_counts_and_a_question_does_not():
+    [whole] = sentiment(["Terrible awful horrible service"], [" today."])
+    [answer] = sentiment(
+        [[{"role": "user", "content": "Terrible awful horrible service"}]], ["Today."]
+    )
+    assert whole < -0.5
+    assert answer == 0.0
+
+
+def test_emoji_and_exclamation_marks_alone_are_worth_nothing():
+    [loud] = sentiment(["It"], [" rained! 😃 😍!!!"])
+    [plain] = sentiment_plain(["It"], [" rained! 😃 😍!!!"])
+    assert loud > 0.5
+    assert plain == 0.0
+
+
+def test_repetition_of_the_likeliest_hack():
+    # VADER gives this nearly its maximum; 8 3-grams, all the same
+    text = " love" * 10
+    assert sentiment(["I"], [text])[0] > 0.95
+    assert repetition(["I"], [text]) == [pytest.approx(7 / 8)]
+
+
+def test_judge_gathers_all():
+    [judged] = judge(["The food"], [GOOD])
+    assert judged == Judged(
+        sentiment(["The food"], [GOOD])[0], sentiment_plain([""], [GOOD])[0], 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (Judged(0.8, 0.8, 0.0), Judged(0.2, 0.2, 0.0), 1.0),
+        (Judged(0.2, 0.2, 0.0), Judged(0.8, 0.8, 0.0), 0.0),
+        (Judged(0.52, 0.5, 0.0), Judged(0.48, 0.5, 0.0), 0.5),  # within the margin
+        (Judged(0.9, 0.1, 0.0), Judged(0.2, 0.3, 0.0), 0.5),  # emoji made the difference
+        (Judged(0.99, 0.99, 0.9), Judged(0.2, 0.2, 0.0), 0.5),  # love love love
+        (Judged(0.99, 0.99, 0.9), Judged(0.2, 0.2, 0.8), 1.0),  # both repeat
+    ],
+)
+def test_outcome(a, b, expected):
+    assert outcome(a, b, tie_margin=0.05) == expected
+    assert outcome(b, a, tie_margin=0.05) == 1 - expected
+
+
+def test_fluency_is_the_reference_nll(tiny_folder):
+    """Against transformers' own loss over the response's tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_folder).float(),
+        AutoTokenizer.from_pretrained(tiny_folder),
+    )
+    [nll] = Fluency(model, tokenizer, PromptFormat.plain)(["My trip"], [" was great."])
+    prompt = tokenizer("My trip", return_tensors="pt").input_ids
+    whole = tokenizer("My trip was great.<|im_end|>", return_tensors="pt").input_ids
+    labels = whole.clone()
+    labels[:, : prompt.shape[1]] = -100
+    assert nll == pytest.approx(model(whole, labels=labels).loss.item(), abs=1e-4)

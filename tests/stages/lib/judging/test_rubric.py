@@ -1,0 +1,59 @@
+"""Answers of language models, as they come."""
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import check_params
+from stages.lib.judging.pairwise import Preference, Verdict
+from stages.lib.judging.rubric import form, most, read
+
+A, B, TIE = Preference.a, Preference.b, Preference.tie
+TWO = {"kind": "Kinder.", "true": "Truer."}
+SAY_A, SAY_B = (f'{{"reason": "so", "preference": "{it}"}}' for it in "AB")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)],
+)
+def test_one_preference(text, said):
+    assert read(text, "Be fair.") == Verdict(said)
+
+
+def test_one_a_dimension():
+    assert read('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
+        B, None, {"kind": B, "true": TIE}
+    )
+    assert (
+        form(TWO)
+        == '{"reason": "one sentence", "kind": "A" or "B" or "tie", "true": "A" or "B" or "tie"}'
+    )
+
+
+@pytest.mark.parametrize("text", ["", "A", "{}", '{"preference": "C"}', "{preference: A}"])
+def test_what_cannot_be_read(text):
+    with pytest.raises(ValueError):
+        read(text, "Be fair.")
+
+
+def test_a_dimension_that_is_left_out_is_named():
+    with pytest.raises(ValueError, match="true: expected A, B or tie, and it says None"):
+        read('{"kind": "A"}', TWO)
+
+
+@pytest.mark.parametrize(
+    ("told", "better"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
+)
+def test_more_dimensions_than_not_decide(told, better):
+    assert most(dict(enumerate(told))) is better
+
+
+@pytest.mark.parametrize("name", ["Kind", "very kind", "", "reason"])
+def test_a_dimension_has_a_name_that_metrics_can_have(name):
+    with pytest.raises(BadInput, match=r"annotate\.endpoint\.rubric"):
+        check_params({"annotate": {"endpoint": {"rubric": {name: "x"}}}}, "test")
+
+
+def test_no_dimension_at_all_is_refused():
+    with pytest.raises(BadInput, match="one dimension at least"):
+        check_params({"annotate": {"endpoint": {"rubric": {}}}}, "test")

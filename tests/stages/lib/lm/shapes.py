@@ -1,0 +1,47 @@
+"""Small random models of the shapes that users bring, with adapters that do something, and rows for
+them.
+"""
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
+
+import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
+from stages.lib.core.params import LoraParams
+from stages.lib.lm.lora import add_adapters
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "initializer_range": 0.2,
+}
+SHAPES = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
+    "gpt_neox": GPTNeoXConfig(**SIZES),
+}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
+
+
+def build(config: PreTrainedConfig, attention: str = "grouped") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def with_adapters(model: Any, top_layers: int | None = None) -> Any:
+    model = add_adapters(model, LoraParams(r=2, top_layers=top_layers), "CAUSAL_LM")
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    return model

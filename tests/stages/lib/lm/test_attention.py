@@ -1,0 +1,46 @@
+"""`grouped` attention against transformers' own, with grouped heads, padding on either side and a
+cache.
+"""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
+
+
+@pytest.fixture
+def models():
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    grouped = LlamaForCausalLM._from_config(config, attn_implementation="grouped").eval()
+    grouped.load_state_dict(eager.state_dict())
+    return eager, grouped
+
+
+@pytest.mark.parametrize("padding", [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+def test_logits_and_gradients_are_those_of_eager(models, padding):
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1] * 6, padding])
+    logits = [model(input_ids=ids, attention_mask=mask).logits for model in models]
+    for each in logits:
+        each[mask.bool()].square().sum().backward()
+    torch.testing.assert_close(logits[1][mask.bool()], logits[0][mask.bool()])
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_step_with_a_cache_is_the_whole_pass(models):
+    _, model = models
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :7], use_cache=True).past_key_values
+        step = model(input_ids=ids[:, 7:], past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(step, model(input_ids=ids).logits[0, -1])

@@ -1,0 +1,129 @@
+"""Sampling and scoring: independent of padding, batch and order; sampled as often as the model
+says.
+"""
+
+from statistics import mode
+
+import pytest
+import torch
+
+from stages.lib.lm.generation import generate, reward_scores, token_logprobs
+from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, build, with_adapters
+
+SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2}
+
+
+def by_hand(model, prompt, response):
+    """One row at a time, no padding, transformers' own forward."""
+    logits = model(torch.tensor([prompt + response])).logits[0].double().log_softmax(-1)
+    return [logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(response)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
+def test_logprobs_do_not_depend_on_batch_padding_or_order(
+    tiny_lm, dtype, tolerance, batch_size, order
+):
+    model = tiny_lm().to(dtype)
+    prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
+    ours = token_logprobs(model, prompts, responses, batch_size=batch_size)
+    for row, prompt, response in zip(ours, prompts, responses, strict=True):
+        assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=tolerance)
+
+
+@pytest.mark.parametrize("amount", [0, 5])
+def test_logprobs_are_those_of_a_left_padded_batch(tiny_lm, amount):
+    """As it is padded for generation, however much: the padding side does not matter."""
+    model = tiny_lm()
+    rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    width = max(map(len, rows)) + amount
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    with torch.no_grad():
+        logits = model(
+            ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+        ).logits.log_softmax(-1)
+    ours = token_logprobs(model, PROMPTS, RESPONSES)
+    for i, response in enumerate(RESPONSES):
+        theirs = [
+            logits[i, width - len(response) - 1 + t, token].item()
+            for t, token in enumerate(response)
+        ]
+        assert ours[i].tolist() == pytest.approx(theirs, abs=1e-5)
+
+
+def test_scores_are_read_at_the_last_token(tiny_reward_model):
+    model = tiny_reward_model()
+    sequences = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    expected = [model(torch.tensor([s])).logits.item() for s in sequences]
+    assert reward_scores(model, sequences, batch_size=3).tolist() == pytest.approx(
+        expected, abs=1e-5
+    )
+
+
+def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):
+    model = tiny_lm()
+    runs = [
+        generate(
+            model, PROMPTS, **SETTINGS, batch_size=size, generator=torch.Generator().manual_seed(3)
+        )
+        for size in (1, 2, 4, 4)
+    ]
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    assert all(2 not in response[:-1] for response in runs[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, adapters):
+    """Of one row, without cache, batch, padding or merged adapters; the same uniform numbers,
+    turned into tokens by hand.
+    """
+    model = (
+        with_adapters(build(SHAPES[shape], attention))
+        if adapters
+        else build(SHAPES[shape], attention)
+    )
+    prompts = PROMPTS * 4
+    uniforms = torch.rand(len(prompts), 6, generator=torch.Generator().manual_seed(3)).tolist()
+    rows: list[list[int]] = []
+    for prompt, row in zip(prompts, uniforms, strict=True):
+        tokens: list[int] = []
+        for uniform in row:
+            with torch.no_grad():
+                below = (
+                    model(torch.tensor([prompt + tokens]))
+                    .logits[0, -1]
+                    .double()
+                    .softmax(-1)
+                    .cumsum(-1)
+                )
+            tokens.append(int((below <= uniform).sum()))
+        rows.append(tokens)
+    eos = mode(token for tokens in rows for token in tokens[1:4])
+    expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in rows]
+    settings = SETTINGS | {"eos_token_id": eos}
+    assert (
+        generate(
+            model, prompts, **settings, batch_size=10, generator=torch.Generator().manual_seed(3)
+        )
+        == expected
+    )
+
+
+def test_first_token_is_sampled_as_often_as_the_model_says(tiny_lm):
+    model, draws = tiny_lm(), 4000
+    settings = SETTINGS | {"response_length": 1}
+    first = generate(
+        model,
+        [PROMPTS[0]] * draws,
+        **settings,
+        batch_size=1000,
+        generator=torch.Generator().manual_seed(0),
+    )
+    seen = torch.bincount(torch.tensor([r[0] for r in first]), minlength=40) / draws
+    expected = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
+    # the largest of 40 binomial shares strays at most 4 standard errors: sqrt(.25 / 4000) * 4
+    assert (seen - expected).abs().max() < 0.032

@@ -1,0 +1,71 @@
+"""Log-probabilities and entropies by parts: what one whole float64 softmax says, with its
+gradients, and without a float32 copy of it.
+"""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import entropy as scipy_entropy
+
+from stages.lib.lm import logprobs
+from stages.lib.lm.logprobs import entropies_of, logprobs_of
+
+N, V = 7, 11
+
+
+@pytest.fixture(params=[1, 3, N, 100], ids=lambda rows: f"{rows} rows a part")
+def logits(request, monkeypatch):
+    monkeypatch.setattr(logprobs, "CELLS", request.param * V)
+    return torch.randn(N, V, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_are_those_of_a_whole_softmax(logits, temperature):
+    targets, weights = torch.arange(N), torch.linspace(-1, 2, N)
+    exact = (logits.detach().double() / temperature).requires_grad_()
+    chosen = exact.log_softmax(-1)[torch.arange(N), targets]
+    entropies = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
+    for ours, theirs in (
+        (logprobs_of(logits, targets, temperature), chosen),
+        (entropies_of(logits, temperature), entropies),
+    ):
+        torch.testing.assert_close(ours, theirs.float())
+        [gradient] = torch.autograd.grad((ours * weights).sum(), logits)
+        [expected] = torch.autograd.grad((theirs * weights).sum(), exact, retain_graph=True)
+        torch.testing.assert_close(gradient, (expected / temperature).float())
+
+
+def test_of_bfloat16_logits_float32_values_and_nothing_kept():
+    logits = torch.randn(N, V).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.dtype) or tensor, lambda tensor: tensor
+    ):
+        told = logprobs_of(logits, torch.arange(N)), entropies_of(logits)
+    assert torch.float32 not in kept
+    wide = logits.detach().float()
+    torch.testing.assert_close(told[0], wide.log_softmax(-1).diagonal())
+    torch.testing.assert_close(told[1], torch.tensor(scipy_entropy(wide.softmax(-1), axis=1)))
+    sum(each.sum() for each in told).backward()
+    assert logits.grad.dtype is torch.bfloat16
+
+
+def test_temperature_by_hand():
+    # at temperature 2 the odds 1:4 become 1:2
+    assert logprobs_of(
+        torch.tensor([[0.0, math.log(4.0)]]), torch.tensor([1]), 2.0
+    ).exp().item() == pytest.approx(2 / 3)
+
+
+def test_entropies_are_scipys():
+    p = torch.tensor([[0.5, 0.3, 0.2], [1 / 3] * 3])
+    torch.testing.assert_close(entropies_of(p.log()), torch.tensor(scipy_entropy(p, axis=1)))
+
+
+def test_no_rows():
+    assert (
+        logprobs_of(torch.empty(0, V), torch.empty(0, dtype=torch.long)).shape
+        == entropies_of(torch.empty(0, V)).shape
+        == (0,)
+    )

@@ -1,0 +1,120 @@
+"""The fused layer against peft's own, forward and backward, merged, switched off, and through a
+folder.
+"""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from stages.lib.core.params import LoraParams
+from stages.lib.lm.loading import adapter_off
+from stages.lib.lm.lora import FusedLinear, add_adapters, holding, load_adapters
+
+IDS = torch.arange(3, 15).view(2, 6)
+
+
+@pytest.fixture
+def both(tiny_lm):
+    """The same model with the same random adapters, on fused layers and on peft's."""
+    ours = add_adapters(tiny_lm(), LoraParams(r=4, lora_alpha=12, top_layers=1), "CAUSAL_LM")
+    for name, weight in ours.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    targets = sorted(
+        {
+            name.split(".")[-1]
+            for name, module in ours.named_modules()
+            if isinstance(module, FusedLinear)
+        }
+    )
+    theirs = get_peft_model(
+        tiny_lm(),
+        LoraConfig(
+            r=4,
+            lora_alpha=12,
+            target_modules=targets,
+            layers_to_transform=[1],
+            task_type="CAUSAL_LM",
+        ),
+    )
+    theirs.load_state_dict(ours.state_dict())
+    assert (
+        not any(isinstance(module, FusedLinear) for module in theirs.modules())
+        and len(targets) == 7
+    )
+    return ours, theirs
+
+
+def test_outputs_and_gradients_are_pefts(both):
+    for model in both:
+        model(IDS).logits.pow(3).sum().backward()
+    torch.testing.assert_close(both[0](IDS).logits, both[1](IDS).logits)
+    trained = [[w for w in model.parameters() if w.requires_grad] for model in both]
+    assert len(trained[0]) == 14
+    for ours, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    assert all(weight.grad is None for weight in both[0].parameters() if not weight.requires_grad)
+
+
+def test_held_adapters_are_the_same_to_the_bit_and_are_let_go(both):
+    model = both[0]
+    with torch.no_grad():
+        expected = model(IDS).logits
+        with adapter_off(model):
+            bare = model(IDS).logits
+            with holding(model):  # the reference stays the reference
+                assert torch.equal(model(IDS).logits, bare)
+        with pytest.raises(KeyboardInterrupt), holding(model):
+            assert torch.equal(model(IDS).logits, expected)
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.zero_()
+            assert torch.equal(model(IDS).logits, expected)
+            raise KeyboardInterrupt
+        assert torch.equal(model(IDS).logits, bare)
+    model(IDS).logits.sum().backward()  # and it can still be trained
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+
+
+def test_a_bias_of_the_layer_below_is_added():
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    fused = copy.deepcopy(config)
+    fused._register_custom_module({torch.nn.Linear: FusedLinear})
+    ours, theirs = (
+        get_peft_model(model, each) for model, each in zip(models, (fused, config), strict=True)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_bfloat16_under_autocast_is_as_near_to_float64_as_pefts(both):
+    exact = copy.deepcopy(both[1]).double()(IDS).logits
+    errors = []
+    for model in both:
+        for name, weight in model.named_parameters():
+            if "lora" not in name:
+                weight.data = weight.data.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            errors.append((model(IDS).logits.double() - exact).abs().mean().item())
+    assert errors[0] < 1.2 * errors[1]
+
+
+def test_off_and_merged_it_is_what_peft_makes_of_it(both, tiny_lm, tmp_path):
+    ours, theirs = both
+    with torch.no_grad():
+        with adapter_off(ours) as plain:
+            torch.testing.assert_close(plain(IDS).logits, tiny_lm()(IDS).logits)
+        ours.save_pretrained(tmp_path)
+        expected = theirs(IDS).logits
+        for loaded in (
+            load_adapters(tiny_lm(), tmp_path),
+            PeftModel.from_pretrained(tiny_lm(), tmp_path),
+        ):
+            torch.testing.assert_close(loaded(IDS).logits, expected)
+        torch.testing.assert_close(ours.merge_and_unload()(IDS).logits, expected)

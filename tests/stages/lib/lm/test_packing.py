@@ -1,0 +1,96 @@
+"""Rows end to end against transformers' own forward of one row at a time, on the shapes of model
+that users bring.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+from stages.lib.core.errors import BadInput
+from stages.lib.lm.packing import closed, hidden_states, pack, without_padding
+from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build
+
+CPU = torch.device("cpu")
+
+
+def test_pack_by_hand():
+    packed = pack([[5, 6], [7]], [[8], [9, 10, 2]], CPU)
+    assert packed.input_ids.tolist() == [5, 6, 8, 7, 9, 10, 2]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.lengths == [3, 4]
+    assert packed.predicts.tolist() == [1, 3, 4, 5]
+    assert packed.targets.tolist() == [8, 9, 10, 2]
+    assert packed.response_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert packed.last.tolist() == [2, 6]
+    assert packed.rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [
+        [1.0, 0.0, 0.0],
+        [2.0, 3.0, 4.0],
+    ]
+    assert packed.pad(packed.input_ids).tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
+    assert packed.unpad(packed.pad(packed.input_ids)).tolist() == packed.input_ids.tolist()
+
+
+def test_an_end_that_was_not_sampled_is_read_but_not_predicted():
+    packed = pack([[5, 6], [7]], [[8], [9, 2]], CPU, eos_token_id=2)
+    assert packed.input_ids.tolist() == [5, 6, 8, 2, 7, 9, 2]
+    assert packed.lengths == [4, 3]
+    assert packed.predicts.tolist() == [1, 4, 5]
+    assert packed.targets.tolist() == [8, 9, 2]
+    assert packed.response_mask.tolist() == [[True, False], [True, True]]
+    assert packed.last.tolist() == [3, 6]
+
+
+def test_every_response_is_closed_by_one_eos():
+    assert closed([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
+def test_states_and_gradients_are_those_of_single_rows(shape, attention):
+    packing, alone = build(SHAPES[shape], attention), build(SHAPES[shape], "eager")
+    states = hidden_states(packing, pack(PROMPTS, RESPONSES, CPU))
+    single = [
+        alone.base_model(torch.tensor([p + r])).last_hidden_state[0]
+        for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    torch.testing.assert_close(states, torch.cat(single))
+    for result in (states, torch.cat(single)):
+        result.pow(3).sum().backward()
+    for ours, theirs in zip(
+        packing.base_model.parameters(), alone.base_model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_a_sliding_window_shorter_than_the_texts_is_refused():
+    model = build(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4))
+    with pytest.raises(BadInput, match="sdpa"):
+        hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]], ids=["left", "right"]
+)
+def test_a_trainers_padded_batch_goes_through_without_its_padding(shape, mask):
+    model, ids, real = build(SHAPES[shape]), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
+    widths: list[torch.Size] = []
+    next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))[
+        0
+    ].register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[:2]))
+    results = []
+    for context in (without_padding(model), nullcontext()):
+        model.zero_grad()
+        with context:
+            logits = model(
+                ids, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0)
+            ).logits
+        logits[real.bool()].pow(3).sum().backward()
+        results.append(
+            [logits[real.bool()], *(weight.grad.clone() for weight in model.parameters())]
+        )
+    assert widths == [(1, 6), (2, 4)]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,123 @@
+"""The reward stage on tiny data: an ensemble is trained, saved, loaded and scores as one."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from stages.lib.core.files import read_jsonl
+from stages.lib.core.params import Reduce
+from stages.lib.lm.generation import assess, reward_scores
+from stages.lib.lm.loading import (
+    in_ensemble,
+    load_reward_model,
+    load_scalar_model,
+    load_tokenizer,
+    members,
+)
+from stages.lib.lm.scoring import Scorer
+from stages.reward.__main__ import main, save_ensemble
+from tests.paths import ROOT
+
+MODEL = Path("rounds/r0/reward/model")
+SECOND = MODEL / "members/1"
+PROMPTS, RESPONSES = [[5, 6], [7], [8, 9, 10]], [[11, 2], [12, 13, 14, 2], [2]]
+WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+@pytest.fixture
+def trio(tiny_reward_model):
+    """Three members with calibrations of their own, and by hand the lowest and the mean of what
+    they say of WHOLE, calibrated.
+    """
+    models = [tiny_reward_model(seed) for seed in (1, 2, 3)]
+    for model, mean, std in zip(models, (0.5, -1.0, 0.0), (2.0, 0.5, 1.0), strict=True):
+        model.config.mean, model.config.std = mean, std
+    raw = [[model(torch.tensor([ids])).logits.item() for ids in WHOLE] for model in models]
+    told = list(
+        zip(
+            *(
+                [(x - m.config.mean) / m.config.std for x in row]
+                for m, row in zip(models, raw, strict=True)
+            ),
+            strict=True,
+        )
+    )
+    return models, {"mean": [sum(each) / 3 for each in told], "min": [min(each) for each in told]}
+
+
+@pytest.mark.parametrize("reduce", ["mean", "min"])
+def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
+    (first, *others), expected = trio
+    first.config.ensemble_reduce = reduce
+    model, wanted = (
+        in_ensemble(first, others),
+        pytest.approx([0.5 + 2.0 * x for x in expected[reduce]], abs=1e-5),
+    )
+    assert reward_scores(model, WHOLE, batch_size=2).tolist() == wanted
+    # what evaluation and PPO read is the same
+    lm = tiny_lm()
+    told = assess(
+        None,
+        lambda: nullcontext(lm),
+        PROMPTS,
+        RESPONSES,
+        reward_model=model,
+        eos_token_id=2,
+        temperature=1.0,
+        batch_size=2,
+    )
+    assert told.scores.tolist() == wanted
+
+
+def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
+    params = make_round("r0", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    params.reward.ensemble, params.reward.max_steps, params.reward.per_device_train_batch_size = (
+        2,
+        3,
+        8,
+    )
+    main(params, "r0")
+    assert [row["step"] for row in read_jsonl(Path("rounds/r0/reward/metrics.jsonl"), "")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    tokenizer = load_tokenizer(MODEL)
+    one, two = (
+        AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (MODEL, SECOND)
+    )
+    assert len(members(load_reward_model(MODEL, params.model))) == 2
+    row = read_jsonl(Path("rounds/r0/prepare/data/pairs_eval.jsonl"), "")[0]
+    ids = torch.tensor(
+        [[*tokenizer(row["prompt"] + row["chosen"]).input_ids, tokenizer.eos_token_id]]
+    )
+    with torch.no_grad():
+        a, b = (
+            (model(ids).logits.item() - model.config.mean) / model.config.std
+            for model in (one, two)
+        )
+    assert a != pytest.approx(b, abs=1e-3)  # a seed of its own
+    [told] = [
+        each
+        for each in read_jsonl(Path("rounds/r0/reward/scores.jsonl"), "")
+        if each["id"] == row["id"]
+    ]
+    assert told["chosen"] == pytest.approx((a + b) / 2, abs=1e-3)
+    scorer = Scorer(MODEL, tokenizer, params, 8)
+    assert scorer.apart([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx([a, b], abs=1e-4)
+    # fewer members leave none behind
+    save_ensemble([load_scalar_model(SECOND, params.model)], tokenizer, Reduce.mean, MODEL)
+    assert (
+        not (MODEL / "members").exists()
+        and len(members(load_reward_model(MODEL, params.model))) == 1
+    )

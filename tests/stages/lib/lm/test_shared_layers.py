@@ -1,0 +1,74 @@
+"""Layers that models have in common run once: against each model as a whole."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig, GPT2Config, OPTConfig
+
+from stages.lib.lm.packing import hidden_states, pack
+from stages.lib.lm.shared_layers import common_layers, plain_layers, through
+from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build, with_adapters
+
+CPU = torch.device("cpu")
+PACKED = pack(PROMPTS[:3], RESPONSES[:3], CPU)
+KINDS = SHAPES | {
+    "gemma3": Gemma3TextConfig(  # layers of two kinds, told apart by their number
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_local_base_freq=10.0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", KINDS)
+@pytest.mark.parametrize("attention", ["grouped", "eager"])
+def test_upper_layers_on_handed_on_states_are_the_whole_model(shape, attention):
+    plain, model = (
+        build(KINDS[shape], attention),
+        with_adapters(build(KINDS[shape], attention), top_layers=1),
+    )
+    assert common_layers(plain, model) == plain_layers(model) == 2
+    with torch.no_grad():
+        whole, [lower, upper] = through(plain, PACKED, keep=[1, 2])
+        torch.testing.assert_close(whole, hidden_states(build(KINDS[shape], "eager"), PACKED))
+        torch.testing.assert_close(
+            through(model, PACKED, upper, 2)[0], hidden_states(model, PACKED)
+        )
+        states, [again] = through(model, PACKED, lower, 1, keep=[2])  # and from further below
+        torch.testing.assert_close(states, hidden_states(model, PACKED))
+        torch.testing.assert_close(again, upper)
+        assert not torch.allclose(whole, states, atol=1e-2)
+
+
+def test_one_other_weight_ends_what_is_common():
+    model = build(SHAPES["llama"])
+    other = copy.deepcopy(model)
+    assert common_layers(model, other) == 2  # the last is never shared
+    other.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
+    assert common_layers(model, other) == common_layers(model, model, other) == 1
+    other.model.embed_tokens.weight.data[7, 0] += 1e-3
+    assert common_layers(model, other) == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
+        OPTConfig(
+            vocab_size=40,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+            init_std=0.2,
+        ),
+    ],
+)
+def test_states_are_not_handed_on_where_positions_would_be_added_twice(config):
+    model = build(config, "eager")
+    assert plain_layers(model) == 3
+    assert common_layers(model, copy.deepcopy(model)) == 0

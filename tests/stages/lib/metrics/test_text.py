@@ -1,0 +1,81 @@
+"""Text statistics by hand."""
+
+from collections import Counter
+
+import pytest
+
+from stages.lib.metrics.text import (
+    distinct_n,
+    phrases,
+    plain,
+    repetition_n,
+    suffix_counts,
+    suffixes,
+    tokens,
+)
+
+
+def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
+    assert tokens("Don't STOP!!! 👍🏽❤️👨‍👩‍👧") == ["don't", "stop", "!!!", "👍🏽", "❤️", "👨‍👩‍👧"]
+    assert tokens("Ha :D :-)) <3 at 5:30 to:Dave") == [
+        "ha",
+        ":d",
+        ":-))",
+        "<3",
+        "at",
+        "5",
+        ":",
+        "30",
+        "to",
+        ":",
+        "dave",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "share"),
+    [
+        ("a b a b a b", 3, 0.5),  # aba bab aba bab
+        ("love love love love", 3, 0.5),  # the same 3-gram twice
+        ("a b c d", 3, 0.0),
+        ("a b", 3, 0.0),
+        ("", 3, 0.0),
+    ],
+)
+def test_repetition(text, n, share):
+    assert repetition_n(text, n) == share
+
+
+def test_distinct_is_counted_across_texts():
+    # 2-grams: (a b) (b c) | (a b) (b d): three of four
+    assert distinct_n(["a b c", "A b d"], 2) == 0.75
+    assert distinct_n(["a"], 2) == 0.0
+
+
+def test_plain_drops_what_lexicons_overpay():
+    assert plain("Great! 😃 Enjoy ❤️!! :) at 5:30 =P") == "Great Enjoy at 5:30"
+
+
+def test_suffixes_keep_the_space_before_them():
+    assert suffixes("So. Enjoy! 😃") == [" 😃", "! 😃", " Enjoy! 😃"]
+    assert suffixes("Hi") == ["Hi"]
+    assert suffixes("") == []
+
+
+def test_phrases_are_as_written_and_can_follow_a_text():
+    assert phrases("So fun! 😃", longest=2) == {
+        " So",
+        " fun",
+        "!",
+        " 😃",
+        " So fun",
+        " fun!",
+        "! 😃",
+    }
+    assert phrases("") == set()
+
+
+def test_suffix_counts_are_of_texts():
+    assert suffix_counts(["a b", "c b", "d"], longest=2) == Counter(
+        {" b": 2, "a b": 1, "c b": 1, "d": 1}
+    )

@@ -1,0 +1,58 @@
+"""The loss that SFT trains on, against TRL's own."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from stages.lib.core.params import LoraParams, ModelParams
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+from stages.lib.lm.lora import add_adapters
+from stages.lib.training.completion_only import ResponseTrainer
+
+ROWS = [
+    {"input_ids": [5, 6, 7, 20, 21, 2], "completion_mask": [0, 0, 0, 1, 1, 1]},
+    {"input_ids": [8, 22, 23, 2], "completion_mask": [0, 1, 1, 1]},
+]
+
+
+@pytest.mark.parametrize("items", [None, 12])
+def test_loss_and_gradients_are_trls(tiny_folder, tmp_path, items):
+    model = add_adapters(
+        load_causal_lm(tiny_folder, ModelParams(dtype="float32")),
+        LoraParams(r=4, top_layers=1),
+        "CAUSAL_LM",
+    )
+    config = SFTConfig(
+        str(tmp_path),
+        completion_only_loss=True,
+        use_cpu=True,
+        report_to=[],
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    found = []
+    for kind in (ResponseTrainer, SFTTrainer):
+        trainer = kind(
+            copy.deepcopy(model),
+            config,
+            train_dataset=Dataset.from_list(ROWS),
+            processing_class=load_tokenizer(tiny_folder),
+        )
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        loss = trainer.compute_loss(
+            trainer.model, batch, num_items_in_batch=items and torch.tensor(items)
+        )
+        loss.backward()
+        found.append(
+            [
+                loss.detach(),
+                *(weight.grad for weight in trainer.model.parameters() if weight.requires_grad),
+            ]
+        )
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert found[0][0] > 0 and any(bool(gradient.any()) for gradient in found[0][1:])

@@ -1,0 +1,33 @@
+"""A round whose policy is made by an algorithm other than PPO."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.params import Params, check_params
+
+SHORT = {
+    "batch_size": 4,
+    "mini_batch_size": 4,
+    "micro_batch_size": 2,
+    "total_episodes": 16,
+    "save_updates": 2,
+    "max_kl": 1000.0,
+}
+
+
+@pytest.fixture
+def make_params(make_round) -> Callable[..., Params]:
+    """A round without a policy; `own`: keys of the algorithm's section."""
+
+    def make(algorithm: str, own: dict | None = None, **ppo: object) -> Params:
+        params = make_round("r0", 1.0).model_dump()
+        shutil.rmtree(Path("rounds/r0/ppo"))
+        section = {} if algorithm == "ppo" else {algorithm: params[algorithm] | (own or {})}
+        return check_params(
+            params | {"algorithm": algorithm, "ppo": params["ppo"] | SHORT | ppo} | section, "test"
+        )
+
+    return make

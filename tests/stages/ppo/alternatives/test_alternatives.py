@@ -1,0 +1,132 @@
+"""The policy stage from folder to folder by each algorithm, and the stages that read it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.evaluate.__main__ import main as evaluate
+from stages.lib.core.errors import BadInput, Diverged
+from stages.lib.core.files import file_hash
+from stages.lib.data.rollouts import read_rollouts
+from stages.ppo.__main__ import main
+from stages.ppo.alternatives.run import look
+from stages.ppo.common.policy_selection import Validation
+from stages.replay.__main__ import main as replay
+
+OWN = {
+    "best_of_n": {
+        "n": 3,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.01,
+    },
+    "dpo": {"per_device_train_batch_size": 9, "learning_rate": 0.01},
+    "rloo": {"num_generations": 2},
+    "grpo": {"num_generations": 2},
+}
+FOLDER = Path("rounds/r0/ppo")
+OUTPUTS = [
+    "checkpoints",
+    "critic",
+    "curves.csv",
+    "health.json",
+    "manifest.json",
+    "metrics.json",
+    "metrics.jsonl",
+    "policy",
+    "rollouts",
+]
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_a_policy_is_made_evaluated_and_mined(make_params, algorithm):
+    params = make_params(algorithm, OWN[algorithm])
+    main(params, "r0")
+    assert sorted(path.name for path in FOLDER.iterdir()) == OUTPUTS
+    assert (FOLDER / "policy/adapter_model.safetensors").exists()
+    assert (FOLDER / "checkpoints/step_00002/adapter_model.safetensors").exists()
+    metrics = json.loads((FOLDER / "metrics.json").read_text())
+    assert metrics["updates"] == 4 and metrics["policy_update"] in (0, 2, 4)
+    assert metrics["dangers"] == 0
+    assert metrics["health"] == json.loads((FOLDER / "health.json").read_text())["verdict"]
+    steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["step"] for row in steps if "validation_judge" in row] == [2, 4]
+    assert steps[-1]["validation_kl"] != 0.0
+    kept = [
+        row
+        for row in read_rollouts(FOLDER / "rollouts", "")
+        if row["update"] == metrics["policy_update"]
+    ]
+    assert (
+        kept
+        and {"id", "prompt", "response", "score", "kl", "judge", "finish_reason", "length"}
+        <= kept[-1].keys()
+    )
+    evaluate(params, "r0")
+    judged = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+    assert judged["reproduced"] and (judged["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
+    replay(params, "r0")
+    assert json.loads(Path("rounds/r0/replay/metrics.json").read_text())["badcases"] > 0
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_the_same_seed_gives_the_same_bytes(make_params, algorithm):
+    params, seen = make_params(algorithm, OWN[algorithm]), []
+    for _ in range(2):
+        main(params, "r0")
+        seen.append(file_hash(FOLDER))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("algorithm", OWN)
+def test_all_weights_can_learn_beside_a_copy_of_what_they_were(make_params, algorithm):
+    params = make_params(algorithm, OWN[algorithm], lora={"r": 0})
+    main(params, "r0")
+    assert (FOLDER / "policy/model.safetensors").exists() and (
+        FOLDER / "checkpoints/step_00002/model.safetensors"
+    ).exists()
+    rows = read_rollouts(FOLDER / "rollouts", "")
+    assert {row["kl"] for row in rows if row["update"] == 0} == {0.0}
+    steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["validation_kl"] != 0.0
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
+def test_in_danger_it_stops_and_says_what_to_do(make_params, algorithm):
+    params = make_params(
+        algorithm, OWN[algorithm], kl_patience=3, min_kl=100.0, validation_updates=2
+    )
+    main(params, "r0")
+    metrics, health = (
+        json.loads((FOLDER / f"{name}.json").read_text()) for name in ("metrics", "health")
+    )
+    assert (metrics["updates"], metrics["stopped"], metrics["health"]) == (
+        3,
+        "no movement",
+        "danger",
+    )
+    assert health["findings"][0]["first_fix"] == f"raise ppo.learning_rate, lower {algorithm}.beta"
+
+
+def test_where_sft_is_kept_that_is_a_warning():
+    [finding] = look(Validation(0, 0.1, 0.0))
+    assert (finding.sign, finding.verdict) == ("nothing gained", "warn") and look(
+        Validation(4, 0.1, 2.0)
+    ) == []
+
+
+def test_a_run_that_diverges_is_ended(make_params):
+    params = make_params("dpo", OWN["dpo"] | {"learning_rate": 1e30})
+    with pytest.raises(
+        Diverged, match=r"dpo, step \d: .*grad_norm.* not finite\. Next: lower its learning rate"
+    ):
+        main(params, "r0")
+
+
+def test_groups_that_do_not_divide_a_batch_are_refused(make_params):
+    with pytest.raises(
+        BadInput, match=r"ppo\.batch_size 4 must be a multiple of rloo\.num_generations 3"
+    ):
+        make_params("rloo", {"num_generations": 3})

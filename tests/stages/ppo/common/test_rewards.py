@@ -1,0 +1,184 @@
+"""Rewards beside the reward stage's model, each by the way that a user would give it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.params import LoraParams, Params, check_params
+from stages.ppo.common import rewards as module
+from stages.ppo.common.reward_files import files
+from stages.ppo.common.rewards import load_rewards
+from stages.ppo.trainer.update import PpoTrainer
+
+PROMPTS, RESPONSES = ["The day", "The night"], [" was good.", " was long and dark."]
+
+
+def with_rewards(params: Params, *sources: dict) -> Params:
+    return check_params(
+        params.model_dump() | {"ppo": params.ppo.model_dump() | {"rewards": list(sources)}}, "test"
+    )
+
+
+@pytest.fixture
+def params() -> Params:
+    return check_params({}, "test")
+
+
+def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
+    (tmp_path / "my_taste.py").write_text(
+        "def short(prompts, responses):\n    return [-len(r) / 10 for r in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    params = with_rewards(params, {"name": "short", "function": "my_taste:short", "weight": 0.5})
+    rewards = load_rewards(params)
+    assert rewards(PROMPTS, RESPONSES) == {"short": [-1.0, -1.9]}
+    assert rewards.weights == {"short": 0.5}
+    assert files(params) == [tmp_path / "my_taste.py"]
+
+
+@pytest.mark.parametrize("function", ["no_such_module:reward", "json:no_such_function"])
+def test_a_function_that_is_not_there_is_named(params, function):
+    with pytest.raises(BadInput, match=f"ppo.rewards mine: {function} cannot be imported"):
+        load_rewards(with_rewards(params, {"name": "mine", "function": function}))
+
+
+@pytest.mark.parametrize("body", ["[1.0]", "[float('nan')] * 2", "['a', 'b']"])
+def test_an_answer_that_is_not_a_number_each_is_refused(tmp_path, monkeypatch, params, body):
+    name = f"bad_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(f"def reward(prompts, responses):\n    return {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        RondoError, match=r"ppo\.rewards mine: one finite number for each of 2 responses"
+    ):
+        load_rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))(
+            PROMPTS, RESPONSES
+        )
+
+
+def test_another_reward_model(make_round):
+    params = make_round("r0", 1.0)
+    folder = Path("rounds/r0/reward/model")
+    told = load_rewards(with_rewards(params, {"name": "second", "model": str(folder)}))(
+        PROMPTS, RESPONSES
+    )["second"]
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    for prompt, response, score in zip(PROMPTS, RESPONSES, told, strict=True):
+        ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            raw = model(torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(
+            (raw - 0.5) / 2.0, abs=1e-4
+        )  # make_round calibrates by mean 0.5, std 2
+
+
+class Server(BaseHTTPRequestHandler):
+    """OpenRLHF's protocol: rewards are the length of a query; fails as often as it is told to
+    first.
+    """
+
+    failures = 0
+    seen: list[dict]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        type(self).seen.append(body)
+        failing = len(self.seen) <= self.failures
+        self.send_response(503 if failing else 200)
+        self.end_headers()
+        if not failing:
+            self.wfile.write(
+                json.dumps(
+                    {
+                        "rewards": [len(text) for text in body["query"]],
+                        "scores": [],
+                        "extra_logs": {},
+                    }
+                ).encode()
+            )
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Server.seen, Server.failures = [], 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/get_reward"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_reward_model_over_http(address, make_round):
+    Server.failures = 1
+    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
+    assert rewards(PROMPTS, RESPONSES) == {"far": [17.0, 28.0]}
+    assert len(Server.seen) == 2  # the first try failed
+    assert Server.seen[1] == {
+        "query": ["The day was good.", "The night was long and dark."],
+        "prompts": PROMPTS,
+        "labels": [None, None],
+    }
+
+
+def test_a_server_that_does_not_answer_is_named(address, make_round, monkeypatch):
+    monkeypatch.setattr(module, "TRIES", 2)
+    Server.failures = 99
+    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
+    with pytest.raises(
+        RondoError, match=f"ppo.rewards far: {address} gave no rewards after 2 tries"
+    ):
+        rewards(PROMPTS, RESPONSES)
+
+
+def test_one_kind_each_and_names_that_differ(params):
+    for wrong in ({"name": "both", "model": "a", "url": "http://b"}, {"name": "none"}):
+        with pytest.raises(BadInput, match="exactly one of model, function, url"):
+            with_rewards(params, wrong)
+    with pytest.raises(BadInput, match="must differ"):
+        with_rewards(params, {"name": "a", "model": "x"}, {"name": "a", "model": "y"})
+
+
+def test_the_score_is_the_weighted_sum_and_each_part_is_logged(
+    tmp_path, monkeypatch, params, make_roles
+):
+    (tmp_path / "counts.py").write_text(
+        "def tokens(prompts, responses):\n    return [len(r.split()) for r in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    params = with_rewards(params, {"name": "tokens", "function": "counts:tokens", "weight": 0.1})
+    ppo = params.ppo.model_copy(
+        update={
+            "reward_weight": 2.0,
+            "response_length": 6,
+            "missing_eos_penalty": 0.0,
+            "score_clip": 100.0,
+        }
+    )
+    roles = make_roles(lora=LoraParams(r=4))
+    roles.rewards = load_rewards(params)
+    trainer = PpoTrainer(
+        roles, [({"id": str(i), "prompt": ""}, [5 + i % 20]) for i in range(32)], ppo, seed=0
+    )
+    rollout, metrics = trainer.step()
+    assert rollout.parts["tokens"] == [
+        len(response) for response in rollout.responses
+    ]  # a byte tokenizer: a word is a token
+    expected = [
+        2.0 * float(c) + 0.1 * n
+        for c, n in zip(rollout.calibrated, rollout.parts["tokens"], strict=True)
+    ]
+    assert rollout.scores.tolist() == pytest.approx(expected, abs=1e-5)
+    assert metrics["score_tokens"] == pytest.approx(sum(rollout.parts["tokens"]) / 32)
+    assert metrics["reward_mean"] == pytest.approx(sum(expected) / 32, abs=1e-5)

@@ -1,0 +1,173 @@
+"""Every expected number here was computed by hand, or by a library; the working stands beside it."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import entropy as scipy_entropy
+
+from stages.ppo.trainer import functional as F
+
+FULL = torch.ones(1, 3, dtype=torch.bool)
+
+
+def test_kl_penalty_of_the_textbook():
+    # logp -2.0 against -2.4 is a KL of 0.4: it costs 0.02 at beta 0.05, 0.04 at beta 0.1
+    for beta, cost in ((0.05, 0.02), (0.1, 0.04)):
+        rewards = F.token_rewards(
+            torch.zeros(1),
+            torch.tensor([[-2.0]]),
+            torch.tensor([[-2.4]]),
+            torch.ones(1, 1, dtype=torch.bool),
+            beta,
+        )
+        assert rewards.item() == pytest.approx(-cost)
+
+
+def test_score_lands_on_the_last_real_token():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    rewards = F.token_rewards(
+        torch.tensor([5.0, 7.0]), torch.full((2, 3), -1.0), torch.full((2, 3), -1.5), mask, 0.1
+    )
+    # every real token costs 0.1 * 0.5
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 4.95, 0.0], [-0.05, -0.05, 6.95]]))
+
+
+def test_kl_estimators():
+    logp, ref = torch.tensor([[-2.0]]), torch.tensor([[-2.4]])
+    assert F.kl_k1(logp, ref).item() == pytest.approx(0.4)
+    assert F.kl_k2(logp, ref).item() == pytest.approx(0.08)  # 0.4 ** 2 / 2
+    assert F.kl_k3(logp, ref).item() == pytest.approx(math.exp(-0.4) - 1 + 0.4)  # 0.07032
+
+
+def test_kl_estimators_are_unbiased():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    exact = scipy_entropy(p.numpy(), q.numpy())
+    for estimator in (F.kl_k1, F.kl_k3):
+        assert (p * estimator(p.log(), q.log())).sum().item() == pytest.approx(exact, rel=1e-5)
+
+
+def test_scores_are_clipped_then_penalised():
+    scores, ended, lengths = (
+        torch.tensor([1.0, 51.0, 1.0, 51.0]),
+        torch.tensor([True, True, False, False]),
+        torch.tensor([3, 10, 4, 12]),
+    )
+    free = {"clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.0, "free_length": 4}
+    assert F.shape_scores(scores, ended, lengths, **free).tolist() == [1.0, 5.0, 0.0, 4.0]
+    # 0.25 for each token above the fourth: 0, 6, 0 and 8 of them
+    assert F.shape_scores(scores, ended, lengths, **(free | {"length_penalty": 0.25})).tolist() == [
+        1.0,
+        3.5,
+        0.0,
+        2.0,
+    ]
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5; deltas: t2: 1-0.4=0.6, t1: 0+0.5*0.4-0.3=-0.1, t0: 0+0.5*0.3-0.2=-0.05
+    # A2 = 0.6, A1 = -0.1+0.25*0.6 = 0.05, A0 = -0.05+0.25*0.05 = -0.0375
+    advantages, returns = F.gae(
+        torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.2, 0.3, 0.4]]), FULL, 0.5, 0.5
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[-0.0375, 0.05, 0.6]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.1625, 0.35, 1.0]]))
+
+
+def test_gae_ignores_what_lies_behind_the_end():
+    mask = torch.tensor([[True, True, False]])
+    advantages, returns = F.gae(
+        torch.tensor([[0.0, 1.0, 99.0]]), torch.tensor([[0.2, 0.3, 55.0]]), mask, 1.0, 1.0
+    )
+    # undiscounted: A1 = 1-0.3 = 0.7, A0 = 1-0.2 = 0.8
+    torch.testing.assert_close(advantages, torch.tensor([[0.8, 0.7, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[1.0, 1.0, 0.0]]))
+
+
+def test_whitening_sees_real_tokens_only():
+    values, mask = torch.tensor([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
+    torch.testing.assert_close(F.whiten(values, mask), torch.tensor([[-1.0, 1.0, 0.0]]))
+    torch.testing.assert_close(
+        F.whiten(values, mask, shift_mean=False), torch.tensor([[1.0, 3.0, 0.0]])
+    )
+
+
+def test_policy_loss_of_the_textbook():
+    # ratio 1.3, advantage 2, clip 0.2: min(2.6, 2.4) = 2.4 is maximised
+    loss, clipped = F.policy_loss(
+        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([2.0]), 0.2
+    )
+    assert loss.item() == pytest.approx(-2.4)
+    assert clipped.item()
+
+
+def test_policy_loss_does_not_clip_what_makes_it_worse():
+    # ratio 1.3, advantage -2: max(2.6, 2.4) = 2.6, the gradient stays
+    loss, clipped = F.policy_loss(
+        torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([-2.0]), 0.2
+    )
+    assert loss.item() == pytest.approx(2.6)
+    assert not clipped.item()
+
+
+def test_sequence_level_loss_by_hand():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    logprobs = torch.tensor([[math.log(1.3) * 2, 0.0, 99.0], [-0.3, 0.0, 0.0]])
+    loss, clipped = F.sequence_policy_loss(
+        logprobs, torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0], [-3.0, 0.0, 0.0]]), mask, 0.2
+    )
+    # first: mean log-ratio log 1.3, mean advantage 2: the textbook's 2.4, clipped
+    # second: ratio exp(-0.1) = 0.9048 within the clip, advantage -1: 0.9048
+    torch.testing.assert_close(loss, torch.tensor([-2.4, math.exp(-0.1)]))
+    assert clipped.tolist() == [True, False]
+
+
+def test_value_loss_by_hand():
+    # value moved 0 -> 1, kept within 0.2, return 1: max(0, 0.64)/2; and return 0: max(1, 0.04)/2
+    loss, clipped = F.value_loss(torch.ones(2), torch.zeros(2), torch.tensor([1.0, 0.0]), 0.2)
+    torch.testing.assert_close(loss, torch.tensor([0.32, 0.5]))
+    assert clipped.tolist() == [True, False]
+
+
+def test_explained_variance_by_hand():
+    returns, mask = torch.tensor([[1.0, 2.0, 3.0, 50.0]]), torch.tensor([[True, True, True, False]])
+    # residuals 0, 0.5, 0: variance 0.0556 of 0.6667
+    assert F.explained_variance(
+        torch.tensor([[1.0, 1.5, 3.0, 0.0]]), returns, mask
+    ) == pytest.approx(1 - (0.25 / 3 - (0.5 / 3) ** 2) / (2 / 3))
+    assert math.isnan(F.explained_variance(returns, torch.ones(1, 4), mask))
+
+
+def test_adaptive_kl_by_hand():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100)
+    kl.update(6.6, episodes=10)  # error 0.1
+    assert kl.kl_coef == pytest.approx(0.2 * 1.01)
+    kl.update(600.0, episodes=10)  # error clipped to 0.2
+    assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02)
+    kl.update(0.0, episodes=10)  # error clipped to -0.2; 0.2 * 1.01 * 1.02 * 0.98 = 0.2019
+    assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.98)
+
+
+def test_proportional_kl_by_hand():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100, rule=F.proportional)
+    kl.update(9.0, episodes=10)  # half too much
+    assert kl.kl_coef == pytest.approx(0.3)
+    kl.update(600.0, episodes=10)  # at most twice
+    assert kl.kl_coef == pytest.approx(0.6)
+    kl.update(0.0, episodes=10)  # at least half
+    assert kl.kl_coef == pytest.approx(0.3)
+
+
+def test_fixed_kl_stays():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100, rule=F.fixed)
+    kl.update(600.0, episodes=10)
+    assert kl.kl_coef == 0.2
+
+
+def test_beta_does_not_fall_below_its_start():
+    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100)
+    for _ in range(5):
+        kl.update(0.0, episodes=10)
+    assert kl.kl_coef == 0.2
+    kl.update(60.0, episodes=10)
+    assert kl.kl_coef == pytest.approx(0.2 * 1.02)

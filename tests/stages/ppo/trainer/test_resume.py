@@ -1,0 +1,128 @@
+"""A run that is killed again and again ends with the same bits as one that is not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from stages.lib.core.params import check_params
+from stages.ppo.trainer.resume import Resume, random_state, set_random_state
+from tests.paths import ROOT
+
+UPDATES = 12
+
+
+def start() -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "stages.ppo", "--round", "r0"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill_after(updates: int, how: signal.Signals) -> float:
+    """Kill a run when its metrics have so many lines: it is then saving, or in its next update.
+    Returns the seconds that it took to end.
+    """
+    process, metrics = start(), Path("rounds/r0/ppo/metrics.jsonl")
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < updates:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.001)
+    process.send_signal(how)
+    sent = time.monotonic()
+    assert process.wait(20) == -how
+    # as DVC does before it runs a stage again
+    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+    return time.monotonic() - sent
+
+
+def outputs() -> dict[str, bytes]:
+    folder = Path("rounds/r0/ppo")
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def finish() -> str:
+    process = start()
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    return said
+
+
+def test_killed_at_three_moments_and_started_again(make_round):
+    params = make_round("r0", 1.0)
+    changes = {
+        "batch_size": 4,
+        "mini_batch_size": 2,
+        "micro_batch_size": 2,
+        "total_episodes": 4 * UPDATES,
+        "save_updates": 4,
+    }
+    params = check_params(
+        params.model_dump() | {"ppo": params.ppo.model_dump() | changes | {"on_danger": "warn"}},
+        "test",
+    )
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+
+    finish()
+    expected = outputs()
+    assert {
+        "metrics.jsonl",
+        "rollouts/00001.jsonl.gz",
+        "policy/adapter_model.safetensors",
+        "checkpoints/step_00008/adapter_model.safetensors",
+    } <= (expected.keys())
+    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+
+    kill_after(1, signal.SIGKILL)
+    assert kill_after(5, signal.SIGTERM) < 10
+    kill_after(
+        UPDATES - 1, signal.SIGKILL
+    )  # after the last one it may have ended before the signal arrives
+    assert "goes on from here" in finish()
+    assert outputs() == expected
+    assert not list(Path(".rondo/work/r0/ppo").glob("*/"))
+
+
+def test_a_state_of_another_run_is_ignored(tmp_path):
+    Resume(tmp_path, {"seed": 0}).save({"updates": 3})
+    assert Resume(tmp_path, {"seed": 0}).load()["updates"] == 3
+    assert Resume(tmp_path, {"seed": 1}).load() is None
+    Resume(tmp_path, {"seed": 0}).clear()
+    assert Resume(tmp_path, {"seed": 0}).load() is None
+
+
+def test_random_state_of_every_generator():
+    import random
+
+    import numpy
+
+    def draw():
+        return random.gauss(0, 1), float(numpy.random.normal()), torch.rand(1).item()
+
+    draw()  # an odd number of normal draws leaves one in store
+    state = random_state()
+    first = draw()
+    set_random_state(state)
+    assert draw() == first
+
+
+def test_a_kill_while_saving_leaves_the_state_before(tmp_path, monkeypatch):
+    resume = Resume(tmp_path, {})
+    resume.save({"updates": 1})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        resume.save({"updates": 2})
+    assert resume.load()["updates"] == 1

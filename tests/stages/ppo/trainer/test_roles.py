@@ -1,0 +1,40 @@
+"""What PPO is rewarded by."""
+
+import pytest
+import torch
+
+from stages.lib.core.params import LoraParams
+from stages.lib.lm.generation import own_scores, reward_scores
+from stages.lib.lm.loading import in_ensemble
+from stages.lib.lm.packing import pack
+
+PROMPTS, RESPONSES = [[5, 6], [7], [8, 9, 10]], [[11, 2], [12, 13, 14, 2], [2]]
+WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+
+
+@pytest.mark.parametrize("value_head", [False, True])
+@pytest.mark.parametrize("related", [False, True])
+def test_ppo_is_rewarded_by_the_whole_ensemble(make_roles, tiny_reward_model, value_head, related):
+    """`related`: the first member shares a layer with the policy, the second does not, so that none
+    is handed on.
+    """
+    roles = make_roles(lora=LoraParams(r=4), value_head=value_head, related=related)
+    reward_model = roles.reward_model or roles.critic.get_base_model()
+    reward_model.config.ensemble_reduce = "mean"
+    alone = own_scores(reward_model, WHOLE)
+    second = tiny_reward_model(5)
+    in_ensemble(reward_model, [second])
+    roles.__post_init__()  # finds the layers that all have in common
+    packed = pack(PROMPTS, RESPONSES, torch.device("cpu"))
+    scores, _ = roles.raw_scores(packed, roles.ref_logprobs(packed, 1.0)[2])
+    # both are calibrated by 0 and 1
+    expected = [
+        (a + second(torch.tensor([ids])).logits.item()) / 2
+        for a, ids in zip(alone.tolist(), WHOLE, strict=True)
+    ]
+    assert (
+        scores.tolist()
+        == pytest.approx(expected, abs=1e-5)
+        == reward_scores(reward_model, WHOLE).tolist()
+    )
+    assert expected != pytest.approx(alone.tolist(), abs=1e-3)

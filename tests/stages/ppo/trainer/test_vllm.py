@@ -1,0 +1,159 @@
+"""Rollouts through TRL's VLLMGeneration, with a stand-in for vLLM itself, which needs a GPU: what
+it is given, and what comes back.
+"""
+
+import copy
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import LoraParams, PpoParams
+from stages.lib.lm.generation import generate
+from stages.ppo.trainer.update import PpoTrainer
+
+PPO = PpoParams(
+    batch_size=8, mini_batch_size=8, micro_batch_size=8, response_length=6, use_vllm=True
+)
+PROMPTS = [[5 + i, 6, 7][: 1 + i % 3] for i in range(8)]
+
+
+class StandIn:
+    """What TRL uses of vllm.LLM, by a plain model of transformers."""
+
+    def __init__(self, model, **options):
+        self.options, self.model, self.resets, self.seed = (
+            options,
+            AutoModelForCausalLM.from_pretrained(model).eval(),
+            0,
+            0,
+        )
+        runner = SimpleNamespace(model=self)
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        )
+
+    def load_weights(self, weights):
+        with torch.no_grad():
+            for name, weight in weights:
+                self.model.get_parameter(name).copy_(weight)
+
+    def reset_prefix_cache(self):
+        self.resets += 1
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        assert (
+            sampling_params.n == 1 and sampling_params.top_p == 1.0 and sampling_params.top_k == 0
+        )
+        assert sampling_params.ignore_eos and not hasattr(
+            sampling_params, "seed"
+        )  # which would be every prompt's own
+        ids, [eos] = (
+            [prompt["prompt_token_ids"] for prompt in prompts],
+            sampling_params.stop_token_ids,
+        )
+        self.seed += 1
+        responses = sample(
+            self.model, ids, sampling_params.max_tokens, sampling_params.temperature, self.seed, eos
+        )
+        return [
+            SimpleNamespace(
+                prompt_token_ids=prompt,
+                outputs=[SimpleNamespace(token_ids=tuple(response), logprobs=None)],
+            )
+            for prompt, response in zip(ids, responses, strict=True)
+        ]
+
+
+def sample(model, ids, length, temperature, seed, eos):
+    generator = torch.Generator().manual_seed(seed)
+    return generate(
+        model,
+        ids,
+        response_length=length,
+        temperature=temperature,
+        generator=generator,
+        batch_size=len(ids),
+        eos_token_id=eos,
+    )
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """stages.ppo.trainer.vllm on a machine that has vLLM."""
+    from trl.generation import vllm_generation
+
+    import stages.ppo.trainer.vllm as module
+
+    for place in (vllm_generation, module):
+        monkeypatch.setattr(place, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", StandIn, raising=False)
+    monkeypatch.setattr(
+        vllm_generation,
+        "SamplingParams",
+        lambda **options: SimpleNamespace(**options),
+        raising=False,
+    )
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):  # TRL sets them; so they go afterwards
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    return module.Vllm
+
+
+@pytest.fixture
+def roles(make_roles, shift, tiny_lm, tmp_path, vllm):
+    """A policy whose adapters have learnt something, on a model that vLLM can load from disk."""
+    roles = make_roles(lora=LoraParams(r=4, top_layers=1))
+    tiny_lm(spread=0.3).save_pretrained(tmp_path)
+    roles.policy.get_base_model().name_or_path = str(tmp_path)
+    shift(roles.policy, 0.1)
+    roles.engine = vllm(roles.policy, roles.tokenizer, PPO)
+    return roles
+
+
+def test_it_samples_from_the_policy_as_it_is_now(roles, shift):
+    before = {name: weight.clone() for name, weight in roles.policy.state_dict().items()}
+    sampled = []
+    for seed in (1, 2):
+        responses = roles.sample(PROMPTS, PPO, torch.Generator())
+        assert responses == sample(roles.policy, PROMPTS, 6, 1.0, seed, 2)
+        sampled.append(responses)
+        assert all(
+            torch.equal(weight, before[name]) for name, weight in roles.policy.state_dict().items()
+        )
+        shift(roles.policy, 0.5)
+        before = {name: weight.clone() for name, weight in roles.policy.state_dict().items()}
+    assert sampled[0] != sampled[1]
+    engine = roles.engine.generation.llm
+    assert engine.resets == 2 and engine.options["gpu_memory_utilization"] == 0.3
+
+
+def test_an_update_on_what_it_sampled(roles):
+    trainer = PpoTrainer(
+        roles,
+        [({"id": str(i), "prompt": ""}, prompt) for i, prompt in enumerate(PROMPTS)],
+        PPO,
+        seed=0,
+    )
+    trainer.updates = 1  # at the first, policy and reference would have to be one
+    before = copy.deepcopy(roles.policy)
+    rollout, _ = trainer.step()
+    assert rollout.responses == sample(before, rollout.prompts, 6, 1.0, 1, 2)
+    after = roles.sample(PROMPTS, PPO, torch.Generator())
+    assert after == sample(roles.policy, PROMPTS, 6, 1.0, 2, 2)
+
+
+def test_without_vllm_the_next_step_is_named(roles, vllm, monkeypatch):
+    monkeypatch.setattr("stages.ppo.trainer.vllm.is_vllm_available", lambda: False)
+    with pytest.raises(BadInput, match=r"pip install 'trl\[vllm\]'"):
+        vllm(roles.policy, roles.tokenizer, PPO)

@@ -1,0 +1,118 @@
+"""The life of a badcase, and what people add."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_jsonl
+from stages.replay.badcases import (
+    Badcase,
+    Cause,
+    MiningPrompt,
+    Report,
+    State,
+    Try,
+    add_given,
+    badcase_id,
+    ledger_path,
+    read_given,
+    read_ledger,
+)
+
+CASE = {
+    "id": "a1",
+    "round": "r0",
+    "cause": "no_eos",
+    "state": "replayed",
+    "origin": 4,
+    "prompt_id": "p",
+}
+CASE |= {
+    "prompt": "It",
+    "response": " was",
+    "score": 1.0,
+    "sentiment": 0.5,
+    "sentiment_plain": 0.5,
+    "repetition": 0.0,
+}
+NONE, SOME, ALL = (Try(round="r9", fired=fired, of=4, ranked=True) for fired in (0, 2, 4))
+WRONG = Try(round="r9", fired=0, of=4, ranked=False)
+
+
+def test_ids_are_stable_and_differ_by_cause():
+    # sha256 of '["The dinner", " was fine.", "no_eos"]', first 12 digits, by sha256sum
+    assert badcase_id("The dinner", " was fine.", Cause.no_eos) == "04789d43f4da"
+    assert badcase_id("The dinner", " was fine.", Cause.repetition) != badcase_id(
+        "The dinner", " was fine.", Cause.no_eos
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "attempt", "becomes"),
+    [
+        ("replayed", NONE, "repaired"),
+        ("replayed", SOME, "open"),
+        ("replayed", ALL, "open"),
+        ("replayed", WRONG, "open"),
+        ("open", NONE, "repaired"),
+        ("repaired", NONE, "locked"),
+        ("repaired", SOME, "locked"),  # some fail by chance
+        ("repaired", ALL, "regressed"),
+        ("repaired", WRONG, "regressed"),
+        ("locked", SOME, "locked"),
+        ("locked", ALL, "regressed"),
+        ("regressed", NONE, "repaired"),
+        ("regressed", SOME, "regressed"),
+    ],
+)
+def test_what_a_badcase_becomes(state, attempt, becomes):
+    case = Badcase.model_validate(CASE | {"state": state}).tried(attempt)
+    assert case.state is State(becomes) and case.tries == [attempt]
+    assert case.guarded == (becomes in ("repaired", "locked"))
+
+
+def test_its_own_round_measures_chance_alone():
+    case = Badcase.model_validate(CASE)
+    lucky, unlucky = (
+        case.tried(attempt.model_copy(update={"round": "r0"})) for attempt in (NONE, SOME)
+    )
+    assert (lucky.state, lucky.by_chance) == (State.replayed, True)
+    assert (unlucky.state, unlucky.by_chance, case.by_chance) == (State.replayed, False, False)
+    assert not case.tried(NONE).by_chance  # of another round
+
+
+def test_a_ledger_that_is_none_says_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=r"badcases\.jsonl is missing: run `dvc repro replay@r0`"):
+        read_ledger("r0")
+    write_jsonl(ledger_path("r0"), [CASE, CASE | {"cause": "boredom"}])
+    with pytest.raises(
+        BadInput,
+        match=r"badcases\.jsonl:2: no badcase \(cause: Input should be .*run `dvc repro replay@r0`",
+    ):
+        read_ledger("r0")
+
+
+def test_what_people_give_is_kept_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_given("r1") == []
+    one, other = (
+        Report(prompt="It", response=text, note="dull", by="ada") for text in (" was", " is")
+    )
+    asked = MiningPrompt(prompt="It", by="bob")
+    assert add_given("r1", [one, one, asked]) == 2 and add_given("r1", [one, other, asked]) == 1
+    assert read_given("r1") == [
+        (f"badcases/r1.jsonl:{line}", each) for line, each in enumerate([one, asked, other], 1)
+    ]
+    rows = [json.loads(line) for line in Path("badcases/r1.jsonl").read_text().splitlines()]
+    assert rows[1:] == [
+        {"prompt": "It", "by": "bob"},
+        {"prompt": "It", "response": " is", "note": "dull", "by": "ada"},
+    ]
+    write_jsonl(Path("badcases/r1.jsonl"), [*rows, {"response": " was", "by": "bob"}])
+    with pytest.raises(
+        BadInput, match=r"badcases/r1\.jsonl:4: no report \(prompt: Field required\); mend the line"
+    ):
+        read_given("r1")

@@ -1,0 +1,95 @@
+"""The reward stage: margins in training, pairs kept apart for a judge."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from stages.lib.core.files import Recorder, is_real
+from stages.lib.core.params import check_params
+from stages.reward.__main__ import fit, kept_apart, main, training_pairs
+from tests.paths import ROOT
+
+ROWS = [{"margin": 2.0}, {}]
+
+
+def test_a_row_without_a_margin_has_zero_where_others_have_one() -> None:
+    pairs = training_pairs(ROWS, [[1, 2, 3], [4]], [[5], [6, 7]])
+    assert pairs == [
+        {"chosen_ids": [1, 2, 3], "rejected_ids": [5], "length": 3, "margin": 2.0},
+        {"chosen_ids": [4], "rejected_ids": [6, 7], "length": 2, "margin": 0.0},
+    ]
+    assert all("margin" not in pair for pair in training_pairs([{}, {}], [[1], [2]], [[3], [4]]))
+
+
+@pytest.mark.parametrize("attention", ["grouped", "sdpa"])
+def test_the_margin_is_in_the_loss(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """A head of zeros scores all texts alike: the loss of a pair is log(1 + e^margin)."""
+    monkeypatch.chdir(tmp_path)
+    training = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 1,
+        "center_rewards_coefficient": None,
+        "lora": {"r": 0},
+    }
+    model_params = {"dtype": "float32", "threads": 1, "attn_implementation": attention}
+    params = check_params({"reward": training, "model": model_params}, "test")
+    if attention == "grouped":
+        import stages.lib.lm.attention  # noqa: F401  # registers it
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_folder, num_labels=1, dtype=torch.float32, attn_implementation=attention
+    )
+    torch.nn.init.zeros_(model.score.weight)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    recorder = Recorder("reward", "r0")
+    pairs = training_pairs(ROWS, [[5, 6, 7], [8, 9]], [[5, 6], [8, 4]])
+    fit(model, tokenizer, pairs, params, 0, recorder, continues=False)
+    assert recorder.steps[0]["loss"] == pytest.approx(
+        (math.log(1 + math.exp(2)) + math.log(2)) / 2, abs=1e-4
+    )
+
+
+def test_pairs_kept_apart_share_no_prompt_and_stay_where_they_are() -> None:
+    rows = [{"prompt": f"p{number // 2}", "chosen": str(number)} for number in range(400)]
+    mine, apart = kept_apart(rows, 0.25, seed=0)
+    assert len(mine) + len(apart) == 400 and not {row["prompt"] for row in mine} & {
+        row["prompt"] for row in apart
+    }
+    assert (
+        70 <= len(apart) <= 130
+    )  # 100 wanted; the standard deviation of 200 prompts' two pairs each is 12
+    later = [{"prompt": "p0", "badcase": "b"}, {"prompt": "new"}, *rows]
+    assert [row for row in kept_apart(later, 0.25, seed=0)[1] if row["prompt"] != "new"] == apart
+    assert kept_apart(rows, 0.0, seed=0) == (rows, [])
+
+
+def test_a_judge_apart_is_trained_on_its_own_pairs(
+    make_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = make_round("r0", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    params.reward.max_steps, params.reward.per_device_train_batch_size = 2, 8
+    main(params, "r0")
+    judge, told = (
+        Path("rounds/r0/reward/judge"),
+        lambda: json.loads(Path("rounds/r0/reward/metrics.json").read_text()),
+    )
+    assert not is_real(judge) and (told()["judge_pairs"], told()["train_pairs"]) == (0, 54)
+    params.reward.judge_share = 0.5
+    main(params, "r0")
+    assert (
+        is_real(judge)
+        and told()["judge_pairs"] + told()["train_pairs"] == 54
+        and told()["judge_pairs"] > 0
+    )
+    assert (judge / "model.safetensors").read_bytes() != Path(
+        "rounds/r0/reward/model/model.safetensors"
+    ).read_bytes()

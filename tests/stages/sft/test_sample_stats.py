@@ -1,0 +1,59 @@
+"""What SFT writes beside its demonstrations: counted by hand."""
+
+import pytest
+
+from stages.sft.sample_stats import Verbatim, Written, compare
+
+DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a quick brown fox sat", 0),  # three in a row: below the shortest run that counts
+        ("so The Quick Brown Fox sat", 4),  # case aside
+        ("lazy dog and runs away now", 5),
+        (DEMONSTRATION, 12),
+        (
+            "quick brown fox jumps and then over the lazy dog and runs",
+            6,
+        ),  # the longer one of two runs
+        ("", 0),
+    ],
+)
+def test_longest_run_copied(text, words):
+    assert Verbatim(["nothing of the kind", DEMONSTRATION]).longest(text) == words
+
+
+def test_a_run_does_not_go_on_from_one_text_into_the_next():
+    assert (
+        Verbatim(["one two three four", "five six seven eight"]).longest(
+            "one two three four five six seven eight"
+        )
+        == 4
+    )
+
+
+def test_compare():
+    responses = Written(
+        ["no no no no no", DEMONSTRATION, "well done", "it is fine"],
+        [24, 12, 2, 2],
+        [False, True, True, False],
+    )
+    demonstrations = Written(
+        ["all is well", "see: the quick brown fox jumps over the lazy dog"], [4, 6], [True, True]
+    )
+    found = compare(responses, demonstrations, [DEMONSTRATION])
+    assert found == {
+        "eos_rate": 0.5,
+        "eos_rate_demonstrations": 1.0,
+        "length": 10.0,
+        "length_ratio": 2.0,
+        "repetition_3": pytest.approx(
+            (2 / 3) / 4
+        ),  # of "no no no no no" two of three 3-grams were there before
+        "repetition_3_demonstrations": 0.0,
+        "memorised": 0.25,
+        "memorised_demonstrations": 0.5,  # nine words
+        "memorised_words": 12,
+    }
