@@ -15,8 +15,8 @@ from typing import Any
 
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
-from stages.lib.judging.lexicon import sentiment
 from stages.lib.lm.loading import prepare_torch
+from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common import episodes as ppo_episodes
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.policy_selection import Best, Validation

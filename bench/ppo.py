@@ -19,7 +19,8 @@ from curve import REWARD, SFT, episodes
 
 from flows.core.config import resolve
 from flows.execution import estimate
-from stages.lib.core.params import LoraParams, Params
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.loading import prepare_torch
 from stages.lib.lm.packing import unwrap
 from stages.ppo.trainer.roles import Roles, load_roles

@@ -16,7 +16,8 @@ from pathlib import Path
 from flows.core.config import DEFAULT, resolve, write_params
 from flows.report.summary import STAGES
 from stages.evaluate.overoptimisation import Point, overoptimisation
-from stages.lib.core.files import Row, read_json, read_jsonl, stage_dir
+from stages.lib.core.files import read_json, read_jsonl, stage_dir
+from stages.lib.core.types import Row
 
 ALTERNATIVES = {
     "dpo": ("algorithm=dpo",),

@@ -32,8 +32,8 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from stages.lib.core.params import load_params
-from stages.lib.judging.lexicon import sentiment
 from stages.lib.lm.generation import sample
+from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common.policy_selection import Best
 from stages.ppo.common.reference import FrozenModel
 

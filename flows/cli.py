@@ -154,7 +154,8 @@ def run(options: argparse.Namespace) -> int:
 
     resolve(options.preset, options.rounds, options.set)  # bad input is said before anything starts
     from flows.core.prefect_api import PREFECT_URL
-    from flows.orchestration.server import answers, prefect_environment
+    from flows.core.services import answers
+    from flows.orchestration.server import prefect_environment
 
     for name, value in prefect_environment(HOME.resolve()).items():
         os.environ.setdefault(name, value)

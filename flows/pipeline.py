@@ -24,18 +24,19 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
+from flows.core.git import revision
+from flows.core.services import Say
 from flows.execution import dvc_stages, energy, estimate, fork_server
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
-from flows.orchestration.artifacts import Say
 from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import open_tracker
-from flows.tracking.records import NoTracker, revision
-from stages.assets.datasets import changed_sources
+from flows.tracking.records import NoTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
+from stages.lib.core.source_files import changed_sources
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
 Rounds = Annotated[

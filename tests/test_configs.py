@@ -1,6 +1,5 @@
 """Every shipped configuration is read by what reads it in a run."""
 
-import ast
 import importlib
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from dvc_render.vega_templates import get_template
 from flows.core import config
 from flows.execution import dvc_stages
 from stages.gate.thresholds import BANDS, markdown
-from stages.lib.core.params import Params, PpoParams, load_params, rounds
+from stages.lib.core.params import Params, load_params
+from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
-from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.params.policy import Algorithm, PpoParams
 from tests.paths import ROOT
 
 
@@ -127,57 +127,3 @@ def test_a_deployment_names_a_flow_that_exists_and_parameters_that_it_has(
     assert deployment.get("parameters", {}).keys() <= flow.parameters.properties.keys()
     assert deployment["enforce_parameter_schema"] is True
     assert deployment["concurrency_limit"] == {"limit": 2, "collision_strategy": "ENQUEUE"}
-
-
-PLUMBING = {
-    "stages/lib/core/params",
-    "stages/lib/core/params/gates.py",
-    "stages/lib/core/params/policy.py",
-    "stages/lib/core/params/judging.py",
-    "stages/lib/core/params/evaluation.py",
-    "stages/lib/core/params/section.py",
-    "stages/lib/core/errors.py",
-    "stages/lib/core/files.py",
-    "stages/lib/core/stage.py",
-}  # what is in them changes no result by itself
-
-
-def imported(file: Path, found: set[Path]) -> set[Path]:
-    """The files of stages/ that a program imports, directly or not, or starts as `-m stages.name`."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += (
-            [f"{node.module}.{alias.name}" for alias in node.names]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-        names += (
-            [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
-        )
-        for path in (
-            ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("stages.")
-        ):
-            if path.exists() and path not in found:
-                found.add(path)
-                imported(path, found)
-    return found
-
-
-@pytest.mark.parametrize("name", yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"])
-def test_a_stage_depends_on_the_code_that_it_runs(name: str) -> None:
-    """DVC runs a stage again when its code changed, and only then: deps are what it imports, no
-    less and no more.
-    """
-    stage = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][name]
-    stage = stage.get("do", stage)
-    module = ROOT / stage["cmd"].split()[2].replace(".", "/")
-    program = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
-    used = {str(path.relative_to(ROOT)) for path in imported(program, {program})} - PLUMBING
-    deps = {dep for dep in stage["deps"] if dep.startswith("stages/")}
-    assert {
-        path for path in used if not any(path == dep or path.startswith(f"{dep}/") for dep in deps)
-    } == set()
-    assert {
-        dep for dep in deps if not any(path == dep or path.startswith(f"{dep}/") for path in used)
-    } == set()

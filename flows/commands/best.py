@@ -12,9 +12,8 @@ from mlflow.entities import LoggedModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from flows.core.tables import drawn, interval, short
 from flows.execution.worktree import WORKSPACES
-from flows.report.lineage import short
-from flows.report.summary import drawn, interval
 from flows.tracking.records import digest_of, digests
 from stages.lib.core.errors import BadInput
 

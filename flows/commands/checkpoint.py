@@ -13,13 +13,15 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas import State
 from prefect.states import Completed
 
+from flows.core import addresses
+from flows.core.git import revision
+from flows.core.tables import interval
 from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
 from flows.orchestration import concurrency
 from flows.pipeline import home_folder, speaker
-from flows.report.summary import interval
 from flows.tracking.mlflow_store import open_tracker
-from flows.tracking.records import Record, milliseconds, read_checkpoint, revision
+from flows.tracking.records import Record, milliseconds, read_checkpoint
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import load_params
@@ -63,7 +65,7 @@ def evaluate_checkpoint(
     told = json.loads((folder / lines[-1]).read_text())
     create_table_artifact(
         table(told),
-        key=dvc_stages.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()),
+        key=addresses.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()),
         description=told["path"],
     )
     sft, kept = (

@@ -15,11 +15,11 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.orchestration.server import MLFLOW_URL, WORKFLOW
-from flows.report.summary import drawn, interval
+from flows.core.services import MLFLOW_URL, WORKFLOW
+from flows.core.tables import drawn, interval
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.lib.metrics.stats import paired_bootstrap
 
 RESAMPLES = 10_000

@@ -11,6 +11,7 @@ from prefect.client.schemas import State
 from prefect.states import Completed
 from pydantic import Field
 
+from flows.core import tables
 from flows.core.config import KEEP, resolve
 from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
@@ -85,4 +86,4 @@ def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, s
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
-    return summary.markdown_table(list(rows[0]), (row.values() for row in rows))
+    return tables.markdown_table(list(rows[0]), (row.values() for row in rows))

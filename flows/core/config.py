@@ -17,32 +17,26 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_text
-from stages.lib.core.params import (
-    PARAMS_FILE,
-    AssetsParams,
+from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, load_params
+from stages.lib.core.params.data import AssetsParams, PrepareParams, rounds
+from stages.lib.core.params.evaluation import (
     BatteryParams,
-    ModelParams,
-    Params,
-    PpoParams,
-    PrepareParams,
-    RewardParams,
-    SftParams,
-    check_params,
-    flatten,
-    load_params,
-    rounds,
+    CapabilityParams,
+    EvaluateParams,
+    ReplayParams,
 )
-from stages.lib.core.params.evaluation import CapabilityParams, ReplayParams
 from stages.lib.core.params.gates import GatesParams
-from stages.lib.core.params.judging import AnnotateParams, EvaluateParams
+from stages.lib.core.params.judging import AnnotateParams
 from stages.lib.core.params.policy import (
     Algorithm,
     BestOfNParams,
     DpoParams,
     GrpoParams,
+    PpoParams,
     RlooParams,
 )
-from stages.lib.core.params.section import Section
+from stages.lib.core.params.shared import ModelParams, Section
+from stages.lib.core.params.training import RewardParams, SftParams
 from stages.ppo.common.reward_files import files
 from stages.replay.badcases import report_path
 

@@ -3,7 +3,6 @@
 An address is DVC's name of a stage: `assets`, `sft@r0`.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -17,10 +16,10 @@ from typing import Any
 
 import yaml
 
+from flows.core.addresses import split
+from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
-from stages.gate.verdict import decision, said
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
-from stages.lib.core.files import REPORTS
 
 SHOWN_LINES = 15
 
@@ -29,17 +28,6 @@ class Outcome(str, Enum):
     ran = "ran"
     restored = "restored"
     unchanged = "unchanged"
-
-
-def split(address: str) -> tuple[str, str]:
-    """`sft@r0` -> (`sft`, `r0`); `assets`, which all rounds share, has the round ``."""
-    stage, _, round_ = address.partition("@")
-    return stage, round_
-
-
-def slug(address: str) -> str:
-    """`gate_sft@r0` -> `gate-sft-r0`: a key in Prefect."""
-    return re.sub(r"[^a-z0-9]+", "-", address)
 
 
 @contextmanager
@@ -217,31 +205,3 @@ def _failure(address: str, code: int, output: list[str], shown: str) -> RondoErr
     return RondoError(
         f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone."
     )
-
-
-def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
-    """The verdict of a gate, None when it has not been reached."""
-    path = REPORTS / round_ / f"gate_{gate}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def gate_message(round_: str, gate: str) -> str:
-    """The failed checks of a gate, one a line: metric, value, band, next step, and what can be
-    decided; empty when there is no verdict.
-    """
-    verdict = read_gate(round_, gate)
-    if verdict is None:
-        return ""
-    return "\n".join(
-        [
-            f"gate {gate} of {round_} failed:",
-            *failed_checks(verdict),
-            *filter(None, [decision(verdict)]),
-        ]
-    )
-
-
-def failed_checks(verdict: dict[str, Any]) -> list[str]:
-    return [
-        f"{said(check)}. {check['next_step']}" for check in verdict["checks"] if not check["passed"]
-    ]

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import psutil
 
+from flows.core.addresses import split
 from flows.execution import fork_server
-from flows.execution.dvc_stages import split
-from stages.lib.core.params import InitFrom, LoraParams, Params, TrainParams
+from stages.lib.core.params import Params
 from stages.lib.core.params.judging import Annotator, JudgeName
-from stages.lib.core.params.policy import DRAWN, Algorithm
+from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.lib.data.slices import read_slices
+from stages.ppo.alternatives import DRAWN
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a
 # measured run of the defaults.

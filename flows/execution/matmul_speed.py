@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from stages.lib.core.params import Dtype
+from stages.lib.core.params.shared import Dtype
 from stages.lib.lm.loading import resolve_dtype
 
 SECONDS = 0.3

@@ -3,7 +3,6 @@
 """
 
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from flows.core.git import _identity, git
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS
@@ -25,13 +25,6 @@ RECORDS = Path("records")  # in the branch: a folder a run, with its report and 
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
 GIVEN = ("slices", "badcases", "approvals")  # what people have put there
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
-
-
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RondoError(f"git {arguments[0]}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 @contextmanager
@@ -117,15 +110,6 @@ def _share(cache: Path, root: Path, folder: Path) -> None:
     (root / cache).mkdir(parents=True, exist_ok=True)
     (folder / cache.parent).mkdir(exist_ok=True)
     (folder / cache).symlink_to(root / cache)
-
-
-def _identity() -> list[str]:
-    """Options that name a committer where git knows none."""
-    known = (
-        subprocess.run(["git", "config", "user.email"], capture_output=True, check=False).returncode
-        == 0
-    )
-    return [] if known else ["-c", "user.name=rondo", "-c", "user.email=rondo@localhost"]
 
 
 def _check_committed() -> None:

@@ -14,8 +14,9 @@ from prefect.input.actions import delete_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment
 from pydantic import Field
 
+from flows.core.addresses import slug, split
 from flows.core.git import me
-from flows.execution.dvc_stages import failed_checks, read_gate, slug, split
+from flows.core.verdicts import failed_checks, read_gate
 from stages.gate.approvals import Approval, write_approval
 from stages.gate.verdict import values
 from stages.lib.core.errors import BadInput

@@ -11,7 +11,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -28,15 +28,17 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from flows.core import addresses, tables, verdicts
+from flows.core.services import Say
 from flows.execution import dvc_stages
 from flows.report import charts, page, summary
 from flows.report.round_data import read_round, telling
 from flows.tracking.records import read_locks
-from stages.lib.core.files import Row, read_jsonl, stage_dir, work_dir
+from stages.lib.core.files import read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten, load_params
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import transcript
 
-Say = Callable[[str], None]
 Artifact = ProgressArtifact | MarkdownArtifact | TableArtifact
 PROGRESS = re.compile(
     r"\[\S+\] step (?P<step>\d+)/(?P<total>\d+)  eta (?P<eta>\d+:\d\d)(?:  (?P<said>.*))?$"
@@ -52,8 +54,8 @@ class Live:
 
     def __init__(self, address: str, say: Say) -> None:
         self.address, self.say = address, say
-        self.stage, self.round = dvc_stages.split(address)
-        self.key = dvc_stages.slug(address)
+        self.stage, self.round = addresses.split(address)
+        self.key = addresses.slug(address)
         self.bar: UUID | None = None
         self.findings: list[str] = []
         self.read: dict[Path, int] = {}  # bytes of each file of rollouts
@@ -132,7 +134,7 @@ class Live:
     def results(self) -> Iterator[Artifact]:
         """What the stage has left: a verdict, or numbers and samples."""
         if self.stage.startswith("gate_"):
-            if verdict := dvc_stages.read_gate(self.round, self.stage.removeprefix("gate_")):
+            if verdict := verdicts.read_gate(self.round, self.stage.removeprefix("gate_")):
                 yield MarkdownArtifact(
                     key=self.key,
                     markdown=gate_markdown(verdict),
@@ -221,7 +223,7 @@ def picture(drawn: Markup) -> str:
 def gate_markdown(verdict: dict[str, Any]) -> str:
     """How it ended, and its checks."""
     columns = ("metric", "value", "band", "passed", "next_step")
-    checks = summary.markdown_table(
+    checks = tables.markdown_table(
         columns, ([check[column] for column in columns] for check in verdict["checks"])
     )
     return f"{html.escape(summary.outcome(verdict), quote=False)}\n\n{checks}"

@@ -20,18 +20,13 @@ from types import FrameType
 import psutil
 
 from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, ask, flow_runs, set_state
+from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, answers
 from flows.execution import process_guard
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import crashed_runs, notifications
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import write_json
 
-MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
-MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
-WORKFLOW = (
-    "workflowType=machine_learning"  # MLflow's pages for models; else it opens those for agents
-)
-MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?{WORKFLOW}"
 POOL = "rondo"
 START_SECONDS = 120.0
 CUT_OFF = "cut_off.json"
@@ -44,15 +39,6 @@ LOOK_SECONDS, TICK_SECONDS = (
 )  # between looks for runs whose process has gone, for services that have ended
 
 Process = subprocess.Popen[str]
-
-
-def answers(url: str) -> bool:
-    """Whether a GET of `url` succeeds."""
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (OSError, ValueError):
-        return False
 
 
 def prefect_environment(home: Path) -> dict[str, str]:

@@ -43,9 +43,3 @@ def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> li
 
 def kept(lock: Mapping[str, Any]) -> dict[str, str]:
     return {out["path"]: out["md5"] for out in lock.get("outs", []) if out["path"].endswith(KEPT)}
-
-
-def short(text: str) -> str:
-    """The beginning of a hash or an id, and what was put after it."""
-    name, dirty, _ = text.partition("-dirty")
-    return name[:8] + dirty

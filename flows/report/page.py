@@ -7,11 +7,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flows.orchestration.server import MLFLOW_PAGES
+from flows.core.git import revision
+from flows.core.services import MLFLOW_PAGES
+from flows.core.tables import short
 from flows.report import charts, cost, policy_curves, summary
-from flows.report.lineage import origins, short
+from flows.report.lineage import origins
 from flows.report.round_data import Round, read_badcases, read_round
-from flows.tracking.records import read_locks, revision
+from flows.tracking.records import read_locks
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.html import fill
 from stages.lib.core.params import Params, load_params

@@ -11,7 +11,8 @@ from markupsafe import Markup
 
 from flows.report import charts
 from flows.report.round_data import Round
-from stages.lib.core.params import Params, PpoParams
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import SIGNS, WINDOW, Sign
 
 Curves = Mapping[str, Sequence[float]]

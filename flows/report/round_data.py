@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.execution.dvc_stages import read_gate
+from flows.core.verdicts import read_gate
 from flows.report import summary
 from flows.tracking import provenance
 from flows.tracking.provenance import Made
-from stages.lib.core.files import REPORTS, Row, read_jsonl, stage_dir
+from stages.lib.core.files import REPORTS, read_jsonl, stage_dir
+from stages.lib.core.types import Row
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}

@@ -1,16 +1,15 @@
 """The table at the end of a run, from whatever `rounds/*/` holds; what is missing shows as `-`."""
 
 import json
-from collections.abc import Iterable, Mapping
-from io import StringIO
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.box import MARKDOWN, SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from flows.execution.dvc_stages import failed_checks, read_gate
+from flows.core.tables import drawn
+from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
 from stages.gate.verdict import said
 from stages.lib.core.files import REPORTS, ROUNDS, stage_dir, write_text
@@ -248,21 +247,3 @@ def text(rounds: list[str]) -> str:
 
 def write(rounds: list[str]) -> None:
     write_text(SUMMARY, markdown(rounds))
-
-
-def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    columns = list(header)
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def interval(mean: float, low: float | None, high: float | None) -> str:
-    """`0.881 [0.832, 0.923]`, without brackets where the interval is not known."""
-    return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-
-
-def drawn(table: Table) -> str:
-    """As text without colours."""
-    buffer = StringIO()
-    Console(file=buffer, width=200, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())

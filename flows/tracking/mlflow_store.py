@@ -34,7 +34,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_I
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.orchestration.server import MLFLOW_URL, WORKFLOW, answers
+from flows.core.services import MLFLOW_URL, WORKFLOW, answers
 from flows.tracking import model_registry
 from flows.tracking.records import (
     Checkpoint,
@@ -72,8 +72,8 @@ def connect(uri: str) -> MlflowClient:
     mlflow.set_tracking_uri(uri)
     if (
         given is None
-        # MLflow sets it, and the next run in this process, and all that it starts, would take it
-        # for a person's wish
+        # MLflow sets it, and the next run in this process, and all that it starts, would take it for a
+        # person's wish
     ):
         os.environ.pop(TRACKING_URI, None)
     return MlflowClient(uri)

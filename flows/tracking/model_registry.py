@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from flows.report.summary import interval
+from flows.core.tables import interval
 from flows.tracking.records import Promotion, digests
 from stages.gate.approvals import TakenBack, taken_back_path
 from stages.lib.core.errors import BadInput

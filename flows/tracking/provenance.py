@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
-from flows.execution.dvc_stages import split
+from flows.core.addresses import split
 from flows.execution.energy import Meter
 from flows.tracking.records import read_lock
 from stages.lib.core.files import read_json, work_dir, write_json

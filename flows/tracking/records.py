@@ -7,7 +7,6 @@ it; here nothing imports MLflow.
 
 import hashlib
 import json
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel
 
-from flows.execution.dvc_stages import read_gate, split, up_to_date
+from flows.core.addresses import split
+from flows.core.verdicts import read_gate
+from flows.execution.dvc_stages import up_to_date
 from stages.gate.verdict import vouched
 from stages.lib.core.files import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten
@@ -348,13 +349,6 @@ def update_of(name: str) -> int:
     """PPO's update that a checkpoint is named after; 0 where it has another name."""
     number = name.removeprefix("step_")
     return int(number) if number.isdecimal() else 0
-
-
-def revision() -> str:
-    """The commit that is checked out, `-dirty` when files differ from it; `none` outside git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "none"
 
 
 class NoTracker:

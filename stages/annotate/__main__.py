@@ -4,17 +4,18 @@ they are, and nothing is loaded.
 
 import shutil
 
-from stages.lib.core.files import Recorder, read_jsonl, stage_dir, write_manifest
+from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import Annotator
+from stages.lib.core.recorder import Recorder, write_manifest
 from stages.lib.core.stage import run_stage
 
 
 def main(params: Params, round_: str) -> None:
     if params.annotate.annotator is Annotator.judge:
         from stages.annotate.ai_labels import (
-            label,  # torch and models, which people's labels do not need
-        )
+            label,
+        )  # torch and models, which people's labels do not need
 
         label(params, round_)
     else:

@@ -8,23 +8,18 @@ from typing import Any
 
 import torch
 
-from stages.annotate.judging import load_judge
 from stages.annotate.ranking import best_and_worst, copeland, matches
 from stages.lib.core.errors import RondoError
-from stages.lib.core.files import (
-    Recorder,
-    Row,
-    read_jsonl,
-    stage_dir,
-    work_dir,
-    write_json,
-    write_jsonl,
-    write_manifest,
-)
+from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.data.prompts import Prompt, check_template, encode, template_hash
-from stages.lib.data.training_prompts import once, refuse_evaluation_prompts, shuffled
+from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.recorder import Recorder, write_manifest
+from stages.lib.core.types import Prompt, Row
+from stages.lib.data.prompts import check_template, encode, template_hash
+from stages.lib.data.splits import once, refuse_evaluation_prompts, shuffled
 from stages.lib.judging.agreement import between_orders, with_people
+from stages.lib.judging.endpoint import Endpoint
+from stages.lib.judging.lexicon import Lexicon
 from stages.lib.judging.pairwise import Comparison, Judge, Judgement, in_both_orders
 from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, prepare_torch
@@ -200,3 +195,9 @@ def labelled(
         },
     }
     return Labelled(pair, judgements)
+
+
+def load_judge(params: Params) -> Judge:
+    if params.annotate.judge is JudgeName.endpoint:
+        return Endpoint(params.annotate.endpoint)
+    return Lexicon(params.evaluate.tie_margin)

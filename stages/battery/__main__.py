@@ -19,24 +19,18 @@ from stages.battery.metrics import (
 from stages.battery.phrase_mining import favourite_phrases
 from stages.battery.probes import Trial, try_endings, try_probes
 from stages.battery.report import extremes, foolers, write_plots
-from stages.lib.core.files import (
-    Recorder,
-    Row,
-    is_real,
-    read_jsonl,
-    stage_dir,
-    write_jsonl,
-    write_manifest,
-)
+from stages.lib.core.files import is_real, read_jsonl, stage_dir, write_jsonl
 from stages.lib.core.params import Params
+from stages.lib.core.recorder import Recorder, write_manifest
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row
 from stages.lib.data.corruptions import word_worth
-from stages.lib.data.prompts import check_template, encode, template_hash
+from stages.lib.data.prompts import check_template, encode, short, template_hash
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.training_prompts import once, shuffled
-from stages.lib.judging.lexicon import sentiment
+from stages.lib.data.splits import once, shuffled
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, prepare_torch
-from stages.lib.lm.scoring import Scorer, short
+from stages.lib.lm.scoring import Scorer
+from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import connected, paired_bootstrap, partial_correlation, pearson
 
 BATCH = 128  # responses sampled or scored at once

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from stages.battery.metrics import best_of_n
-from stages.lib.core.files import Row
 from stages.lib.core.params import Params
-from stages.lib.data.prompts import Prompt, encode
-from stages.lib.judging.lexicon import sentiment
+from stages.lib.core.types import Prompt, Row
+from stages.lib.data.prompts import encode
 from stages.lib.lm.generation import sample
-from stages.lib.lm.loading import members
 from stages.lib.lm.packing import closed
+from stages.lib.lm.reward_ensemble import members
 from stages.lib.lm.scoring import Scorer
+from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap
 
 

@@ -8,7 +8,8 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from stages.lib.core.files import Row, metric_name
+from stages.lib.core.files import metric_name
+from stages.lib.core.types import Row
 from stages.lib.metrics.stats import wilson_interval
 
 ALIKE = 0.2  # lengths that differ by up to this share of the longer one are alike

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.battery.metrics import win
-from stages.lib.core.files import Row
+from stages.lib.core.types import Prompt, Row, ScoreFunction
 from stages.lib.data.corruptions import Text, corruptions
-from stages.lib.data.prompts import Prompt
-from stages.lib.lm.scoring import Score
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Trial:
 def try_probes(
     pairs: Sequence[Row],
     chosen: Sequence[float],
-    score: Score,
+    score: ScoreFunction,
     worth: Mapping[str, float],
     seed: int,
 ) -> dict[str, list[Trial]]:
@@ -60,7 +58,7 @@ def try_endings(
     pairs: Sequence[Row],
     chosen: Sequence[float],
     rejected: Sequence[float],
-    score: Score,
+    score: ScoreFunction,
 ) -> list[list[Trial]]:
     """Each ending after the rejected texts of the pairs that the score ranks rightly, against their
     chosen texts.

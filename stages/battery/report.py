@@ -10,9 +10,8 @@ from typing import Any
 from stages.battery.best_of_n import Answers
 from stages.battery.metrics import rate
 from stages.battery.probes import Trial
-from stages.lib.core.files import Row
-from stages.lib.data.prompts import Prompt
-from stages.lib.judging.lexicon import sentiment
+from stages.lib.core.types import Prompt, Row
+from stages.lib.metrics.sentiment import sentiment
 
 PROMPTS, TRIALS = 24, 3  # shown: prompts, and texts of each probe and ending
 

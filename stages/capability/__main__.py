@@ -1,8 +1,10 @@
 """The capability stage. Where nothing is asked for, nothing is loaded."""
 
-from stages.lib.core.files import Recorder, Row, read_jsonl, stage_dir, write_jsonl, write_manifest
+from stages.lib.core.files import read_jsonl, stage_dir, write_jsonl
 from stages.lib.core.params import Params
+from stages.lib.core.recorder import Recorder, write_manifest
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row
 from stages.lib.data.slices import SLICES, read_slices, refuse_slices
 from stages.lib.data.splits import TRAIN
 

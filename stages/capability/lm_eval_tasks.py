@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import PromptFormat
 from stages.lib.core.params.evaluation import CapabilityParams
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.slices import SLICES
 
 

@@ -8,9 +8,10 @@ import torch
 from stages.capability.lm_eval_tasks import run_tasks
 from stages.capability.refusals import good
 from stages.capability.regression import worse
-from stages.lib.core.files import Row, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
-from stages.lib.data.prompts import Prompt, check_template, encode
+from stages.lib.core.types import Prompt, Row
+from stages.lib.data.prompts import check_template, encode
 from stages.lib.data.slices import SlicePrompt
 from stages.lib.lm.generation import sample
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, prepare_torch

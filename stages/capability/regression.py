@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import norm
 
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 
 
 def paired_fall(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:

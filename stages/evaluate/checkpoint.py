@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from stages.evaluate.__main__ import Told, compare, side_by_side, with_interval
 from stages.evaluate.comparability import evaluation_id, evaluation_settings, frozen_hash
 from stages.evaluate.evaluator import Evaluator
+from stages.evaluate.results import Told, compare, side_by_side, with_interval
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import (
     ASSETS,

@@ -12,14 +12,11 @@ from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.data.prompts import encode
 from stages.lib.judging.lexicon import Judged, judge
-from stages.lib.lm.generation import assess, sample, token_logprobs
-from stages.lib.lm.loading import (
-    calibrated,
-    load_causal_lm,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-)
+from stages.lib.lm.generation import sample
+from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model, load_tokenizer
+from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.reward_ensemble import calibrated
+from stages.lib.lm.scoring import assess
 
 SCORED = 64  # rows at a time
 

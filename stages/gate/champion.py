@@ -10,9 +10,10 @@ from pathlib import Path
 
 from stages.gate.approvals import read_taken_back
 from stages.gate.verdict import judge, vouched
-from stages.lib.core.files import ROUNDS, Row, file_hash, read_json, stage_dir, write_json
+from stages.lib.core.files import ROUNDS, file_hash, read_json, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row
 
 NOBODY: Row = {"round": None}
 

@@ -7,18 +7,16 @@ gates.<gate>.policy is `warn`, or when it is `ask` and a person has approved of 
 The verdict goes to reports/<round>/gate_<gate>.json in any case. No model is loaded here.
 """
 
-import argparse
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.gate.approvals import read_approval
 from stages.gate.thresholds import BANDS, STAGES, Band, shown
-from stages.lib.core.errors import GateFailed, RondoError
+from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, read_json, stage_dir, write_json, write_text
-from stages.lib.core.params import Params, load_params
+from stages.lib.core.params import Params
 from stages.lib.core.params.gates import Policy
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -166,21 +164,3 @@ def said(row: Check) -> str:
         else format(row["value"], ".4g")
     )
     return f"{row['metric']} {value}, wanted {row['band']}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m stages.gate")
-    parser.add_argument("--gate", choices=sorted(BANDS), required=True)
-    parser.add_argument("--round", default="r0", help="round of params.yaml, e.g. r0")
-    arguments = parser.parse_args()
-    try:
-        params = load_params()
-        params.check_round(arguments.round)
-        run_gate(params, arguments.gate, arguments.round)
-    except RondoError as error:
-        print(
-            f"gate_{arguments.gate}@{arguments.round}: {type(error).__name__}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.exit(error.exit_code)

@@ -5,15 +5,19 @@
 from pathlib import Path
 from statistics import fmean
 
-from stages.lib.core.files import Row, file_hash, read_jsonl, stage_dir, write_json, write_manifest
+from stages.lib.core.files import file_hash, read_jsonl, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.recorder import write_manifest
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.lm.loading import prepare_torch, save_trained
+from stages.lib.lm.loading import prepare_torch
+from stages.lib.lm.saving import save_trained
 from stages.ppo.common import reward_files
 from stages.ppo.common.episodes import episodes
-from stages.ppo.trainer.loop import Run, keep_work
+from stages.ppo.common.outputs import keep_work
+from stages.ppo.trainer.loop import Run
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -32,8 +36,8 @@ REPORTED = (
 def main(params: Params, round_: str) -> None:
     if params.algorithm is not Algorithm.ppo:
         from stages.ppo.alternatives.run import (
-            main as alternative,  # with TRL, seconds that PPO need not wait
-        )
+            main as alternative,
+        )  # with TRL, seconds that PPO need not wait
 
         return alternative(params, round_)
 

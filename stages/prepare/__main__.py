@@ -7,16 +7,16 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import (
     ASSETS,
     REPORTS,
-    Row,
     read_json,
     stage_dir,
     write_json,
     write_jsonl,
-    write_manifest,
     write_text,
 )
 from stages.lib.core.params import Params
+from stages.lib.core.recorder import write_manifest
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import template_hash
 from stages.lib.data.slices import refuse_slices
 from stages.lib.data.splits import FROZEN, HELD_OUT, TRAIN, check_frozen, evaluation_hash

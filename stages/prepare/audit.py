@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row
-from stages.lib.core.params import PrepareParams
-from stages.lib.data.prompts import Prompt, render_prompt
+from stages.lib.core.params.data import PrepareParams
+from stages.lib.core.types import Prompt, Row
+from stages.lib.data.prompts import render_prompt
 from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates

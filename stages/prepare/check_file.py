@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row
-from stages.lib.core.params import PrepareParams, PromptFormat, SourceParams
+from stages.lib.core.params.data import PrepareParams, SourceParams
+from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.types import Row
 from stages.lib.data.splits import hold_out
 from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.audit import contradictions

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-from stages.lib.core.files import Row
-from stages.lib.core.params import PromptFormat
-from stages.lib.data.prompts import ROLES, Prompt, transcript
+from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.types import Prompt, Row
+from stages.lib.data.prompts import ROLES, transcript
 
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from stages.lib.core.files import Row, is_real, read_jsonl
+from stages.lib.core.files import is_real, read_jsonl
+from stages.lib.core.types import Row
 from stages.lib.data.splits import refuse_frozen
 from stages.lib.dedup.contamination import find_leaks, refuse_leaks
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from stages.lib.core.files import Row
 from stages.lib.core.html import fill
+from stages.lib.core.types import Row
 from stages.prepare.formats import source_texts
 
 SHOWN = 5  # examples of a cause

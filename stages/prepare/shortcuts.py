@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.lib.metrics.preference_baselines import (
     at_random,
     flat,

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.assets.datasets import changed_sources
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import ASSETS, Row
-from stages.lib.core.params import Params, PrepareParams, SourceParams
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.files import ASSETS
+from stages.lib.core.params import Params
+from stages.lib.core.params.data import PrepareParams, SourceParams
+from stages.lib.core.source_files import changed_sources
+from stages.lib.core.types import Prompt, Row
 from stages.lib.data.splits import Prompts, hold_out, overlapping, prompt_key, refuse_overlap
 from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit

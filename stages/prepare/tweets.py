@@ -9,8 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import Row
-from stages.lib.core.params import Params, PromptFormat
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.types import Row
 from stages.lib.data.splits import hold_out
 from stages.prepare.audit import BAD, Audit
 from stages.prepare.formats import shape

@@ -5,30 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import (
-    ASSETS,
-    Recorder,
-    Row,
-    file_hash,
-    is_real,
-    read_jsonl,
-    stage_dir,
-    write_jsonl,
-    write_manifest,
-)
+from stages.lib.core.files import ASSETS, file_hash, is_real, read_jsonl, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.recorder import Recorder, write_manifest
 from stages.lib.core.stage import run_stage
-from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.core.types import Row, ScoreFunction
+from stages.lib.data.prompts import check_template, short, template_hash
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.splits import HELD_OUT
-from stages.lib.data.training_prompts import once, refuse_evaluation_prompts, shuffled
+from stages.lib.data.splits import HELD_OUT, once, refuse_evaluation_prompts, shuffled
 from stages.lib.dedup.contamination import leaks_by_set
 from stages.lib.judging.jury import Jury, load_jury
 from stages.lib.judging.lexicon import judge
 from stages.lib.judging.pairwise import Comparison
 from stages.lib.lm.loading import load_causal_lm, prepare_torch
-from stages.lib.lm.scoring import Score, Scorer, short
+from stages.lib.lm.scoring import Scorer
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.replay.badcases import Badcase, Cause, State, read_ledger
 from stages.replay.better_answers import better_answers
@@ -277,7 +268,9 @@ def from_draws(
     ]
 
 
-def read_bare(samples: list[Sample], exploits: Sequence[list[str]], score: Score) -> list[Sample]:
+def read_bare(
+    samples: list[Sample], exploits: Sequence[list[str]], score: ScoreFunction
+) -> list[Sample]:
     """The samples with those of their list of exploits that they carry, and their score without
     them.
     """

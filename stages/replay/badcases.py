@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from stages.lib.core.files import stage_dir, write_jsonl
-from stages.lib.core.validation import SomePrompt, checked, read_checked, read_lines
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt, SomePrompt
+from stages.lib.core.validation import checked, read_checked, read_lines
 
 REPORTED = Path("badcases")
 Text = Annotated[str, Field(min_length=1)]

@@ -7,10 +7,10 @@ from itertools import combinations
 from statistics import quantiles
 
 from stages.lib.core.params.evaluation import ReplayParams
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.lexicon import sentiment_plain
 from stages.lib.judging.pairwise import TOGETHER, Comparison
+from stages.lib.metrics.sentiment import sentiment_plain
 from stages.lib.metrics.text import repetition_n
 from stages.replay.badcases import Badcase, Cause
 from stages.replay.exploits import without

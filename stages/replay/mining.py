@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 from statistics import median
 
 from stages.lib.core.params.evaluation import ReplayParams
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt
 from stages.lib.judging.lexicon import Judged, judge
 from stages.lib.judging.pairwise import TOGETHER
 from stages.replay.badcases import Badcase, Cause, Report, badcase_id

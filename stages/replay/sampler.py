@@ -9,19 +9,19 @@ import torch
 
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
-from stages.lib.data.prompts import Prompt, encode
-from stages.lib.judging.lexicon import Fluency
-from stages.lib.lm.generation import assess, sample
+from stages.lib.core.types import Prompt, Tokens
+from stages.lib.data.prompts import encode
+from stages.lib.judging.fluency import Fluency
+from stages.lib.lm.generation import sample
 from stages.lib.lm.loading import (
     adapter_off,
-    calibrated,
     is_adapter,
     load_causal_lm,
     load_policy,
     load_tokenizer,
 )
-from stages.lib.lm.packing import Tokens
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.reward_ensemble import calibrated
+from stages.lib.lm.scoring import Scorer, assess
 
 BATCH = 128
 

@@ -5,7 +5,7 @@ file.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.replay.badcases import Badcase, State
 
 

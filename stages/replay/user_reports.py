@@ -4,7 +4,7 @@ prompts.
 
 from collections.abc import Sequence
 
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.lib.data.slices import refuse_slices
 from stages.lib.data.splits import refuse_frozen
 from stages.replay.badcases import MiningPrompt, Report, read_given

@@ -9,53 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback
-from trl.trainer.reward_config import RewardConfig
-from trl.trainer.reward_trainer import RewardTrainer
 
-from stages.lib.core.errors import RondoError
-from stages.lib.core.files import (
-    ASSETS,
-    Recorder,
-    Row,
-    read_jsonl,
-    stage_dir,
-    work_dir,
-    write_json,
-    write_jsonl,
-    write_manifest,
-    write_text,
-)
-from stages.lib.core.fresh_process import run_fresh
-from stages.lib.core.params import Params, Reduce
+from stages.lib.core.files import ASSETS, read_jsonl, stage_dir, work_dir, write_jsonl, write_text
+from stages.lib.core.params import Params
+from stages.lib.core.recorder import Recorder, write_manifest
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row, Tokens
 from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import prompt_key
-from stages.lib.lm.generation import reward_scores
 from stages.lib.lm.loading import (
-    MEMBERS,
-    calibrated,
-    in_ensemble,
     load_scalar_model,
     load_tokenizer,
-    merge_adapter,
     prepare_torch,
     resolve_dtype,
-    save_model,
     weights_params,
 )
-from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import Tokens, without_padding
+from stages.lib.lm.reward_ensemble import calibrated
+from stages.lib.lm.saving import merge_adapter, save_model
+from stages.lib.lm.scoring import reward_scores
 from stages.lib.metrics.preference_baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.lib.metrics.stats import calibration, wilson_interval
-from stages.lib.training.trl_setup import RecordSteps, starting_model, trainer_arguments
+from stages.lib.training.trl_setup import starting_model
+from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import hard_negatives
+from stages.reward.saving import centred, check_reloaded, reload_difference, save_ensemble
 
 CALIBRATION_ROWS = 256
-RELOAD_ROWS, RELOAD_TOLERANCE = 32, 1e-3
+RELOAD_ROWS = 32
 
 
 def main(params: Params, round_: str) -> None:
@@ -173,29 +155,12 @@ def tokens(
     return [prompt + response for prompt, response in pairs]
 
 
-def centred(model: Any, scores: Tensor) -> Any:
-    """The model, which will be read in terms of these raw scores' mean and standard deviation."""
-    model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
-    return model
-
-
 def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -> Iterator[Row]:
     """Calibrated scores of each pair, of (B,) raw ones."""
     for row, good, bad in zip(
         pairs, calibrated(chosen, model).tolist(), calibrated(rejected, model).tolist(), strict=True
     ):
         yield {"id": row["id"], "chosen": round(good, 4), "rejected": round(bad, 4)}
-
-
-def check_reloaded(model: Path, difference: float) -> None:
-    """
-    Raises:
-        RondoError: the saved model is not the one that was trained.
-    """
-    if not difference <= RELOAD_TOLERANCE:
-        raise RondoError(
-            f"{model}: reloaded in a fresh process, scores differ by {difference:.4g} (at most {RELOAD_TOLERANCE}); do not use it"
-        )
 
 
 def kept_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
@@ -237,85 +202,6 @@ def quality(margins: Tensor, folder: Path) -> dict[str, float]:
         "ece": ece,
         "pairs": total,
     }
-
-
-def training_pairs(rows: list[Row], chosen: list[Tokens], rejected: list[Tokens]) -> list[Row]:
-    """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those
-    without (as replayed ones are).
-    """
-    pairs = [
-        {"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))}
-        for c, r in zip(chosen, rejected, strict=True)
-    ]
-    if not any("margin" in row for row in rows):
-        return pairs
-    return [
-        pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, rows, strict=True)
-    ]
-
-
-def fit(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: list[Row],
-    params: Params,
-    seed: int,
-    recorder: Recorder,
-    continues: bool,
-) -> Any:
-    """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
-    model.score.float()  # a bfloat16 head would not move by steps of 1e-4
-    model = add_adapters(model, params.reward.lora, "SEQ_CLS")
-    arguments = trainer_arguments(
-        params.reward, params.model, seed, work_dir(recorder.round, "reward"), continues
-    )
-    names = {
-        name: name
-        for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
-    }
-    trainer = RewardTrainer(
-        model=model,
-        args=RewardConfig(
-            **arguments,
-            center_rewards_coefficient=params.reward.center_rewards_coefficient,
-            # pairs of like length make a batch, by their column `length`
-            remove_unused_columns=False,
-        ),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer,
-        callbacks=[RecordSteps(recorder, names, ["loss", "accuracy"])],
-    )
-    trainer.remove_callback(PrinterCallback)
-    with without_padding(model):
-        trainer.train()
-    return trainer.model.eval()
-
-
-def save_ensemble(
-    ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduce: Reduce, folder: Path
-) -> Any:
-    """The first member in `folder`, the others in a folder within; returns the first, with the
-    others.
-    """
-    first, *others = ensemble
-    if others:
-        first.config.ensemble_reduce = reduce.value
-    save_model(first, tokenizer, folder)
-    shutil.rmtree(folder / MEMBERS, ignore_errors=True)
-    for number, member in enumerate(others, 1):
-        save_model(member, tokenizer, folder / MEMBERS / str(number))
-    return in_ensemble(first, others)
-
-
-def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
-    """Largest difference between `expected` scores and those of the saved model in a process of its
-    own.
-    """
-    write_json(work / "reload.json", sequences)
-    scores = run_fresh(
-        "stages.reward.rescore", model, work / "reload.json", failing=f"{model} cannot be reloaded"
-    )
-    return float((torch.tensor(scores) - expected).abs().max())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ finds first. What the battery tries on held-out texts it learns here from traini
 import random
 from collections.abc import Sequence
 
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.lib.data.corruptions import corruptions, word_worth
 from stages.lib.metrics.text import suffixes
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from stages.lib.core.params import load_params
-from stages.lib.lm.generation import reward_scores
 from stages.lib.lm.loading import load_reward_model, prepare_torch
+from stages.lib.lm.scoring import reward_scores
 
 
 def main(model: Path, sequences: Path) -> None:

@@ -13,32 +13,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import (
-    ASSETS,
-    Recorder,
-    Row,
-    read_jsonl,
-    stage_dir,
-    work_dir,
-    write_jsonl,
-    write_manifest,
-)
+from stages.lib.core.files import ASSETS, read_jsonl, stage_dir, work_dir, write_jsonl
 from stages.lib.core.params import Params
+from stages.lib.core.recorder import Recorder, write_manifest
 from stages.lib.core.stage import run_stage
+from stages.lib.core.types import Row, Tokens
 from stages.lib.data.prompts import encode, template_hash
-from stages.lib.judging.lexicon import sentiment
-from stages.lib.lm.generation import sample, token_logprobs
+from stages.lib.lm.generation import sample
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_tokenizer,
-    merge_adapter,
     prepare_torch,
     resolve_dtype,
-    save_model,
     weights_params,
 )
+from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import Tokens
+from stages.lib.lm.saving import merge_adapter, save_model
+from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import Pairs

@@ -12,7 +12,7 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import Scorer
-from stages.reward.__main__ import RELOAD_TOLERANCE, reload_difference
+from stages.reward.saving import RELOAD_TOLERANCE, reload_difference
 from tests.defects.conftest import settings
 from tests.defects.world import World, world
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from flows.tracking.mlflow_store import Store
-from stages.lib.core.params import Params, rounds
+from stages.lib.core.params import Params
+from stages.lib.core.params.data import rounds
 
 STAGE = """
 import json, pathlib, sys, time, yaml

@@ -99,7 +99,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     from stages.lib.data.prompts import template_hash
     from stages.lib.data.rollouts import RolloutLog
     from stages.lib.data.splits import evaluation_hash
-    from stages.lib.lm.loading import save_model
+    from stages.lib.lm.saving import save_model
     from stages.lib.lm.scoring import Scorer
 
     monkeypatch.chdir(tmp_path)
@@ -195,7 +195,7 @@ def always(tiny_folder) -> Callable[[str, Path], None]:
     """
     from transformers import AutoConfig
 
-    from stages.lib.lm.loading import save_model
+    from stages.lib.lm.saving import save_model
 
     def write(text: str, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tiny_folder)

@@ -8,15 +8,13 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.data.prompts import Prompt
-
-Number = Callable[[Sequence[Prompt], Sequence[str]], list[float]]  # one number a response
+from stages.lib.core.types import ScoreFunction
 
 
-def load_function(named: str, key: str) -> Number:
+def load_function(named: str, key: str) -> ScoreFunction:
     """`key`: where in params.yaml it is named.
 
     Raises:
@@ -26,7 +24,7 @@ def load_function(named: str, key: str) -> Number:
         sys.path.insert(0, os.getcwd())
     module, _, name = named.partition(":")
     try:
-        function: Number = getattr(importlib.import_module(module), name)
+        function: ScoreFunction = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise BadInput(
             f"{key}: {named} cannot be imported ({error}); put the module in the project's folder"

@@ -3,14 +3,12 @@
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from stages.lib.core.errors import BadInput, faults
-from stages.lib.data.prompts import Prompt
 
-SomePrompt = Annotated[Prompt, Field(min_length=1)]
 Model = TypeVar("Model", bound=BaseModel)
 
 

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt
 from stages.lib.metrics.text import tokens
 
 WORD = re.compile(r"\S+")

@@ -13,9 +13,11 @@ from typing import Any
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
-from stages.lib.core.params import PromptFormat
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.types import Prompt, Row
 
-Prompt = str | list[dict[str, str]]
+ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
 ROLES = {"system": "System", "user": "Human", "assistant": "Assistant"}
 PROBE = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -110,3 +112,18 @@ def check_template(manifest_path: Path, tokenizer: Any, prompt_format: PromptFor
             f"{manifest_path}: template_hash {made_with} was made with another tokenizer, chat template or prompt format "
             f"(now {now}); run `dvc repro` so that every stage renders prompts alike"
         )
+
+
+def short(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
+    """Pairs that stay within reward.max_length with an ending appended."""
+
+    def tokens(row: Row, side: str) -> int:
+        prompt, response = encode(tokenizer, row["prompt"], row[side], params.prepare.prompt_format)
+        return len(prompt) + len(response)
+
+    return [
+        row
+        for row in pairs
+        if max(tokens(row, "chosen"), tokens(row, "rejected")) + ENDING_TOKENS
+        <= params.reward.max_length
+    ]

@@ -5,49 +5,13 @@ file when one is full.
 import gzip
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from torch import Tensor
-
-from stages.lib.core.files import Row, read_jsonl
-from stages.lib.judging.lexicon import sentiment
+from stages.lib.core.files import read_jsonl
+from stages.lib.core.types import Row
 
 FULL = 64 << 20  # bytes
-
-
-def rollout_rows(
-    update: int,
-    rows: Sequence[Row],
-    texts: Sequence[str],
-    *,
-    scores: Tensor,
-    parts: Mapping[str, Sequence[float]],
-    rewards: Tensor,
-    kls: Tensor,
-    lengths: Sequence[int],
-    ended: Tensor,
-) -> list[Row]:
-    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats a
-    sequence; judge: sentiment.
-    """
-    judged = sentiment([row["prompt"] for row in rows], texts)
-    return [
-        {
-            "update": update,
-            "id": row["id"],
-            "prompt": row["prompt"],
-            "response": texts[i],
-            "score": round(float(scores[i]), 4),
-            **{f"score_{name}": round(said[i], 4) for name, said in parts.items()},
-            "reward": round(float(rewards[i]), 4),
-            "judge": judged[i],
-            "kl": round(float(kls[i]), 4),
-            "finish_reason": "stop" if ended[i] else "length",
-            "length": lengths[i],
-        }
-        for i, row in enumerate(rows)
-    ]
 
 
 class RolloutLog:

@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from stages.lib.core.files import metric_name
-from stages.lib.core.validation import SomePrompt, read_checked
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt, SomePrompt
+from stages.lib.core.validation import read_checked
 from stages.lib.data.splits import refuse_frozen
 
 SLICES = Path("slices")

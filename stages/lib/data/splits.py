@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row, is_real
-from stages.lib.data.prompts import Prompt, transcript
+from stages.lib.core.files import is_real
+from stages.lib.core.types import Prompt, Row
+from stages.lib.data.prompts import transcript
 
 # the sets by what they are for: demonstrations, preference pairs, prompts
 TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
@@ -118,3 +119,24 @@ def check_frozen(folder: Path, previous: Path) -> None:
 def evaluation_hash(folder: Path) -> str:
     """sha256 of the held-out files, one after the other."""
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in FROZEN)).hexdigest()
+
+
+def once(rows: list[Row]) -> list[Row]:
+    """The rows of distinct prompts: replayed prompts are there twice."""
+    return list({str(row["prompt"]): row for row in reversed(rows)}.values())
+
+
+def shuffled(rows: list[Row], seed: int) -> list[Row]:
+    return random.Random(seed).sample(rows, len(rows))
+
+
+def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
+    """
+    Raises:
+        BadInput: a prompt that rows would be made of is in the frozen evaluation set.
+    """
+    refuse_frozen(
+        ((f"training prompt {row['id']}", row["prompt"]) for row in rows),
+        evaluation,
+        "run `dvc repro prepare` again",
+    )

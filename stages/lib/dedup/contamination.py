@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import ROLES, transcript
 from stages.lib.dedup.duplicates import (
     BOILERPLATE,

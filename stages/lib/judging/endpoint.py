@@ -18,8 +18,9 @@ import openai
 from openai.types.chat import ChatCompletion
 
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
-from stages.lib.core.files import JUDGE_CACHE, Row
+from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import transcript
 from stages.lib.judging.answer_cache import Answer, Answers
 from stages.lib.judging.pairwise import Comparison, Verdict

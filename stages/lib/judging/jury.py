@@ -10,16 +10,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from stages.lib.core.files import Row, metric_name, stage_dir
+from stages.lib.core.files import metric_name, stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.params.judging import APART, JudgeName
-from stages.lib.core.user_functions import Number, load_function
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.params.evaluation import APART
+from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.types import Row
+from stages.lib.core.user_functions import load_function
 from stages.lib.judging.agreement import between_judges, between_orders
 from stages.lib.judging.endpoint import Endpoint
-from stages.lib.judging.lexicon import Fluency
+from stages.lib.judging.fluency import FLUENCY, Fluency, garbled
+from stages.lib.judging.lexicon import Lexicon
 from stages.lib.judging.pairwise import (
     TOGETHER,
     Comparison,
@@ -28,12 +28,10 @@ from stages.lib.judging.pairwise import (
     Preference,
     in_both_orders,
 )
-from stages.lib.judging.pointwise import Absolute, Lexicon
+from stages.lib.judging.pointwise import Absolute
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import Scorer
 
-FLUENCY = "fluency"
-FLUENT = 0.95  # quantile of people's texts up to which a text counts as fluent
 BATCH = 64  # texts at a time
 WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
 
@@ -120,19 +118,3 @@ def load_jury(
         return Absolute(named, Scorer(folder, load_tokenizer(folder), params, BATCH), margin)
 
     return Jury({metric_name(named): load(named) for named in params.evaluate.judges})
-
-
-def garbled(nll: Number, people: Sequence[Row]) -> Number:
-    """How far a text is beyond what people write, nats a token below 0; 0 for any that is not:
-    bland texts are no better than others.
-    """
-    usual = float(
-        np.quantile(
-            nll([row["prompt"] for row in people], [row["completion"] for row in people]), FLUENT
-        )
-    )
-
-    def number(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        return [min(0.0, usual - each) for each in nll(prompts, responses)]
-
-    return number

@@ -10,62 +10,18 @@ promote on it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-from stages.lib.core.params import PromptFormat
-from stages.lib.data.prompts import Prompt, encode
-from stages.lib.lm.generation import token_logprobs
-from stages.lib.metrics.text import plain, repetition_n
+from stages.lib.core.types import Prompt
+from stages.lib.judging.pairwise import PREFERENCE, Comparison, Free, Verdict
+from stages.lib.metrics.sentiment import sentiment, sentiment_plain
+from stages.lib.metrics.text import repetition_n
 
 MUCH_REPETITION = 0.25
-
-
-@cache
-def lexicon() -> SentimentIntensityAnalyzer:
-    return SentimentIntensityAnalyzer()
-
-
-def sentiment(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """VADER compound, -1..1, of the whole text: a string prompt with what continues it; the answer
-    to messages alone.
-    """
-    texts = (
-        prompt + response if isinstance(prompt, str) else response
-        for prompt, response in zip(prompts, responses, strict=True)
-    )
-    return [lexicon().polarity_scores(text)["compound"] for text in texts]
-
-
-def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """VADER compound, -1..1, of the response alone without emoji and "!", which the lexicon
-    overpays too.
-    """
-    return [lexicon().polarity_scores(plain(response))["compound"] for response in responses]
 
 
 def repetition(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
     """Share of repeated word 3-grams within each response, 0..1."""
     return [repetition_n(response, 3) for response in responses]
-
-
-class Fluency:
-    """Negative log-likelihood of each response, nats a token with its EOS, under a reference model
-    that was not trained by PPO.
-    """
-
-    def __init__(self, model: Any, tokenizer: Any, prompt_format: PromptFormat) -> None:
-        self.model, self.tokenizer, self.prompt_format = model, tokenizer, prompt_format
-
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        encoded = [
-            encode(self.tokenizer, p, r, self.prompt_format)
-            for p, r in zip(prompts, responses, strict=True)
-        ]
-        logprobs = token_logprobs(self.model, [p for p, _ in encoded], [r for _, r in encoded])
-        return [-float(row.mean()) for row in logprobs]
 
 
 @dataclass(frozen=True)
@@ -104,3 +60,24 @@ def _beats(a: Judged, b: Judged, tie_margin: float) -> bool:
         and a.sentiment_plain >= b.sentiment_plain - tie_margin
         and a.repetition <= b.repetition + MUCH_REPETITION
     )
+
+
+class Lexicon(Free):
+    """The verdict of stages/lib/judging/lexicon.py; its confidence is half the distance of the
+    judged sentiments.
+    """
+
+    def __init__(self, tie_margin: float) -> None:
+        super().__init__("lexicon")
+        self.tie_margin = tie_margin
+
+    def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
+        prompts = [each.prompt for each in comparisons]
+        sides = (
+            judge(prompts, [each.a for each in comparisons]),
+            judge(prompts, [each.b for each in comparisons]),
+        )
+        return [
+            Verdict(PREFERENCE[outcome(a, b, self.tie_margin)], abs(a.sentiment - b.sentiment) / 2)
+            for a, b in zip(*sides, strict=True)
+        ]

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from stages.lib.core.files import Row
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt, Row
 
 TOGETHER = "together"  # the name of what several judges say as one
 
@@ -23,6 +22,9 @@ class Preference(str, Enum):
 
     def swapped(self) -> "Preference":
         return {Preference.a: Preference.b, Preference.b: Preference.a}.get(self, self)
+
+
+PREFERENCE = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
 
 
 @dataclass(frozen=True)
@@ -121,3 +123,19 @@ def in_both_orders(judge: Judge, comparisons: Sequence[Comparison]) -> list[Judg
         Judgement(first, second and second.swapped())
         for first, second in zip(told[::2], told[1::2], strict=True)
     ]
+
+
+class Free:
+    """What it says costs nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def about(self) -> Row:
+        return {"judge": self.name}
+
+    def cost(self) -> Row:
+        return {}
+
+    def usage(self) -> Row:
+        return {}

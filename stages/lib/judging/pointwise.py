@@ -4,50 +4,9 @@ given.
 
 from collections.abc import Sequence
 
-from stages.lib.core.files import Row
-from stages.lib.core.user_functions import Number, check_numbers
-from stages.lib.data.prompts import Prompt
-from stages.lib.judging.lexicon import judge, outcome
-from stages.lib.judging.pairwise import Comparison, Preference, Verdict
-
-PREFERENCE = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
-
-
-class Free:
-    """What it says costs nothing."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def about(self) -> Row:
-        return {"judge": self.name}
-
-    def cost(self) -> Row:
-        return {}
-
-    def usage(self) -> Row:
-        return {}
-
-
-class Lexicon(Free):
-    """The verdict of stages/lib/judging/lexicon.py; its confidence is half the distance of the
-    judged sentiments.
-    """
-
-    def __init__(self, tie_margin: float) -> None:
-        super().__init__("lexicon")
-        self.tie_margin = tie_margin
-
-    def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
-        prompts = [each.prompt for each in comparisons]
-        sides = (
-            judge(prompts, [each.a for each in comparisons]),
-            judge(prompts, [each.b for each in comparisons]),
-        )
-        return [
-            Verdict(PREFERENCE[outcome(a, b, self.tie_margin)], abs(a.sentiment - b.sentiment) / 2)
-            for a, b in zip(*sides, strict=True)
-        ]
+from stages.lib.core.types import Prompt, ScoreFunction
+from stages.lib.core.user_functions import check_numbers
+from stages.lib.judging.pairwise import Comparison, Free, Preference, Verdict
 
 
 class Absolute(Free):
@@ -55,7 +14,7 @@ class Absolute(Free):
     about once.
     """
 
-    def __init__(self, name: str, number: Number, margin: float) -> None:
+    def __init__(self, name: str, number: ScoreFunction, margin: float) -> None:
         super().__init__(name)
         self.number, self.margin = number, margin
         self.known: dict[tuple[str, str], float] = {}

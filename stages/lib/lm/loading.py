@@ -1,12 +1,11 @@
 """Loading, adapting and saving models: safetensors only, no remote code, dropout off."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,12 +16,12 @@ from transformers import (
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json, write_json
-from stages.lib.core.params import Dtype, LoraParams, ModelParams, Params, Reduce
+from stages.lib.core.files import read_json
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.lm.lora import load_adapters
-from stages.lib.lm.packing import unwrap
+from stages.lib.lm.reward_ensemble import MEMBERS, in_ensemble
 
-MEMBERS = "members"  # folder, within a reward model's, of the further members of its ensemble
 LOGIT_CHANGES = (
     "final_logit_softcapping",
     "logit_scale",
@@ -155,84 +154,3 @@ def load_reward_model(path: Path, params: ModelParams) -> PreTrainedModel:
     return in_ensemble(
         load_scalar_model(path, params), [load_scalar_model(other, params) for other in others]
     )
-
-
-def in_ensemble(reward_model: PreTrainedModel, others: list[PreTrainedModel]) -> PreTrainedModel:
-    """The model that now knows the further members: `members` and `combined` find them again,
-    nothing that trains or saves it does.
-    """
-    reward_model.ensemble = others
-    return reward_model
-
-
-def members(reward_model: Any) -> list[Any]:
-    """A reward model and the further members of its ensemble."""
-    return [reward_model, *getattr(unwrap(reward_model), "ensemble", [])]
-
-
-def combined(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """(B,) raw scores of an ensemble, in the units of its first member, so that nothing else need
-    know that there are several.
-
-    `read` gives one member's raw scores; the members' calibrated scores are reduced as
-    `config.ensemble_reduce` says.
-    """
-    first, *others = members(reward_model)
-    raw = read(first)
-    if not others:
-        return raw
-    scores = torch.stack(
-        [calibrated(raw, first), *(calibrated(read(member), member) for member in others)]
-    )
-    reduced = scores.amin(0) if first.config.ensemble_reduce == Reduce.min.value else scores.mean(0)
-    return reduced * first.config.std + first.config.mean
-
-
-def calibrated(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:
-    """Raw scores in standard deviations from the mean score of SFT demonstrations."""
-    return (raw - reward_model.config.mean) / reward_model.config.std
-
-
-def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
-    """The plain model with its adapter added in: summed in float32, kept in `dtype`."""
-    if hasattr(model, "merge_and_unload"):
-        model = model.to(torch.float32).merge_and_unload()
-    for (
-        parameter
-    ) in model.parameters():  # not model.to(dtype): rotary frequencies, a buffer, must stay float32
-        parameter.data = parameter.data.to(dtype)
-    return model.eval()
-
-
-def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A PeftModel's adapter, a whole model, or a head."""
-    if hasattr(model, "peft_config"):
-        save_adapter(model, folder)
-    elif isinstance(model, PreTrainedModel):
-        save_model(model, tokenizer, folder)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(model.state_dict(), folder / "head.safetensors")
-
-
-def save_adapter(model: Any, folder: Path) -> None:
-    """A PeftModel's adapter; the same files in every process (peft writes its sets in any order,
-    and DVC would see another adapter).
-    """
-    model.save_pretrained(folder)
-    path = folder / "adapter_config.json"
-    config = read_json(path, "")
-    write_json(
-        path,
-        {
-            key: sorted(value) if key == "target_modules" and isinstance(value, list) else value
-            for key, value in config.items()
-        },
-    )
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Weights (safetensors), config and tokenizer in one folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

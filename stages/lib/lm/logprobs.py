@@ -4,11 +4,15 @@ tensor is ever float32.
 N tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from stages.lib.core.types import Tokens
+from stages.lib.lm.packing import Packed, _by_length, hidden_states, pack, precision, unwrap
 
 CELLS = 1 << 20  # logits at a time: 4 MiB in float32, which a cache holds
 
@@ -53,3 +57,48 @@ def by_parts(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
             for part in parts
         ]
     )
+
+
+def response_logits(model: Any, packed: Packed, hidden: Tensor) -> Tensor:
+    """(N, V) logits of (M, H) states at the positions that predict response tokens, in the model's
+    dtype.
+    """
+    with precision(model):
+        logits: Tensor = unwrap(model).get_output_embeddings()(hidden[packed.predicts])
+    return logits
+
+
+def response_logprobs(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
+    """(B, T) log-probabilities in nats of response tokens, from (M, H) states."""
+    return packed.rows(
+        logprobs_of(response_logits(model, packed, hidden), packed.targets, temperature)
+    )
+
+
+@torch.no_grad()
+def token_logprobs(
+    model: Any,
+    prompt_ids: Sequence[Tokens],
+    response_ids: Sequence[Tokens],
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 64,
+) -> list[Tensor]:
+    """For each row (T,) log-probabilities in nats, float32 on the CPU, of its response tokens given
+    prompt and predecessors.
+    """
+    result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
+    for batch in _by_length(
+        [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size
+    ):
+        packed = pack(
+            [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], unwrap(model).device
+        )
+        flat = logprobs_of(
+            response_logits(model, packed, hidden_states(model, packed)),
+            packed.targets,
+            temperature,
+        ).cpu()
+        for i, row in zip(batch, flat.split([len(response_ids[i]) for i in batch]), strict=True):
+            result[i] = row
+    return result

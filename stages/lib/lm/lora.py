@@ -16,7 +16,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.lib.core.params import LoraParams
+from stages.lib.core.params.shared import LoraParams
 
 Matrices = tuple[
     Tensor, Tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-Tokens = list[int]
+from stages.lib.core.types import Tokens
 
 
 @dataclass(frozen=True)
@@ -224,3 +224,9 @@ def flat(packed: Packed, states: Tensor) -> Tensor:
     H).
     """
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
+
+
+def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Row numbers in batches of like length, so that little padding is computed."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    return (order[i : i + batch_size] for i in range(0, len(order), batch_size))

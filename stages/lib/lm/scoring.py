@@ -1,22 +1,26 @@
 """A saved reward model that scores prompts with responses."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stages.lib.core.files import Row
 from stages.lib.core.params import Params
-from stages.lib.data.prompts import Prompt, encode
-from stages.lib.lm.generation import own_scores, reward_scores
-from stages.lib.lm.loading import calibrated, load_reward_model, members
-from stages.lib.lm.packing import Tokens
+from stages.lib.core.types import Prompt, Tokens
+from stages.lib.data.prompts import encode
+from stages.lib.lm.loading import load_reward_model
+from stages.lib.lm.logprobs import response_logprobs
+from stages.lib.lm.packing import Packed, _by_length, hidden_states, pack, unwrap
+from stages.lib.lm.reward_ensemble import calibrated, combined, members
+from stages.lib.lm.shared_layers import common_layers, through
 
-Score = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
-
-ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
+Reference = Callable[
+    [], AbstractContextManager[Any]
+]  # a context in which a model is what it was before PPO: an adapter is off
 
 
 class Scorer:
@@ -56,16 +60,93 @@ class Scorer:
         return self.tokens(self.encode(prompts, responses))
 
 
-def short(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
-    """Pairs that stay within reward.max_length with an ending appended."""
+def scalar_head(model: Any, hidden: Tensor) -> Tensor:
+    """(...) scores of (..., H) states, in float32: in bfloat16 a score near 3 moves in steps of
+    0.016.
+    """
+    return torch.nn.functional.linear(hidden.float(), unwrap(model).score.weight.float()).squeeze(
+        -1
+    )
 
-    def tokens(row: Row, side: str) -> int:
-        prompt, response = encode(tokenizer, row["prompt"], row[side], params.prepare.prompt_format)
-        return len(prompt) + len(response)
 
-    return [
-        row
-        for row in pairs
-        if max(tokens(row, "chosen"), tokens(row, "rejected")) + ENDING_TOKENS
-        <= params.reward.max_length
-    ]
+def last_scores(model: Any, packed: Packed, entering: Tensor | None, first: int) -> Tensor:
+    """(B,) raw scores at the rows' last tokens, from the (M, H) states that enter layer `first`, or
+    from the tokens.
+    """
+    return scalar_head(model, through(model, packed, entering, first)[0][packed.last])
+
+
+class Assessed(NamedTuple):
+    """Of B responses, float32 on the CPU. kl, ref_logprobs: (B,) nats a sequence; scores: (B,) raw,
+    where there is a reward model.
+    """
+
+    kl: Tensor
+    ref_logprobs: Tensor
+    scores: Tensor
+
+
+@torch.no_grad()
+def assess(
+    policy: Any | None,
+    reference: Reference,
+    prompt_ids: Sequence[Tokens],
+    response_ids: Sequence[Tokens],
+    *,
+    reward_model: Any = None,
+    eos_token_id: int,
+    temperature: float,
+    batch_size: int,
+) -> Assessed:
+    """The log-ratio of policy to reference (0 where there is no policy), and what a reward model
+    says, which reads responses up to EOS.
+
+    Layers that these models have in common run once.
+    """
+    told = Assessed(*(torch.zeros(len(prompt_ids)) for _ in Assessed._fields))
+    with reference() as model:
+        together = [
+            model,
+            *([policy] if policy else []),
+            *(members(reward_model) if reward_model else []),
+        ]
+        common, device = common_layers(*together), unwrap(model).device
+    for batch in _by_length(
+        [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size
+    ):
+        packed = pack(
+            [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, eos_token_id
+        )
+        with reference() as model:
+            hidden, [entering] = through(model, packed, keep=[common])
+            theirs = own = response_logprobs(model, packed, hidden, temperature)
+        start = entering if common else None
+        if policy:
+            own = response_logprobs(
+                policy, packed, through(policy, packed, start, common)[0], temperature
+            )
+        told.kl[batch], told.ref_logprobs[batch] = (own - theirs).sum(1).cpu(), theirs.sum(1).cpu()
+        if reward_model:
+            told.scores[batch] = combined(
+                reward_model, partial(last_scores, packed=packed, entering=start, first=common)
+            ).cpu()
+    return told
+
+
+def reward_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64) -> Tensor:
+    """(B,) raw scores of a reward model or its ensemble, as `own_scores` has them of one member."""
+    return combined(model, lambda member: own_scores(member, sequences, batch_size=batch_size))
+
+
+@torch.no_grad()
+def own_scores(model: Any, sequences: Sequence[Tokens], *, batch_size: int = 64) -> Tensor:
+    """(B,) raw scores, float32 on the CPU, read at each sequence's last token (EOS, where it was
+    trained with EOS).
+    """
+    scores = torch.empty(len(sequences))
+    for batch in _by_length([len(s) for s in sequences], batch_size):
+        packed = pack([sequences[i] for i in batch], [[] for _ in batch], unwrap(model).device)
+        scores[torch.tensor(batch)] = scalar_head(
+            model, hidden_states(model, packed)[packed.last]
+        ).cpu()
+    return scores

@@ -4,8 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from stages.lib.core.files import Row
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt, Row
 
 TFIDF_PAIRS = 20_000  # at most, at random: more do not change what words can tell
 TOP_WORDS = 10

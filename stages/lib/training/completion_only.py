@@ -10,8 +10,9 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from stages.lib.core.types import Tokens
 from stages.lib.lm.logprobs import logprobs_of
-from stages.lib.lm.packing import Tokens, unwrap, without_padding
+from stages.lib.lm.packing import unwrap, without_padding
 
 Pairs = tuple[list[Tokens], list[Tokens]]  # prompts, and a response to each
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from stages.lib.core.files import Recorder, is_real
-from stages.lib.core.params import InitFrom, ModelParams, TrainParams
+from stages.lib.core.files import is_real
+from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
+from stages.lib.core.recorder import Recorder
 from stages.lib.lm.loading import resolve_dtype
 
 

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from stages.lib.core.files import Row
-from stages.lib.core.params import TrainParams
+from stages.lib.core.params.shared import TrainParams
+from stages.lib.core.types import Row, Tokens
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import Tokens
 from stages.lib.training.completion_only import fit
 from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import Course

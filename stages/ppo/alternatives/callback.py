@@ -11,12 +11,12 @@ import torch
 from transformers import TrainerCallback
 
 from stages.lib.core.errors import Diverged
-from stages.lib.core.files import Row
-from stages.lib.core.params import OnDanger
-from stages.lib.core.params.policy import DRAWN
+from stages.lib.core.params.policy import OnDanger
+from stages.lib.core.types import Row
 from stages.lib.data.rollouts import RolloutLog
-from stages.lib.judging.lexicon import sentiment
-from stages.lib.lm.loading import save_trained
+from stages.lib.lm.saving import save_trained
+from stages.lib.metrics.sentiment import sentiment
+from stages.ppo.alternatives import DRAWN
 from stages.ppo.alternatives.policy import Pupil, Setting
 from stages.ppo.common.health import Monitor, danger
 from stages.ppo.common.policy_selection import Best, Validation

@@ -10,8 +10,9 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row, read_jsonl, stage_dir
-from stages.lib.core.params import TrainParams
+from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.params.shared import TrainParams
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config

@@ -9,7 +9,7 @@ from typing import Any
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from stages.lib.lm.packing import Tokens
+from stages.lib.core.types import Tokens
 from stages.ppo.alternatives.callback import Course
 from stages.ppo.alternatives.online import OnlineCourse, Sampled, arguments, assemble, run
 from stages.ppo.alternatives.policy import Setting

@@ -8,16 +8,16 @@ import torch
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 
-from stages.lib.core.files import Row
-from stages.lib.core.params import TrainParams
+from stages.lib.core.params.shared import TrainParams
+from stages.lib.core.types import Row, Tokens
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
-from stages.lib.lm.packing import Tokens, without_padding
+from stages.lib.lm.packing import without_padding
 from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import Course
 from stages.ppo.alternatives.policy import Setting
-from stages.ppo.trainer.loop import describe_rows
-from stages.ppo.trainer.update import planned_updates
+from stages.ppo.common.episodes import planned_updates
+from stages.ppo.common.outputs import describe_rows
 
 NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate", "entropy")} | {
     "clip_ratio/region_mean": "clip_fraction"

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import Recorder, Row
-from stages.lib.core.params import Params, PpoParams
-from stages.lib.data.rollouts import rollout_rows
-from stages.lib.lm.generation import assess, sample
-from stages.lib.lm.loading import calibrated
-from stages.lib.lm.packing import Tokens
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.recorder import Recorder
+from stages.lib.core.types import Row, Tokens
+from stages.lib.lm.generation import sample
+from stages.lib.lm.reward_ensemble import calibrated
+from stages.lib.lm.scoring import assess
 from stages.ppo.common.episodes import Episode
+from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.reference import trunk_of
 from stages.ppo.common.rewards import Rewards
 

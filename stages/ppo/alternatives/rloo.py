@@ -7,7 +7,7 @@ from typing import Any
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from stages.lib.lm.packing import Tokens
+from stages.lib.core.types import Tokens
 from stages.ppo.alternatives.callback import Course
 from stages.ppo.alternatives.online import OnlineCourse, Sampled, arguments, assemble, run
 from stages.ppo.alternatives.policy import Setting

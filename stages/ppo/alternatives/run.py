@@ -5,35 +5,28 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
-from stages.lib.core.files import (
-    Recorder,
-    Row,
-    read_jsonl,
-    stage_dir,
-    work_dir,
-    write_json,
-    write_manifest,
-    write_text,
-)
+from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.recorder import Recorder, write_manifest
+from stages.lib.core.types import Row
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
     prepare_torch,
-    save_trained,
     weights_params,
 )
+from stages.lib.lm.saving import save_trained
 from stages.ppo.alternatives import best_of_n, dpo, grpo, rloo
 from stages.ppo.alternatives.callback import Course
 from stages.ppo.alternatives.policy import Setting
 from stages.ppo.common.episodes import episodes
 from stages.ppo.common.health import WARN, Finding
+from stages.ppo.common.outputs import describe_rows, keep_work
 from stages.ppo.common.policy_selection import Validation
 from stages.ppo.common.rewards import load_rewards
-from stages.ppo.trainer.loop import describe_rows, keep_work
 
 ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {
     Algorithm.dpo: dpo.train,

@@ -3,11 +3,11 @@
 from typing import Any
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row
 from stages.lib.core.params import Params
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.types import Row, Tokens
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import hold_out, prompt_key
-from stages.lib.lm.packing import Tokens
 
 Episode = tuple[Row, Tokens]  # a prompt's row, and its tokens
 
@@ -46,3 +46,8 @@ def split(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
             "lower one of them, or add prompts"
         )
     return train, [row for key, row in keys.items() if key in held_out]
+
+
+def planned_updates(params: PpoParams) -> int:
+    updates = max(params.total_episodes // params.batch_size, 1)
+    return min(updates, params.max_steps) if params.max_steps else updates

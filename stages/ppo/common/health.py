@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 
-from stages.lib.core.files import Row
-from stages.lib.core.params import PpoParams
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.types import Row
 
 WINDOW = 5
 WARN, DANGER = "warn", "danger"

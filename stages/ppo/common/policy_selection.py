@@ -3,7 +3,7 @@ within the KL budget.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.params import PpoParams
-from stages.lib.data.prompts import Prompt
-from stages.lib.lm.generation import assess
-from stages.lib.lm.packing import Tokens
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.types import ScoreFunction, State, Tokens
+from stages.lib.lm.saving import put_weights, trained_weights
+from stages.lib.lm.scoring import assess
 from stages.ppo.common.episodes import Episode
-from stages.ppo.trainer.optimizer import put_weights, trained_weights
-from stages.ppo.trainer.resume import State
-
-Judge = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 
 
 class Learning(Protocol):
@@ -62,7 +58,7 @@ class Best:
 
     roles: Learning
     prompts: Sequence[Episode]
-    judge: Judge
+    judge: ScoreFunction
     params: PpoParams
     seed: int
     found: Validation = NOTHING

@@ -15,8 +15,8 @@ from stages.lib.lm.shared_layers import plain_layers, through
 class Trunk(Protocol):
     first: (
         int | None
-        # the lowest layer that is trained, where training starts from states that enter it; None:
-        # from the tokens
+        # the lowest layer that is trained, where training starts from states that enter it; None: from
+        # the tokens
     )
 
     def reference(self) -> AbstractContextManager[Any]:

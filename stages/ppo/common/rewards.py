@@ -17,12 +17,13 @@ from urllib3.util import Retry
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import ASSETS
-from stages.lib.core.params import Params, PpoParams, RewardSource
-from stages.lib.core.user_functions import Number, check_numbers, load_function
-from stages.lib.data.prompts import Prompt, render_prompt
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import PpoParams, RewardSource
+from stages.lib.core.types import Prompt, ScoreFunction
+from stages.lib.core.user_functions import check_numbers, load_function
+from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import Scorer
-from stages.ppo.trainer.functional import shape_scores
 
 TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
 
@@ -31,7 +32,7 @@ TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
 class Rewards:
     """Sources and their weights by name."""
 
-    sources: Mapping[str, Number] = field(default_factory=dict)
+    sources: Mapping[str, ScoreFunction] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(
@@ -78,7 +79,7 @@ def load_rewards(params: Params) -> Rewards:
     )
 
 
-def load(source: RewardSource, params: Params) -> Number:
+def load(source: RewardSource, params: Params) -> ScoreFunction:
     if source.function:
         return load_function(source.function, f"ppo.rewards {source.name}")
     return (
@@ -86,7 +87,7 @@ def load(source: RewardSource, params: Params) -> Number:
     )
 
 
-def model_reward(folder: Path, params: Params) -> Number:
+def model_reward(folder: Path, params: Params) -> ScoreFunction:
     """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations
     where its config has them.
     """
@@ -96,7 +97,7 @@ def model_reward(folder: Path, params: Params) -> Number:
     return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()
 
 
-def remote_reward(source: RewardSource, params: Params) -> Number:
+def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
     """OpenRLHF's protocol: POST {query: whole texts, prompts, labels} gives {rewards: [...]}.
 
     Raises, when called:
@@ -133,3 +134,20 @@ def remote_reward(source: RewardSource, params: Params) -> Number:
             ) from None
 
     return reward
+
+
+def shape_scores(
+    scores: Tensor,
+    ended: Tensor,
+    lengths: Tensor,
+    *,
+    clip: float,
+    missing_eos_penalty: float,
+    length_penalty: float,
+    free_length: int,
+) -> Tensor:
+    """(B,) scores for PPO: clipped to +-clip, less a penalty where `ended` (B,) bool is false, less
+    one a token above `free_length`.
+    """
+    shaped = scores.clamp(-clip, clip) - missing_eos_penalty * (~ended)
+    return shaped - length_penalty * (lengths - free_length).clamp(min=0)

@@ -49,23 +49,6 @@ def token_rewards(
     return rewards + torch.nn.functional.one_hot(last, mask.shape[1]) * scores[:, None]
 
 
-def shape_scores(
-    scores: Tensor,
-    ended: Tensor,
-    lengths: Tensor,
-    *,
-    clip: float,
-    missing_eos_penalty: float,
-    length_penalty: float,
-    free_length: int,
-) -> Tensor:
-    """(B,) scores for PPO: clipped to +-clip, less a penalty where `ended` (B,) bool is false, less
-    one a token above `free_length`.
-    """
-    shaped = scores.clamp(-clip, clip) - missing_eos_penalty * (~ended)
-    return shaped - length_penalty * (lengths - free_length).clamp(min=0)
-
-
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:

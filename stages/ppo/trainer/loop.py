@@ -2,26 +2,24 @@
 writes goes to the work folder.
 """
 
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
-from statistics import fmean
 
-from stages.lib.core.files import Recorder, Row, work_dir
-from stages.lib.core.params import OnDanger, Params
-from stages.lib.data.rollouts import RolloutLog, rollout_rows
-from stages.lib.judging.lexicon import sentiment
-from stages.lib.lm.loading import save_trained
-from stages.lib.metrics.stats import pearson
-from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
+from stages.lib.core.files import work_dir
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import OnDanger
+from stages.lib.core.recorder import Recorder
+from stages.lib.core.types import Row
+from stages.lib.data.rollouts import RolloutLog
+from stages.lib.lm.saving import save_trained
+from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import Monitor, danger
+from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import NOTHING, Best, Validation
 from stages.ppo.trainer.resume import Resume
 from stages.ppo.trainer.update import PpoTrainer, Rollout
 
 SHOWN = ["score_mean", "judge_mean", "kl", "response_length", "distinct_2", "entropy"]
-ENDING_TOKENS = 2
 
 
 class Run:
@@ -67,7 +65,7 @@ class Run:
             self.before = self.best.validate(0)
         while trainer.updates < trainer.planned_updates and not self.stopped:
             rollout, metrics = trainer.step()
-            rows = episodes(trainer.updates, rollout, metrics["kl_coef"])
+            rows = episode_rows(trainer.updates, rollout, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
             findings = self.monitor.read(
@@ -110,15 +108,7 @@ class Run:
         )
 
 
-def keep_work(work: Path, folder: Path) -> None:
-    """Checkpoints and rollouts, from the work folder to the stage's."""
-    for name in ("checkpoints", "rollouts"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (work / name).mkdir(exist_ok=True)
-        shutil.copytree(work / name, folder / name)
-
-
-def episodes(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
+def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
     """One row an episode; kl_cost: what its KL cost it."""
     kls = rollout.sequence_kl
     rows = rollout_rows(
@@ -136,32 +126,3 @@ def episodes(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
         row | {"kl_cost": round(kl_coef * kl, 4)}
         for row, kl in zip(rows, kls.tolist(), strict=True)
     ]
-
-
-def describe_rows(rows: list[Row]) -> dict[str, float]:
-    """Means of rollouts' rows, and what their texts are like."""
-    return {
-        "score_mean": fmean(row["score"] for row in rows),
-        "kl": fmean(row["kl"] for row in rows),
-        "response_length": fmean(row["length"] for row in rows),
-        "eos_rate": fmean(row["finish_reason"] == "stop" for row in rows),
-        **describe_texts(rows),
-    }
-
-
-def describe_texts(rows: list[Row]) -> dict[str, float]:
-    """Diversity within and across texts, how many end alike, and what a judge that PPO does not see
-    makes of them.
-    """
-    texts = [row["response"] for row in rows]
-    ends = [ends[-1] for text in texts if (ends := suffixes(text, ENDING_TOKENS))]
-    return {
-        "distinct_2": distinct_n(texts, 2),
-        "repetition_3": fmean(repetition_n(text, 3) for text in texts),
-        "ending_share": max(map(ends.count, ends), default=0) / len(rows),
-        "judge_mean": fmean(row["judge"] for row in rows),
-        "score_judge_correlation": pearson(
-            [row["score"] for row in rows], [row["judge"] for row in rows]
-        )
-        or 0.0,
-    }

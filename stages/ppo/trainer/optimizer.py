@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.ppo.trainer.resume import State
+from stages.lib.core.types import State
+from stages.lib.lm.saving import trainable_named
 
 
 class Learner:
@@ -68,20 +69,3 @@ class Learner:
         self._follow()
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-
-
-def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    return [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-
-
-def trained_weights(model: Any) -> dict[str, Tensor]:
-    """The trained weights by name, as they are: they move on with the model."""
-    return {name: parameter.detach() for name, parameter in trainable_named(model)}
-
-
-@torch.no_grad()
-def put_weights(model: Any, weights: dict[str, Tensor]) -> None:
-    for name, parameter in trainable_named(model):
-        parameter.copy_(weights[name])

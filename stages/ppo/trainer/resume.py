@@ -11,14 +11,11 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 
-from stages.lib.core.files import Row
-
-State = dict[str, Any]
+from stages.lib.core.types import Row, State
 
 
 class Resume:

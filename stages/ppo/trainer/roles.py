@@ -16,25 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.params import Critic, Params, PpoParams
-from stages.lib.lm.generation import (
-    last_scores,
-    response_logits,
-    response_logprobs,
-    sample,
-    scalar_head,
-)
-from stages.lib.lm.loading import (
-    calibrated,
-    combined,
-    load_causal_lm,
-    load_reward_model,
-    load_tokenizer,
-    members,
-)
-from stages.lib.lm.logprobs import logprobs_of
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import Critic, PpoParams
+from stages.lib.core.types import Tokens
+from stages.lib.lm.generation import sample
+from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
+from stages.lib.lm.logprobs import logprobs_of, response_logits, response_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import Packed, Tokens, hidden_states
+from stages.lib.lm.packing import Packed, hidden_states
+from stages.lib.lm.reward_ensemble import calibrated, combined, members
+from stages.lib.lm.scoring import last_scores, scalar_head
 from stages.lib.lm.shared_layers import common_layers, through
 from stages.ppo.common.reference import FrozenModel, Trunk, trunk_of
 from stages.ppo.common.rewards import Rewards, load_rewards

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.errors import Diverged, RondoError
-from stages.lib.core.files import Row
-from stages.lib.core.params import KlControl, LossLevel, PpoParams
+from stages.lib.core.params.policy import KlControl, LossLevel, PpoParams
+from stages.lib.core.types import Row, State, Tokens
 from stages.lib.lm.logprobs import entropies_of
-from stages.lib.lm.packing import Packed, Tokens, pack, unwrap
-from stages.ppo.common.episodes import Episode
+from stages.lib.lm.packing import Packed, pack, unwrap
+from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.optimizer import Learner
-from stages.ppo.trainer.resume import State, random_state, set_random_state
+from stages.ppo.trainer.resume import random_state, set_random_state
 from stages.ppo.trainer.roles import Live, Roles
 
 KL_RULES = {
@@ -378,11 +378,6 @@ class PpoTrainer:
             return each.sum() / episodes, clipped.sum() / episodes
         each, clipped = F.policy_loss(logprobs, old, advantages, self.params.cliprange)
         return (each * mask).sum() / tokens, (clipped * mask).sum() / tokens
-
-
-def planned_updates(params: PpoParams) -> int:
-    updates = max(params.total_episodes // params.batch_size, 1)
-    return min(updates, params.max_steps) if params.max_steps else updates
 
 
 def join(parts: list[Any]) -> Any:

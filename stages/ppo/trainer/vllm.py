@@ -16,8 +16,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import PpoParams
-from stages.lib.lm.packing import Tokens, unwrap
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.types import Tokens
+from stages.lib.lm.packing import unwrap
 
 
 class Generation(VLLMGeneration):

@@ -75,7 +75,7 @@ def test_a_sample_more_a_prompt_and_an_epoch_more_of_pairs_take_what_they_are_wo
 
 
 def test_auto_is_what_the_stages_choose() -> None:
-    from stages.lib.core.params import Dtype
+    from stages.lib.core.params.shared import Dtype
     from stages.lib.lm.loading import resolve_dtype
 
     assert f"torch.{estimate.measure().auto}" == str(resolve_dtype(Dtype.auto))

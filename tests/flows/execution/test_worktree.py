@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from flows.core import config
+from flows.core.git import git
 from flows.execution import dvc_stages
-from flows.execution.worktree import ENDED, collect, git, working_tree, workspace
+from flows.execution.worktree import ENDED, collect, working_tree, workspace
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import yaml
 
 from flows.core.prefect_api import PREFECT_URL
+from flows.core.services import MLFLOW_URL
+from flows.core.tables import short
 from flows.execution.energy import Meter
-from flows.orchestration.server import MLFLOW_URL
 from flows.report import page
-from flows.report.lineage import short
 from flows.tracking import provenance
 from stages.lib.core.files import write_text
 from tests.flows.report.reading import Page

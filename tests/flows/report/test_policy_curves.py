@@ -9,7 +9,7 @@ import pytest
 from flows.report import charts, page, policy_curves
 from flows.report.round_data import Round, read_round
 from stages.lib.core.files import stage_dir, write_json, write_text
-from stages.lib.core.params import PpoParams
+from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import SIGNS, WINDOW, History, Sign
 from tests.flows.report.reading import Page
 

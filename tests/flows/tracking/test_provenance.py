@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from flows.core.services import MLFLOW_URL
 from flows.execution import dvc_stages
 from flows.execution.energy import Meter
-from flows.orchestration.server import MLFLOW_URL
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import MlflowTracker
 from flows.tracking.records import NoTracker, read_lock

@@ -15,7 +15,7 @@ from flows.tracking import records
 from flows.tracking.mlflow_store import MlflowTracker, open_tracker
 from flows.tracking.records import HEALTH, NoTracker, Record, read_steps
 from stages.lib.core.files import write_json, write_jsonl, write_text
-from stages.ppo.trainer.loop import describe_rows
+from stages.ppo.common.outputs import describe_rows
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs/running.md"

@@ -16,8 +16,7 @@ from stages.annotate.ai_labels import compare_all
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
-from stages.lib.judging.lexicon import judge, outcome
-from stages.lib.judging.pointwise import Lexicon
+from stages.lib.judging.lexicon import Lexicon, judge, outcome
 from tests.paths import ROOT
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")

@@ -11,8 +11,8 @@ from stages.capability.__main__ import main
 from stages.capability.lm_eval_tasks import run_tasks, share, tasks_of
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
-from stages.lib.core.params import PromptFormat
 from stages.lib.core.params.evaluation import CapabilityParams
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 
 NEEDS_LM_EVAL = pytest.mark.skipif(
@@ -104,7 +104,7 @@ def task(folder: Path, **changes) -> None:
 
 @NEEDS_LM_EVAL
 def test_a_task_of_lm_eval_chooses_what_the_model_finds_likelier(make_round):
-    from stages.lib.lm.generation import token_logprobs
+    from stages.lib.lm.logprobs import token_logprobs
 
     params = make_round("r0", 1.0)
     Path("slices").mkdir()

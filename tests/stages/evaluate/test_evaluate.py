@@ -12,21 +12,15 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.evaluate.__main__ import (
-    answered_again,
-    check_reproduced,
-    compare,
-    decided,
-    describe,
-    main,
-)
+from stages.evaluate.__main__ import answered_again, check_reproduced, main
 from stages.evaluate.evaluator import Evaluator, Sample
+from stages.evaluate.results import compare, decided, describe
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.params import Params
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.lexicon import Judged, judge
-from stages.lib.judging.pointwise import Absolute, Lexicon
+from stages.lib.judging.lexicon import Judged, Lexicon, judge
+from stages.lib.judging.pointwise import Absolute
 
 KEYS = {
     "sentiment",

@@ -12,7 +12,8 @@ from stages.gate.approvals import Approval, TakenBack, taken_back_path, write_ap
 from stages.gate.champion import main
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json, write_text
-from stages.lib.core.params import Params, check_params, rounds
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.data import rounds
 
 GOOD = {
     "evaluate": {

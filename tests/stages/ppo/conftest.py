@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stages.lib.core.params import LoraParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.lora import add_adapters
 from stages.ppo.trainer.roles import Roles, ValueHead
 

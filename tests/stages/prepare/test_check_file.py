@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import PromptFormat
+from stages.lib.core.params.shared import PromptFormat
 from stages.prepare.check_file import check
 from stages.prepare.formats import Defect, Tie, normalise
 from tests.paths import ROOT

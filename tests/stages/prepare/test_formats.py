@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stages.lib.core.params import PromptFormat
+from stages.lib.core.params.shared import PromptFormat
 from stages.prepare.formats import Defect, Tie, excerpt, form, normalise, row_excerpt
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat

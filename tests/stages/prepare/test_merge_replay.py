@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row, write_jsonl
+from stages.lib.core.files import write_jsonl
+from stages.lib.core.types import Row
 from stages.prepare.merge_replay import merge_replay
 
 

@@ -10,10 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from stages.assets.datasets import changed_sources
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row, file_hash, read_jsonl, write_jsonl
+from stages.lib.core.files import file_hash, read_jsonl, write_jsonl
 from stages.lib.core.params import Params
+from stages.lib.core.source_files import changed_sources
+from stages.lib.core.types import Row
 from stages.prepare.__main__ import build
 
 MakeParams = Callable[..., Params]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.lib.core.files import Row
+from stages.lib.core.types import Row
 from stages.lib.metrics.preference_baselines import (
     at_random,
     longest_wins_accuracy,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.lib.core.params import PromptFormat
+from stages.lib.core.params.shared import PromptFormat
 from stages.prepare.audit import Audit
 from stages.prepare.tweets import clean, openings, preference_pairs, read
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from stages.lib.core.params.evaluation import ReplayParams
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.pointwise import Absolute, Lexicon
+from stages.lib.judging.lexicon import Lexicon
+from stages.lib.judging.pointwise import Absolute
 from stages.replay.badcases import Badcase
 from stages.replay.better_answers import best_of, better_answers, fluent_nll, sound, worth_imitating
 from stages.replay.sampler import Candidate, Sampler, draw

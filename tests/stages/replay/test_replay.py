@@ -10,8 +10,8 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
-from stages.lib.core.params import rounds
-from stages.lib.data.training_prompts import once
+from stages.lib.core.params.data import rounds
+from stages.lib.data.splits import once
 from stages.replay.__main__ import clean, late, main
 from stages.replay.badcases import MiningPrompt, Report, add_given
 

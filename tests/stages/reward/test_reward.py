@@ -9,9 +9,11 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stages.lib.core.files import Recorder, is_real
+from stages.lib.core.files import is_real
 from stages.lib.core.params import check_params
-from stages.reward.__main__ import fit, kept_apart, main, training_pairs
+from stages.lib.core.recorder import Recorder
+from stages.reward.__main__ import kept_apart, main
+from stages.reward.fit import fit, training_pairs
 from tests.paths import ROOT
 
 ROWS = [{"margin": 2.0}, {}]

@@ -1,8 +1,14 @@
 """What comes after the policy: what it must not lose, and what its failures become."""
 
-from pydantic import Field
+from typing import Annotated
 
-from stages.lib.core.params.section import Section
+from pydantic import Field, field_validator
+
+from stages.lib.core.files import metric_name
+from stages.lib.core.params.judging import EndpointParams
+from stages.lib.core.params.shared import Section
+
+APART = "apart"  # the judge that the reward stage trains on pairs of its own
 
 
 class CapabilityParams(Section):
@@ -70,4 +76,54 @@ class ReplayParams(Section):
         ge=0,
         le=1,
         description="Replayed rows are at most this share of the next round's data.",
+    )
+
+
+class EvaluateParams(Section):
+    judges: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["lexicon", "fluency"],
+        min_length=1,
+        description="Who compares: `lexicon`; `fluency`, against garbled texts; `endpoint`, see annotate.endpoint; `endpoint:name`, see "
+        "evaluate.endpoints; `apart`, see reward.judge_share; `module:name` of `number(prompts, responses) -> list[float]`; the folder of "
+        "a reward model.",
+    )
+    endpoints: dict[str, EndpointParams] = Field(
+        {},
+        description="More language models as judges, by the name that `judges` has them by: `endpoint:name`.",
+    )
+    samples_per_prompt: int = Field(2, ge=1)
+    checkpoint_samples_per_prompt: int = Field(
+        1, ge=1, description="For the intermediate PPO checkpoints."
+    )
+    batch_size: int = Field(88, ge=1, description="Sequences generated at once.")
+    tie_margin: float = Field(0.05, ge=0, description="Judge differences up to this are ties.")
+    bootstrap_resamples: int = Field(10_000, ge=100)
+
+    @field_validator("judges")
+    @classmethod
+    def each_judge_once(cls, judges: list[str]) -> list[str]:
+        names = [metric_name(named) for named in judges]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} is there more than once")
+        return judges
+
+
+class BatteryParams(Section):
+    pairs: int = Field(
+        96,
+        ge=1,
+        description="Held-out pairs, of those that share no text, on which probes and endings are tried.",
+    )
+    prompts: int = Field(
+        32,
+        ge=1,
+        description="Training prompts that the SFT model answers, `best_of`'s largest number of times each.",
+    )
+    best_of: list[Annotated[int, Field(ge=1)]] = Field(
+        [1, 4, 16], min_length=1, description="Sizes of best-of-n."
+    )
+    endings: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["!", " 😃", " Enjoy!"],
+        min_length=1,
+        description="What a bad text must not become better than a good one by.",
     )

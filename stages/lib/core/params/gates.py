@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import Field
 
-from stages.lib.core.params.section import Section
+from stages.lib.core.params.shared import Section
 
 
 class Policy(str, Enum):

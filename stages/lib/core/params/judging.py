@@ -5,8 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from stages.lib.core.files import metric_name
-from stages.lib.core.params.section import Section
+from stages.lib.core.params.shared import Section
 
 
 class Annotator(str, Enum):
@@ -87,35 +86,3 @@ class AnnotateParams(Section):
         description="Held-out human pairs at most on which the judge is measured against people.",
     )
     endpoint: EndpointParams = Field(default_factory=EndpointParams)
-
-
-APART = "apart"  # the judge that the reward stage trains on pairs of its own
-
-
-class EvaluateParams(Section):
-    judges: list[Annotated[str, Field(min_length=1)]] = Field(
-        ["lexicon", "fluency"],
-        min_length=1,
-        description="Who compares: `lexicon`; `fluency`, against garbled texts; `endpoint`, see annotate.endpoint; `endpoint:name`, see "
-        "evaluate.endpoints; `apart`, see reward.judge_share; `module:name` of `number(prompts, responses) -> list[float]`; the folder of "
-        "a reward model.",
-    )
-    endpoints: dict[str, EndpointParams] = Field(
-        {},
-        description="More language models as judges, by the name that `judges` has them by: `endpoint:name`.",
-    )
-    samples_per_prompt: int = Field(2, ge=1)
-    checkpoint_samples_per_prompt: int = Field(
-        1, ge=1, description="For the intermediate PPO checkpoints."
-    )
-    batch_size: int = Field(88, ge=1, description="Sequences generated at once.")
-    tie_margin: float = Field(0.05, ge=0, description="Judge differences up to this are ties.")
-    bootstrap_resamples: int = Field(10_000, ge=100)
-
-    @field_validator("judges")
-    @classmethod
-    def each_judge_once(cls, judges: list[str]) -> list[str]:
-        names = [metric_name(named) for named in judges]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(twice)} is there more than once")
-        return judges

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import (
-    Recorder,
-    file_hash,
-    read_json,
-    read_jsonl,
-    write_jsonl,
-    write_text,
-)
+from stages.lib.core.files import file_hash, read_json, read_jsonl, write_jsonl, write_text
+from stages.lib.core.recorder import Recorder
 
 
 def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:

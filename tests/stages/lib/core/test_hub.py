@@ -13,7 +13,8 @@ from stages.assets.base_model import write_model
 from stages.assets.datasets import write_data
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
-from stages.lib.core.params import SourceParams, check_params
+from stages.lib.core.params import check_params
+from stages.lib.core.params.data import SourceParams
 from stages.prepare.sources import read_hub
 
 NOWHERE = "http://127.0.0.1:9"

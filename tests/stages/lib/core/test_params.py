@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import load_params, rounds
+from stages.lib.core.params import load_params
+from stages.lib.core.params.data import rounds
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from stages.assets.base_model import tiny
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import PromptFormat
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.prompts import check_template, encode, render_prompt, template_hash
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat

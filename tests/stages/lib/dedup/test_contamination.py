@@ -3,8 +3,7 @@
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import Row
-from stages.lib.data.prompts import Prompt
+from stages.lib.core.types import Prompt, Row
 from stages.lib.dedup.contamination import find_leaks, refuse_leaks
 
 TEXT = "the quick brown fox jumps over the lazy dog while seven wizards quietly brew tea in a tower"

@@ -9,7 +9,8 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
 from stages.lib.judging import jury
-from stages.lib.judging.jury import Jury, garbled, load_jury
+from stages.lib.judging.fluency import garbled
+from stages.lib.judging.jury import Jury, load_jury
 from stages.lib.judging.pairwise import TOGETHER, Comparison
 from stages.lib.judging.pointwise import Absolute
 

@@ -2,16 +2,10 @@
 
 import pytest
 
-from stages.lib.core.params import PromptFormat
-from stages.lib.judging.lexicon import (
-    Fluency,
-    Judged,
-    judge,
-    outcome,
-    repetition,
-    sentiment,
-    sentiment_plain,
-)
+from stages.lib.core.params.shared import PromptFormat
+from stages.lib.judging.fluency import Fluency
+from stages.lib.judging.lexicon import Judged, judge, outcome, repetition
+from stages.lib.metrics.sentiment import sentiment, sentiment_plain
 
 GOOD, BAD = " was wonderful, I loved it.", " was horrible, I hated it."
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
-from stages.lib.core.params import LoraParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.lora import add_adapters
 
 SIZES: dict[str, Any] = {

@@ -7,7 +7,9 @@ from statistics import mode
 import pytest
 import torch
 
-from stages.lib.lm.generation import generate, reward_scores, token_logprobs
+from stages.lib.lm.generation import generate
+from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.scoring import reward_scores
 from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, build, with_adapters
 
 SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2}

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import ModelParams
+from stages.lib.core.params.shared import ModelParams
 from stages.lib.lm.loading import load_causal_lm
 
 SIZES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from stages.lib.core.params import LoraParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.loading import adapter_off
 from stages.lib.lm.lora import FusedLinear, add_adapters, holding, load_adapters
 

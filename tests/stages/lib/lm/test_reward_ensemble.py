@@ -9,17 +9,12 @@ import yaml
 from transformers import AutoModelForSequenceClassification
 
 from stages.lib.core.files import read_jsonl
-from stages.lib.core.params import Reduce
-from stages.lib.lm.generation import assess, reward_scores
-from stages.lib.lm.loading import (
-    in_ensemble,
-    load_reward_model,
-    load_scalar_model,
-    load_tokenizer,
-    members,
-)
-from stages.lib.lm.scoring import Scorer
-from stages.reward.__main__ import main, save_ensemble
+from stages.lib.core.params.shared import Reduce
+from stages.lib.lm.loading import load_reward_model, load_scalar_model, load_tokenizer
+from stages.lib.lm.reward_ensemble import in_ensemble, members
+from stages.lib.lm.scoring import Scorer, assess, reward_scores
+from stages.reward.__main__ import main
+from stages.reward.saving import save_ensemble
 from tests.paths import ROOT
 
 MODEL = Path("rounds/r0/reward/model")

@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from stages.lib.core.params import LoraParams, ModelParams
+from stages.lib.core.params.shared import LoraParams, ModelParams
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.lora import add_adapters
 from stages.lib.training.completion_only import ResponseTrainer

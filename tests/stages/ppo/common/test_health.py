@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.lib.core.params import PpoParams
+from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import DANGER, SIGNS, WARN, Monitor
 
 PARAMS = PpoParams(max_kl=8.0, min_kl=0.01, kl_patience=5, warmup_updates=2)

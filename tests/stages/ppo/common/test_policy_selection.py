@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from stages.lib.core.params import LoraParams, PpoParams
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.shared import LoraParams
 from stages.ppo.common.policy_selection import Best
 
 

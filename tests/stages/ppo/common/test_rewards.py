@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.params import LoraParams, Params, check_params
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.shared import LoraParams
 from stages.ppo.common import rewards as module
 from stages.ppo.common.reward_files import files
 from stages.ppo.common.rewards import load_rewards

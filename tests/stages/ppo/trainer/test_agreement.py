@@ -8,9 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from stages.lib.core.params import LoraParams, PpoParams
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import unwrap
-from stages.ppo.trainer.optimizer import trainable_named
+from stages.lib.lm.saving import trainable_named
 from stages.ppo.trainer.roles import Roles, ValueHead
 from stages.ppo.trainer.update import PpoTrainer
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import entropy as scipy_entropy
 
+from stages.ppo.common import rewards
 from stages.ppo.trainer import functional as F
 
 FULL = torch.ones(1, 3, dtype=torch.bool)
@@ -54,14 +55,11 @@ def test_scores_are_clipped_then_penalised():
         torch.tensor([3, 10, 4, 12]),
     )
     free = {"clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.0, "free_length": 4}
-    assert F.shape_scores(scores, ended, lengths, **free).tolist() == [1.0, 5.0, 0.0, 4.0]
+    assert rewards.shape_scores(scores, ended, lengths, **free).tolist() == [1.0, 5.0, 0.0, 4.0]
     # 0.25 for each token above the fourth: 0, 6, 0 and 8 of them
-    assert F.shape_scores(scores, ended, lengths, **(free | {"length_penalty": 0.25})).tolist() == [
-        1.0,
-        3.5,
-        0.0,
-        2.0,
-    ]
+    assert rewards.shape_scores(
+        scores, ended, lengths, **(free | {"length_penalty": 0.25})
+    ).tolist() == [1.0, 3.5, 0.0, 2.0]
 
 
 def test_gae_by_hand():

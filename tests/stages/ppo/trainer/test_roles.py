@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from stages.lib.core.params import LoraParams
-from stages.lib.lm.generation import own_scores, reward_scores
-from stages.lib.lm.loading import in_ensemble
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import pack
+from stages.lib.lm.reward_ensemble import in_ensemble
+from stages.lib.lm.scoring import own_scores, reward_scores
 
 PROMPTS, RESPONSES = [[5, 6], [7], [8, 9, 10]], [[11, 2], [12, 13, 14, 2], [2]]
 WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from scipy.stats import entropy as scipy_entropy
 
-from stages.lib.core.params import LoraParams, PpoParams
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.logprobs import entropies_of
 from stages.lib.lm.packing import pack
+from stages.ppo.common import rewards
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.update import PpoTrainer, describe
 from tests.stages.ppo.trainer import trl_1_12 as trl
@@ -65,7 +67,7 @@ def e(request):
 
 
 def shaped(scores, ended, **settings):
-    return F.shape_scores(
+    return rewards.shape_scores(
         scores, ended, torch.ones_like(scores), length_penalty=0.0, free_length=0, **settings
     )
 

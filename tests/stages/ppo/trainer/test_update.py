@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.errors import Diverged, RondoError
-from stages.lib.core.params import LoraParams, PpoParams
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import Packed
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.update import PpoTrainer

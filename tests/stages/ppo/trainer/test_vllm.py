@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import LoraParams, PpoParams
+from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.generation import generate
 from stages.ppo.trainer.update import PpoTrainer
 

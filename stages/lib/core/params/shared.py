@@ -1,0 +1,83 @@
+"""A section of params.yaml: no unknown keys."""
+
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class InitFrom(str, Enum):
+    base = "base"
+    previous = "previous"
+
+
+class Reduce(str, Enum):
+    mean = "mean"
+    min = "min"
+
+
+class PromptFormat(str, Enum):
+    plain = "plain"
+    chat = "chat"
+
+
+class LoraParams(Section):
+    r: int = Field(16, ge=0, description="LoRA rank; 0 trains all weights.")
+    lora_alpha: int = Field(32, ge=1)
+    target_modules: str | list[str] = Field(
+        "all-linear", description="Modules that get an adapter."
+    )
+    top_layers: int | None = Field(
+        None,
+        ge=1,
+        description="Adapters on the upper so many layers only; lower ones then need no backward pass.",
+    )
+
+
+class ModelParams(Section):
+    dtype: Dtype = Field(
+        Dtype.auto,
+        description="`auto`: bfloat16 where the processor multiplies it fast, else float32.",
+    )
+    attn_implementation: str = Field(
+        "grouped",
+        description="`grouped` is the fastest on a CPU; `sdpa` or `flash_attention_2` on a GPU, `eager` where neither runs.",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads; null: all cores, or OMP_NUM_THREADS."
+    )
+
+
+class TrainParams(Section):
+    learning_rate: float = Field(gt=0)
+    per_device_train_batch_size: int = Field(ge=1)
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="Batches an optimiser step: less memory for the same step."
+    )
+    num_train_epochs: float = Field(1.0, gt=0)
+    max_steps: int | None = Field(
+        None, ge=1, description="Optimiser steps at most; null: as the epochs say."
+    )
+    warmup_ratio: float = Field(0.1, ge=0, le=1)
+    max_length: int = Field(
+        64, ge=8, description="Tokens of prompt and response; longer rows are cut."
+    )
+    lora: LoraParams = Field(default_factory=LoraParams)
+    init_from: InitFrom = Field(
+        InitFrom.previous,
+        description="From the second round on: continue from the round before, or start at the base.",
+    )
+    continue_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Epochs when continuing from the round before; null: num_train_epochs.",
+    )

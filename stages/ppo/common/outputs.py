@@ -1,0 +1,86 @@
+"""What a run of PPO, or of an alternative, writes about its rollouts."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from torch import Tensor
+
+from stages.lib.core.types import Row
+from stages.lib.metrics.sentiment import sentiment
+from stages.lib.metrics.stats import pearson
+from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
+
+ENDING_TOKENS = 2
+
+
+def rollout_rows(
+    update: int,
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    *,
+    scores: Tensor,
+    parts: Mapping[str, Sequence[float]],
+    rewards: Tensor,
+    kls: Tensor,
+    lengths: Sequence[int],
+    ended: Tensor,
+) -> list[Row]:
+    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats a
+    sequence; judge: sentiment.
+    """
+    judged = sentiment([row["prompt"] for row in rows], texts)
+    return [
+        {
+            "update": update,
+            "id": row["id"],
+            "prompt": row["prompt"],
+            "response": texts[i],
+            "score": round(float(scores[i]), 4),
+            **{f"score_{name}": round(said[i], 4) for name, said in parts.items()},
+            "reward": round(float(rewards[i]), 4),
+            "judge": judged[i],
+            "kl": round(float(kls[i]), 4),
+            "finish_reason": "stop" if ended[i] else "length",
+            "length": lengths[i],
+        }
+        for i, row in enumerate(rows)
+    ]
+
+
+def keep_work(work: Path, folder: Path) -> None:
+    """Checkpoints and rollouts, from the work folder to the stage's."""
+    for name in ("checkpoints", "rollouts"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (work / name).mkdir(exist_ok=True)
+        shutil.copytree(work / name, folder / name)
+
+
+def describe_rows(rows: list[Row]) -> dict[str, float]:
+    """Means of rollouts' rows, and what their texts are like."""
+    return {
+        "score_mean": fmean(row["score"] for row in rows),
+        "kl": fmean(row["kl"] for row in rows),
+        "response_length": fmean(row["length"] for row in rows),
+        "eos_rate": fmean(row["finish_reason"] == "stop" for row in rows),
+        **describe_texts(rows),
+    }
+
+
+def describe_texts(rows: list[Row]) -> dict[str, float]:
+    """Diversity within and across texts, how many end alike, and what a judge that PPO does not see
+    makes of them.
+    """
+    texts = [row["response"] for row in rows]
+    ends = [ends[-1] for text in texts if (ends := suffixes(text, ENDING_TOKENS))]
+    return {
+        "distinct_2": distinct_n(texts, 2),
+        "repetition_3": fmean(repetition_n(text, 3) for text in texts),
+        "ending_share": max(map(ends.count, ends), default=0) / len(rows),
+        "judge_mean": fmean(row["judge"] for row in rows),
+        "score_judge_correlation": pearson(
+            [row["score"] for row in rows], [row["judge"] for row in rows]
+        )
+        or 0.0,
+    }

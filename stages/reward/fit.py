@@ -1,0 +1,69 @@
+"""Trains reward models with TRL's RewardTrainer."""
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer
+
+from stages.lib.core.files import work_dir
+from stages.lib.core.params import Params
+from stages.lib.core.recorder import Recorder
+from stages.lib.core.types import Row, Tokens
+from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.packing import without_padding
+from stages.lib.training.trl_setup import RecordSteps, trainer_arguments
+
+
+def training_pairs(rows: list[Row], chosen: list[Tokens], rejected: list[Tokens]) -> list[Row]:
+    """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those
+    without (as replayed ones are).
+    """
+    pairs = [
+        {"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))}
+        for c, r in zip(chosen, rejected, strict=True)
+    ]
+    if not any("margin" in row for row in rows):
+        return pairs
+    return [
+        pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, rows, strict=True)
+    ]
+
+
+def fit(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: list[Row],
+    params: Params,
+    seed: int,
+    recorder: Recorder,
+    continues: bool,
+) -> Any:
+    """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
+    model.score.float()  # a bfloat16 head would not move by steps of 1e-4
+    model = add_adapters(model, params.reward.lora, "SEQ_CLS")
+    arguments = trainer_arguments(
+        params.reward, params.model, seed, work_dir(recorder.round, "reward"), continues
+    )
+    names = {
+        name: name
+        for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
+    }
+    trainer = RewardTrainer(
+        model=model,
+        args=RewardConfig(
+            **arguments,
+            center_rewards_coefficient=params.reward.center_rewards_coefficient,
+            # pairs of like length make a batch, by their column `length`
+            remove_unused_columns=False,
+        ),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer,
+        callbacks=[RecordSteps(recorder, names, ["loss", "accuracy"])],
+    )
+    trainer.remove_callback(PrinterCallback)
+    with without_padding(model):
+        trainer.train()
+    return trainer.model.eval()
