@@ -15,11 +15,11 @@ from typing import Any
 
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
-from stages.lib.lm.loading import prepare_torch
+from stages.lib.lm.loading import setup_torch
 from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common import episodes as ppo_episodes
 from stages.ppo.common.episodes import Episode
-from stages.ppo.common.policy_selection import Best, Validation
+from stages.ppo.common.policy_selection import PolicySelector, Validation
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -30,7 +30,7 @@ SFT, REWARD = (stage_dir(ROUND, stage) / "model" for stage in ("sft", "reward"))
 def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
     """The prompts that PPO trains on, and those held out."""
     rows = read_jsonl(Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl"), "make run")
-    return ppo_episodes.episodes(rows, tokenizer, params)
+    return ppo_episodes.make_episodes(rows, tokenizer, params)
 
 
 class Curve:
@@ -55,11 +55,11 @@ def main() -> None:
     from flows.core.config import resolve  # needs what TRL's environment does not have
 
     params = resolve("keep", None, options.set)
-    prepare_torch(params)
+    setup_torch(params)
     roles = load_roles(params, SFT, REWARD)
     train, held_out = episodes(params, roles.tokenizer)
     trainer = PpoTrainer(roles, train, params.ppo, params.seed)
-    curve = Curve(Best(roles, held_out, sentiment, params.ppo, params.seed).measure)
+    curve = Curve(PolicySelector(roles, held_out, sentiment, params.ppo, params.seed).measure)
     curve.point(0)
     while trainer.updates < trainer.planned_updates:
         _, metrics = trainer.step()

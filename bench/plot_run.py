@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import yaml
 
 from flows.report.round_data import columns
-from stages.evaluate.comparability import refuse_other_evaluations
+from stages.evaluate.comparability import check_comparable
 from stages.lib.core.files import read_json
 
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
@@ -23,9 +23,7 @@ def main(target: str) -> None:
         )
         for name in ROUNDS
     }
-    refuse_other_evaluations(
-        {name: manifest.get("evaluation", {}) for name, manifest in manifests.items()}
-    )
+    check_comparable({name: manifest.get("evaluation", {}) for name, manifest in manifests.items()})
     figure, (score, kl, judged) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:
         steps, curve = (

@@ -21,8 +21,8 @@ from flows.core.config import resolve
 from flows.execution import estimate
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.loading import prepare_torch
-from stages.lib.lm.packing import unwrap
+from stages.lib.lm.loading import setup_torch
+from stages.lib.lm.packing import unwrap_peft
 from stages.ppo.trainer.roles import Roles, load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -55,7 +55,7 @@ def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
     trained itself (r 0). Layers that all roles have in common run once.
     """
     ppo, model = params.ppo, roles.policy
-    config = unwrap(model).config
+    config = unwrap_peft(model).config
     layers, response, whole = (
         config.num_hidden_layers,
         ppo.response_length,
@@ -64,7 +64,7 @@ def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
     head = config.vocab_size * config.hidden_size
     trunk = sum(
         p.numel()
-        for name, p in unwrap(model).base_model.layers.named_parameters()
+        for name, p in unwrap_peft(model).base_model.layers.named_parameters()
         if "lora" not in name
     )
     generate = 2 * (trunk * whole + head * response)
@@ -94,7 +94,7 @@ def main() -> None:
     params = resolve(
         "keep", None, [*sizes, f"ppo.micro_batch_size={min(options.episodes, 32)}", *options.set]
     )
-    prepare_torch(params)
+    setup_torch(params)
     machine = estimate.measure()
     rate = machine.rates[estimate.dtype_of(params, machine)]
     roles = load_roles(params, SFT, REWARD)

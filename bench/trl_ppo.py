@@ -32,9 +32,9 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from stages.lib.core.params import load_params
-from stages.lib.lm.generation import sample
+from stages.lib.lm.generation import sample_responses
 from stages.lib.metrics.sentiment import sentiment
-from stages.ppo.common.policy_selection import Best
+from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import FrozenModel
 
 
@@ -73,9 +73,11 @@ def curve_of(trainer, reference, tokenizer, held_out, params):
         policy=policy,
         tokenizer=tokenizer,
         reference=FrozenModel(reference).reference,
-        sample=lambda ids, ppo, generator: sample(policy, tokenizer, ids, ppo, generator, len(ids)),
+        sample=lambda ids, ppo, generator: sample_responses(
+            policy, tokenizer, ids, ppo, generator, len(ids)
+        ),
     )
-    return Curve(Best(roles, held_out, sentiment, params.ppo, params.seed).measure)
+    return Curve(PolicySelector(roles, held_out, sentiment, params.ppo, params.seed).measure)
 
 
 def config_of(options, ppo):

@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
 
     resolve(options.preset, options.rounds, options.set)  # bad input is said before anything starts
     from flows.core.prefect_api import PREFECT_URL
-    from flows.core.services import answers
+    from flows.core.services import is_up
     from flows.orchestration.server import prefect_environment
 
     for name, value in prefect_environment(HOME.resolve()).items():
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = (
         "CRITICAL"  # it logs to its run; the terminal has lines of ours
     )
-    if "PREFECT_API_URL" not in os.environ and answers(f"{PREFECT_URL}/api/health"):
+    if "PREFECT_API_URL" not in os.environ and is_up(f"{PREFECT_URL}/api/health"):
         os.environ["PREFECT_API_URL"] = f"{PREFECT_URL}/api"
     console = logging.getLogger("rondo")
     handler = logging.StreamHandler(sys.stdout)
@@ -173,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
 
     from flows.execution import dvc_stages, fork_server
 
-    with fork_server.started(dvc_stages.stage_environment()):  # it imports while Prefect starts
+    with fork_server.fork_server(dvc_stages.stage_environment()):  # it imports while Prefect starts
         from flows.pipeline import rlhf_pipeline
 
         state = rlhf_pipeline(
@@ -242,7 +242,7 @@ def badcases(options: argparse.Namespace) -> int:
 
 
 def promote(options: argparse.Namespace) -> int:
-    from flows.core.git import me
+    from flows.core.git import current_user
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
 
@@ -250,7 +250,7 @@ def promote(options: argparse.Namespace) -> int:
         raise BadInput("--reason is of a rollback: add --rollback")
     with registry(HOME.resolve()) as client:
         if options.rollback:
-            model_registry.roll_back(client, options.by or me(), options.reason)
+            model_registry.roll_back(client, options.by or current_user(), options.reason)
         print(model_registry.told(client))
     if (unsent := HOME / "unsent.jsonl").exists():
         print(
@@ -284,7 +284,7 @@ def best(options: argparse.Namespace) -> int:
     kl = load_params().gates.promote.max_kl if options.kl is None else options.kl
     home = HOME.resolve()
     with registry(home) as client:
-        print(policies.text(home, policies.within(experiment_of(client), kl)))
+        print(policies.text(home, policies.policies_within_kl(experiment_of(client), kl)))
     return 0
 
 

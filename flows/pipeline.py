@@ -25,14 +25,14 @@ from pydantic import Field
 
 from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.core.git import revision
-from flows.core.services import Say
+from flows.core.services import LogLine
 from flows.execution import dvc_stages, energy, estimate, fork_server
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
 from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import open_tracker
-from flows.tracking.records import NoTracker
+from flows.tracking.records import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
@@ -44,7 +44,7 @@ Rounds = Annotated[
 ]  # a form sends null for a field that was emptied, and can give no reason where null is allowed
 
 
-def speaker() -> Say:
+def make_logger() -> LogLine:
     """Lines go to the Prefect run's log, and clean to the terminal when there is one of our own."""
     logger, console = get_run_logger(), logging.getLogger("rondo")
 
@@ -55,7 +55,7 @@ def speaker() -> Say:
     return say
 
 
-WAITS = retries.waits()
+WAITS = retries.retry_delays()
 
 
 @task(
@@ -64,11 +64,11 @@ WAITS = retries.waits()
     cache_policy=NO_CACHE,
     retries=len(WAITS),
     retry_delay_seconds=WAITS,
-    retry_condition_fn=retries.may_pass,
+    retry_condition_fn=retries.is_retryable,
     log_prints=False,
 )
 def run_stage(
-    address: str, by: provenance.By, tracker: NoTracker, force: bool
+    address: str, by: provenance.RunRef, tracker: NullTracker, force: bool
 ) -> dvc_stages.Outcome:
     """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what
     it has left.
@@ -76,15 +76,15 @@ def run_stage(
     Where only the network was missing Prefect calls it again, after a wait in which the slot is
     free for other runs.
     """
-    say = speaker()
-    shown = artifacts.Live(address, say)
+    say = make_logger()
+    shown = artifacts.RunArtifacts(address, say)
 
     def on_line(line: str) -> None:
         say(line)
         tracker.progress()
         shown.line(line)
 
-    with concurrency.computing(say):
+    with concurrency.compute_slot(say):
         tracker.start(address)
         outcome, meter = "failed", energy.Meter(energy.counters())
         try:
@@ -101,7 +101,7 @@ def run_stage(
         finally:
             tracker.finish(outcome)
             if outcome == dvc_stages.Outcome.ran.value:
-                provenance.note(address, by, tracker.page(address), meter)
+                provenance.record_provenance(address, by, tracker.page(address), meter)
             shown.end(outcome)
 
 
@@ -129,7 +129,7 @@ def record() -> Path:
     return home_folder() / "runs" / f"{flow_run.id}.json"
 
 
-def once(name: str, decide: Callable[[], Any]) -> Any:
+def decide_once(name: str, decide: Callable[[], Any]) -> Any:
     """What this flow run decided when it first asked: after a crash, a retry or a gate that asks it
     starts again from the top.
     """
@@ -142,8 +142,10 @@ def once(name: str, decide: Callable[[], Any]) -> Any:
 
 
 def run_id() -> str:
-    crashed_runs.hold(record())
-    return str(once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"))
+    crashed_runs.hold_run_lock(record())
+    return str(
+        decide_once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}")
+    )
 
 
 def run_name() -> str:
@@ -187,14 +189,14 @@ def pipeline(
     Raises:
         Pause: a gate waits for a decision.
     """
-    say, home = speaker(), home_folder()
+    say, home = make_logger(), home_folder()
     resolve(
         preset, None, settings, sections
     )  # bad input is said before there is anything to clean up
     warmth = (
         nullcontext()
         if fork_server.VARIABLE in os.environ
-        else fork_server.started(dvc_stages.stage_environment())
+        else fork_server.fork_server(dvc_stages.stage_environment())
     )
     with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
         params = resolve(preset, rounds() or None, settings, sections)
@@ -214,7 +216,7 @@ def pipeline(
             todo = set(addresses)  # all stages hang on assets
         for line in estimate.report(params, addresses, todo):
             say(line)
-        by = provenance.By(run, revision())
+        by = provenance.RunRef(run, revision())
         tracker = open_tracker(
             run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say
         )
@@ -246,7 +248,7 @@ def pipeline(
 
 
 def close(
-    run: str, rounds: list[str], left: list[str], tracker: NoTracker, say: Say, changed: bool
+    run: str, rounds: list[str], left: list[str], tracker: NullTracker, say: LogLine, changed: bool
 ) -> None:
     """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not
     come to.
@@ -259,7 +261,7 @@ def close(
         not left,
         {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()},
     )
-    with artifacts.kept_apart("summary", say):
+    with artifacts.ignore_ui_errors("summary", say):
         create_markdown_artifact(
             summary.SUMMARY.read_text(), key="summary", description=f"Run {run}"
         )
@@ -271,9 +273,9 @@ def close(
         )
 
 
-def link(address: str | None, key: str, told: str, say: Say) -> None:
+def link(address: str | None, key: str, told: str, say: LogLine) -> None:
     if address:
-        with artifacts.kept_apart(key, say):
+        with artifacts.ignore_ui_errors(key, say):
             create_link_artifact(address, link_text=told, key=key, description=told)
 
 
@@ -281,7 +283,7 @@ def with_one_more() -> int:
     """How many rounds there are with one more, decided once; no fewer than others have made of them
     since.
     """
-    return max(int(once("rounds", one_more_round)), len(load_params().rounds))
+    return max(int(decide_once("rounds", one_more_round)), len(load_params().rounds))
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)

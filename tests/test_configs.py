@@ -12,7 +12,7 @@ from dvc_render.vega_templates import get_template
 
 from flows.core import config
 from flows.execution import dvc_stages
-from stages.gate.thresholds import BANDS, markdown
+from stages.gate.thresholds import THRESHOLDS, markdown
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
@@ -50,7 +50,7 @@ def test_every_key_of_the_alternatives_is_explained(algorithm: str) -> None:
     ] == []
 
 
-@pytest.mark.parametrize("gate", BANDS)
+@pytest.mark.parametrize("gate", THRESHOLDS)
 def test_every_band_is_explained(gate: str) -> None:
     """Paste what `python -m stages.gate.thresholds` prints."""
     assert markdown(gate, GatesParams()) in (ROOT / "docs/gates.md").read_text()

@@ -12,22 +12,22 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flows.core.git import me
+from flows.core.git import current_user
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import load_params
-from stages.lib.core.validation import checked, read_lines
-from stages.lib.data.slices import refuse_slices
-from stages.lib.data.splits import refuse_frozen
+from stages.lib.core.validation import read_json_lines, validate_row
+from stages.lib.data.slices import check_not_in_slices
+from stages.lib.data.splits import check_not_in_eval_set
 from stages.replay.badcases import (
     Badcase,
     Cause,
-    Given,
     Report,
     State,
-    add_given,
-    given,
+    UserInput,
+    add_user_rows,
     ledger_path,
+    parse_user_row,
     read_ledger,
     report_path,
 )
@@ -134,13 +134,15 @@ def flag(options: argparse.Namespace) -> int:
         "response": known.response if known else options.response,
         "better": options.better,
         "note": options.note,
-        "by": options.by or me(),
+        "by": options.by or current_user(),
     }
     return keep(
         [
             (
                 "the prompt",
-                checked(Report, told, "rondo badcases flag", "see `rondo badcases flag --help`"),
+                validate_row(
+                    Report, told, "rondo badcases flag", "see `rondo badcases flag --help`"
+                ),
             )
         ],
         options.round,
@@ -148,16 +150,18 @@ def flag(options: argparse.Namespace) -> int:
 
 
 def import_file(options: argparse.Namespace) -> int:
-    path, by = Path(options.file), options.by or me()
+    path, by = Path(options.file), options.by or current_user()
     fix = "expected JSON lines of prompt, response and, where known, better, note, or of a prompt alone; nothing was imported"
     rows = (
         (place, {"by": by, **row} if isinstance(row, dict) else row)
-        for place, row in read_lines(path, fix)
+        for place, row in read_json_lines(path, fix)
     )
-    return keep([(f"{place}: its prompt", given(row, place)) for place, row in rows], options.round)
+    return keep(
+        [(f"{place}: its prompt", parse_user_row(row, place)) for place, row in rows], options.round
+    )
 
 
-def keep(some: Sequence[tuple[str, Given]], round_: str | None) -> int:
+def keep(some: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
     """some: each with what a message calls its prompt.
 
     Raises:
@@ -169,13 +173,13 @@ def keep(some: Sequence[tuple[str, Given]], round_: str | None) -> int:
     asked = [(said, each.prompt) for said, each in some]
     for path in (stage_dir(each, "prepare") / "data/eval_prompts.jsonl" for each in params.rounds):
         if path.exists():
-            refuse_frozen(
+            check_not_in_eval_set(
                 asked,
                 read_jsonl(path, ""),
                 "nothing was kept. Report what the policy says to another prompt",
             )
-    refuse_slices(asked)
-    new = add_given(name, [each for _, each in some])
+    check_not_in_slices(asked)
+    new = add_user_rows(name, [each for _, each in some])
     print(
         f"{report_path(name)}: {new} added, {len(some) - new} known already. Commit it; `rondo run` tries and replays them in {name}"
     )

@@ -74,7 +74,7 @@ def read(model: LoggedModel) -> Policy:
     )
 
 
-def within(experiment: str, kl: float) -> list[list[Policy]]:
+def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
     """Those under that KL, best first; a list for each evaluation
     (stages/evaluate/comparability.py), the newest first.
 

@@ -19,7 +19,7 @@ from flows.core.tables import interval
 from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
 from flows.orchestration import concurrency
-from flows.pipeline import home_folder, speaker
+from flows.pipeline import home_folder, make_logger
 from flows.tracking.mlflow_store import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
 from stages.lib.core.errors import BadInput, RondoError
@@ -41,7 +41,7 @@ def evaluate_checkpoint(
             model and frozen prompts. checkpoint: A name in rounds/ROUND/ppo/checkpoints, or the
             folder of any adapter of that round's SFT model.
     """
-    say = speaker()
+    say = make_logger()
     lines: list[str] = []
 
     def on_line(line: str) -> None:
@@ -54,12 +54,14 @@ def evaluate_checkpoint(
         raise BadInput(
             f"run {run}: {folder} is no folder; `rondo status` lists those that there are"
         )
-    with chdir(folder), concurrency.computing(say):
+    with chdir(folder), concurrency.compute_slot(say):
         code = dvc_stages.stream(
             ["stages.evaluate.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line
         )
     if code:
-        raise dvc_stages.SAID.get(code, RondoError)("\n".join(lines[-dvc_stages.SHOWN_LINES :]))
+        raise dvc_stages.ERROR_BY_EXIT_CODE.get(code, RondoError)(
+            "\n".join(lines[-dvc_stages.SHOWN_LINES :])
+        )
     with chdir(folder):
         record(run, Path(lines[-1]), home, say)
     told = json.loads((folder / lines[-1]).read_text())
@@ -84,9 +86,9 @@ def record(run: str, report: Path, home: Path, say: Callable[[str], None]) -> No
     name, now = run or metric_name(Path.cwd().name), milliseconds()
     tags = {"revision": revision(), "seed": str(load_params().seed)}
     tracker = open_tracker(name, home, {}, say)
-    tracker.tell(read_checkpoint(name, report, tags))
+    tracker.send(read_checkpoint(name, report, tags))
     if not run:
-        tracker.tell(Record(run=name, status="FINISHED", started=now, ended=now))
+        tracker.send(Record(run=name, status="FINISHED", started=now, ended=now))
 
 
 def table(told: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core import tables, verdicts
-from flows.core.addresses import split
+from flows.core.addresses import split_address
 from flows.execution import dvc_stages
 from flows.execution.worktree import ENDED, WORKSPACES
 from flows.report import summary
@@ -34,17 +34,21 @@ def text(home: Path) -> str:
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)
-    for stage in dict.fromkeys(split(address)[0] for address in addresses):
+    for stage in dict.fromkeys(split_address(address)[0] for address in addresses):
         table.add_row(
             stage,
-            *(state(address, now, todo) for address in addresses if split(address)[0] == stage),
+            *(
+                state(address, now, todo)
+                for address in addresses
+                if split_address(address)[0] == stage
+            ),
         )
     lines = [tables.drawn(table), *summary.verdict(rounds), *workspaces(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 
 def state(address: str, now: str | None, todo: set[str]) -> str:
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     if address == now:
         return f"runs{progress(round_, stage)}"
     verdict = (

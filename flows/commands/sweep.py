@@ -15,7 +15,7 @@ from flows.core import tables
 from flows.core.config import KEEP, resolve
 from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
-from flows.pipeline import PresetName, Rounds, home_folder, pipeline, run_id, run_name, speaker
+from flows.pipeline import PresetName, Rounds, home_folder, make_logger, pipeline, run_id, run_name
 from flows.report import summary
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.params import load_params
@@ -51,7 +51,7 @@ def sweep(
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
         rounds: How many rounds. 0: as params.yaml or the preset says.
     """
-    say, run = speaker(), run_id()
+    say, run = make_logger(), run_id()
     seeded = [[f"seed={seed}"] for seed in seeds] or [[]]
     points = [[f"{key}={value}", *seed] for seed in seeded for value in values]
     for point in points:

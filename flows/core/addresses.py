@@ -3,7 +3,7 @@
 import re
 
 
-def split(address: str) -> tuple[str, str]:
+def split_address(address: str) -> tuple[str, str]:
     """`sft@r0` -> (`sft`, `r0`); `assets`, which all rounds share, has the round ``."""
     stage, _, round_ = address.partition("@")
     return stage, round_

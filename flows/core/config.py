@@ -35,9 +35,9 @@ from stages.lib.core.params.policy import (
     PpoParams,
     RlooParams,
 )
-from stages.lib.core.params.shared import ModelParams, Section
+from stages.lib.core.params.shared import ModelParams, ParamsSection
 from stages.lib.core.params.training import RewardParams, SftParams
-from stages.ppo.common.reward_files import files
+from stages.ppo.common.reward_files import reward_source_files
 from stages.replay.badcases import report_path
 
 PRESETS = Path(__file__).parents[2] / "presets"
@@ -45,7 +45,7 @@ KEEP, DEFAULT = "keep", "default"
 WHOLE = ("rubric", "endpoints")  # mappings of the user's own names
 
 
-class Sections(Section):
+class Sections(ParamsSection):
     """Sections of params.yaml for a form; what is not set stays as the preset or params.yaml has
     it.
     """
@@ -149,7 +149,7 @@ def resolve(
     params = check_params(
         values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set"
     )
-    files(params)  # raises where one is not there
+    reward_source_files(params)  # raises where one is not there
     return params
 
 

@@ -6,7 +6,7 @@ import subprocess
 from stages.lib.core.errors import RondoError
 
 
-def me() -> str:
+def current_user() -> str:
     """git's user.name, else the account of this machine."""
     named = subprocess.run(
         ["git", "config", "user.name"], capture_output=True, text=True, check=False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flows.core.prefect_api import HOST
 
-Say = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
 MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
@@ -17,7 +17,7 @@ WORKFLOW = (
 MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?{WORKFLOW}"
 
 
-def answers(url: str) -> bool:
+def is_up(url: str) -> bool:
     """Whether a GET of `url` succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from stages.gate.verdict import decision, said
+from stages.gate.verdict import decision_message, format_check
 from stages.lib.core.files import REPORTS
 
 
@@ -24,12 +24,14 @@ def gate_message(round_: str, gate: str) -> str:
         [
             f"gate {gate} of {round_} failed:",
             *failed_checks(verdict),
-            *filter(None, [decision(verdict)]),
+            *filter(None, [decision_message(verdict)]),
         ]
     )
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:
     return [
-        f"{said(check)}. {check['next_step']}" for check in verdict["checks"] if not check["passed"]
+        f"{format_check(check)}. {check['next_step']}"
+        for check in verdict["checks"]
+        if not check["passed"]
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from flows.core.addresses import split
+from flows.core.addresses import split_address
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
@@ -62,10 +62,12 @@ def stage_order(rounds: list[str]) -> list[str]:
         graph = order_graph(repo)
 
     def place(address: str) -> tuple[int, int]:
-        stage, round_ = split(address)
+        stage, round_ = split_address(address)
         return ["", *rounds].index(round_), listed.index(stage)
 
-    wanted = graph.subgraph(address for address in graph if split(address)[1] in ("", *rounds))
+    wanted = graph.subgraph(
+        address for address in graph if split_address(address)[1] in ("", *rounds)
+    )
     return list(networkx.lexicographical_topological_sort(wanted, place))
 
 
@@ -184,7 +186,7 @@ DVC_NOISE = re.compile(
 )
 
 
-SAID = {
+ERROR_BY_EXIT_CODE = {
     kind.exit_code: kind for kind in (BadInput, Unreachable)
 }  # what a stage ended with, and has said itself
 
@@ -193,12 +195,12 @@ def _failure(address: str, code: int, output: list[str], shown: str) -> RondoErr
     """DVC ends with 255 whatever the stage ended with; that is in its text: `exited with 3`."""
     ended = [int(found) for line in output for found in re.findall(r"exited with (-?\d+)", line)]
     code = ended[-1] if ended else code
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     if code == GateFailed.exit_code:
         return GateFailed(
             gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}"
         )
-    if kind := SAID.get(code):
+    if kind := ERROR_BY_EXIT_CODE.get(code):
         return kind(
             f"{address}: {shown.replace(f'{address}: {kind.__name__}: ', '')}"
         )  # the stage has said who and what

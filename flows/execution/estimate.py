@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil
 
-from flows.core.addresses import split
+from flows.core.addresses import split_address
 from flows.execution import fork_server
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import Annotator, JudgeName
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.lib.data.slices import read_slices
-from stages.ppo.alternatives import DRAWN
+from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a
 # measured run of the defaults.
@@ -256,7 +256,11 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> 
             * length
             * (sampled + read_more + ppo.num_ppo_epochs * learning / PPO_LEARNING)
         )
-    drawn = 0 if algorithm is Algorithm.ppo else 2 * min(DRAWN, prompts) * length * sampled
+    drawn = (
+        0
+        if algorithm is Algorithm.ppo
+        else 2 * min(NUM_DESCRIBED_SAMPLES, prompts) * length * sampled
+    )
     return learnt + validated + drawn
 
 
@@ -299,7 +303,7 @@ def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]
     machine = measure()
     guess, first = estimate(params, machine), next(iter(params.rounds))
     later = estimate(params, machine, continues=True)
-    todo = [split(address) for address in addresses if address in waiting]
+    todo = [split_address(address) for address in addresses if address in waiting]
     seconds = [
         (guess if round_ == first else later).seconds.get(
             stage, START_SECONDS.get(stage, STAGE_SECONDS)

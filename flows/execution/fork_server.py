@@ -1,7 +1,7 @@
 """Stages start in a tenth of a second instead of five: one process imports what all of them import,
 and forks for each.
 
-`started` names in RONDO_PYTHON a stand-in for the interpreter, which hands `-m MODULE ...` to that
+`fork_server` names in RONDO_PYTHON a stand-in for the interpreter, which hands `-m MODULE ...` to that
 process (flows/execution/fork_client.py) with its folder, environment and open files, passes signals
 on, and ends with the module's exit code. Only libraries are imported beforehand: the project's own
 code is read anew each time. Anything else, any other system, and a server that is gone: the real
@@ -52,7 +52,7 @@ def python() -> str:
 
 
 @contextmanager
-def started(environment: dict[str, str]) -> Iterator[None]:
+def fork_server(environment: dict[str, str]) -> Iterator[None]:
     """Serve `python()` within; `environment` holds what a process reads as it starts, e.g.
     GLIBC_TUNABLES.
     """
@@ -129,7 +129,7 @@ def serve(listener: socket.socket) -> None:
                     for pid in clients
                     if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 ]:
-                    farewell(pid, clients.pop(pid))
+                    reap(pid, clients.pop(pid))
             else:
                 connection, _ = listener.accept()
                 try:
@@ -143,12 +143,12 @@ def serve(listener: socket.socket) -> None:
                         *clients.values(),
                     ):  # what we hold open would outlive the server
                         other.close()
-                    become(connection)
+                    run_request(connection)
                     return
                 clients[pid] = connection
 
 
-def farewell(pid: int, client: socket.socket) -> None:
+def reap(pid: int, client: socket.socket) -> None:
     """End what a fork has left behind, and tell its client the exit code."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGTERM)
@@ -157,7 +157,7 @@ def farewell(pid: int, client: socket.socket) -> None:
         client.send(bytes([code if code >= 0 else 128 - code]))
 
 
-def become(connection: socket.socket) -> None:
+def run_request(connection: socket.socket) -> None:
     """Run the module that a client asks for, as if it had been started by it."""
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -173,11 +173,11 @@ def become(connection: socket.socket) -> None:
     sys.argv = request["arguments"]
     sys.path.insert(0, request["folder"])  # as `-m` does
     gc.enable()
-    threading.Thread(target=follow, args=(connection,), daemon=True).start()
+    threading.Thread(target=forward_signals, args=(connection,), daemon=True).start()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-def follow(connection: socket.socket) -> None:
+def forward_signals(connection: socket.socket) -> None:
     """Signals that the client got are ours and our children's; where it is gone, so are we."""
     while number := connection.recv(1):
         os.killpg(0, number[0])

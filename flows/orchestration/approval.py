@@ -14,8 +14,8 @@ from prefect.input.actions import delete_flow_run_input, read_flow_run_input
 from prefect.runtime import deployment
 from pydantic import Field
 
-from flows.core.addresses import slug, split
-from flows.core.git import me
+from flows.core.addresses import slug, split_address
+from flows.core.git import current_user
 from flows.core.verdicts import failed_checks, read_gate
 from stages.gate.approvals import Approval, write_approval
 from stages.gate.verdict import values
@@ -39,7 +39,7 @@ def waiting(address: str) -> dict[str, Any] | None:
     """The verdict of a gate that is shut and waits for a decision; None for any other stage, and
     for one that was refused.
     """
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
     asks = (
         verdict
@@ -123,4 +123,4 @@ def decide_here(gate: str, round_: str, approve: bool, by: str | None, reason: s
         raise BadInput(
             '--reason is empty: say why, e.g. --reason "the slice has 31 pairs, seen by hand"'
         )
-    return decide(verdict, approve, by or me(), reason)
+    return decide(verdict, approve, by or current_user(), reason)

@@ -29,10 +29,10 @@ from prefect.artifacts import (
 )
 
 from flows.core import addresses, tables, verdicts
-from flows.core.services import Say
+from flows.core.services import LogLine
 from flows.execution import dvc_stages
 from flows.report import charts, page, summary
-from flows.report.round_data import read_round, telling
+from flows.report.round_data import extreme_samples, read_round
 from flows.tracking.records import read_locks
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten, load_params
@@ -49,12 +49,12 @@ SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and of each text
 OF_AN_ANSWER = ("prompt", "response", "score", "judge", "kl")
 
 
-class Live:
+class RunArtifacts:
     """One stage's part of the page."""
 
-    def __init__(self, address: str, say: Say) -> None:
+    def __init__(self, address: str, say: LogLine) -> None:
         self.address, self.say = address, say
-        self.stage, self.round = addresses.split(address)
+        self.stage, self.round = addresses.split_address(address)
         self.key = addresses.slug(address)
         self.bar: UUID | None = None
         self.findings: list[str] = []
@@ -151,7 +151,7 @@ class Live:
             )
         if (path := folder / "samples.jsonl").exists():
             rows = read_jsonl(path, "")
-            shown = telling(rows) if self.stage == "evaluate" else rows[:SHOWN]
+            shown = extreme_samples(rows) if self.stage == "evaluate" else rows[:SHOWN]
             yield TableArtifact(
                 key=f"samples-{self.key}",
                 table=table(shown),
@@ -182,13 +182,13 @@ class Live:
     @contextmanager
     def _kept_apart(self) -> Iterator[None]:
         self.silent_until = time.monotonic() + PAUSE_SECONDS
-        with kept_apart(self.address, self.say):
+        with ignore_ui_errors(self.address, self.say):
             yield
             self.silent_until = 0.0
 
 
 @contextmanager
-def kept_apart(what: str, say: Say) -> Iterator[None]:
+def ignore_ui_errors(what: str, say: LogLine) -> Iterator[None]:
     """Around what only shows something."""
     try:
         yield

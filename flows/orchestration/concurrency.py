@@ -19,7 +19,7 @@ LEASE_SECONDS = 60  # Prefect's least: how long a run that was killed keeps its 
 
 
 @contextmanager
-def computing(say: Callable[[str], None]) -> Iterator[None]:
+def compute_slot(say: Callable[[str], None]) -> Iterator[None]:
     """Hold a slot, after waiting for one."""
     if not get_current_settings().api.url:
         yield

@@ -15,7 +15,7 @@ GONE = {"type": "CRASHED", "message": "its process has gone"}
 _held: list[FileLock] = []
 
 
-def hold(path: Path) -> None:
+def hold_run_lock(path: Path) -> None:
     """The lock of the flow run that is recorded in `path`, until this process ends, however often
     it is asked for.
 
@@ -27,7 +27,7 @@ def hold(path: Path) -> None:
     _held.append(lock)
 
 
-def mark_gone(runs: Path) -> None:
+def mark_crashed(runs: Path) -> None:
     """Let Prefect know of the runs that have a record in this folder, belong to no worker, and hold
     their lock no more.
     """

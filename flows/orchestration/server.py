@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 
 from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, ask, flow_runs, set_state
-from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, answers
+from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, is_up
 from flows.execution import process_guard
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import crashed_runs, notifications
@@ -121,7 +121,7 @@ def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = pr
             *address,
         )
         say(f"starting Prefect and MLflow (logs in {logs}) ...")
-        until("prefect", lambda: answers(f"{PREFECT_URL}/api/health"))
+        until("prefect", lambda: is_up(f"{PREFECT_URL}/api/health"))
         for name, command in (
             ("work-pool", ("create", POOL, "--type", "process", "--overwrite")),
             ("deploy", ("--all",)),
@@ -137,7 +137,7 @@ def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = pr
             say(f"goes on: {name}, which the last end has cut off")
         begin("worker", "prefect", "worker", "start", "--pool", POOL, "--type", "process")
         until("worker", _worker_online)
-        until("mlflow", lambda: answers(f"{MLFLOW_URL}/health"))
+        until("mlflow", lambda: is_up(f"{MLFLOW_URL}/health"))
         say(
             f"Prefect  {PREFECT_URL}/deployments   start a run there: rlhf-pipeline, next-round, sweep, evaluate-checkpoint"
         )
@@ -146,7 +146,7 @@ def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = pr
             _check_alive(services, logs)
             if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
                 with suppress(OSError):  # Prefect is busy: the next look will do
-                    crashed_runs.mark_gone(home / "runs")
+                    crashed_runs.mark_crashed(home / "runs")
             time.sleep(TICK_SECONDS)
     except KeyboardInterrupt:
         say("\nstopping ...")

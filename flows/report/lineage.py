@@ -18,7 +18,7 @@ class Origin:
     """
 
     address: str
-    made: provenance.Made | None
+    made: provenance.StageProvenance | None
     kept: Mapping[str, str]
 
     @property

@@ -15,7 +15,7 @@ from flows.report.lineage import origins
 from flows.report.round_data import Round, read_badcases, read_round
 from flows.tracking.records import read_locks
 from stages.lib.core.files import REPORTS, write_text
-from stages.lib.core.html import fill
+from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params
 from stages.lib.data.prompts import transcript
 from stages.ppo.common.health import WINDOW
@@ -28,7 +28,7 @@ def write(rounds: Sequence[str]) -> Path:
     """The report of these rounds; returns where it is."""
     params, locks = load_params(), read_locks()
     told = [read_round(name, locks) for name in rounds]
-    page = fill(
+    page = render_page(
         "flows.report",
         "report.html.jinja",
         {"said": said, "prompt": said_prompt, "number": number, "short": short},

@@ -13,7 +13,7 @@ from flows.report import charts
 from flows.report.round_data import Round
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
-from stages.ppo.common.health import SIGNS, WINDOW, Sign
+from stages.ppo.common.health import SIGNS, WINDOW, HealthCheck
 
 Curves = Mapping[str, Sequence[float]]
 # title, columns, unit
@@ -79,7 +79,7 @@ def marks(told: Round, columns: Sequence[str], params: PpoParams) -> charts.Mark
     )
 
 
-def bound(sign: Sign, curves: Curves, params: PpoParams) -> float | None:
+def bound(sign: HealthCheck, curves: Curves, params: PpoParams) -> float | None:
     """Where on its curve the band of a sign ends, for the mean of WINDOW updates; None where it had
     too few updates to be read.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from flows.core.verdicts import read_gate
 from flows.report import summary
 from flows.tracking import provenance
-from flows.tracking.provenance import Made
+from flows.tracking.provenance import StageProvenance
 from stages.lib.core.files import REPORTS, read_jsonl, stage_dir
 from stages.lib.core.types import Row
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
@@ -53,7 +53,7 @@ class Round:
     data: Mapping[str, Any]
     versions: Mapping[str, str]
     locks: Mapping[str, Mapping[str, Any]]
-    made: Mapping[str, Made]
+    made: Mapping[str, StageProvenance]
 
     @property
     def done(self) -> bool:
@@ -77,7 +77,7 @@ def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> Round:
         curves={
             stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
         },
-        samples=telling(read_jsonl(samples, "")) if samples.exists() else [],
+        samples=extreme_samples(read_jsonl(samples, "")) if samples.exists() else [],
         findings=summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json").get(
             "findings", []
         ),
@@ -117,7 +117,7 @@ def columns(path: Path) -> dict[str, list[float]]:
     }
 
 
-def telling(samples: Sequence[Row]) -> list[Row]:
+def extreme_samples(samples: Sequence[Row]) -> list[Row]:
     """Those whose judged sentiment the policy has raised most, and least, over SFT's."""
     ranked = sorted(samples, key=lambda row: row["sft_sentiment"] - row["ppo_sentiment"])
     return [*ranked[:SHOWN], *ranked[SHOWN:][-SHOWN:]]

@@ -11,7 +11,7 @@ from rich.table import Table
 from flows.core.tables import drawn
 from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
-from stages.gate.verdict import said
+from stages.gate.verdict import format_check
 from stages.lib.core.files import REPORTS, ROUNDS, stage_dir, write_text
 
 SUMMARY = REPORTS / "summary.md"
@@ -192,7 +192,7 @@ def verdict(rounds: list[str]) -> list[str]:
         )
         if shut:
             lines.append(
-                f"{name}: {fault(name, shut, reached[shut])}: {'; '.join(failed_checks(reached[shut]))}{let_through}"
+                f"{name}: {stage_at_fault(name, shut, reached[shut])}: {'; '.join(failed_checks(reached[shut]))}{let_through}"
             )
         elif len(reached) == len(GATES):
             lines.append(f"{name}: all gates {'opened' if let_through else 'passed'}{let_through}")
@@ -203,7 +203,7 @@ def verdict(rounds: list[str]) -> list[str]:
     return lines
 
 
-def fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:
+def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:
     """Who is at fault; nobody where a policy that is good in itself may be worse than the champion."""
     if {check["metric"] for check in verdict["checks"] if not check["passed"]} == {CHAMPION}:
         return "not promoted, the champion stays"
@@ -220,7 +220,7 @@ def algorithm(round_: str) -> str:
 
 def outcome(verdict: Mapping[str, Any]) -> str:
     """How a gate ended, and who has decided so where its policy is not to block."""
-    failed = ", ".join(said(check) for check in verdict["checks"] if not check["passed"])
+    failed = ", ".join(format_check(check) for check in verdict["checks"] if not check["passed"])
     if verdict["passed"]:
         return "passed"
     if approval := verdict["approval"]:

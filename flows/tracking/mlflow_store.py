@@ -34,11 +34,11 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_I
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.core.services import MLFLOW_URL, WORKFLOW, answers
+from flows.core.services import MLFLOW_URL, WORKFLOW, is_up
 from flows.tracking import model_registry
 from flows.tracking.records import (
     Checkpoint,
-    NoTracker,
+    NullTracker,
     Record,
     Step,
     health,
@@ -79,7 +79,7 @@ def connect(uri: str) -> MlflowClient:
     return MlflowClient(uri)
 
 
-class Store:
+class MlflowStore:
     """An MLflow server or database; every call may raise one of FAILURES."""
 
     def __init__(self, uri: str, artifacts: Path | None) -> None:
@@ -205,7 +205,7 @@ def _cell(value: object) -> object:
     )
 
 
-class MlflowTracker(NoTracker):
+class MlflowTracker(NullTracker):
     """Mirrors a pipeline run while it goes on. Says once when MLflow is away, and then keeps what
     it has to say.
     """
@@ -224,11 +224,11 @@ class MlflowTracker(NoTracker):
         """
         self.run, self.uri, self.tags, self.say = run, uri, dict(tags), say
         self.unsent, self.artifacts = home / "unsent.jsonl", home / "mlartifacts" if local else None
-        self.store: Store | None = None
+        self.store: MlflowStore | None = None
         self.warned = False
         self.address, self.sent_lines, self.next_time = "", 0, 0.0
         now = milliseconds()
-        self.tell(Record(run=run, started=now, ended=now, tags=self.tags))
+        self.send(Record(run=run, started=now, ended=now, tags=self.tags))
 
     def start(self, address: str) -> None:
         self.address, self.sent_lines, self.next_time = address, 0, time.monotonic() + EVERY_SECONDS
@@ -244,7 +244,7 @@ class MlflowTracker(NoTracker):
         self.next_time = time.monotonic() + EVERY_SECONDS
 
     def finish(self, outcome: str) -> None:
-        self.tell(read_record(self.run, self.address, outcome, self.tags))
+        self.send(read_record(self.run, self.address, outcome, self.tags))
 
     def page(self, address: str = "", text: str = "") -> str | None:
         """Of our own database: where `rondo up` serves it."""
@@ -264,13 +264,13 @@ class MlflowTracker(NoTracker):
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"
-        self.tell(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
+        self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
         if self.unsent.exists():
             self.say(
                 f"MLflow has not got everything of this run: {self.unsent} is sent with the next run"
             )
 
-    def tell(self, record: Record) -> None:
+    def send(self, record: Record) -> None:
         """Write the record down, then send everything that waits; what fails waits on."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(
@@ -294,9 +294,9 @@ class MlflowTracker(NoTracker):
         if not waiting:
             self.unsent.unlink()
 
-    def _try(self, action: Callable[[Store], None]) -> bool:
+    def _try(self, action: Callable[[MlflowStore], None]) -> bool:
         try:
-            self.store = self.store or Store(self.uri, self.artifacts)
+            self.store = self.store or MlflowStore(self.uri, self.artifacts)
             action(self.store)
             return True
         except FAILURES as error:
@@ -310,7 +310,7 @@ class MlflowTracker(NoTracker):
 
 def open_tracker(
     run: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None]
-) -> NoTracker:
+) -> NullTracker:
     """The tracker for MLFLOW_TRACKING_URI, else for our server when it answers, else for the
     database that it serves.
 
@@ -318,14 +318,14 @@ def open_tracker(
     """
     uri = store_uri(home)
     if uri == OFF:
-        return NoTracker()
+        return NullTracker()
     return MlflowTracker(run, uri, home, tags, say, local=not os.environ.get(TRACKING_URI))
 
 
 def store_uri(home: Path) -> str:
     if uri := os.environ.get(TRACKING_URI, ""):
         return uri
-    return MLFLOW_URL if answers(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
+    return MLFLOW_URL if is_up(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 
 from flows.core.tables import interval
 from flows.tracking.records import Promotion, digests
-from stages.gate.approvals import TakenBack, taken_back_path
+from stages.gate.approvals import Rollback, taken_back_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 
@@ -146,9 +146,7 @@ def _tell_the_next_round(before: dict[str, ModelVersion], by: str, reason: str) 
     if CHAMPION in here and _opened(before[PREVIOUS]) < _opened(
         before[CHAMPION]
     ):  # else it takes a rollback back
-        word = TakenBack(
-            by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"]))
-        )
+        word = Rollback(by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"])))
         write_json(taken_back_path(here[CHAMPION]), word.model_dump())
     if PREVIOUS in here:
         taken_back_path(here[PREVIOUS]).unlink(missing_ok=True)

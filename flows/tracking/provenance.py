@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 from prefect.runtime import flow_run
 from pydantic import BaseModel
 
-from flows.core.addresses import split
+from flows.core.addresses import split_address
 from flows.execution.energy import Meter
 from flows.tracking.records import read_lock
 from stages.lib.core.files import read_json, work_dir, write_json
 
 
-class By(NamedTuple):
+class RunRef(NamedTuple):
     """A run of the pipeline, and the commit that it started from."""
 
     run: str
     revision: str
 
 
-class Made(BaseModel):
+class StageProvenance(BaseModel):
     """flow_run: Prefect's id. mlflow: where its page was. watt_hours: None where they cannot be
     read.
     """
@@ -42,9 +42,9 @@ class Made(BaseModel):
     watt_hours: float | None
 
 
-def note(address: str, by: By, mlflow: str | None, meter: Meter) -> None:
+def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter) -> None:
     """A stage has run, and dvc.lock has what it made."""
-    made = Made(
+    made = StageProvenance(
         **by._asdict(),
         flow_run=flow_run.id,
         mlflow=mlflow,
@@ -57,16 +57,16 @@ def note(address: str, by: By, mlflow: str | None, meter: Meter) -> None:
     )
 
 
-def read(address: str, lock: Mapping[str, Any]) -> Made | None:
+def read(address: str, lock: Mapping[str, Any]) -> StageProvenance | None:
     """The note of what `lock`, its entry in dvc.lock, says of a stage; None where that was made
     elsewhere, or not yet.
     """
     told = known(address).get(digest(lock))
-    return Made.model_validate(told) if told else None
+    return StageProvenance.model_validate(told) if told else None
 
 
 def place(address: str) -> Path:
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     return work_dir(round_, stage) / "made.json"
 
 

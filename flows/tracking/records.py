@@ -15,10 +15,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel
 
-from flows.core.addresses import split
+from flows.core.addresses import split_address
 from flows.core.verdicts import read_gate
 from flows.execution.dvc_stages import up_to_date
-from stages.gate.verdict import vouched
+from stages.gate.verdict import passed_or_approved
 from stages.lib.core.files import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten
 
@@ -124,7 +124,7 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     """metrics.jsonl from line `start` on, with the wall clock that the stage kept beside it;
     without one, with the time now.
     """
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     path, clock_path = (
         stage_dir(round_, stage) / "metrics.jsonl",
         work_dir(round_, stage) / "clock.jsonl",
@@ -149,7 +149,7 @@ def health(address: str, steps: Iterable[Step]) -> list[Step]:
     """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing
     of other stages.
     """
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     return [
         step.model_copy(update={"key": f"{round_}/{step.key}"})
         for step in steps
@@ -159,7 +159,7 @@ def health(address: str, steps: Iterable[Step]) -> list[Step]:
 
 def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
     """Everything that the files say about a stage that ran, was restored, was unchanged, or failed."""
-    stage, round_ = split(address)
+    stage, round_ = split_address(address)
     folder, failed = stage_dir(round_, stage), outcome == "failed"
     lock = {} if failed else read_lock(address)
     metrics = (
@@ -262,7 +262,7 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in told.items()},
     }
-    return Promotion(digest=known[policy], vouched=vouched(verdict), evidence=evidence)
+    return Promotion(digest=known[policy], vouched=passed_or_approved(verdict), evidence=evidence)
 
 
 def digests(round_: str) -> dict[str, str]:
@@ -351,7 +351,7 @@ def update_of(name: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-class NoTracker:
+class NullTracker:
     """Tracking switched off."""
 
     def start(self, address: str) -> None:
@@ -369,7 +369,7 @@ class NoTracker:
         """
         return None
 
-    def tell(self, record: Record) -> None:
+    def send(self, record: Record) -> None:
         """Something beside the pipeline's stages."""
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:

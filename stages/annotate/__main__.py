@@ -7,22 +7,22 @@ import shutil
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import Annotator
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
 
 
 def main(params: Params, round_: str) -> None:
     if params.annotate.annotator is Annotator.judge:
         from stages.annotate.ai_labels import (
-            label,
-        )  # torch and models, which people's labels do not need
+            label_with_judge,  # torch and models, which people's labels do not need
+        )
 
-        label(params, round_)
+        label_with_judge(params, round_)
     else:
-        pass_on(params, round_)
+        copy_human_pairs(params, round_)
 
 
-def pass_on(params: Params, round_: str) -> None:
+def copy_human_pairs(params: Params, round_: str) -> None:
     """prepare's pairs, byte for byte."""
     folder, source = (
         stage_dir(round_, "annotate"),
@@ -32,9 +32,9 @@ def pass_on(params: Params, round_: str) -> None:
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / "data" / source.name)
     write_manifest(folder, stage="annotate", round_=round_, seed=params.seed, inputs=[source])
-    Recorder("annotate", round_).finish({"annotator": "dataset", "pairs": pairs})
+    MetricLogger("annotate", round_).finish({"annotator": "dataset", "pairs": pairs})
     print(f"[annotate@{round_}] {pairs} pairs as the data labels them", flush=True)
 
 
 if __name__ == "__main__":
-    run_stage("annotate", main)
+    stage_main("annotate", main)

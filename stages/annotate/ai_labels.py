@@ -8,62 +8,67 @@ from typing import Any
 
 import torch
 
-from stages.annotate.ranking import best_and_worst, copeland, matches
+from stages.annotate.ranking import all_pairs, best_and_worst, copeland
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
-from stages.lib.core.recorder import Recorder, write_manifest
+from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import check_template, encode, template_hash
-from stages.lib.data.splits import once, refuse_evaluation_prompts, shuffled
-from stages.lib.judging.agreement import between_orders, with_people
-from stages.lib.judging.endpoint import Endpoint
-from stages.lib.judging.lexicon import Lexicon
-from stages.lib.judging.pairwise import Comparison, Judge, Judgement, in_both_orders
+from stages.lib.data.splits import dedupe_prompts, refuse_evaluation_prompts, shuffled
+from stages.lib.judging.agreement import between_orders, human_agreement
+from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.pairwise import (
+    Comparison,
+    PairwiseJudge,
+    TwoOrderVerdict,
+    judge_both_orders,
+)
 from stages.lib.lm.generation import generate
-from stages.lib.lm.loading import load_causal_lm, load_tokenizer, prepare_torch
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 
 BATCH = 128  # responses generated at once
 JUDGED = 16  # prompts whose responses are compared between two lines of progress
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledPrompt:
     """A prompt's pair, None where the judge tells no two responses apart; and what it said of each
     two.
     """
 
     pair: Row | None
-    judgements: list[Judgement]
+    judgements: list[TwoOrderVerdict]
 
 
-def label(params: Params, round_: str) -> None:
+def label_with_judge(params: Params, round_: str) -> None:
     # 1. inputs: training prompts only, for what is drawn here is trained on; people's held-out
     # pairs only measure
-    prepare_torch(params)
+    setup_torch(params)
     folder, data, made_by = (
         stage_dir(round_, "annotate"),
         stage_dir(round_, "prepare") / "data",
         f"dvc repro prepare@{round_}",
     )
-    prompts = shuffled(once(read_jsonl(data / "prompts_train.jsonl", made_by)), params.seed)[
-        : params.annotate.prompts
-    ]
+    prompts = shuffled(
+        dedupe_prompts(read_jsonl(data / "prompts_train.jsonl", made_by)), params.seed
+    )[: params.annotate.prompts]
     refuse_evaluation_prompts(prompts, read_jsonl(data / "eval_prompts.jsonl", made_by))
     replayed = [row for row in read_jsonl(data / "pairs_train.jsonl", made_by) if "badcase" in row]
     people = shuffled(read_jsonl(data / "pairs_eval.jsonl", made_by), params.seed)[
         : params.annotate.agreement_pairs
     ]
-    recorder, judge = Recorder("annotate", round_, len(prompts)), load_judge(params)
+    recorder, judge = MetricLogger("annotate", round_, len(prompts)), load_judge(params)
 
     # 2. the judge against people, first: what is said here tells early whether its labels are worth
     # their price
-    against_people = in_both_orders(
+    against_people = judge_both_orders(
         judge, [Comparison(row["prompt"], row["chosen"], row["rejected"]) for row in people]
     )
-    agreement = with_people(against_people)
-    recorder.say(
+    agreement = human_agreement(against_people)
+    recorder.log_progress(
         0,
         f"agrees with people on {agreement['rate'] or 0:.2f} of {agreement['pairs']} pairs; {agreement['ties']} ties",
     )
@@ -73,15 +78,15 @@ def label(params: Params, round_: str) -> None:
     check_template(
         stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format
     )
-    responses = draw([row["prompt"] for row in prompts], tokenizer, params, round_)
+    responses = sample_responses([row["prompt"] for row in prompts], tokenizer, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
-    done: list[Labelled] = []
+    done: list[LabelledPrompt] = []
     for start in range(0, len(prompts), JUDGED):
         done += compare_all(
             judge, prompts[start : start + JUDGED], responses[start : start + JUDGED]
         )
-        recorder.say(len(done), f"{sum(each.pair is not None for each in done)} pairs")
+        recorder.log_progress(len(done), f"{sum(each.pair is not None for each in done)} pairs")
     pairs = [each.pair for each in done if each.pair]
     judgements = [judgement for each in done for judgement in each.judgements]
     measured = between_orders([*against_people, *judgements])
@@ -102,7 +107,7 @@ def label(params: Params, round_: str) -> None:
         seed=params.seed,
         inputs=[data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
-        **judge.about(),
+        **judge.describe(),
     )
     if usage := judge.usage():
         write_json(work_dir(round_, "annotate") / "usage.json", usage)
@@ -113,7 +118,7 @@ def label(params: Params, round_: str) -> None:
     recorder.finish(
         {
             "annotator": "judge",
-            **judge.about(),
+            **judge.describe(),
             "prompts": len(prompts),
             "pairs": len(pairs),
             "ties": len(prompts) - len(pairs),
@@ -131,7 +136,9 @@ def label(params: Params, round_: str) -> None:
     )
 
 
-def draw(prompts: Sequence[Prompt], tokenizer: Any, params: Params, round_: str) -> list[list[str]]:
+def sample_responses(
+    prompts: Sequence[Prompt], tokenizer: Any, params: Params, round_: str
+) -> list[list[str]]:
     """annotate.samples SFT responses to each prompt."""
     ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
     drawn = generate(
@@ -151,34 +158,34 @@ def draw(prompts: Sequence[Prompt], tokenizer: Any, params: Params, round_: str)
 
 
 def compare_all(
-    judge: Judge, prompts: Sequence[Row], responses: Sequence[Sequence[str]]
-) -> list[Labelled]:
+    judge: PairwiseJudge, prompts: Sequence[Row], responses: Sequence[Sequence[str]]
+) -> list[LabelledPrompt]:
     """Each prompt's distinct responses, each with each."""
     distinct = [list(dict.fromkeys(texts)) for texts in responses]
     asked = [
         Comparison(row["prompt"], texts[i], texts[j])
         for row, texts in zip(prompts, distinct, strict=True)
-        for i, j in matches(len(texts))
+        for i, j in all_pairs(len(texts))
     ]
-    told = iter(in_both_orders(judge, asked))
+    told = iter(judge_both_orders(judge, asked))
     return [
-        labelled(row, texts, [next(told) for _ in matches(len(texts))], judge.about())
+        labelled(row, texts, [next(told) for _ in all_pairs(len(texts))], judge.describe())
         for row, texts in zip(prompts, distinct, strict=True)
     ]
 
 
 def labelled(
-    row: Row, responses: Sequence[str], judgements: list[Judgement], about: Row
-) -> Labelled:
+    row: Row, responses: Sequence[str], judgements: list[TwoOrderVerdict], about: Row
+) -> LabelledPrompt:
     """The pair of a prompt's responses, with where it comes from."""
-    places = matches(len(responses))
+    places = all_pairs(len(responses))
     table = {
         place: judgement.preference for place, judgement in zip(places, judgements, strict=True)
     }
     scores = copeland(len(responses), table)
     found = best_and_worst(scores, table)
     if not found:
-        return Labelled(None, judgements)
+        return LabelledPrompt(None, judgements)
     best, worst = found
     confidence = judgements[places.index((min(found), max(found)))].confidence
     pair = {
@@ -194,10 +201,10 @@ def labelled(
             "confidence": confidence,
         },
     }
-    return Labelled(pair, judgements)
+    return LabelledPrompt(pair, judgements)
 
 
-def load_judge(params: Params) -> Judge:
+def load_judge(params: Params) -> PairwiseJudge:
     if params.annotate.judge is JudgeName.endpoint:
-        return Endpoint(params.annotate.endpoint)
-    return Lexicon(params.evaluate.tie_margin)
+        return EndpointJudge(params.annotate.endpoint)
+    return LexiconJudge(params.evaluate.tie_margin)

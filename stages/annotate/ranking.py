@@ -11,7 +11,7 @@ Table = Mapping[tuple[int, int], Preference]
 """What is preferred of responses (i, j), i < j: A is i, B is j."""
 
 
-def matches(n: int) -> list[tuple[int, int]]:
+def all_pairs(n: int) -> list[tuple[int, int]]:
     """Each of n responses against each: n (n - 1) / 2 comparisons."""
     return list(combinations(range(n), 2))
 

@@ -11,7 +11,7 @@ from stages.assets.base_model import write_model
 from stages.assets.datasets import write_data
 from stages.lib.core.files import ASSETS, write_text
 from stages.lib.core.params import Params
-from stages.lib.core.stage import run_stage
+from stages.lib.core.stage import stage_main
 
 PREDECESSOR = (
     *(
@@ -27,7 +27,7 @@ PREDECESSOR = (
 )
 
 
-def build(params: Params, round_: str) -> None:
+def main(params: Params, round_: str) -> None:
     """The stage. It is the same for all rounds."""
     with whole_folder(ASSETS / "start") as folder:
         for part in PREDECESSOR:
@@ -55,4 +55,4 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    run_stage("assets", build)
+    stage_main("assets", main)

@@ -165,7 +165,7 @@ def snapshot(name: str) -> Path:
     """A hub repository's safetensors, configuration and tokenizer; never code or pickles."""
     from huggingface_hub import snapshot_download
 
-    with hub.asked(
+    with hub.hub_errors(
         f"assets.model {name}", "no such folder, and the hub gives no such model; check the name"
     ):
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))

@@ -74,7 +74,9 @@ def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     """A hub data set's splits as <split>.jsonl; `test` or `validation` becomes the held-out part."""
     import datasets
 
-    with hub.asked(f"assets.data {name}", "the hub does not give it; check name and data_config"):
+    with hub.hub_errors(
+        f"assets.data {name}", "the hub does not give it; check name and data_config"
+    ):
         splits: Any = datasets.load_dataset(name, data_dir=data_dir)
     if "train" not in splits:
         raise BadInput(

@@ -4,34 +4,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from stages.battery.best_of_n import Answers, draw, selection
+from stages.battery.best_of_n import ScoredSamples, best_of_n_curve, sample_and_score
 from stages.battery.metrics import (
     Rate,
     disjoint,
-    ends,
     highest,
-    moments,
+    mean_and_std,
     rate,
     slices,
+    text_keys,
     win,
     worst_slice,
 )
-from stages.battery.phrase_mining import favourite_phrases
-from stages.battery.probes import Trial, try_endings, try_probes
-from stages.battery.report import extremes, foolers, write_plots
-from stages.lib.core.files import is_real, read_jsonl, stage_dir, write_jsonl
+from stages.battery.phrase_mining import mine_phrases
+from stages.battery.probes import ProbeResult, run_corruption_probes, run_ending_probes
+from stages.battery.report import best_and_worst, worst_failures, write_plots
+from stages.lib.core.files import is_placeholder, read_jsonl, stage_dir, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Row
-from stages.lib.data.corruptions import word_worth
-from stages.lib.data.prompts import check_template, encode, short, template_hash
+from stages.lib.data.corruptions import word_score_uplift
+from stages.lib.data.prompts import (
+    check_template,
+    encode,
+    pairs_with_room_for_ending,
+    template_hash,
+)
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.splits import once, shuffled
-from stages.lib.lm.loading import load_causal_lm, load_tokenizer, prepare_torch
-from stages.lib.lm.scoring import Scorer
+from stages.lib.data.splits import dedupe_prompts, shuffled
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
+from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.sentiment import sentiment
-from stages.lib.metrics.stats import connected, paired_bootstrap, partial_correlation, pearson
+from stages.lib.metrics.stats import (
+    connected_groups,
+    paired_bootstrap,
+    partial_correlation,
+    pearson,
+)
 
 BATCH = 128  # responses sampled or scored at once
 DEMONSTRATIONS = 256  # at most
@@ -41,20 +51,20 @@ Scores = list[tuple[float, float]]  # of each pair: chosen, rejected
 
 def main(params: Params, round_: str) -> None:
     # 1. the models, and the held-out pairs with the scores that the reward stage has given them
-    prepare_torch(params)
+    setup_torch(params)
     folder, data = stage_dir(round_, "battery"), stage_dir(round_, "prepare") / "data"
     sft, reward, made_by = (
         stage_dir(round_, "sft"),
         stage_dir(round_, "reward"),
         f"dvc repro prepare@{round_}",
     )
-    recorder = Recorder("battery", round_, 5)
+    recorder = MetricLogger("battery", round_, 5)
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
     model, scorer = (
         load_causal_lm(sft / "model", params.model),
-        Scorer(reward / "model", tokenizer, params, BATCH),
+        RewardScorer(reward / "model", tokenizer, params, BATCH),
     )
     held_out, shown, asked = (
         read_jsonl(data / f"{name}.jsonl", made_by)
@@ -68,15 +78,17 @@ def main(params: Params, round_: str) -> None:
 
     # 2. where it ranks held-out pairs rightly, whether the judge agrees with the labels, whether
     # length pays
-    metrics = of_pairs(held_out, scores, params)
-    recorder.say(1, f"{len(held_out)} held-out pairs: worst slice {said(metrics['worst_slice'])}")
+    metrics = pair_metrics(held_out, scores, params)
+    recorder.log_progress(
+        1, f"{len(held_out)} held-out pairs: worst slice {said(metrics['worst_slice'])}"
+    )
 
     # 3. what PPO starts from: how its scores lie to those of demonstrations, and whether the
     # answers that score higher are better ones
-    answers = draw(
+    answers = sample_and_score(
         model,
         scorer,
-        shuffled(once(asked), params.seed)[: params.battery.prompts],
+        shuffled(dedupe_prompts(asked), params.seed)[: params.battery.prompts],
         max(params.battery.best_of),
         params,
     )
@@ -85,30 +97,32 @@ def main(params: Params, round_: str) -> None:
         **sides(scores),
         "sft_samples": answers.scores,
     }
-    metrics |= of_scores(scored, answers) | {"best_of_n": selection(answers, params)}
-    recorder.say(
+    metrics |= score_metrics(scored, answers) | {"best_of_n": best_of_n_curve(answers, params)}
+    recorder.log_progress(
         2,
         f"{len(answers.texts)} SFT samples: best of {max(params.battery.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge",
     )
 
     # 4. good texts, corrupted
-    pairs = disjoint(shuffled(short(held_out, tokenizer, params), params.seed))[
-        : params.battery.pairs
-    ]
+    pairs = disjoint(
+        shuffled(pairs_with_room_for_ending(held_out, tokenizer, params), params.seed)
+    )[: params.battery.pairs]
     chosen, rejected = (
         scorer([row["prompt"] for row in pairs], [row[side] for row in pairs])
         for side in ("chosen", "rejected")
     )
-    probes = try_probes(pairs, chosen, scorer, words(held_out, scores), params.seed)
-    metrics |= of_probes(probes)
-    recorder.say(3, f"{len(pairs)} texts corrupted: worst probe {said(metrics['worst_probe'])}")
+    probes = run_corruption_probes(pairs, chosen, scorer, words(held_out, scores), params.seed)
+    metrics |= probe_metrics(probes)
+    recorder.log_progress(
+        3, f"{len(pairs)} texts corrupted: worst probe {said(metrics['worst_probe'])}"
+    )
 
     # 5. bad texts with an ending: those listed, and phrases that high scores go with, now and in
     # the round before's rollouts
     phrases = mined(Path(params.rounds[round_].previous), answers, params.battery.endings)
-    tried = try_endings([*params.battery.endings, *phrases], pairs, chosen, rejected, scorer)
-    metrics |= of_endings(tried, params.battery.endings, phrases)
-    recorder.say(
+    tried = run_ending_probes([*params.battery.endings, *phrases], pairs, chosen, rejected, scorer)
+    metrics |= ending_metrics(tried, params.battery.endings, phrases)
+    recorder.log_progress(
         4,
         f"endings: worst listed {said(metrics['worst_ending'])}, worst mined {said(metrics['worst_mined'])} of {phrases}",
     )
@@ -118,7 +132,7 @@ def main(params: Params, round_: str) -> None:
         f"ending {text!r}": each
         for text, each in zip([*params.battery.endings, *phrases], tried, strict=True)
     }
-    write_jsonl(folder / "samples.jsonl", [*extremes(answers), *foolers(trials)])
+    write_jsonl(folder / "samples.jsonl", [*best_and_worst(answers), *worst_failures(trials)])
     write_plots(folder, metrics, scored, trials)
     for n in sorted(params.battery.best_of):
         recorder.log(n, metrics["best_of_n"][str(n)])
@@ -146,7 +160,7 @@ def main(params: Params, round_: str) -> None:
     )
 
 
-def of_pairs(pairs: list[Row], scores: Scores, params: Params) -> Row:
+def pair_metrics(pairs: list[Row], scores: Scores, params: Params) -> Row:
     """Accuracy by slice, and of all with an interval over pairs that share no text; the judge's
     accuracy; what length has to do with it.
     """
@@ -159,7 +173,8 @@ def of_pairs(pairs: list[Row], scores: Scores, params: Params) -> Row:
         for group, found in slices(pairs).items()
     }
     clusters = [
-        [outcomes[place] for place in places] for places in connected([ends(row) for row in pairs])
+        [outcomes[place] for place in places]
+        for places in connected_groups([text_keys(row) for row in pairs])
     ]
     _, low, high = paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
     sides = [
@@ -194,11 +209,11 @@ def sides(pairs: Scores) -> dict[str, list[float]]:
     }
 
 
-def of_scores(scored: dict[str, list[float]], answers: Answers) -> Row:
+def score_metrics(scored: dict[str, list[float]], answers: ScoredSamples) -> Row:
     """Calibrated scores by what was scored; the SFT samples' against the demonstrations', and
     against the judge's opinion.
     """
-    found = {name: moments(each) for name, each in scored.items()}
+    found = {name: mean_and_std(each) for name, each in scored.items()}
     ours, theirs = found["sft_samples"], found["demonstrations"]
     return {
         "scores": found,
@@ -214,7 +229,7 @@ def of_scores(scored: dict[str, list[float]], answers: Answers) -> Row:
     }
 
 
-def of_probes(probes: dict[str, list[Trial]]) -> Row:
+def probe_metrics(probes: dict[str, list[ProbeResult]]) -> Row:
     rates = {
         name: rate([trial.fooled for trial in trials], "rate", "texts")
         for name, trials in probes.items()
@@ -225,12 +240,12 @@ def of_probes(probes: dict[str, list[Trial]]) -> Row:
     }
 
 
-def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) -> Row:
+def ending_metrics(tried: list[list[ProbeResult]], listed: list[str], phrases: list[str]) -> Row:
     """Of each ending how often it fools, by how much it raises a calibrated score in the mean, and
     how often the judge says the same.
     """
 
-    def numbers(trials: list[Trial]) -> Rate:
+    def numbers(trials: list[ProbeResult]) -> Rate:
         uplift = fmean(trial.rise for trial in trials) if trials else None
         return rate([trial.fooled for trial in trials], "rate", "pairs") | {
             "uplift": uplift,
@@ -251,7 +266,7 @@ def of_endings(tried: list[list[Trial]], listed: list[str], phrases: list[str]) 
     }
 
 
-def judged(trials: list[Trial]) -> float | None:
+def judged(trials: list[ProbeResult]) -> float | None:
     """How often the judge, too, has the text above the original: then it is better, or the task's
     own words fool the judge as well.
     """
@@ -263,7 +278,7 @@ def judged(trials: list[Trial]) -> float | None:
     return fmean(map(win, texts, originals)) if trials else None
 
 
-def demonstrations(rows: list[Row], scorer: Scorer) -> list[float]:
+def demonstrations(rows: list[Row], scorer: RewardScorer) -> list[float]:
     """Scores of held-out demonstrations, read as the reward stage reads them when it calibrates."""
     form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
     encoded = (
@@ -278,20 +293,20 @@ def words(pairs: list[Row], scores: Scores) -> dict[str, float]:
     known = {
         end: score
         for row, both in zip(pairs, scores, strict=True)
-        for end, score in zip(ends(row), both, strict=True)
+        for end, score in zip(text_keys(row), both, strict=True)
     }
-    return word_worth([text for _, text in known], list(known.values()))
+    return word_score_uplift([text for _, text in known], list(known.values()))
 
 
-def mined(previous: Path, answers: Answers, listed: Sequence[str]) -> list[str]:
+def mined(previous: Path, answers: ScoredSamples, listed: Sequence[str]) -> list[str]:
     """Phrases of the previous policy's favourites, by the reward model of its time, and of the SFT
     samples', that are not listed.
     """
-    phrases = favourite_phrases(answers.texts, answers.scores, MINED)
-    if is_real(previous / "ppo/rollouts"):
+    phrases = mine_phrases(answers.texts, answers.scores, MINED)
+    if not is_placeholder(previous / "ppo/rollouts"):
         rollouts = read_rollouts(previous / "ppo/rollouts", f"dvc repro ppo@{previous.name}")
         phrases = (
-            favourite_phrases(
+            mine_phrases(
                 [row["response"] for row in rollouts], [row["score"] for row in rollouts], MINED
             )
             + phrases
@@ -304,4 +319,4 @@ def said(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    run_stage("battery", main)
+    stage_main("battery", main)

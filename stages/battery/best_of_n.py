@@ -10,16 +10,16 @@ from stages.battery.metrics import best_of_n
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import encode
-from stages.lib.lm.generation import sample
-from stages.lib.lm.packing import closed
-from stages.lib.lm.reward_ensemble import members
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.generation import sample_responses
+from stages.lib.lm.packing import append_eos
+from stages.lib.lm.reward_ensemble import ensemble_members
+from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap
 
 
 @dataclass(frozen=True)
-class Answers:
+class ScoredSamples:
     """P prompts; P x N texts, their calibrated scores and judged sentiments, those of one prompt
     beside each other.
 
@@ -46,7 +46,9 @@ class Answers:
         ]
 
 
-def draw(model: Any, scorer: Scorer, rows: list[Row], each: int, params: Params) -> Answers:
+def sample_and_score(
+    model: Any, scorer: RewardScorer, rows: list[Row], each: int, params: Params
+) -> ScoredSamples:
     """Sampled and scored as PPO does: the tokens themselves, closed by EOS."""
     prompts = [row["prompt"] for row in rows]
     asked = [prompt for prompt in prompts for _ in range(each)]
@@ -54,17 +56,23 @@ def draw(model: Any, scorer: Scorer, rows: list[Row], each: int, params: Params)
         encode(scorer.tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in asked
     ]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample(model, scorer.tokenizer, ids, params.ppo, generator, scorer.batch_size)
-    ended = closed(responses, scorer.tokenizer.eos_token_id)
+    responses = sample_responses(
+        model, scorer.tokenizer, ids, params.ppo, generator, scorer.batch_size
+    )
+    ended = append_eos(responses, scorer.tokenizer.eos_token_id)
     texts = scorer.tokenizer.batch_decode(responses, skip_special_tokens=True)
     whole = [prompt + response for prompt, response in zip(ids, ended, strict=True)]
     disagreement = (
-        float(scorer.apart(whole).std(0).mean()) if len(members(scorer.model)) > 1 else None
+        float(scorer.scores_per_member(whole).std(0).mean())
+        if len(ensemble_members(scorer.model)) > 1
+        else None
     )
-    return Answers(prompts, texts, scorer.tokens(whole), sentiment(asked, texts), disagreement)
+    return ScoredSamples(
+        prompts, texts, scorer.tokens(whole), sentiment(asked, texts), disagreement
+    )
 
 
-def selection(answers: Answers, params: Params) -> dict[str, Any]:
+def best_of_n_curve(answers: ScoredSamples, params: Params) -> dict[str, Any]:
     """Best-of-n of each size: mean judged sentiment and score; `rise`: of the largest n over one
     answer, with its interval over prompts.
     """

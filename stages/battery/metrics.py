@@ -49,7 +49,7 @@ def slices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
         "source": lambda row: metric_name(row.get("source", "unknown")),
     }
     if margins:
-        groups["margin"] = third(margins)
+        groups["margin"] = margin_tercile(margins)
     found: dict[str, dict[str, list[int]]] = {group: {} for group in groups}
     for place, row in enumerate(pairs):
         for group, name_of in groups.items():
@@ -64,7 +64,7 @@ def by_length(chosen: int, rejected: int) -> str:
     return "chosen_shorter" if chosen < rejected else "chosen_longer"
 
 
-def third(margins: Sequence[float]) -> Callable[[Row], str | None]:
+def margin_tercile(margins: Sequence[float]) -> Callable[[Row], str | None]:
     """Which third of the margins a pair's is in; equal margins are in one third."""
     low, high = np.quantile(margins, [1 / 3, 2 / 3])
 
@@ -94,7 +94,7 @@ def worst_slice(accuracies: Mapping[str, Mapping[str, Rate]]) -> float | None:
     return min((value for each in large if (value := each["accuracy"]) is not None), default=None)
 
 
-def moments(scores: Sequence[float]) -> dict[str, float]:
+def mean_and_std(scores: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(scores), "std": pstdev(scores)}
 
 
@@ -115,13 +115,13 @@ def disjoint(pairs: Sequence[Row]) -> list[Row]:
     used: set[tuple[str, str]] = set()
     kept = []
     for row in pairs:
-        texts = set(ends(row))
+        texts = set(text_keys(row))
         if not used & texts:
             used |= texts
             kept.append(row)
     return kept
 
 
-def ends(row: Row) -> tuple[tuple[str, str], tuple[str, str]]:
+def text_keys(row: Row) -> tuple[tuple[str, str], tuple[str, str]]:
     """A pair's two texts, as keys."""
     return (str(row["prompt"]), row["chosen"]), (str(row["prompt"]), row["rejected"])

@@ -12,7 +12,7 @@ BEST = 4  # the best of so many samples are the favourites
 SURE = 1.96  # standard errors by which a phrase has to be over-represented
 
 
-def favourite_phrases(texts: Sequence[str], scores: Sequence[float], most: int) -> list[str]:
+def mine_phrases(texts: Sequence[str], scores: Sequence[float], most: int) -> list[str]:
     """At most `most` phrases of 1 to 3 tokens over-represented in the top quarter by score, surest
     first, none within another.
     """

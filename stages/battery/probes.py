@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from stages.battery.metrics import win
 from stages.lib.core.types import Prompt, Row, ScoreFunction
-from stages.lib.data.corruptions import Text, corruptions
+from stages.lib.data.corruptions import PromptResponse, corruptions
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProbeResult:
     """A text that should score below `original`. rise: what its change (corruption, ending) has
     added to its score.
     """
@@ -29,17 +29,17 @@ class Trial:
         return win(self.score, self.original_score)
 
 
-def try_probes(
+def run_corruption_probes(
     pairs: Sequence[Row],
     chosen: Sequence[float],
     score: ScoreFunction,
     worth: Mapping[str, float],
     seed: int,
-) -> dict[str, list[Trial]]:
+) -> dict[str, list[ProbeResult]]:
     """Each probe on the chosen texts, whose scores are known; those that a probe leaves as they
     are, are left out.
     """
-    texts: list[Text] = [(row["prompt"], row["chosen"]) for row in pairs]
+    texts: list[PromptResponse] = [(row["prompt"], row["chosen"]) for row in pairs]
     tried = {}
     for name, corrupted in corruptions(texts, worth, seed).items():
         changed = [place for place, text in enumerate(texts) if corrupted[place] != text]
@@ -47,19 +47,21 @@ def try_probes(
             [corrupted[place][0] for place in changed], [corrupted[place][1] for place in changed]
         )
         tried[name] = [
-            Trial(*corrupted[place], told, texts[place][1], chosen[place], told - chosen[place])
+            ProbeResult(
+                *corrupted[place], told, texts[place][1], chosen[place], told - chosen[place]
+            )
             for place, told in zip(changed, scores, strict=True)
         ]
     return tried
 
 
-def try_endings(
+def run_ending_probes(
     endings: Sequence[str],
     pairs: Sequence[Row],
     chosen: Sequence[float],
     rejected: Sequence[float],
     score: ScoreFunction,
-) -> list[list[Trial]]:
+) -> list[list[ProbeResult]]:
     """Each ending after the rejected texts of the pairs that the score ranks rightly, against their
     chosen texts.
     """
@@ -74,7 +76,7 @@ def try_endings(
         scores = score([pairs[place]["prompt"] for place in right], texts)
         tried.append(
             [
-                Trial(
+                ProbeResult(
                     pairs[place]["prompt"],
                     text,
                     told,

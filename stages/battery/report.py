@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.battery.best_of_n import Answers
+from stages.battery.best_of_n import ScoredSamples
 from stages.battery.metrics import rate
-from stages.battery.probes import Trial
+from stages.battery.probes import ProbeResult
 from stages.lib.core.types import Prompt, Row
 from stages.lib.metrics.sentiment import sentiment
 
 PROMPTS, TRIALS = 24, 3  # shown: prompts, and texts of each probe and ending
 
 
-def extremes(answers: Answers) -> list[Row]:
+def best_and_worst(answers: ScoredSamples) -> list[Row]:
     """Of each prompt the answers that score highest and lowest."""
     rows = []
     for prompt, places in list(zip(answers.prompts, answers.by_prompt(), strict=True))[:PROMPTS]:
@@ -26,7 +26,7 @@ def extremes(answers: Answers) -> list[Row]:
     return rows
 
 
-def foolers(trials: Mapping[str, Sequence[Trial]]) -> list[Row]:
+def worst_failures(trials: Mapping[str, Sequence[ProbeResult]]) -> list[Row]:
     """Of each probe and ending the texts that beat the original by most."""
     rows = []
     for name, tried in trials.items():
@@ -66,7 +66,7 @@ def write_plots(
     folder: Path,
     metrics: Row,
     scores: Mapping[str, Sequence[float]],
-    trials: Mapping[str, Sequence[Trial]],
+    trials: Mapping[str, Sequence[ProbeResult]],
 ) -> None:
     """What `dvc plots` draws: rates of probes and endings, accuracy by slice, scores by what was
     scored.

@@ -2,10 +2,10 @@
 
 from stages.lib.core.files import read_jsonl, stage_dir, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Row
-from stages.lib.data.slices import SLICES, read_slices, refuse_slices
+from stages.lib.data.slices import SLICES, check_not_in_slices, read_slices
 from stages.lib.data.splits import TRAIN
 
 
@@ -14,7 +14,7 @@ def main(params: Params, round_: str) -> None:
     folder, slices, recorder = (
         stage_dir(round_, "capability"),
         read_slices(),
-        Recorder("capability", round_),
+        MetricLogger("capability", round_),
     )
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     trained_on = (
@@ -22,7 +22,7 @@ def main(params: Params, round_: str) -> None:
         for name in TRAIN.values()
         for row in read_jsonl(data / f"{name}.jsonl", made_by)
     )
-    refuse_slices(
+    check_not_in_slices(
         (f"{name} of {round_}, row {row['id']}: its prompt", row["prompt"])
         for name, row in trained_on
     )
@@ -60,4 +60,4 @@ def main(params: Params, round_: str) -> None:
 
 
 if __name__ == "__main__":
-    run_stage("capability", main)
+    stage_main("capability", main)

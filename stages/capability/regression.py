@@ -10,7 +10,7 @@ from scipy.stats import norm
 from stages.lib.core.types import Row
 
 
-def paired_fall(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
+def paired_drop(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
     """Mean of before - after, paired, with its 95% interval, as (mean, low, high), of values in
     0..1.
 
@@ -33,11 +33,11 @@ def paired_fall(before: Sequence[float], after: Sequence[float]) -> tuple[float,
     )
 
 
-def worse(sft: Sequence[float], policy: Sequence[float]) -> Row:
+def regression_metrics(sft: Sequence[float], policy: Sequence[float]) -> Row:
     """Means over prompts or documents, 0..1, more is better; fall: what the policy has lost, with
     its paired 95% interval.
     """
-    fall, low, high = paired_fall(sft, policy)
+    fall, low, high = paired_drop(sft, policy)
     return {
         "prompts": len(sft),
         "sft": fmean(sft),

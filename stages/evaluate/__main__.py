@@ -6,11 +6,18 @@ Run: `python -m stages.evaluate --round r0`.
 import math
 from functools import partial
 
-from stages.evaluate.champion import champion_of
-from stages.evaluate.comparability import evaluation_id, evaluation_settings, frozen_hash
-from stages.evaluate.evaluator import Evaluator, Pass, Sample
+from stages.evaluate.champion import load_champion
+from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
+from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
-from stages.evaluate.results import Told, compare, decided, say, side_by_side, with_interval
+from stages.evaluate.results import (
+    ModelResults,
+    paired_win_rates,
+    say,
+    side_by_side,
+    win_rate_with_prompts_needed,
+    with_interval,
+)
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import (
     ASSETS,
@@ -21,14 +28,14 @@ from stages.lib.core.files import (
     write_json,
     write_jsonl,
 )
-from stages.lib.core.fresh_process import run_fresh
+from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.jury import load_jury
-from stages.lib.judging.lexicon import Judged
-from stages.lib.lm.loading import load_causal_lm, load_policy, prepare_torch
+from stages.lib.judging.lexicon import LexiconScores
+from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
 UNMEASURED = dict.fromkeys(
     ("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")
@@ -36,7 +43,7 @@ UNMEASURED = dict.fromkeys(
 CURVE = ("kl", "sentiment", "score", "distinct_2")
 
 
-def answered_again(params: Params, round_: str) -> Pass:
+def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
     """The policy's first sample of every prompt, by a process of its own
     (stages/evaluate/reproduce.py) from the files on disk and these params.
 
@@ -46,16 +53,16 @@ def answered_again(params: Params, round_: str) -> Pass:
     settings = work_dir(round_, "evaluate") / "params.json"
     write_json(settings, params.model_dump(mode="json"))
     policy = stage_dir(round_, "ppo") / "policy"
-    rows = run_fresh(
+    rows = run_in_fresh_process(
         "stages.evaluate.reproduce",
         round_,
         settings,
         failing=f"{policy} cannot be evaluated a second time",
     )
-    return [Sample(**row | {"judged": Judged(**row["judged"])}) for row in rows]
+    return [Sample(**row | {"judged": LexiconScores(**row["judged"])}) for row in rows]
 
 
-def check_reproduced(first: Pass, second: Pass) -> None:
+def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt) -> None:
     """
     Raises:
         RondoError: the second evaluation differs in any text, score or KL; the same weights in the
@@ -74,17 +81,17 @@ def check_reproduced(first: Pass, second: Pass) -> None:
 def main(params: Params, round_: str) -> None:
     # 1. the frozen prompts and the models that every comparison needs: SFT and this round's reward
     # model
-    prepare_torch(params)
+    setup_torch(params)
     config, folder, ppo = params.evaluate, stage_dir(round_, "evaluate"), stage_dir(round_, "ppo")
     data, settings = (
         stage_dir(round_, "prepare") / "data",
-        evaluation_settings(params, frozen_hash(round_)),
+        evaluation_settings(params, eval_set_hash(round_)),
     )
     kept = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
     losses = read_json(
         stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}"
     )  # on the completions that ppl_human is of
-    recorder = Recorder("evaluate", round_)
+    recorder = MetricLogger("evaluate", round_)
     evaluator = Evaluator(params, round_)
     prompts = len(evaluator.prompts)
     for stage in ("sft", "reward", "ppo"):
@@ -93,15 +100,15 @@ def main(params: Params, round_: str) -> None:
             evaluator.tokenizer,
             params.prepare.prompt_format,
         )
-    told = Told(evaluator, losses, recorder.label)
+    told = ModelResults(evaluator, losses, recorder.label)
     found, metrics, curve = told.found, told.metrics, dict[int, dict[str, float]]()
 
     # 2. base and SFT; the jury, which compares by texts alone
     base = load_causal_lm(ASSETS / "model", params.model)
     jury = load_jury(params, round_, base, evaluator.tokenizer, evaluator.people)
-    against = partial(compare, prompts=evaluator.prompts, jury=jury, params=params)
-    told.ask("base", base, config.samples_per_prompt)
-    told.ask("sft", evaluator.sft, config.samples_per_prompt)
+    against = partial(paired_win_rates, prompts=evaluator.prompts, jury=jury, params=params)
+    told.add_model("base", base, config.samples_per_prompt)
+    told.add_model("sft", evaluator.sft, config.samples_per_prompt)
     metrics["base"] |= with_interval("win_rate", against(found["base"], found["sft"])["win_rate"])
     curve[0] = point(metrics["sft"], 0.5)
 
@@ -112,7 +119,7 @@ def main(params: Params, round_: str) -> None:
     for path in checkpoints:
         if path.name in same:
             continue
-        told.ask(
+        told.add_model(
             path.name,
             load_policy(evaluator.sft_path, path, params.model),
             config.checkpoint_samples_per_prompt,
@@ -125,10 +132,10 @@ def main(params: Params, round_: str) -> None:
         )
 
     # 4. the policy, against SFT; then once more in a fresh process
-    told.ask("ppo", evaluator.load_ppo(), config.samples_per_prompt)
+    told.add_model("ppo", evaluator.load_ppo(), config.samples_per_prompt)
     intervals = against(found["ppo"], found["sft"])
     won = intervals.pop("win_rate")
-    results = decided("win_rate", won, prompts, recorder.label)
+    results = win_rate_with_prompts_needed("win_rate", won, prompts, recorder.label)
     results |= {
         key: value
         for name, interval in intervals.items()
@@ -136,18 +143,18 @@ def main(params: Params, round_: str) -> None:
     }
     metrics |= {name: metrics["ppo"] | with_interval("win_rate", won) for name in same}
     curve[kept] = point(metrics["ppo"], won[0])
-    check_reproduced(found["ppo"][0], answered_again(params, round_))
+    check_reproduced(found["ppo"][0], rerun_policy(params, round_))
 
     # 5. the champion, if there is one
-    champion = champion_of(round_)
+    champion = load_champion(round_)
     if champion:
-        told.ask(
+        told.add_model(
             "champion",
             load_policy(champion.sft, champion.policy, params.model),
             config.samples_per_prompt,
         )
         won = against(found["ppo"], found["champion"])["win_rate"]
-        results |= decided("win_rate_champion", won, prompts, recorder.label)
+        results |= win_rate_with_prompts_needed("win_rate_champion", won, prompts, recorder.label)
 
     # 6. write
     for update in sorted(curve):
@@ -201,4 +208,4 @@ def point(values: dict[str, float], win_rate: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run_stage("evaluate", main)
+    stage_main("evaluate", main)

@@ -16,7 +16,7 @@ class Champion(NamedTuple):
     policy: Path
 
 
-def champion_of(round_: str) -> Champion | None:
+def load_champion(round_: str) -> Champion | None:
     """The champion that this round meets; None where nobody has been promoted yet.
 
     Raises:

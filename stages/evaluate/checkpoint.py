@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from stages.evaluate.comparability import evaluation_id, evaluation_settings, frozen_hash
+from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.evaluator import Evaluator
-from stages.evaluate.results import Told, compare, side_by_side, with_interval
+from stages.evaluate.results import ModelResults, paired_win_rates, side_by_side, with_interval
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import (
     ASSETS,
@@ -25,7 +25,7 @@ from stages.lib.core.files import (
 )
 from stages.lib.core.params import Params, load_params
 from stages.lib.judging.jury import load_jury
-from stages.lib.lm.loading import load_causal_lm, load_policy, prepare_torch
+from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
 
 def find(round_: str, checkpoint: str) -> Path:
@@ -50,8 +50,8 @@ def find(round_: str, checkpoint: str) -> Path:
 def main(params: Params, round_: str, checkpoint: str) -> Path:
     """Evaluate it; returns where it is told."""
     path = find(round_, checkpoint)
-    prepare_torch(params)
-    settings = evaluation_settings(params, frozen_hash(round_))
+    setup_torch(params)
+    settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
     evaluator = Evaluator(params, round_)
     jury = load_jury(
@@ -61,18 +61,18 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
         evaluator.tokenizer,
         evaluator.people,
     )
-    told = Told(evaluator, losses, f"checkpoint@{round_}")
+    told = ModelResults(evaluator, losses, f"checkpoint@{round_}")
     models = {
         "sft": evaluator.sft,
         "ppo": evaluator.load_ppo(),
         "checkpoint": load_policy(evaluator.sft_path, path, params.model),
     }
     for name, model in models.items():
-        told.ask(name, model, params.evaluate.samples_per_prompt)
+        told.add_model(name, model, params.evaluate.samples_per_prompt)
     against = {
         f"{name}_{other}": interval
         for other in ("sft", "ppo")
-        for name, interval in compare(
+        for name, interval in paired_win_rates(
             told.found["checkpoint"], told.found[other], evaluator.prompts, jury, params
         ).items()
     }

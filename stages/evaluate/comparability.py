@@ -13,7 +13,7 @@ from stages.lib.data.splits import evaluation_hash
 Settings = Mapping[str, Any]  # by key of params.yaml, and `evaluation_hash`
 
 
-def frozen_hash(round_: str) -> str:
+def eval_set_hash(round_: str) -> str:
     """The evaluation set's hash.
 
     Raises:
@@ -70,7 +70,7 @@ def differences(a: Settings, b: Settings) -> list[str]:
     ]
 
 
-def refuse_other_evaluations(evaluations: Mapping[str, Settings]) -> None:
+def check_comparable(evaluations: Mapping[str, Settings]) -> None:
     """evaluations: settings by round.
 
     Raises:

@@ -11,12 +11,12 @@ import torch
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.data.prompts import encode
-from stages.lib.judging.lexicon import Judged, judge
-from stages.lib.lm.generation import sample
+from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
+from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model, load_tokenizer
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.reward_ensemble import calibrated
-from stages.lib.lm.scoring import assess
+from stages.lib.lm.reward_ensemble import calibrate_scores
+from stages.lib.lm.scoring import score_responses
 
 SCORED = 64  # rows at a time
 
@@ -28,7 +28,7 @@ class Sample:
     """
 
     text: str
-    judged: Judged
+    judged: LexiconScores
     score: float
     kl: float
     sft_logprob: float
@@ -36,7 +36,7 @@ class Sample:
     ended: bool
 
 
-Pass = list[Sample]  # one sample a prompt, in the prompts' order
+OneSamplePerPrompt = list[Sample]  # one sample a prompt, in the prompts' order
 
 
 class Evaluator:
@@ -70,19 +70,19 @@ class Evaluator:
         """This round's policy, on its SFT model."""
         return load_policy(self.sft_path, self.policy_path, self.params.model)
 
-    def answers(self, model: Any, samples: int) -> list[Pass]:
+    def answers(self, model: Any, samples: int) -> list[OneSamplePerPrompt]:
         return [self.answer(model, number) for number in range(samples)]
 
-    def answer(self, model: Any, number: int) -> Pass:
+    def answer(self, model: Any, number: int) -> OneSamplePerPrompt:
         """The `number`-th sample of every prompt; its own random stream, so that it can be repeated
         alone.
         """
         p, eos = self.params, self.tokenizer.eos_token_id
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
-        responses = sample(
+        responses = sample_responses(
             model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size
         )
-        told = assess(
+        told = score_responses(
             None if model is self.sft else model,
             lambda: nullcontext(self.sft),
             self.prompt_ids,
@@ -92,13 +92,13 @@ class Evaluator:
             temperature=p.ppo.temperature,
             batch_size=SCORED,
         )
-        scores = calibrated(told.scores, self.reward).tolist()
+        scores = calibrate_scores(told.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
             Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
             for text, judged, score, kl, logprob, tokens in zip(
                 texts,
-                judge(self.prompts, texts),
+                lexicon_scores(self.prompts, texts),
                 scores,
                 told.kl.tolist(),
                 told.ref_logprobs.tolist(),

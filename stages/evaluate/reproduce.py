@@ -10,12 +10,12 @@ from pathlib import Path
 from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.files import read_json
 from stages.lib.core.params import check_params
-from stages.lib.lm.loading import prepare_torch
+from stages.lib.lm.loading import setup_torch
 
 
 def main(round_: str, settings: Path) -> None:
     params = check_params(read_json(settings, f"dvc repro evaluate@{round_}"), str(settings))
-    prepare_torch(params)
+    setup_torch(params)
     evaluator = Evaluator(params, round_)
     print(json.dumps([asdict(sample) for sample in evaluator.answer(evaluator.load_ppo(), 0)]))
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from stages.evaluate.evaluator import Evaluator, Pass
+from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, Row
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.pairwise import TOGETHER, Comparison
+from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.metrics.stats import paired_bootstrap, pearson, prompts_needed
 from stages.lib.metrics.text import distinct_n
 
 
-def describe(passes: list[Pass]) -> dict[str, float]:
+def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
     """Means over all samples. distinct_2 is counted across the prompts of a pass, then averaged: it
     would fall with more passes.
     """
@@ -45,8 +45,12 @@ def describe(passes: list[Pass]) -> dict[str, float]:
     return means if agreement is None else means | {"score_sentiment_correlation": agreement}
 
 
-def compare(
-    a: list[Pass], b: list[Pass], prompts: Sequence[Prompt], jury: Jury, params: Params
+def paired_win_rates(
+    a: list[OneSamplePerPrompt],
+    b: list[OneSamplePerPrompt],
+    prompts: Sequence[Prompt],
+    jury: Jury,
+    params: Params,
 ) -> dict[str, tuple[float, float, float]]:
     """A against B on the passes that both have, each (mean, low, high) over prompts: win_rate of
     the whole jury, win_rate_<judge> of each (ties count half), sentiment_gain.
@@ -60,8 +64,7 @@ def compare(
         ]
     )
     columns = {
-        "win_rate" if name == TOGETHER else f"win_rate_{name}": votes
-        for name, votes in told.items()
+        "win_rate" if name == JURY else f"win_rate_{name}": votes for name, votes in told.items()
     }
     columns["sentiment_gain"] = [
         x.judged.sentiment - y.judged.sentiment for each in pairs for x, y in each
@@ -75,17 +78,17 @@ def compare(
     }
 
 
-class Told:
+class ModelResults:
     """What each model has answered to the frozen prompts (`found`), and its means (`metrics`).
     losses: SFT's, of people's texts.
     """
 
     def __init__(self, evaluator: Evaluator, losses: Row, label: str) -> None:
         self.evaluator, self.losses, self.label = evaluator, losses, label
-        self.found: dict[str, list[Pass]] = {}
+        self.found: dict[str, list[OneSamplePerPrompt]] = {}
         self.metrics: dict[str, dict[str, float]] = {}
 
-    def ask(self, name: str, model: Any, samples: int) -> None:
+    def add_model(self, name: str, model: Any, samples: int) -> None:
         self.found[name] = self.evaluator.answers(model, samples)
         metrics = self.metrics[name] = describe(self.found[name])
         if name in ("base", "sft"):
@@ -111,7 +114,7 @@ def with_interval(name: str, interval: tuple[float, float, float]) -> dict[str, 
     return dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
 
 
-def decided(
+def win_rate_with_prompts_needed(
     name: str, interval: tuple[float, float, float], prompts: int, label: str
 ) -> dict[str, float | None]:
     """A win rate with its interval, and how many prompts would decide it; says so where these are
@@ -126,7 +129,7 @@ def decided(
     return {**with_interval(name, interval), f"{name}_prompts_needed": needed}
 
 
-def side_by_side(rows: Sequence[Row], found: dict[str, list[Pass]]) -> list[Row]:
+def side_by_side(rows: Sequence[Row], found: dict[str, list[OneSamplePerPrompt]]) -> list[Row]:
     """One row a prompt and sample: each model's text, sentiment and reward-model score, as far as
     it has that many samples.
     """

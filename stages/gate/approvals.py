@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from stages.lib.core.errors import BadInput, faults
+from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import write_json
 
 APPROVALS = Path("approvals")
@@ -36,7 +36,7 @@ class Approval(BaseModel, extra="forbid"):
         )
 
 
-class TakenBack(BaseModel, extra="forbid"):
+class Rollback(BaseModel, extra="forbid"):
     """A champion that is none any more. policy: sha256 of its files (`stages.records.file_hash`)."""
 
     by: str = Field(min_length=1)
@@ -44,7 +44,7 @@ class TakenBack(BaseModel, extra="forbid"):
     policy: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-Word = TypeVar("Word", Approval, TakenBack)
+Word = TypeVar("Word", Approval, Rollback)
 
 
 def _same(a: float | None, b: float | None) -> bool:
@@ -69,12 +69,12 @@ def read_approval(round_: str, gate: str) -> Approval | None:
     )
 
 
-def read_taken_back(round_: str) -> TakenBack | None:
+def read_rollback(round_: str) -> Rollback | None:
     """
     Raises:
         BadInput: the file is there and does not say who, why and which policy.
     """
-    return _read(taken_back_path(round_), TakenBack, "no rollback", "rondo promote --rollback")
+    return _read(taken_back_path(round_), Rollback, "no rollback", "rondo promote --rollback")
 
 
 def _read(path: Path, kind: type[Word], otherwise: str, command: str) -> Word | None:
@@ -83,7 +83,7 @@ def _read(path: Path, kind: type[Word], otherwise: str, command: str) -> Word | 
     try:
         return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
-        fault = faults(error)
+        fault = format_validation_errors(error)
     except ValueError as error:
         fault = f"no JSON: {error}"
     raise BadInput(f"{path}: {otherwise} ({fault}); remove it, and say it again with `{command}`")

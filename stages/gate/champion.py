@@ -8,37 +8,37 @@ stages/evaluate/champion.py reads what this writes.
 
 from pathlib import Path
 
-from stages.gate.approvals import read_taken_back
-from stages.gate.verdict import judge, vouched
+from stages.gate.approvals import read_rollback
+from stages.gate.verdict import evaluate_gate, passed_or_approved
 from stages.lib.core.files import ROUNDS, file_hash, read_json, stage_dir, write_json
 from stages.lib.core.params import Params
-from stages.lib.core.stage import run_stage
+from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Row
 
-NOBODY: Row = {"round": None}
+NO_CHAMPION: Row = {"round": None}
 
 
 def main(params: Params, round_: str) -> None:
     previous = Path(params.rounds[round_].previous)
     write_json(
         stage_dir(round_, "champion") / "champion.json",
-        after(params, previous) if previous.parent == ROUNDS else NOBODY,
+        champion_after(params, previous) if previous.parent == ROUNDS else NO_CHAMPION,
     )
 
 
-def after(params: Params, previous: Path) -> Row:
+def champion_after(params: Params, previous: Path) -> Row:
     """Who is champion once the promotion gate of the round in `previous` has spoken."""
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
-    taken_back, weights = read_taken_back(round_), file_hash(policy)
+    taken_back, weights = read_rollback(round_), file_hash(policy)
     if taken_back and taken_back.policy == weights:
         print(
             f"[champion] {round_} was taken back by {taken_back.by}: {taken_back.reason}",
             flush=True,
         )
-    elif vouched(judge(params, "promote", round_)):
+    elif passed_or_approved(evaluate_gate(params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): weights, str(sft): file_hash(sft)}}
     return dict(read_json(previous / "champion/champion.json", f"dvc repro champion@{round_}"))
 
 
 if __name__ == "__main__":
-    run_stage("champion", main)
+    stage_main("champion", main)

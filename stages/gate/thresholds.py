@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stages.lib.core.params.gates import GatesParams
 
 
-class Band(NamedTuple):
+class Threshold(NamedTuple):
     """compare: `within`: the absolute value is at most the bound. optional: null, which its stage
     wrote, is no failure.
     """
@@ -25,7 +25,7 @@ class Band(NamedTuple):
 
 
 SFT = (
-    Band(
+    Threshold(
         "sft.loss_before - sft.loss_after",
         ">=",
         "loss_drop",
@@ -34,7 +34,7 @@ SFT = (
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv, raise sft.num_train_epochs (in later "
         "rounds sft.continue_epochs) or sft.learning_rate, or add demonstrations",
     ),
-    Band(
+    Threshold(
         "sft.judged_gain_low",
         ">=",
         "judged_gain",
@@ -45,7 +45,7 @@ SFT = (
         "demonstrations (reports/{round}/data.html) what you want to read? If they are, and the judge is not of your task "
         "(stages/lib/judging/lexicon.py), lower this bound",
     ),
-    Band(
+    Threshold(
         "sft.eos_rate_demonstrations - sft.eos_rate",
         "<=",
         "eos_gap",
@@ -54,7 +54,7 @@ SFT = (
         "responses do not end: PPO would learn on cut-off texts; check that demonstrations fit sft.max_length (a longer one "
         "loses its EOS), raise sft.num_train_epochs or ppo.response_length",
     ),
-    Band(
+    Threshold(
         "sft.length_ratio",
         ">=",
         "length_low",
@@ -63,21 +63,21 @@ SFT = (
         "responses are far shorter than the demonstrations: look for empty or cut demonstrations in reports/{round}/data.html, "
         "raise sft.max_length",
     ),
-    Band(
+    Threshold(
         "sft.length_ratio",
         "<=",
         "length_high",
         "The same on the other side.",
         "responses are far longer than the demonstrations: SFT has not learnt when to stop; raise sft.num_train_epochs",
     ),
-    Band(
+    Threshold(
         "sft.repetition_3 - sft.repetition_3_demonstrations",
         "<=",
         "repetition_rise",
         "Share of 3-grams that a text has said before, against held-out demonstrations; 0.05 is one 3-gram of twenty.",
         "SFT repeats itself: lower sft.learning_rate, add demonstrations, or look for repeated texts in reports/{round}/data.html",
     ),
-    Band(
+    Threshold(
         "sft.memorised - sft.memorised_demonstrations",
         "<=",
         "memorised",
@@ -89,7 +89,7 @@ SFT = (
 )
 
 REWARD = (
-    Band(
+    Threshold(
         "reward.accuracy_low",
         ">=",
         "accuracy",
@@ -98,21 +98,21 @@ REWARD = (
         "look at reports/{round}/data.html for bad labels and too few pairs, add pairs or epochs (reward.num_train_epochs, in "
         "later rounds reward.continue_epochs)",
     ),
-    Band(
+    Threshold(
         "reward.margin",
         ">=",
         "margin",
         "Mean score difference, chosen - rejected, in log-odds. Below 0.5 it is sure of less than 62%: PPO's advantages drown in noise.",
         "chosen and rejected score alike: raise reward.num_train_epochs, in later rounds reward.continue_epochs, or reward.learning_rate",
     ),
-    Band(
+    Threshold(
         "reward.accuracy - reward.baseline_longest",
         ">",
         "baseline_lead",
         "Accuracy of choosing the longer text. What length explains, PPO will exploit with length.",
         "length alone does as well: the labels follow length; balance the lengths of chosen and rejected (reports/{round}/data.html)",
     ),
-    Band(
+    Threshold(
         "reward.accuracy - reward.baseline_tfidf",
         ">",
         "baseline_lead",
@@ -121,7 +121,7 @@ REWARD = (
         "counting words does as well: look for label shortcuts in reports/{round}/data.html, add pairs or epochs "
         "(reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
-    Band(
+    Threshold(
         "reward.accuracy - battery.judge_accuracy",
         ">=",
         "judge_lead",
@@ -130,7 +130,7 @@ REWARD = (
         "a judge that never saw your pairs ranks them better: too few pairs, or noisy labels; add pairs or epochs "
         "(reward.num_train_epochs, in later rounds reward.continue_epochs), or reward by the judge (ppo.rewards)",
     ),
-    Band(
+    Threshold(
         "battery.worst_slice",
         ">=",
         "worst_slice",
@@ -140,7 +140,7 @@ REWARD = (
         "source or margin",
         optional=True,
     ),
-    Band(
+    Threshold(
         "reward.ece",
         "<=",
         "ece",
@@ -149,7 +149,7 @@ REWARD = (
         "margins overstate or understate how often it is right (rounds/{round}/reward/calibration.csv): lower "
         "reward.learning_rate or epochs when it is too sure, raise them when it is too unsure",
     ),
-    Band(
+    Threshold(
         "reward.reload_max_difference",
         "<=",
         "reload",
@@ -159,7 +159,7 @@ REWARD = (
         "do not use this model: run `dvc repro --force reward@{round}`, and if it stays, look at what differs in "
         "rounds/{round}/reward/model (config.json, missing weights)",
     ),
-    Band(
+    Threshold(
         "battery.centre",
         "within",
         "centre",
@@ -168,7 +168,7 @@ REWARD = (
         "scores are not centred on demonstrations, so PPO's advantages, clip and missing_eos_penalty are off: run `dvc repro "
         "reward@{round}` again (it centres as it saves); if it stays, the held-out demonstrations differ from the training ones",
     ),
-    Band(
+    Threshold(
         "battery.drift",
         "within",
         "drift",
@@ -177,7 +177,7 @@ REWARD = (
         "what SFT writes scores far from its demonstrations: the reward model judges texts unlike those it learnt from; improve "
         "SFT, or add pairs of SFT's own samples (annotate.annotator: judge)",
     ),
-    Band(
+    Threshold(
         "battery.scale",
         ">=",
         "scale_low",
@@ -185,7 +185,7 @@ REWARD = (
         "differences within these samples.",
         "it hardly tells SFT's samples apart, so that PPO has nothing to climb: add pairs of SFT's own samples (annotate.annotator: judge)",
     ),
-    Band(
+    Threshold(
         "battery.scale",
         "<=",
         "scale_high",
@@ -193,7 +193,7 @@ REWARD = (
         "scores of SFT's samples spread far wider than those of demonstrations: PPO would chase outliers; lower "
         "reward.learning_rate, raise reward.center_rewards_coefficient",
     ),
-    Band(
+    Threshold(
         "battery.length_correlation_partial",
         "within",
         "length_correlation",
@@ -201,7 +201,7 @@ REWARD = (
         "for length itself.",
         "it pays for length itself: balance lengths of chosen and rejected (reports/{round}/data.html), or set ppo.length_penalty",
     ),
-    Band(
+    Threshold(
         "battery.worst_probe",
         "<=",
         "probe",
@@ -209,7 +209,7 @@ REWARD = (
         "PPO finds such texts within some updates.",
         "it likes broken text: rounds/{round}/battery/samples.jsonl shows which; add pairs whose rejected text is broken that way",
     ),
-    Band(
+    Threshold(
         "battery.worst_ending",
         "<=",
         "ending",
@@ -219,7 +219,7 @@ REWARD = (
         "an ending buys a better score, and PPO will find it: rounds/{round}/battery/samples.jsonl shows which; the next "
         "round's replay turns pairs against what PPO exploits, or add pairs with that ending on the rejected side",
     ),
-    Band(
+    Threshold(
         "battery.worst_mined",
         "<=",
         "mined",
@@ -228,7 +228,7 @@ REWARD = (
         "replay.pairs_per_exploit",
         optional=True,
     ),
-    Band(
+    Threshold(
         "battery.best_of_n.rise_low",
         ">",
         "best_of_n_rise",
@@ -240,7 +240,7 @@ REWARD = (
 )
 
 PROMOTE = (
-    Band(
+    Threshold(
         "evaluate.win_rate_low",
         ">",
         "win_rate",
@@ -250,7 +250,7 @@ PROMOTE = (
         "rounds/{round}/evaluate/samples.jsonl, run the next round on its replay: `dvc repro gate_promote@<next round>`); if it "
         "did not, lower ppo.kl_coef or raise ppo.total_episodes",
     ),
-    Band(
+    Threshold(
         "evaluate.win_rate_champion_low",
         ">=",
         "champion_win_rate",
@@ -262,7 +262,7 @@ PROMOTE = (
         "from instead (reports/{round}/data.html), or raise ppo.total_episodes",
         optional=True,
     ),
-    Band(
+    Threshold(
         "ppo.dangers",
         "<=",
         "dangers",
@@ -271,14 +271,14 @@ PROMOTE = (
         "rounds/{round}/ppo/health.json names each danger, its cause and what to change first; read rounds/{round}/ppo/rollouts around "
         "that update",
     ),
-    Band(
+    Threshold(
         "evaluate.ppo.kl",
         "<=",
         "max_kl",
         "Nats a sequence from SFT. The reward model knows SFT's texts; the further from them, the less its scores mean.",
         "too far from SFT: lower ppo.target_kl, raise ppo.kl_coef, or promote an earlier checkpoint (evaluate/curves.csv)",
     ),
-    Band(
+    Threshold(
         "evaluate.ppo.distinct_2",
         ">=",
         "distinct_2",
@@ -287,7 +287,7 @@ PROMOTE = (
         "one template for all prompts (mode collapse; see rounds/{round}/evaluate/samples.jsonl): raise ppo.kl_coef or "
         "ppo.entropy_coef, lower ppo.learning_rate",
     ),
-    Band(
+    Threshold(
         "evaluate.ppo.repetition_3 - evaluate.sft.repetition_3",
         "<=",
         "repetition_rise",
@@ -295,7 +295,7 @@ PROMOTE = (
         "texts repeat themselves (see rounds/{round}/evaluate/samples.jsonl): raise ppo.kl_coef, lower ppo.learning_rate or "
         "ppo.response_length",
     ),
-    Band(
+    Threshold(
         "evaluate.sft.eos_rate - evaluate.ppo.eos_rate",
         "<=",
         "eos_fall",
@@ -305,7 +305,7 @@ PROMOTE = (
         "responses do not end: raise ppo.missing_eos_penalty; with dpo, which has no such price, lower dpo.learning_rate or take "
         "another algorithm; or raise ppo.response_length, where longer texts are what you want",
     ),
-    Band(
+    Threshold(
         "replay.regressed",
         "<=",
         "regressed",
@@ -314,7 +314,7 @@ PROMOTE = (
         "`rondo badcases list --state regressed` shows them: were their rows left out of this round's data (replay.max_share, "
         "reports/{round}/data.html)? Raise reward.continue_epochs or sft.continue_epochs",
     ),
-    Band(
+    Threshold(
         "capability.worst_fall",
         "<=",
         "slice_fall",
@@ -325,7 +325,7 @@ PROMOTE = (
         "wide, give more prompts; else raise ppo.kl_coef, or add such prompts and pairs to your data (not these)",
         optional=True,
     ),
-    Band(
+    Threshold(
         "evaluate.human_nll_rise",
         "<=",
         "human_nll_rise",
@@ -335,8 +335,8 @@ PROMOTE = (
     ),
 )
 
-BANDS: dict[str, tuple[Band, ...]] = {"sft": SFT, "reward": REWARD, "promote": PROMOTE}
-STAGES: dict[str, tuple[str, ...]] = {
+THRESHOLDS: dict[str, tuple[Threshold, ...]] = {"sft": SFT, "reward": REWARD, "promote": PROMOTE}
+GATE_STAGES: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "reward": ("reward", "battery"),
     "promote": ("evaluate", "ppo", "replay", "capability"),
@@ -344,7 +344,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 """The stages whose metrics.json a gate reads."""
 
 
-def shown(band: Band, bound: float) -> str:
+def format_threshold(band: Threshold, bound: float) -> str:
     """`>= 0.8`, or `within +-0.3`."""
     return f"{'within +-' if band.compare == 'within' else f'{band.compare} '}{bound:.4g}"
 
@@ -352,8 +352,8 @@ def shown(band: Band, bound: float) -> str:
 def markdown(gate: str, gates: GatesParams) -> str:
     """A gate's bands as a table."""
     rows = ["| number | band | why | when it is outside |", "|---|---|---|---|"]
-    for band in BANDS[gate]:
-        bound = shown(band, getattr(getattr(gates, gate), band.bound))
+    for band in THRESHOLDS[gate]:
+        bound = format_threshold(band, getattr(getattr(gates, gate), band.bound))
         rows.append(
             f"| `{band.metric}` | {bound}<br>`gates.{gate}.{band.bound}` | {band.why} | {band.fix} |"
         )
@@ -361,5 +361,5 @@ def markdown(gate: str, gates: GatesParams) -> str:
 
 
 if __name__ == "__main__":
-    for name in BANDS:
+    for name in THRESHOLDS:
         print(f"## {name}\n\n{markdown(name, GatesParams())}\n")

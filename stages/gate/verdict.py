@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.gate.approvals import read_approval
-from stages.gate.thresholds import BANDS, STAGES, Band, shown
+from stages.gate.thresholds import GATE_STAGES, THRESHOLDS, Threshold, format_threshold
 from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, read_json, stage_dir, write_json, write_text
 from stages.lib.core.params import Params
@@ -26,7 +26,7 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
     "within": lambda value, bound: abs(value) <= bound,
 }
 Check = dict[str, Any]
-Verdict = dict[str, Any]
+GateResult = dict[str, Any]
 
 
 def look_up(metrics: Any, name: str) -> Any:
@@ -36,7 +36,7 @@ def look_up(metrics: Any, name: str) -> Any:
     return metrics
 
 
-def measured(metrics: Any, metric: str) -> float | None:
+def metric_value(metrics: Any, metric: str) -> float | None:
     """A metric, or the difference of two; NaN, which is in no band, where one is missing or no
     number; None where its stage wrote null.
     """
@@ -48,9 +48,9 @@ def measured(metrics: Any, metric: str) -> float | None:
     return float(values[0] - sum(values[1:]))
 
 
-def check(gate: str, band: Band, metrics: Any, bound: float, round_: str) -> Check:
+def check(gate: str, band: Threshold, metrics: Any, bound: float, round_: str) -> Check:
     """One line of the verdict; NaN or infinity on either side fails it."""
-    value = measured(metrics, band.metric)
+    value = metric_value(metrics, band.metric)
     fix, passed = band.fix.format(round=round_), False
     if value is None and band.optional:
         fix, passed = "", True
@@ -64,7 +64,7 @@ def check(gate: str, band: Band, metrics: Any, bound: float, round_: str) -> Che
     return {
         "metric": band.metric,
         "value": value,
-        "band": shown(band, bound),
+        "band": format_threshold(band, bound),
         "bound": f"gates.{gate}.{band.bound}",
         "passed": passed,
         "why": band.why,
@@ -72,7 +72,7 @@ def check(gate: str, band: Band, metrics: Any, bound: float, round_: str) -> Che
     }
 
 
-def judge(params: Params, gate: str, round_: str) -> Verdict:
+def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
     """What a gate says of a round; nothing is written.
 
     Raises:
@@ -81,10 +81,10 @@ def judge(params: Params, gate: str, round_: str) -> Verdict:
     config = getattr(params.gates, gate)
     metrics = {
         stage: read_json(stage_dir(round_, stage) / "metrics.json", f"dvc repro {stage}@{round_}")
-        for stage in STAGES[gate]
+        for stage in GATE_STAGES[gate]
     }
     checks = [
-        check(gate, band, metrics, getattr(config, band.bound), round_) for band in BANDS[gate]
+        check(gate, band, metrics, getattr(config, band.bound), round_) for band in THRESHOLDS[gate]
     ]
     failed = [row for row in checks if not row["passed"]]
     approval = read_approval(round_, gate) if failed and config.policy is Policy.ask else None
@@ -105,7 +105,7 @@ def judge(params: Params, gate: str, round_: str) -> Verdict:
     }
 
 
-def vouched(verdict: Mapping[str, Any]) -> bool:
+def passed_or_approved(verdict: Mapping[str, Any]) -> bool:
     """Whether the numbers or a person speak for what went through; `warn` lets pass what nobody
     vouches for.
     """
@@ -121,19 +121,20 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     """
     passage = GATES / round_ / f"{gate}.ok"
     passage.unlink(missing_ok=True)
-    verdict = judge(params, gate, round_)
+    verdict = evaluate_gate(params, gate, round_)
     write_json(REPORTS / round_ / f"gate_{gate}.json", verdict)
     for row in verdict["checks"]:
         print(
-            f"[gate_{gate}@{round_}] {'pass' if row['passed'] else 'FAIL'}  {said(row)}", flush=True
+            f"[gate_{gate}@{round_}] {'pass' if row['passed'] else 'FAIL'}  {format_check(row)}",
+            flush=True,
         )
     if not verdict["opened"]:
         steps = [
-            f"{said(row)}. Next: {row['next_step']}"
+            f"{format_check(row)}. Next: {row['next_step']}"
             for row in verdict["checks"]
             if not row["passed"]
         ]
-        raise GateFailed("; ".join([*steps, *filter(None, [decision(verdict)])]))
+        raise GateFailed("; ".join([*steps, *filter(None, [decision_message(verdict)])]))
     if approval := verdict["approval"]:
         print(
             f"[gate_{gate}@{round_}] approved by {approval['by']}: {approval['reason']}", flush=True
@@ -145,7 +146,7 @@ def values(failed: list[Check]) -> dict[str, float | None]:
     return {row["metric"]: row["value"] for row in failed}
 
 
-def decision(verdict: Mapping[str, Any]) -> str:
+def decision_message(verdict: Mapping[str, Any]) -> str:
     """What a person has said, or can say, of a gate that is shut and asks; empty for any other."""
     gate, round_, approval = verdict["gate"], verdict["round"], verdict["approval"]
     if verdict["policy"] != Policy.ask.value or verdict["opened"]:
@@ -155,7 +156,7 @@ def decision(verdict: Mapping[str, Any]) -> str:
     return f'To go on all the same: `rondo approve {gate} {round_} --reason "..."`, then run again'
 
 
-def said(row: Check) -> str:
+def format_check(row: Check) -> str:
     value = (
         "not measured"
         if row["passed"] and row["value"] is None

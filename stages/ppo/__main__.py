@@ -9,15 +9,15 @@ from stages.lib.core.files import file_hash, read_jsonl, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.recorder import write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Row
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.lm.loading import prepare_torch
+from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
 from stages.ppo.common import reward_files
-from stages.ppo.common.episodes import episodes
-from stages.ppo.common.outputs import keep_work
-from stages.ppo.trainer.loop import Run
+from stages.ppo.common.episodes import make_episodes
+from stages.ppo.common.outputs import publish_outputs
+from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -36,13 +36,13 @@ REPORTED = (
 def main(params: Params, round_: str) -> None:
     if params.algorithm is not Algorithm.ppo:
         from stages.ppo.alternatives.run import (
-            main as alternative,
-        )  # with TRL, seconds that PPO need not wait
+            main as alternative,  # with TRL, seconds that PPO need not wait
+        )
 
         return alternative(params, round_)
 
     # 1. roles: policy and reference from SFT, critic and reward model from the reward stage
-    prepare_torch(params)
+    setup_torch(params)
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     roles = load_roles(params, sft / "model", reward / "model")
@@ -51,7 +51,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. prompts: some are held out, to compare policies on
     rows = read_jsonl(data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
-    prompts, held_out = episodes(rows, roles.tokenizer, params)
+    prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
     # 3. updates, from the first or from where a killed run of the same inputs got to, until done or
@@ -60,16 +60,16 @@ def main(params: Params, round_: str) -> None:
         data / "prompts_train.jsonl",
         sft / "model",
         reward / "model",
-        *reward_files.files(params),
+        *reward_files.reward_source_files(params),
     ]
-    run = Run(trainer, held_out, params, round_, identity(params, inputs))
+    run = TrainingRun(trainer, held_out, params, round_, identity(params, inputs))
     run.train()
 
     # 4. the policy to keep: the judge's choice among those within the KL budget
     run.best.restore()
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
-    keep_work(run.work, folder)
+    publish_outputs(run.work, folder)
     write_json(folder / "health.json", run.monitor.report())
     write_manifest(
         folder,
@@ -90,7 +90,7 @@ def main(params: Params, round_: str) -> None:
     )
 
 
-def summary(run: Run) -> Row:
+def summary(run: TrainingRun) -> Row:
     """What was kept of the run, and the means of the rollouts around it."""
     steps, kept = run.recorder.steps, run.best.found
     around = steps[
@@ -126,4 +126,4 @@ def identity(params: Params, inputs: list[Path]) -> Row:
 
 
 if __name__ == "__main__":
-    run_stage("ppo", main)
+    stage_main("ppo", main)

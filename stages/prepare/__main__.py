@@ -15,12 +15,18 @@ from stages.lib.core.files import (
 )
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Row
 from stages.lib.data.prompts import template_hash
-from stages.lib.data.slices import refuse_slices
-from stages.lib.data.splits import FROZEN, HELD_OUT, TRAIN, check_frozen, evaluation_hash
-from stages.lib.dedup.contamination import leaks_by_set, refuse_leaks
+from stages.lib.data.slices import check_not_in_slices
+from stages.lib.data.splits import (
+    EVAL_FILES,
+    HELD_OUT,
+    TRAIN,
+    check_eval_set_unchanged,
+    evaluation_hash,
+)
+from stages.lib.dedup.contamination import check_no_leaks, leaks_by_set
 from stages.prepare.audit import BAD, CONTRADICTION, EXACT, LEAK, NEAR, TIE, Audit
 from stages.prepare.merge_replay import merge_replay
 from stages.prepare.report import page
@@ -32,7 +38,7 @@ MODEL, TWEETS = ASSETS / "model", ASSETS / "data/tweets.tsv"
 EXAMPLES = 3
 
 
-def build(params: Params, round_: str) -> None:
+def main(params: Params, round_: str) -> None:
     """The stage.
 
     Raises:
@@ -68,7 +74,7 @@ def build(params: Params, round_: str) -> None:
         train, held_out, previous, params.replay.max_share, params.prepare.near_duplicate
     )
 
-    refuse_slices(
+    check_not_in_slices(
         (f"{name} row {row['id']}: its prompt", row["prompt"])
         for name in TRAIN.values()
         for row in sets[name]
@@ -77,7 +83,7 @@ def build(params: Params, round_: str) -> None:
     # 4. write, and check that the evaluation set is the previous round's
     for name, rows in sets.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
-    check_frozen(folder / "data", previous)
+    check_eval_set_unchanged(folder / "data", previous)
 
     # 5. report: what was lost beside the data, and what the data are like
     lost = {**audit.report(), "replayed": replayed}
@@ -99,7 +105,7 @@ def build(params: Params, round_: str) -> None:
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         prompt_format=params.prepare.prompt_format.value,
         evaluation_hash=evaluation_hash(folder / "data"),
-        evaluation_files=list(FROZEN),
+        evaluation_files=list(EVAL_FILES),
     )
     counts = ", ".join(f"{name} {len(rows)}" for name, rows in sets.items())
     print(
@@ -142,7 +148,7 @@ def clear_leaks(
         key=lambda row: not is_declared(row),
     )
     leaks = leaks_by_set(train, held_out, similarity)
-    refuse_leaks(
+    check_no_leaks(
         [
             (train[name][leak.row]["id"], leak)
             for name, some in leaks.items()
@@ -193,4 +199,4 @@ def metrics(audit: Audit, sets: dict[str, list[Row]], replayed: dict[str, int]) 
 
 
 if __name__ == "__main__":
-    run_stage("prepare", build)
+    stage_main("prepare", main)

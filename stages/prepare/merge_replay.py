@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from stages.lib.core.files import is_real, read_jsonl
+from stages.lib.core.files import is_placeholder, read_jsonl
 from stages.lib.core.types import Row
-from stages.lib.data.splits import refuse_frozen
-from stages.lib.dedup.contamination import find_leaks, refuse_leaks
+from stages.lib.data.splits import check_not_in_eval_set
+from stages.lib.dedup.contamination import check_no_leaks, find_leaks
 
 
 def merge_replay(
@@ -23,7 +23,7 @@ def merge_replay(
             text (stages/lib/dedup/contamination.py).
     """
     folder = previous / "replay/data"
-    if not is_real(folder):
+    if is_placeholder(folder):
         return dict.fromkeys(train, 0)
     made_by = f"dvc repro replay@{previous.name}"
     replayed = {name: read_jsonl(folder / f"{name}.jsonl", made_by) for name in train}
@@ -32,14 +32,14 @@ def merge_replay(
         for name, some in replayed.items()
         for line, row in enumerate(some, 1)
     ]
-    refuse_frozen(
+    check_not_in_eval_set(
         ((f"{place}: its prompt", row["prompt"]) for place, row in placed),
         held_out["prompts"],
         "remove the row",
     )
     places, rows = [place for place, _ in placed], [row for _, row in placed]
     leaks = find_leaks(rows, [row for some in held_out.values() for row in some], similarity)
-    refuse_leaks(
+    check_no_leaks(
         [(places[leak.row], leak) for leak in leaks],
         f"run `{made_by}` again, which leaves such rows out, or remove them",
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stages.lib.core.html import fill
+from stages.lib.core.html import render_page
 from stages.lib.core.types import Row
 from stages.prepare.formats import source_texts
 
@@ -27,7 +27,7 @@ def page(report: dict[str, Any], round_: str) -> str:
         "percent": lambda share: f"{share:.1%}",
         "number": lambda value: f"{value:,.6g}",
     }
-    return fill(
+    return render_page(
         "stages.prepare",
         "data.html.jinja",
         filters,

@@ -13,10 +13,10 @@ import numpy as np
 
 from stages.lib.core.types import Row
 from stages.lib.metrics.preference_baselines import (
-    at_random,
-    flat,
     longest_wins_accuracy,
     more_wins_accuracy,
+    prompt_text,
+    subsample,
     word_model,
 )
 from stages.lib.metrics.stats import wilson_interval
@@ -90,7 +90,9 @@ def lengths(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     measured = {}
     for field in FIELDS:
         texts = [
-            flat(row["prompt"]) if field == "prompt" else row[field] for row in rows if field in row
+            prompt_text(row["prompt"]) if field == "prompt" else row[field]
+            for row in rows
+            if field in row
         ]
         if texts:
             counts = {
@@ -115,7 +117,7 @@ def spread(values: Sequence[int]) -> dict[str, float]:
 
 def languages(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     """{sampled: rows, shares: {ISO 639 code: share}} over a sample of rows, the commonest first."""
-    sample = at_random(list(rows), LANGUAGE_ROWS, seed)
+    sample = subsample(list(rows), LANGUAGE_ROWS, seed)
     identifier = language_identifier()
     found = Counter(language(identifier.classify(" ".join(source_texts(row)))[0]) for row in sample)
     return {
@@ -149,7 +151,7 @@ def shortcuts(train: list[Row], held_out: list[Row], seed: int) -> dict[str, Any
     held-out ones.
     """
     words = word_model(train, held_out, seed)
-    train, held_out = at_random(train, PAIRS, seed), at_random(held_out, PAIRS, seed)
+    train, held_out = subsample(train, PAIRS, seed), subsample(held_out, PAIRS, seed)
     rules = []
     for shortcut in SHORTCUTS:
         accuracies = {"train": shortcut.measure(train), "held_out": shortcut.measure(held_out)}

@@ -14,7 +14,13 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.source_files import changed_sources
 from stages.lib.core.types import Prompt, Row
-from stages.lib.data.splits import Prompts, hold_out, overlapping, prompt_key, refuse_overlap
+from stages.lib.data.splits import (
+    PromptIndex,
+    check_no_prompt_overlap,
+    hold_out,
+    overlapping,
+    prompt_key,
+)
 from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit
 from stages.prepare.formats import Defect, Tie, normalise, source_texts
@@ -90,7 +96,7 @@ def frozen_prompts(sets: dict[str, list[Row]], most: int, seed: int) -> dict[str
     training prompt.
     """
     held_out = sets.pop("prompts_eval")
-    train = Prompts(row["prompt"] for row in sets["prompts_train"])
+    train = PromptIndex(row["prompt"] for row in sets["prompts_train"])
     clear = [
         {"id": row["id"], "prompt": row["prompt"]}
         for row in held_out
@@ -152,7 +158,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def read_hub(source: SourceParams) -> Any:
     import datasets
 
-    with hub.asked(
+    with hub.hub_errors(
         f"prepare.sources: {source.path}",
         f"no such file, and the hub does not give split {source.split}",
     ):
@@ -167,7 +173,7 @@ def separate(rows: list[Row], own: bool, audit: Audit) -> list[Row]:
         [row for row in rows if row["use"] == use] for use in ("eval", "train")
     )
     if own:
-        refuse_overlap(eval_rows, train_rows)
+        check_no_prompt_overlap(eval_rows, train_rows)
         return rows
     leaked = {
         train["where"]: held_out["where"] for held_out, train in overlapping(eval_rows, train_rows)

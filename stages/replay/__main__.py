@@ -5,21 +5,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import ASSETS, file_hash, is_real, read_jsonl, stage_dir, write_jsonl
+from stages.lib.core.files import (
+    ASSETS,
+    file_hash,
+    is_placeholder,
+    read_jsonl,
+    stage_dir,
+    write_jsonl,
+)
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Row, ScoreFunction
-from stages.lib.data.prompts import check_template, short, template_hash
+from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.splits import HELD_OUT, once, refuse_evaluation_prompts, shuffled
+from stages.lib.data.splits import HELD_OUT, dedupe_prompts, refuse_evaluation_prompts, shuffled
 from stages.lib.dedup.contamination import leaks_by_set
 from stages.lib.judging.jury import Jury, load_jury
-from stages.lib.judging.lexicon import judge
+from stages.lib.judging.lexicon import lexicon_scores
 from stages.lib.judging.pairwise import Comparison
-from stages.lib.lm.loading import load_causal_lm, prepare_torch
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.loading import load_causal_lm, setup_torch
+from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.replay.badcases import Badcase, Cause, State, read_ledger
 from stages.replay.better_answers import better_answers
@@ -28,14 +35,14 @@ from stages.replay.exploits import (
     candidates,
     exploit_pairs,
     find_exploits,
-    fooled,
-    without,
+    pairs_flipped,
+    strip_exploits,
 )
-from stages.replay.mining import Limits, Sample, kl_limit, mine, reported
-from stages.replay.retest import by_cause, rival, try_again
-from stages.replay.sampler import BATCH, PolicyDraw, Sampler, draw
-from stages.replay.training_rows import capped, repair
-from stages.replay.user_reports import from_people
+from stages.replay.mining import BadcaseThresholds, PolicySample, find_badcases, kl_limit, reported
+from stages.replay.retest import by_cause, comparison_response, retest
+from stages.replay.sampler import BATCH, Sampler, ScoredResponse, draw
+from stages.replay.training_rows import cap_share, make_training_rows
+from stages.replay.user_reports import read_user_reports
 
 FRESH_PROMPTS = 96
 HELD_OUT_PAIRS = 512  # at most
@@ -43,18 +50,20 @@ HELD_OUT_PAIRS = 512  # at most
 
 def main(params: Params, round_: str) -> None:
     # 1. inputs: no evaluation prompt, for what is drawn here is trained on
-    prepare_torch(params)
+    setup_torch(params)
     folder, data = stage_dir(round_, "replay"), stage_dir(round_, "prepare") / "data"
     made_by, previous = f"dvc repro prepare@{round_}", Path(params.rounds[round_].previous)
-    recorder = Recorder("replay", round_, 6)
-    prompts = once(read_jsonl(data / "prompts_train.jsonl", made_by))
+    recorder = MetricLogger("replay", round_, 6)
+    prompts = dedupe_prompts(read_jsonl(data / "prompts_train.jsonl", made_by))
     human_sft = [
         row for row in read_jsonl(data / "sft_train.jsonl", made_by) if "badcase" not in row
     ]
-    rollouts = late(read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}"))
+    rollouts = last_third(
+        read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
+    )
     evaluation = {name: read_jsonl(data / f"{name}.jsonl", made_by) for name in HELD_OUT.values()}
     refuse_evaluation_prompts([*prompts, *rollouts], evaluation["eval_prompts"])
-    reports, wanted = from_people(round_, evaluation["eval_prompts"])
+    reports, wanted = read_user_reports(round_, evaluation["eval_prompts"])
     sampler = Sampler(params, round_)
     for stage in ("sft", "reward", "ppo"):
         check_template(
@@ -63,7 +72,9 @@ def main(params: Params, round_: str) -> None:
             params.prepare.prompt_format,
         )
     train, held_out = (
-        short(read_jsonl(data / f"pairs_{part}.jsonl", made_by), sampler.tokenizer, params)
+        pairs_with_room_for_ending(
+            read_jsonl(data / f"pairs_{part}.jsonl", made_by), sampler.tokenizer, params
+        )
         for part in ("train", "eval")
     )
     human, held_out = (
@@ -74,7 +85,7 @@ def main(params: Params, round_: str) -> None:
     # 2. what the policy says: late rollouts, and fresh samples beside SFT's
     asked = [*shuffled(prompts, params.seed)[:FRESH_PROMPTS], *wanted]
     texts = [row["prompt"] for row in asked]
-    recorder.say(1, f"{len(asked)} fresh samples of policy and SFT")
+    recorder.log_progress(1, f"{len(asked)} fresh samples of policy and SFT")
     sft = sampler.sft(texts, params.seed)
     jury = load_jury(
         params,
@@ -94,21 +105,23 @@ def main(params: Params, round_: str) -> None:
         params.replay.exploit_share,
         params.replay.exploit_lift,
     )
-    recorder.say(2, f"{len(shares)} endings that the policy likes, tried on the reward model")
+    recorder.log_progress(
+        2, f"{len(shares)} endings that the policy likes, tried on the reward model"
+    )
     exploits = find_exploits(shares, shuffled(human, params.seed), sampler.scorer)
     suffixes = [exploit.suffix for exploit in exploits]
 
     # 4. badcases by cause, as far as no earlier round knows them; what people have reported is
     # added to them
-    earlier = read_ledger(previous.name) if is_real(previous / "replay/data") else []
-    samples = read_bare(samples, [suffixes] * len(samples), sampler.scorer)
-    limits = Limits(
+    earlier = read_ledger(previous.name) if not is_placeholder(previous / "replay/data") else []
+    samples = score_without_exploits(samples, [suffixes] * len(samples), sampler.scorer)
+    limits = BadcaseThresholds(
         params.replay,
         kl_limit([s.kl for s in samples], params.replay.kl_outlier),
         JudgeName.lexicon.value in params.evaluate.judges,
     )
     policy, known = file_hash(stage_dir(round_, "ppo") / "policy"), {case.id for case in earlier}
-    mined = mine(samples, limits, round_, policy, known)
+    mined = find_badcases(samples, limits, round_, policy, known)
     scores = sampler.scorer(
         [report.prompt for report in reports], [report.response for report in reports]
     )
@@ -116,15 +129,15 @@ def main(params: Params, round_: str) -> None:
         *(case for case in reported(reports, scores, round_) if case.id not in known),
         *mined,
     ]
-    recorder.say(
+    recorder.log_progress(
         3, f"{len(badcases)} badcases, {len(reports)} of them reported, exploits {suffixes}"
     )
 
     # 5. better answers, and the next round's rows; what of the badcases is chance
     drawn = draw([case.prompt for case in badcases if case.better is None], sampler, params)
     better = better_answers(badcases, drawn, jury, params.replay, suffixes, limits.lexicon)
-    badcases, pairs, demonstrations, again = repair(badcases, better)
-    badcases = ask_again(badcases, sampler, jury, params.seed + 3, limits, round_)
+    badcases, pairs, demonstrations, again = make_training_rows(badcases, better)
+    badcases = resample_and_retest(badcases, sampler, jury, params.seed + 3, limits, round_)
     against = exploit_pairs(exploits, human, params.replay.pairs_per_exploit, params.seed)
     made, leaked = clean(
         {"pairs": [*against, *pairs], "sft": demonstrations, "prompts": again},
@@ -133,10 +146,10 @@ def main(params: Params, round_: str) -> None:
     )
     own = {"pairs": len(human), "sft": len(human_sft), "prompts": len(prompts)}
     rows = {
-        name: capped(some * params.replay.weight, own[name], params.replay.max_share)
+        name: cap_share(some * params.replay.weight, own[name], params.replay.max_share)
         for name, some in made.items()
     }
-    recorder.say(
+    recorder.log_progress(
         4,
         "next round gets "
         + ", ".join(f"{len(some)} {name}" for name, some in rows.items())
@@ -145,9 +158,11 @@ def main(params: Params, round_: str) -> None:
 
     # 6. the round before: its badcases tried again, its exploits under both reward models
     chosen = chosen_scores(stage_dir(round_, "reward"))
-    tried = ask_again(earlier, sampler, jury, params.seed + 2, limits, round_)
-    progress = became(earlier, tried) | blind_spots(previous, sampler, params, held_out, chosen)
-    progress["fooled_now"] = share(fooled(suffixes, held_out, sampler.scorer, chosen))
+    tried = resample_and_retest(earlier, sampler, jury, params.seed + 2, limits, round_)
+    progress = repair_metrics(earlier, tried) | blind_spots(
+        previous, sampler, params, held_out, chosen
+    )
+    progress["fooled_now"] = share(pairs_flipped(suffixes, held_out, sampler.scorer, chosen))
 
     # 7. write
     ledger = [case.model_dump(mode="json") for case in [*tried, *badcases]]
@@ -190,7 +205,7 @@ def main(params: Params, round_: str) -> None:
     )
 
 
-def late(rollouts: list[Row]) -> list[Row]:
+def last_third(rollouts: list[Row]) -> list[Row]:
     """The last third of the updates: what the policy has become."""
     last = max((row["update"] for row in rollouts), default=0)
     return [row for row in rollouts if row["update"] > 2 / 3 * last]
@@ -214,10 +229,10 @@ def clean(
     return kept, sum(map(len, leaks.values()))
 
 
-def from_rollouts(rows: list[Row]) -> list[Sample]:
-    judged = judge([row["prompt"] for row in rows], [row["response"] for row in rows])
+def from_rollouts(rows: list[Row]) -> list[PolicySample]:
+    judged = lexicon_scores([row["prompt"] for row in rows], [row["response"] for row in rows])
     return [
-        Sample(
+        PolicySample(
             r["id"],
             r["prompt"],
             r["response"],
@@ -233,13 +248,13 @@ def from_rollouts(rows: list[Row]) -> list[Sample]:
 
 def from_draws(
     asked: list[Row],
-    policy: list[PolicyDraw],
+    policy: list[ScoredResponse],
     rivals: Sequence[str | None],
     origin: str,
     jury: Jury,
-) -> list[Sample]:
+) -> list[PolicySample]:
     """Samples with the jury's votes against their rivals, where they have one."""
-    judged = judge([row["prompt"] for row in asked], [each.text for each in policy])
+    judged = lexicon_scores([row["prompt"] for row in asked], [each.text for each in policy])
     compared = [place for place, rival in enumerate(rivals) if rival is not None]
     told = jury.compare(
         [
@@ -252,7 +267,7 @@ def from_draws(
         for number, place in enumerate(compared)
     }
     return [
-        Sample(
+        PolicySample(
             row["id"],
             row["prompt"],
             ours.text,
@@ -268,9 +283,9 @@ def from_draws(
     ]
 
 
-def read_bare(
-    samples: list[Sample], exploits: Sequence[list[str]], score: ScoreFunction
-) -> list[Sample]:
+def score_without_exploits(
+    samples: list[PolicySample], exploits: Sequence[list[str]], score: ScoreFunction
+) -> list[PolicySample]:
     """The samples with those of their list of exploits that they carry, and their score without
     them.
     """
@@ -279,7 +294,7 @@ def read_bare(
         for sample, some in zip(samples, exploits, strict=True)
     ]
     asked = [number for number, found in enumerate(carried) if found]
-    texts = [without(carried[number], samples[number].response) for number in asked]
+    texts = [strip_exploits(carried[number], samples[number].response) for number in asked]
     bare = dict(zip(asked, score([samples[number].prompt for number in asked], texts), strict=True))
     return [
         replace(sample, exploits=carried[number], bare=bare.get(number))
@@ -287,8 +302,13 @@ def read_bare(
     ]
 
 
-def ask_again(
-    badcases: list[Badcase], sampler: Sampler, jury: Jury, seed: int, limits: Limits, round_: str
+def resample_and_retest(
+    badcases: list[Badcase],
+    sampler: Sampler,
+    jury: Jury,
+    seed: int,
+    limits: BadcaseThresholds,
+    round_: str,
 ) -> list[Badcase]:
     """The badcases with a try by this round's policy (replay.tries new responses each) and reward
     model.
@@ -298,8 +318,8 @@ def ask_again(
     each = [case for case in badcases for _ in range(limits.replay.tries)]
     asked = [{"id": case.prompt_id, "prompt": case.prompt} for case in each]
     draws = sampler.policy([case.prompt for case in each], seed)
-    answers = from_draws(asked, draws, [rival(case) for case in each], "again", jury)
-    answers = read_bare(answers, [case.exploits for case in each], sampler.scorer)
+    answers = from_draws(asked, draws, [comparison_response(case) for case in each], "again", jury)
+    answers = score_without_exploits(answers, [case.exploits for case in each], sampler.scorer)
     paired = [case for case in badcases if case.better is not None]
     better, bad = (
         sampler.scorer([case.prompt for case in paired], side)
@@ -310,10 +330,10 @@ def ask_again(
     }
     tries = limits.replay.tries
     by_case = [answers[place : place + tries] for place in range(0, len(answers), tries)]
-    return try_again(badcases, by_case, [case.id not in wrong for case in badcases], limits, round_)
+    return retest(badcases, by_case, [case.id not in wrong for case in badcases], limits, round_)
 
 
-def became(before: list[Badcase], tried: list[Badcase]) -> dict[str, Any]:
+def repair_metrics(before: list[Badcase], tried: list[Badcase]) -> dict[str, Any]:
     """What this round has made of the badcases of all rounds before. guarded: repaired before, so
     that they must not come back.
     """
@@ -345,7 +365,7 @@ def blind_spots(
     """How far the exploits of the round before fool its reward model and this one."""
     suffixes: list[str] = []
     before, after = [], []
-    if is_real(previous / "replay/data"):
+    if not is_placeholder(previous / "replay/data"):
         suffixes = [
             row["suffix"]
             for row in read_jsonl(
@@ -353,9 +373,9 @@ def blind_spots(
             )
         ]
     if suffixes:
-        earlier = Scorer(previous / "reward/model", sampler.tokenizer, params, BATCH)
-        before = fooled(suffixes, held_out, earlier, chosen_scores(previous / "reward"))
-        after = fooled(suffixes, held_out, sampler.scorer, chosen)
+        earlier = RewardScorer(previous / "reward/model", sampler.tokenizer, params, BATCH)
+        before = pairs_flipped(suffixes, held_out, earlier, chosen_scores(previous / "reward"))
+        after = pairs_flipped(suffixes, held_out, sampler.scorer, chosen)
     falls = [[float(b) - a] for b, a in zip(before, after, strict=True)]
     fall, low, high = (
         paired_bootstrap(falls, params.evaluate.bootstrap_resamples, params.seed)
@@ -383,4 +403,4 @@ def row_of(exploit: Exploit) -> Row:
 
 
 if __name__ == "__main__":
-    run_stage("replay", main)
+    stage_main("replay", main)

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from stages.lib.core.files import stage_dir, write_jsonl
-from stages.lib.core.types import Prompt, SomePrompt
-from stages.lib.core.validation import checked, read_checked, read_lines
+from stages.lib.core.types import NonEmptyPrompt, Prompt
+from stages.lib.core.validation import read_json_lines, read_validated_jsonl, validate_row
 
 REPORTED = Path("badcases")
 Text = Annotated[str, Field(min_length=1)]
@@ -41,7 +41,7 @@ class State(str, Enum):
     regressed = "regressed"  # was repaired, and fails again
 
 
-class Try(BaseModel, extra="forbid"):
+class Retest(BaseModel, extra="forbid"):
     """A round's policy asked again: `fired` of `of` new responses fail. ranked: its reward model
     puts the better answer first.
     """
@@ -52,11 +52,11 @@ class Try(BaseModel, extra="forbid"):
     ranked: bool
 
     @property
-    def sound(self) -> bool:
+    def all_passed(self) -> bool:
         return self.fired == 0 and self.ranked
 
     @property
-    def broken(self) -> bool:
+    def all_failed(self) -> bool:
         """Every response fails: some would by chance alone."""
         return self.fired == self.of or not self.ranked
 
@@ -93,7 +93,7 @@ class Badcase(BaseModel, extra="forbid"):
     votes: dict[str, float] = {}
     better: str | None = None
     note: str | None = None
-    tries: list[Try] = []
+    tries: list[Retest] = []
 
     @property
     def guarded(self) -> bool:
@@ -103,19 +103,19 @@ class Badcase(BaseModel, extra="forbid"):
     @property
     def by_chance(self) -> bool:
         """Whether its own policy, that nothing has repaired, passes the test as well."""
-        return bool(self.tries) and self.tries[0].round == self.round and self.tries[0].sound
+        return bool(self.tries) and self.tries[0].round == self.round and self.tries[0].all_passed
 
-    def tried(self, attempt: Try) -> "Badcase":
+    def tried(self, attempt: Retest) -> "Badcase":
         """With one more try; a try in its own round is the measure of chance, and changes no state."""
-        state = self.state if attempt.round == self.round else after(self.state, attempt)
+        state = self.state if attempt.round == self.round else next_state(self.state, attempt)
         return self.model_copy(update={"tries": [*self.tries, attempt], "state": state})
 
 
-def after(state: State, attempt: Try) -> State:
+def next_state(state: State, attempt: Retest) -> State:
     """What a badcase becomes by a later round's try."""
     if state in (State.repaired, State.locked):
-        return State.regressed if attempt.broken else State.locked
-    if attempt.sound:
+        return State.regressed if attempt.all_failed else State.locked
+    if attempt.all_passed:
         return State.repaired
     return state if state is State.regressed else State.open
 
@@ -135,7 +135,7 @@ def read_ledger(round_: str) -> list[Badcase]:
     """
     return [
         case
-        for _, case in read_checked(
+        for _, case in read_validated_jsonl(
             Badcase, ledger_path(round_), f"run `dvc repro replay@{round_}`"
         )
     ]
@@ -144,7 +144,7 @@ def read_ledger(round_: str) -> list[Badcase]:
 class Report(BaseModel, extra="forbid"):
     """What a person says of a response. by: who."""
 
-    prompt: SomePrompt
+    prompt: NonEmptyPrompt
     response: Text
     better: Text | None = None
     note: Text | None = None
@@ -158,7 +158,7 @@ class Report(BaseModel, extra="forbid"):
 class MiningPrompt(BaseModel, extra="forbid"):
     """A prompt that a person wants replay to ask. by: who."""
 
-    prompt: SomePrompt
+    prompt: NonEmptyPrompt
     note: Text | None = None
     by: Text
 
@@ -167,25 +167,25 @@ class MiningPrompt(BaseModel, extra="forbid"):
         return f"mining-{hashlib.sha256(json.dumps(self.prompt).encode()).hexdigest()[:8]}"
 
 
-Given = Report | MiningPrompt
+UserInput = Report | MiningPrompt
 
 
 def report_path(round_: str) -> Path:
     return REPORTED / f"{round_}.jsonl"
 
 
-def given(row: Any, place: str) -> Given:
+def parse_user_row(row: Any, place: str) -> UserInput:
     """A row without a response is a prompt to ask.
 
     Raises:
         BadInput: it is neither.
     """
     if isinstance(row, dict) and "prompt" in row and "response" not in row:
-        return checked(MiningPrompt, row, place, "mend the line")
-    return checked(Report, row, place, "mend the line")
+        return validate_row(MiningPrompt, row, place, "mend the line")
+    return validate_row(Report, row, place, "mend the line")
 
 
-def read_given(round_: str) -> list[tuple[str, Given]]:
+def read_user_rows(round_: str) -> list[tuple[str, UserInput]]:
     """What people have given to this round's replay, each with its place; nothing where nobody has.
 
     Raises:
@@ -193,15 +193,18 @@ def read_given(round_: str) -> list[tuple[str, Given]]:
     """
     path = report_path(round_)
     return (
-        [(place, given(row, place)) for place, row in read_lines(path, "mend the line")]
+        [
+            (place, parse_user_row(row, place))
+            for place, row in read_json_lines(path, "mend the line")
+        ]
         if path.exists()
         else []
     )
 
 
-def add_given(round_: str, some: Iterable[Given]) -> int:
+def add_user_rows(round_: str, some: Iterable[UserInput]) -> int:
     """Append those that are not there yet; returns how many."""
-    known = {each.id: each for _, each in read_given(round_)}
+    known = {each.id: each for _, each in read_user_rows(round_)}
     new = {each.id: each for each in some if each.id not in known}
     write_jsonl(
         report_path(round_),

@@ -9,13 +9,13 @@ from statistics import quantiles
 from stages.lib.core.params.evaluation import ReplayParams
 from stages.lib.core.types import Prompt
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.pairwise import TOGETHER, Comparison
+from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.metrics.sentiment import sentiment_plain
 from stages.lib.metrics.text import repetition_n
 from stages.replay.badcases import Badcase, Cause
-from stages.replay.exploits import without
+from stages.replay.exploits import strip_exploits
 from stages.replay.sampler import Candidate, Drawn
-from stages.replay.training_rows import Better
+from stages.replay.training_rows import BetterAnswer
 
 PAIRED = (Cause.judge_loses, Cause.blind_spot, Cause.repetition, Cause.human)
 # plain sentiment (-1..1) from which an answer is worth imitating, where the lexicon is a judge
@@ -29,11 +29,14 @@ def better_answers(
     replay: ReplayParams,
     avoid: Sequence[str],
     by_lexicon: bool,
-) -> dict[str, Better]:
+) -> dict[str, BetterAnswer]:
     """By badcase id; none where no answer of SFT is sound. avoid: exploits."""
     prompts = {str(case.prompt): case.prompt for case in badcases}
     most = fluent_nll([answer for answers in drawn.values() for answer in answers])
-    kept = {key: sound(answers, avoid, replay.repetition, most) for key, answers in drawn.items()}
+    kept = {
+        key: acceptable_answers(answers, avoid, replay.repetition, most)
+        for key, answers in drawn.items()
+    }
     best = best_of(prompts, kept, jury)
     good = {
         key
@@ -47,13 +50,13 @@ def better_answers(
     ]
     won = jury.compare(
         [
-            Comparison(case.prompt, text, without(case.exploits, case.response))
+            Comparison(case.prompt, text, strip_exploits(case.exploits, case.response))
             for case, text in paired
         ]
-    )[TOGETHER]
+    )[JURY]
     preferred = {case.id for (case, _), vote in zip(paired, won, strict=True) if vote == 1}
     return {
-        case.id: Better(best[key][0], preferred=case.id in preferred, good=key in good)
+        case.id: BetterAnswer(best[key][0], preferred=case.id in preferred, good=key in good)
         for case in badcases
         if (key := str(case.prompt)) in best
     }
@@ -64,7 +67,7 @@ def fluent_nll(answers: Sequence[Candidate]) -> float:
     return quantiles([each.nll for each in answers], n=4)[2] if len(answers) > 1 else float("inf")
 
 
-def sound(
+def acceptable_answers(
     answers: Sequence[Candidate], avoid: Sequence[str], repetition: float, nll: float
 ) -> list[str]:
     """Those without an exploit, much repetition, or an NLL above `nll` (garbled by chance); each
@@ -88,7 +91,7 @@ def best_of(
     equals), and that score.
     """
     matches = [(key, a, b) for key, some in answers.items() for a, b in combinations(some, 2)]
-    won = jury.compare([Comparison(prompts[key], a, b) for key, a, b in matches])[TOGETHER]
+    won = jury.compare([Comparison(prompts[key], a, b) for key, a, b in matches])[JURY]
     points = {key: dict.fromkeys(some, 0.0) for key, some in answers.items() if some}
     for (key, a, b), vote in zip(matches, won, strict=True):
         points[key][a] += vote

@@ -9,8 +9,8 @@ from statistics import median
 
 from stages.lib.core.params.evaluation import ReplayParams
 from stages.lib.core.types import Prompt
-from stages.lib.judging.lexicon import Judged, judge
-from stages.lib.judging.pairwise import TOGETHER
+from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
+from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import Badcase, Cause, Report, badcase_id
 
 # of a normal distribution: standard deviation / median absolute deviation (Rousseeuw & Croux 1993)
@@ -18,7 +18,7 @@ MAD_TO_STD = 1.4826
 
 
 @dataclass(frozen=True)
-class Sample:
+class PolicySample:
     """A response of the policy.
 
     score: calibrated; kl: nats a sequence; origin: PPO update, or "fresh"; rival: the response that
@@ -33,7 +33,7 @@ class Sample:
     score: float
     kl: float
     ended: bool
-    judged: Judged
+    judged: LexiconScores
     origin: int | str
     rival: str | None = None
     votes: Mapping[str, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BadcaseThresholds:
     """What counts as a failure. kl: nats a sequence; lexicon: whether it is one of the judges."""
 
     replay: ReplayParams
@@ -57,11 +57,11 @@ def kl_limit(kls: list[float], outlier: float) -> float:
 
 
 # Each tells how bad a sample is, larger is worse, or None where the cause does not fire.
-def judge_loses(sample: Sample, limits: Limits) -> float | None:
-    return sample.score if sample.votes.get(TOGETHER) == 0 else None
+def judge_loses(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
+    return sample.score if sample.votes.get(JURY) == 0 else None
 
 
-def blind_spot(sample: Sample, limits: Limits) -> float | None:
+def blind_spot(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     unloved = limits.lexicon and sample.judged.sentiment_plain < limits.replay.judge_low
     overpaid = sample.bare is not None and sample.bare < limits.replay.score_high
     return (
@@ -69,27 +69,31 @@ def blind_spot(sample: Sample, limits: Limits) -> float | None:
     )
 
 
-def repetition(sample: Sample, limits: Limits) -> float | None:
+def repetition(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     return (
         sample.judged.repetition if sample.judged.repetition >= limits.replay.repetition else None
     )
 
 
-def no_eos(sample: Sample, limits: Limits) -> float | None:
+def no_eos(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     return None if sample.ended else sample.score
 
 
-def kl_outlier(sample: Sample, limits: Limits) -> float | None:
+def kl_outlier(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     return sample.kl if sample.kl > limits.kl else None
 
 
-CAUSES: dict[Cause, Callable[[Sample, Limits], float | None]] = {
+CAUSES: dict[Cause, Callable[[PolicySample, BadcaseThresholds], float | None]] = {
     Cause[each.__name__]: each for each in (judge_loses, blind_spot, repetition, no_eos, kl_outlier)
 }
 
 
-def mine(
-    samples: Iterable[Sample], limits: Limits, round_: str, policy: str, known: Collection[str]
+def find_badcases(
+    samples: Iterable[PolicySample],
+    limits: BadcaseThresholds,
+    round_: str,
+    policy: str,
+    known: Collection[str],
 ) -> list[Badcase]:
     """At most replay.max_badcases of them: the causes take turns, each giving its worst first.
     known: ids of earlier rounds', tried again anyway."""
@@ -108,7 +112,7 @@ def mine(
     return [case for case, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]
 
 
-def badcase(sample: Sample, cause: Cause, round_: str, policy: str) -> Badcase:
+def badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -> Badcase:
     return Badcase(
         id=badcase_id(sample.prompt, sample.response, cause),
         round=round_,
@@ -133,7 +137,9 @@ def reported(reports: Sequence[Report], scores: Sequence[float], round_: str) ->
     """What people have reported, with the reward model's calibrated score of each and the lexicon's
     opinion.
     """
-    judged = judge([report.prompt for report in reports], [report.response for report in reports])
+    judged = lexicon_scores(
+        [report.prompt for report in reports], [report.response for report in reports]
+    )
     return [
         Badcase(
             id=report.id,

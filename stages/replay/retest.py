@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from stages.lib.judging.pairwise import TOGETHER
-from stages.replay.badcases import Badcase, Cause, State, Try
-from stages.replay.mining import CAUSES, Limits, Sample
+from stages.lib.judging.pairwise import JURY
+from stages.replay.badcases import Badcase, Cause, Retest, State
+from stages.replay.mining import CAUSES, BadcaseThresholds, PolicySample
 
 
-def try_again(
+def retest(
     badcases: Sequence[Badcase],
-    answers: Sequence[Sequence[Sample]],
+    answers: Sequence[Sequence[PolicySample]],
     ranked: Sequence[bool],
-    limits: Limits,
+    limits: BadcaseThresholds,
     round_: str,
 ) -> list[Badcase]:
     """The badcases with one more try, and the state that it leaves them in.
@@ -22,9 +22,9 @@ def try_again(
     repairs some: compare with what a badcase's own round makes of it.
     """
     tries = [
-        Try(
+        Retest(
             round=round_,
-            fired=sum(fires(case, answer, limits) for answer in some),
+            fired=sum(still_fails(case, answer, limits) for answer in some),
             of=len(some),
             ranked=right,
         )
@@ -33,7 +33,7 @@ def try_again(
     return [case.tried(attempt) for case, attempt in zip(badcases, tries, strict=True)]
 
 
-def rival(case: Badcase) -> str | None:
+def comparison_response(case: Badcase) -> str | None:
     """What a new response is compared with: SFT's where the jury had preferred it, what a person
     wants, or what a person does not want.
     """
@@ -42,13 +42,13 @@ def rival(case: Badcase) -> str | None:
     return case.sft if case.cause is Cause.judge_loses else None
 
 
-def fires(case: Badcase, answer: Sample, limits: Limits) -> bool:
+def still_fails(case: Badcase, answer: PolicySample, limits: BadcaseThresholds) -> bool:
     """Whether a new response fails as the badcase did; a person's: the jury finds it below the
     better answer, or not above the bad.
     """
     if case.cause is not Cause.human:
         return CAUSES[case.cause](answer, limits) is not None
-    return answer.votes[TOGETHER] == 0 if case.better else answer.votes[TOGETHER] != 1
+    return answer.votes[JURY] == 0 if case.better else answer.votes[JURY] != 1
 
 
 def by_cause(badcases: Sequence[Badcase], state: State) -> dict[str, int]:

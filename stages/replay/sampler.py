@@ -9,25 +9,25 @@ import torch
 
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.types import Prompt, Tokens
+from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.judging.fluency import Fluency
-from stages.lib.lm.generation import sample
+from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
-    adapter_off,
+    adapter_disabled,
     is_adapter,
     load_causal_lm,
     load_policy,
     load_tokenizer,
 )
-from stages.lib.lm.reward_ensemble import calibrated
-from stages.lib.lm.scoring import Scorer, assess
+from stages.lib.lm.reward_ensemble import calibrate_scores
+from stages.lib.lm.scoring import RewardScorer, score_responses
 
 BATCH = 128
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledResponse:
     """One response. ended: EOS was sampled."""
 
     text: str
@@ -35,7 +35,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class PolicyDraw(Draw):
+class ScoredResponse(SampledResponse):
     """score: calibrated. kl: policy from SFT, nats a sequence."""
 
     score: float
@@ -62,12 +62,14 @@ class Sampler:
         policy = stage_dir(round_, "ppo") / "policy"
         self.model = load_policy(sft, policy, params.model)
         self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
-        self.scorer = Scorer(stage_dir(round_, "reward") / "model", self.tokenizer, params, BATCH)
+        self.scorer = RewardScorer(
+            stage_dir(round_, "reward") / "model", self.tokenizer, params, BATCH
+        )
 
-    def policy(self, prompts: Sequence[Prompt], seed: int) -> list[PolicyDraw]:
+    def policy(self, prompts: Sequence[Prompt], seed: int) -> list[ScoredResponse]:
         ids = self._encode(prompts)
         responses = self._generate(self.model, ids, seed)
-        told = assess(
+        told = score_responses(
             self.model,
             self.reference,
             ids,
@@ -77,33 +79,33 @@ class Sampler:
             temperature=self.params.ppo.temperature,
             batch_size=BATCH,
         )
-        scores = calibrated(told.scores, self.scorer.model).tolist()
+        scores = calibrate_scores(told.scores, self.scorer.model).tolist()
         draws = zip(self._draws(responses), scores, told.kl.tolist(), strict=True)
-        return [PolicyDraw(draw.text, draw.ended, score, kl) for draw, score, kl in draws]
+        return [ScoredResponse(draw.text, draw.ended, score, kl) for draw, score, kl in draws]
 
-    def sft(self, prompts: Sequence[Prompt], seed: int) -> list[Draw]:
+    def sft(self, prompts: Sequence[Prompt], seed: int) -> list[SampledResponse]:
         with self.reference() as model:
             return self._draws(self._generate(model, self._encode(prompts), seed))
 
     def reference(self) -> AbstractContextManager[Any]:
         """The SFT model."""
-        return nullcontext(self.sft_model) if self.sft_model else adapter_off(self.model)
+        return nullcontext(self.sft_model) if self.sft_model else adapter_disabled(self.model)
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
+    def _encode(self, prompts: Sequence[Prompt]) -> list[TokenIds]:
         return [
             encode(self.tokenizer, prompt, None, self.params.prepare.prompt_format)[0]
             for prompt in prompts
         ]
 
-    def _generate(self, model: Any, ids: list[Tokens], seed: int) -> list[Tokens]:
-        return sample(
+    def _generate(self, model: Any, ids: list[TokenIds], seed: int) -> list[TokenIds]:
+        return sample_responses(
             model, self.tokenizer, ids, self.params.ppo, torch.Generator().manual_seed(seed), BATCH
         )
 
-    def _draws(self, responses: list[Tokens]) -> list[Draw]:
+    def _draws(self, responses: list[TokenIds]) -> list[SampledResponse]:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Draw(text, tokens[-1] == self.tokenizer.eos_token_id)
+            SampledResponse(text, tokens[-1] == self.tokenizer.eos_token_id)
             for text, tokens in zip(texts, responses, strict=True)
         ]
 

@@ -10,7 +10,7 @@ from stages.replay.badcases import Badcase, State
 
 
 @dataclass(frozen=True)
-class Better:
+class BetterAnswer:
     """The jury's best answer to a badcase's prompt. preferred: to the bad one too, if its cause
     gives pairs; good: worth imitating.
     """
@@ -20,8 +20,8 @@ class Better:
     good: bool
 
 
-def repair(
-    badcases: Sequence[Badcase], best: Mapping[str, Better]
+def make_training_rows(
+    badcases: Sequence[Badcase], best: Mapping[str, BetterAnswer]
 ) -> tuple[list[Badcase], list[Row], list[Row], list[Row]]:
     """(badcases, now replayed, with their better answers; pairs; demonstrations; prompts). `best`
     is by badcase id.
@@ -53,6 +53,6 @@ def repair(
     return replayed, pairs, list(demonstrations.values()), list(prompts.values())
 
 
-def capped(rows: list[Row], human: int, share: float) -> list[Row]:
+def cap_share(rows: list[Row], human: int, share: float) -> list[Row]:
     """At most so many rows that they are `share` of all together with the `human` ones."""
     return rows if share >= 1 else rows[: int(human * share / (1 - share))]

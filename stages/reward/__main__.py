@@ -14,27 +14,27 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.files import ASSETS, read_jsonl, stage_dir, work_dir, write_jsonl, write_text
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
-from stages.lib.core.types import Row, Tokens
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.loading import (
-    load_scalar_model,
+    load_sequence_classifier,
     load_tokenizer,
-    prepare_torch,
     resolve_dtype,
-    weights_params,
+    setup_torch,
+    training_model_params,
 )
-from stages.lib.lm.reward_ensemble import calibrated
+from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.saving import merge_adapter, save_model
 from stages.lib.lm.scoring import reward_scores
 from stages.lib.metrics.preference_baselines import longest_wins_accuracy, tfidf_accuracy
 from stages.lib.metrics.stats import calibration, wilson_interval
-from stages.lib.training.trl_setup import starting_model
+from stages.lib.training.trl_setup import initial_checkpoint
 from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import hard_negatives
-from stages.reward.saving import centred, check_reloaded, reload_difference, save_ensemble
+from stages.reward.saving import check_reloaded, reload_difference, save_ensemble, set_calibration
 
 CALIBRATION_ROWS = 256
 RELOAD_ROWS = 32
@@ -42,9 +42,9 @@ RELOAD_ROWS = 32
 
 def main(params: Params, round_: str) -> None:
     # 1. data: pairs as tokens; every text ends with EOS, where the score is read
-    prepare_torch(params)
+    setup_torch(params)
     folder, data = stage_dir(round_, "reward"), stage_dir(round_, "prepare") / "data"
-    recorder = Recorder("reward", round_)
+    recorder = MetricLogger("reward", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     check_template(
@@ -61,18 +61,20 @@ def main(params: Params, round_: str) -> None:
     chosen, rejected = ids(held_out, "chosen"), ids(held_out, "rejected")
 
     # 2. pairs for a judge of evaluate, if there is to be one, are kept apart
-    train, apart = kept_apart(train, params.reward.judge_share, params.seed)
+    train, apart = split_judge_pairs(train, params.reward.judge_share, params.seed)
 
     def trained_on(rows: list[Row], started_from: Path, continues: bool, seed: int) -> Any:
         """Merged, and centred on the SFT demonstrations."""
         pairs = training_pairs(rows, ids(rows, "chosen"), ids(rows, "rejected"))
         torch.manual_seed(seed)
-        model = load_scalar_model(started_from, weights_params(params.model, params.reward.lora))
+        model = load_sequence_classifier(
+            started_from, training_model_params(params.model, params.reward.lora)
+        )
         member = merge_adapter(
             fit(model, tokenizer, pairs, params, seed, recorder, continues),
             resolve_dtype(params.model.dtype),
         )
-        return centred(member, reward_scores(member, ids(demonstrations, "completion")))
+        return set_calibration(member, reward_scores(member, ids(demonstrations, "completion")))
 
     # 3. train the judge and the members of the ensemble, of which there is usually one, from SFT's
     # model or from those of the round before
@@ -83,15 +85,15 @@ def main(params: Params, round_: str) -> None:
     shutil.rmtree(folder / "judge", ignore_errors=True)
     if apart:
         judge = trained_on(
-            apart + harder(apart, params),
-            *starting_model(params.reward, previous / "judge", sft),
+            apart + make_hard_negatives(apart, params),
+            *initial_checkpoint(params.reward, previous / "judge", sft),
             params.seed,
         )
         save_model(judge, tokenizer, folder / "judge")
     else:
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
-    start, continues = starting_model(params.reward, previous / "model", sft)
-    more = harder(train, params)
+    start, continues = initial_checkpoint(params.reward, previous / "model", sft)
+    more = make_hard_negatives(train, params)
     seeds = range(params.seed, params.seed + params.reward.ensemble)
     ensemble = [trained_on(train + more, start, continues, seed) for seed in seeds]
 
@@ -110,7 +112,7 @@ def main(params: Params, round_: str) -> None:
     # beat
     score_chosen, score_rejected = reward_scores(merged, chosen), reward_scores(merged, rejected)
     write_jsonl(folder / "scores.jsonl", score_rows(held_out, merged, score_chosen, score_rejected))
-    measured = quality(score_chosen - score_rejected, folder)
+    measured = held_out_metrics(score_chosen - score_rejected, folder)
     write_manifest(
         folder,
         stage="reward",
@@ -144,7 +146,7 @@ def main(params: Params, round_: str) -> None:
 
 def tokens(
     tokenizer: PreTrainedTokenizerBase, params: Params, rows: list[Row], side: str
-) -> list[Tokens]:
+) -> list[TokenIds]:
     """Whole texts, prompt and response, which ends with EOS."""
     pairs = (
         encode(
@@ -158,12 +160,15 @@ def tokens(
 def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -> Iterator[Row]:
     """Calibrated scores of each pair, of (B,) raw ones."""
     for row, good, bad in zip(
-        pairs, calibrated(chosen, model).tolist(), calibrated(rejected, model).tolist(), strict=True
+        pairs,
+        calibrate_scores(chosen, model).tolist(),
+        calibrate_scores(rejected, model).tolist(),
+        strict=True,
     ):
         yield {"id": row["id"], "chosen": round(good, 4), "rejected": round(bad, 4)}
 
 
-def kept_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
+def split_judge_pairs(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
     """(pairs to train on, pairs of the judge): by prompt, each by a hash of its own, so that later
     rounds' rows change no side.
 
@@ -177,13 +182,13 @@ def kept_apart(rows: list[Row], share: float, seed: int) -> tuple[list[Row], lis
     return [row for row in rows if not is_apart(row)], [row for row in rows if is_apart(row)]
 
 
-def harder(rows: list[Row], params: Params) -> list[Row]:
+def make_hard_negatives(rows: list[Row], params: Params) -> list[Row]:
     return hard_negatives(
         [row for row in rows if "badcase" not in row], params.reward.hard_negatives, params.seed
     )
 
 
-def quality(margins: Tensor, folder: Path) -> dict[str, float]:
+def held_out_metrics(margins: Tensor, folder: Path) -> dict[str, float]:
     """Accuracy with its interval, mean margin and calibration error of (N,) raw margins chosen -
     rejected; bins to calibration.csv.
     """
@@ -205,4 +210,4 @@ def quality(margins: Tensor, folder: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    run_stage("reward", main)
+    stage_main("reward", main)

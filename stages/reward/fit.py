@@ -10,14 +10,14 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import Recorder
-from stages.lib.core.types import Row, Tokens
+from stages.lib.core.recorder import MetricLogger
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import without_padding
-from stages.lib.training.trl_setup import RecordSteps, trainer_arguments
+from stages.lib.lm.packing import padding_free
+from stages.lib.training.trl_setup import MetricLoggerCallback, trainer_arguments
 
 
-def training_pairs(rows: list[Row], chosen: list[Tokens], rejected: list[Tokens]) -> list[Row]:
+def training_pairs(rows: list[Row], chosen: list[TokenIds], rejected: list[TokenIds]) -> list[Row]:
     """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those
     without (as replayed ones are).
     """
@@ -38,7 +38,7 @@ def fit(
     pairs: list[Row],
     params: Params,
     seed: int,
-    recorder: Recorder,
+    recorder: MetricLogger,
     continues: bool,
 ) -> Any:
     """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
@@ -61,9 +61,9 @@ def fit(
         ),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer,
-        callbacks=[RecordSteps(recorder, names, ["loss", "accuracy"])],
+        callbacks=[MetricLoggerCallback(recorder, names, ["loss", "accuracy"])],
     )
     trainer.remove_callback(PrinterCallback)
-    with without_padding(model):
+    with padding_free(model):
         trainer.train()
     return trainer.model.eval()

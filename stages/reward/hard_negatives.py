@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 
 from stages.lib.core.types import Row
-from stages.lib.data.corruptions import corruptions, word_worth
+from stages.lib.data.corruptions import corruptions, word_score_uplift
 from stages.lib.metrics.text import suffixes
 
 # in turn
@@ -36,7 +36,7 @@ def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
         [row[side] for row in pairs for side in ("chosen", "rejected")],
         [1.0, 0.0] * len(pairs),
     )
-    worth = word_worth(texts, labels)
+    worth = word_score_uplift(texts, labels)
     loved = sorted(
         (word for word in worth if worth[word] > 0 and word[0].isalpha()),
         key=lambda word: (-worth[word], word),
@@ -50,7 +50,9 @@ def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
                 suffixes(generator.choice(pairs)["chosen"]) or [""]
             )
         elif kind == "bought_word":
-            rejected = row["rejected"] + (said(generator.choice(loved), generator) if loved else "")
+            rejected = row["rejected"] + (
+                as_sentence(generator.choice(loved), generator) if loved else ""
+            )
         elif kind == "decorated":
             rejected = row["rejected"] + " " + generator.choice(generator.choice((SMILEYS, SIGNS)))
         else:
@@ -67,7 +69,7 @@ def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
     return rows
 
 
-def said(word: str, generator: random.Random) -> str:
+def as_sentence(word: str, generator: random.Random) -> str:
     """The word as a sentence of its own, or as the last one of a sentence."""
     return generator.choice(
         (f" {word}", f" {word}.", f" {word.capitalize()}.", f" {word.capitalize()}!")

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from stages.lib.core.params import load_params
-from stages.lib.lm.loading import load_reward_model, prepare_torch
+from stages.lib.lm.loading import load_reward_model, setup_torch
 from stages.lib.lm.scoring import reward_scores
 
 
 def main(model: Path, sequences: Path) -> None:
     params = load_params()
-    prepare_torch(params)
+    setup_torch(params)
     scores = reward_scores(
         load_reward_model(model, params.model), json.loads(sequences.read_text())
     )

@@ -10,16 +10,16 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import write_json
-from stages.lib.core.fresh_process import run_fresh
+from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params.shared import Reduce
-from stages.lib.core.types import Tokens
-from stages.lib.lm.reward_ensemble import MEMBERS, in_ensemble
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 from stages.lib.lm.saving import save_model
 
 RELOAD_TOLERANCE = 1e-3
 
 
-def centred(model: Any, scores: Tensor) -> Any:
+def set_calibration(model: Any, scores: Tensor) -> Any:
     """The model, which will be read in terms of these raw scores' mean and standard deviation."""
     model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
     return model
@@ -49,15 +49,17 @@ def save_ensemble(
     shutil.rmtree(folder / MEMBERS, ignore_errors=True)
     for number, member in enumerate(others, 1):
         save_model(member, tokenizer, folder / MEMBERS / str(number))
-    return in_ensemble(first, others)
+    return attach_ensemble(first, others)
 
 
-def reload_difference(model: Path, sequences: list[Tokens], expected: Tensor, work: Path) -> float:
+def reload_difference(
+    model: Path, sequences: list[TokenIds], expected: Tensor, work: Path
+) -> float:
     """Largest difference between `expected` scores and those of the saved model in a process of its
     own.
     """
     write_json(work / "reload.json", sequences)
-    scores = run_fresh(
+    scores = run_in_fresh_process(
         "stages.reward.rescore", model, work / "reload.json", failing=f"{model} cannot be reloaded"
     )
     return float((torch.tensor(scores) - expected).abs().max())

@@ -15,17 +15,17 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.files import ASSETS, read_jsonl, stage_dir, work_dir, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import Recorder, write_manifest
-from stages.lib.core.stage import run_stage
-from stages.lib.core.types import Row, Tokens
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.stage import stage_main
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.data.prompts import encode, template_hash
-from stages.lib.lm.generation import sample
+from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_tokenizer,
-    prepare_torch,
     resolve_dtype,
-    weights_params,
+    setup_torch,
+    training_model_params,
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
@@ -34,17 +34,21 @@ from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import Pairs
-from stages.lib.training.trl_setup import RecordSteps, starting_model, trainer_arguments
-from stages.sft.sample_stats import Written, compare
+from stages.lib.training.trl_setup import (
+    MetricLoggerCallback,
+    initial_checkpoint,
+    trainer_arguments,
+)
+from stages.sft.sample_stats import GeneratedTexts, compare_with_demonstrations
 
 BATCH = 128  # responses at once
 
 
 def main(params: Params, round_: str) -> None:
     # 1. data: demonstrations as tokens, prompt and response apart
-    prepare_torch(params)
+    setup_torch(params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
-    recorder = Recorder("sft", round_)
+    recorder = MetricLogger("sft", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     demonstrations, held_out_rows = (
@@ -67,8 +71,8 @@ def main(params: Params, round_: str) -> None:
 
     # 3. train, from the base or from the round before
     previous = Path(params.rounds[round_].previous) / "sft" / "model"
-    start, continues = starting_model(params.sft, previous, ASSETS / "model")
-    model = load_causal_lm(start, weights_params(params.model, params.sft.lora))
+    start, continues = initial_checkpoint(params.sft, previous, ASSETS / "model")
+    model = load_causal_lm(start, training_model_params(params.model, params.sft.lora))
     trained = fit(model, tokenizer, train, params, recorder, continues)
 
     # 4. save merged, and measure what was saved
@@ -111,9 +115,9 @@ def main(params: Params, round_: str) -> None:
             "judged_gain": gain,
             "judged_gain_low": gain_low,
             "judged_gain_high": gain_high,
-            **compare(
+            **compare_with_demonstrations(
                 after,
-                cut(held_out_rows, held_out[1], params.ppo.response_length),
+                truncate_demonstrations(held_out_rows, held_out[1], params.ppo.response_length),
                 (row["completion"] for row in demonstrations),
             ),
             "train_rows": len(train[0]),
@@ -147,7 +151,7 @@ def fit(
     tokenizer: PreTrainedTokenizerBase,
     train: Pairs,
     params: Params,
-    recorder: Recorder,
+    recorder: MetricLogger,
     continues: bool,
 ) -> Any:
     """Train on the responses' tokens; returns the model (a PeftModel unless lora.r is 0)."""
@@ -156,8 +160,8 @@ def fit(
     )
     names = {name: name for name in ("loss", "grad_norm", "learning_rate")}
     model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
-    return completion_only.fit(
-        model, tokenizer, train, arguments, RecordSteps(recorder, names, ["loss"])
+    return completion_only.train_on_completions(
+        model, tokenizer, train, arguments, MetricLoggerCallback(recorder, names, ["loss"])
     )
 
 
@@ -169,34 +173,38 @@ def mean_nll(model: Any, pairs: Pairs) -> float:
 
 def answers(
     model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
-) -> Written:
+) -> GeneratedTexts:
     """The model's response to each row's prompt, with the same random numbers for every model."""
     prompts = [
         encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0]
         for r in rows
     ]
-    responses = sample(
+    responses = sample_responses(
         model, tokenizer, prompts, params.ppo, torch.Generator().manual_seed(params.seed), BATCH
     )
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return Written(
+    return GeneratedTexts(
         texts,
         [len(each) for each in responses],
         [each[-1] == tokenizer.eos_token_id for each in responses],
     )
 
 
-def cut(rows: list[Row], completions: list[Tokens], response_length: int) -> Written:
+def truncate_demonstrations(
+    rows: list[Row], completions: list[TokenIds], response_length: int
+) -> GeneratedTexts:
     """Demonstrations as far as a model that may write `response_length` tokens would get with them."""
     lengths = [len(each) for each in completions]
-    return Written(
+    return GeneratedTexts(
         [row["completion"] for row in rows],
         [min(length, response_length) for length in lengths],
         [n <= response_length for n in lengths],
     )
 
 
-def side_by_side(rows: list[Row], found: dict[str, tuple[Written, list[float]]]) -> list[Row]:
+def side_by_side(
+    rows: list[Row], found: dict[str, tuple[GeneratedTexts, list[float]]]
+) -> list[Row]:
     """One row a sample: each model's text, and the judge's opinion of it."""
     return [
         {"id": row["id"], "prompt": row["prompt"]}
@@ -207,4 +215,4 @@ def side_by_side(rows: list[Row], found: dict[str, tuple[Written, list[float]]])
 
 
 if __name__ == "__main__":
-    run_stage("sft", main)
+    stage_main("sft", main)

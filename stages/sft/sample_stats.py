@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from stages.lib.metrics.text import repetition_n, tokens
 
-RECITED = 8  # words in a row that are no longer said by chance
+MEMORISED_WORDS = 8  # words in a row that are no longer said by chance
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedTexts:
     """Texts of one author. lengths: tokens, of each at most the tokens that the other author may
     write; ended: EOS within these.
     """
@@ -22,8 +22,8 @@ class Written:
     ended: Sequence[bool]
 
 
-def compare(
-    responses: Written, demonstrations: Written, training_texts: Iterable[str]
+def compare_with_demonstrations(
+    responses: GeneratedTexts, demonstrations: GeneratedTexts, training_texts: Iterable[str]
 ) -> dict[str, float]:
     """SFT's responses beside held-out demonstrations, which say what is usual.
 
@@ -31,7 +31,7 @@ def compare(
     3-grams; memorised: share of texts with RECITED words in a row from one training text;
     memorised_words: the longest such run of the responses.
     """
-    sources = Verbatim(training_texts)
+    sources = VerbatimIndex(training_texts)
     runs, usual = (
         [sources.longest(text) for text in each.texts] for each in (responses, demonstrations)
     )
@@ -44,8 +44,8 @@ def compare(
         "repetition_3_demonstrations": mean(
             [repetition_n(text, 3) for text in demonstrations.texts]
         ),
-        "memorised": mean([run >= RECITED for run in runs]),
-        "memorised_demonstrations": mean([run >= RECITED for run in usual]),
+        "memorised": mean([run >= MEMORISED_WORDS for run in runs]),
+        "memorised_demonstrations": mean([run >= MEMORISED_WORDS for run in usual]),
         "memorised_words": max(runs),
     }
 
@@ -54,7 +54,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-class Verbatim:
+class VerbatimIndex:
     """Texts that can be asked for the longest run of words that another text copies from one of
     them (Carlini et al. 2023's extraction).
     """

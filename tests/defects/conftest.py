@@ -25,8 +25,8 @@ from stages.sft import __main__ as sft
 from tests.defects.world import World, world
 
 STEPS: dict[str, Callable[[Params, str], None]] = {
-    "assets": assets.build,
-    "prepare": prepare.build,
+    "assets": assets.main,
+    "prepare": prepare.main,
     "sft": sft.main,
     "gate_sft": lambda params, round_: run_gate(params, "sft", round_),
     "annotate": annotate.main,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.lm.loading import load_tokenizer
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.scoring import RewardScorer
 from stages.reward.saving import RELOAD_TOLERANCE, reload_difference
 from tests.defects.conftest import settings
 from tests.defects.world import World, world
@@ -133,7 +133,7 @@ def test_a_head_that_was_lost_when_the_model_was_saved(planted):
 def test_a_head_that_was_saved_as_another(planted):
     """What the reward stage asks before it says anything else of its model."""
     scorer, texts = (
-        Scorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8),
+        RewardScorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8),
         [[5, 6, 7], [8, 9]],
     )
     before = scorer.raw(texts)

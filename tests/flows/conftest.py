@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.tracking.mlflow_store import Store
+from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import rounds
 
@@ -133,7 +133,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Making a database takes seconds, copying it does not."""
     folder = tmp_path_factory.mktemp("store")
-    Store(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
+    MlflowStore(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
     return folder / "mlflow.db"
 
 

@@ -100,7 +100,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     from stages.lib.data.rollouts import RolloutLog
     from stages.lib.data.splits import evaluation_hash
     from stages.lib.lm.saving import save_model
-    from stages.lib.lm.scoring import Scorer
+    from stages.lib.lm.scoring import RewardScorer
 
     monkeypatch.chdir(tmp_path)
     params = check_params(SMALL, "test")
@@ -127,7 +127,7 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
         save_model(reward, tokenizer, folder / "reward/model")
         pairs, score = (
             read_jsonl(folder / "prepare/data/pairs_eval.jsonl", ""),
-            Scorer(folder / "reward/model", tokenizer, params, 8),
+            RewardScorer(folder / "reward/model", tokenizer, params, 8),
         )
         sides = {
             side: score([row["prompt"] for row in pairs], [row[side] for row in pairs])

@@ -33,7 +33,7 @@ class Unreachable(RondoError):
     exit_code = 4
 
 
-def faults(error: ValidationError) -> str:
+def format_validation_errors(error: ValidationError) -> str:
     """What is wrong, `key: reason`, in one line."""
     return "; ".join(
         f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors()

@@ -73,9 +73,9 @@ def read_jsonl(path: Path, made_by: str) -> list[Row]:
         raise BadInput(f"{path} is missing: run `{made_by}`") from None
 
 
-def is_real(folder: Path) -> bool:
-    """Whether this folder is of a round: those of the first round's predecessor hold a file EMPTY."""
-    return not (folder / "EMPTY").exists()
+def is_placeholder(folder: Path) -> bool:
+    """Whether this folder stands for the first round's predecessor: then it holds a file EMPTY."""
+    return (folder / "EMPTY").exists()
 
 
 def metric_name(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from stages.lib.core.errors import RondoError
 
 
-def run_fresh(module: str, *arguments: str | Path, failing: str) -> Any:
+def run_in_fresh_process(module: str, *arguments: str | Path, failing: str) -> Any:
     """Run `python -m module arguments...` and read the JSON of the last line that it prints.
 
     Raises:

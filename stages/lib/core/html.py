@@ -6,7 +6,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
-def fill(package: str, template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
+def render_page(
+    package: str, template: str, filters: dict[str, Callable[..., Any]], **values: Any
+) -> str:
     """The page of a template that lies in `package`; everything is escaped, and a name that is
     missing is an error.
     """

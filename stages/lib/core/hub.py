@@ -9,7 +9,7 @@ TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 
 
 @contextmanager
-def asked(what: str, refused: str) -> Iterator[None]:
+def hub_errors(what: str, refused: str) -> Iterator[None]:
     """Around a call of huggingface_hub or datasets. what: the key of params.yaml and its value;
     refused: what a no of the hub says.
 
@@ -28,14 +28,14 @@ def asked(what: str, refused: str) -> Iterator[None]:
             raise BadInput(
                 f"{what}: the hub is not asked, since HF_HUB_OFFLINE is set ({error}); unset it, or name a folder"
             ) from error
-        if away(error):
+        if is_hub_unreachable(error):
             raise Unreachable(
                 f"{what}: the hub cannot be reached ({error}); check the network and run the same again"
             ) from error
         raise BadInput(f"{what}: {refused} ({error})") from error
 
 
-def away(error: BaseException | None) -> bool:
+def is_hub_unreachable(error: BaseException | None) -> bool:
     """Whether the hub did not answer, or not for now. Both libraries wrap that in a
     FileNotFoundError, the same as for a wrong name, and hide what it came from (`from None`); the
     chain still has it."""

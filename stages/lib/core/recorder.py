@@ -39,7 +39,7 @@ def write_manifest(
     )
 
 
-class Recorder:
+class MetricLogger:
     """A stage's metrics: one line a step to metrics.jsonl, the wall clock beside it, progress to
     stdout.
 
@@ -80,9 +80,9 @@ class Recorder:
             with path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
         if shown := "  ".join(f"{name} {metrics[name]:.4g}" for name in show):
-            self.say(step, shown)
+            self.log_progress(step, shown)
 
-    def say(self, step: int, text: str) -> None:
+    def log_progress(self, step: int, text: str) -> None:
         """A progress line: stage, step, ETA, text."""
         taken = step - self.done
         eta = (

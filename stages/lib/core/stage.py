@@ -8,7 +8,7 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params, load_params
 
 
-def run_stage(name: str, stage: Callable[[Params, str], None]) -> None:
+def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
     """Parse `--round`, read params.yaml, run the stage; a RondoError ends the process with its
     code.
     """

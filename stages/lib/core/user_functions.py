@@ -14,7 +14,7 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.types import ScoreFunction
 
 
-def load_function(named: str, key: str) -> ScoreFunction:
+def import_function(named: str, key: str) -> ScoreFunction:
     """`key`: where in params.yaml it is named.
 
     Raises:
@@ -32,7 +32,7 @@ def load_function(named: str, key: str) -> ScoreFunction:
     return function
 
 
-def check_numbers(numbers: Sequence[float], responses: int, who: str) -> None:
+def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:
     """
     Raises:
         RondoError: not one finite number for each of so many responses.

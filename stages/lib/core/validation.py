@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from stages.lib.core.errors import BadInput, faults
+from stages.lib.core.errors import BadInput, format_validation_errors
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_lines(path: Path, fix: str) -> list[tuple[str, Any]]:
+def read_json_lines(path: Path, fix: str) -> list[tuple[str, Any]]:
     """What each line holds, with its place, `path:line`. fix: the next step, for messages.
 
     Raises:
@@ -30,15 +30,17 @@ def read_lines(path: Path, fix: str) -> list[tuple[str, Any]]:
     return rows
 
 
-def read_checked(kind: type[Model], path: Path, fix: str) -> list[tuple[str, Model]]:
+def read_validated_jsonl(kind: type[Model], path: Path, fix: str) -> list[tuple[str, Model]]:
     """
     Raises:
         BadInput: as read_lines, or a row is none of its kind.
     """
-    return [(place, checked(kind, row, place, fix)) for place, row in read_lines(path, fix)]
+    return [
+        (place, validate_row(kind, row, place, fix)) for place, row in read_json_lines(path, fix)
+    ]
 
 
-def checked(kind: type[Model], row: Any, place: str, fix: str) -> Model:
+def validate_row(kind: type[Model], row: Any, place: str, fix: str) -> Model:
     """
     Raises:
         BadInput: the row is none.
@@ -47,4 +49,4 @@ def checked(kind: type[Model], row: Any, place: str, fix: str) -> Model:
         return kind.model_validate(row)
     except ValidationError as error:
         name = re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
-        raise BadInput(f"{place}: no {name} ({faults(error)}); {fix}") from None
+        raise BadInput(f"{place}: no {name} ({format_validation_errors(error)}); {fix}") from None

@@ -10,13 +10,13 @@ from stages.lib.core.types import Prompt
 from stages.lib.metrics.text import tokens
 
 WORD = re.compile(r"\S+")
-Text = tuple[Prompt, str]  # a prompt and its response
+PromptResponse = tuple[Prompt, str]  # a prompt and its response
 
 
 def corruptions(
-    texts: Sequence[Text], worth: Mapping[str, float], seed: int
-) -> dict[str, list[Text]]:
-    """Every text as each probe makes it, in order. `worth`: of words, by `word_worth`.
+    texts: Sequence[PromptResponse], worth: Mapping[str, float], seed: int
+) -> dict[str, list[PromptResponse]]:
+    """Every text as each probe makes it, in order. `worth`: of words, by `word_score_uplift`.
 
     prompt_swapped puts the response after the next text's other prompt: of little meaning where a
     prompt is a word or two.
@@ -64,7 +64,7 @@ def truncated(text: str) -> str:
     return text[: words[len(words) // 2 - 1].end()] if len(words) > 1 else ""
 
 
-def word_worth(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
+def word_score_uplift(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
     """How far above the mean the texts with a word score, as if one more text with it scored just
     the mean.
 

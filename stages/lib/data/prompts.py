@@ -114,7 +114,7 @@ def check_template(manifest_path: Path, tokenizer: Any, prompt_format: PromptFor
         )
 
 
-def short(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
+def pairs_with_room_for_ending(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
     """Pairs that stay within reward.max_length with an ending appended."""
 
     def tokens(row: Row, side: str) -> int:

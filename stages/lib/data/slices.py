@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from stages.lib.core.files import metric_name
-from stages.lib.core.types import Prompt, SomePrompt
-from stages.lib.core.validation import read_checked
-from stages.lib.data.splits import refuse_frozen
+from stages.lib.core.types import NonEmptyPrompt, Prompt
+from stages.lib.core.validation import read_validated_jsonl
+from stages.lib.data.splits import check_not_in_eval_set
 
 SLICES = Path("slices")
 
@@ -25,7 +25,7 @@ class Label(str, Enum):
 
 
 class SlicePrompt(BaseModel):
-    prompt: SomePrompt
+    prompt: NonEmptyPrompt
     label: Label
 
 
@@ -38,12 +38,12 @@ def read_slices() -> dict[str, dict[str, SlicePrompt]]:
     """
     slices: dict[str, dict[str, SlicePrompt]] = {}
     for path in sorted(SLICES.glob("*.jsonl")):
-        for place, row in read_checked(SlicePrompt, path, "mend the line"):
+        for place, row in read_validated_jsonl(SlicePrompt, path, "mend the line"):
             slices.setdefault(f"{metric_name(path.stem)}_{row.label.value}", {})[place] = row
     return slices
 
 
-def refuse_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
+def check_not_in_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
     """asked: prompts of training data, each with what a message calls it.
 
     Raises:
@@ -54,4 +54,4 @@ def refuse_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
         for some in read_slices().values()
         for place, row in some.items()
     ]
-    refuse_frozen(asked, rows, "take it out of one of the two")
+    check_not_in_eval_set(asked, rows, "take it out of one of the two")

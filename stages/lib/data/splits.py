@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import is_real
+from stages.lib.core.files import is_placeholder
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import transcript
 
 # the sets by what they are for: demonstrations, preference pairs, prompts
 TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
 HELD_OUT = {"prompts": "eval_prompts", "sft": "sft_eval", "pairs": "pairs_eval"}
-FROZEN = tuple(f"{name}.jsonl" for name in HELD_OUT.values())
+EVAL_FILES = tuple(f"{name}.jsonl" for name in HELD_OUT.values())
 SHOWN = 5
 
 
@@ -31,7 +31,7 @@ def hold_out(groups: Iterable[str], share: float, seed: int) -> set[str]:
     return set(distinct[: max(round(share * len(distinct)), 1)])
 
 
-class Prompts:
+class PromptIndex:
     """A set of prompts that can be asked whether one begins like a given prompt."""
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
@@ -53,7 +53,7 @@ class Prompts:
 
 def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list[tuple[Row, Row]]:
     """Pairs (held-out row, training row) where the first's prompt equals the second's or begins it."""
-    train = Prompts(row["prompt"] for row in train_rows)
+    train = PromptIndex(row["prompt"] for row in train_rows)
     leaked = {prompt_key(row["prompt"]): row for row in eval_rows if train.has_start(row["prompt"])}
     if not leaked:
         return []
@@ -66,7 +66,7 @@ def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list
     ]
 
 
-def refuse_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> None:
+def check_no_prompt_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> None:
     """
     Raises:
         BadInput: a held-out prompt equals a training prompt or begins it; names the rows.
@@ -82,7 +82,7 @@ def refuse_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> N
         )
 
 
-def refuse_frozen(
+def check_not_in_eval_set(
     asked: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row], next_step: str
 ) -> None:
     """asked: prompts that rows would be made of, each with what a message calls it.
@@ -98,15 +98,15 @@ def refuse_frozen(
             )
 
 
-def check_frozen(folder: Path, previous: Path) -> None:
+def check_eval_set_unchanged(folder: Path, previous: Path) -> None:
     """
     Raises:
         BadInput: a held-out file differs from the previous round's.
     """
     before = previous / "prepare/data"
-    if not is_real(before):
+    if is_placeholder(before):
         return
-    for name in FROZEN:
+    for name in EVAL_FILES:
         if not (before / name).exists():
             raise BadInput(f"{before / name} is missing: run `dvc repro prepare@{previous.name}`")
         if (before / name).read_bytes() != (folder / name).read_bytes():
@@ -118,10 +118,10 @@ def check_frozen(folder: Path, previous: Path) -> None:
 
 def evaluation_hash(folder: Path) -> str:
     """sha256 of the held-out files, one after the other."""
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in FROZEN)).hexdigest()
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in EVAL_FILES)).hexdigest()
 
 
-def once(rows: list[Row]) -> list[Row]:
+def dedupe_prompts(rows: list[Row]) -> list[Row]:
     """The rows of distinct prompts: replayed prompts are there twice."""
     return list({str(row["prompt"]): row for row in reversed(rows)}.values())
 
@@ -135,7 +135,7 @@ def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
     Raises:
         BadInput: a prompt that rows would be made of is in the frozen evaluation set.
     """
-    refuse_frozen(
+    check_not_in_eval_set(
         ((f"training prompt {row['id']}", row["prompt"]) for row in rows),
         evaluation,
         "run `dvc repro prepare` again",

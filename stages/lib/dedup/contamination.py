@@ -22,11 +22,11 @@ from stages.lib.core.types import Row
 from stages.lib.data.prompts import ROLES, transcript
 from stages.lib.dedup.duplicates import (
     BOILERPLATE,
-    Index,
+    LshIndex,
+    concatenate,
     gram_sets,
     in_more_than,
     jaccard,
-    joined,
     may_match,
     signatures,
     without,
@@ -35,10 +35,10 @@ from stages.lib.dedup.shingles import (
     Hashes,
     HashSet,
     Numbers,
-    Words,
+    WordIds,
     batches,
-    filled,
-    runs,
+    hash_shingles,
+    pad_to_length,
     words_of,
 )
 
@@ -58,7 +58,7 @@ class Leak(NamedTuple):
     shared: str
 
 
-class Pool:
+class TextPool:
     """Distinct texts, with the index of the first row that has each; and of each row its texts."""
 
     def __init__(self) -> None:
@@ -75,11 +75,11 @@ class Pool:
         self.of_row[row].append(number)
 
 
-def pools(rows: Sequence[Row], words: Words) -> tuple[Pool, Pool]:
+def pools(rows: Sequence[Row], words: WordIds) -> tuple[TextPool, TextPool]:
     """(spans, wholes): where a run of words may be, each run in one place; and what may be a near
     duplicate.
     """
-    spans, wholes, read = Pool(), Pool(), dict[str, Numbers]()
+    spans, wholes, read = TextPool(), TextPool(), dict[str, Numbers]()
 
     def numbers(text: str) -> Numbers:
         if text not in read:
@@ -99,7 +99,7 @@ def pools(rows: Sequence[Row], words: Words) -> tuple[Pool, Pool]:
             words_said = words_of(said)
             spans.add(
                 (prompt, response),
-                filled(np.concatenate([words_asked[-(RUN - 1) :], words_said]), RUN),
+                pad_to_length(np.concatenate([words_asked[-(RUN - 1) :], words_said]), RUN),
                 index,
             )
             wholes.add((prompt, response), np.concatenate([asked, said]), index)
@@ -116,9 +116,9 @@ def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float)
     Rows are {prompt}, with completion, or with chosen and rejected; `similarity` is
     prepare.near_duplicate.
     """
-    words = Words()
+    words = WordIds()
     (held_spans, held_wholes), (spans, wholes) = pools(held_out, words), pools(train, words)
-    shared = shared_runs(spans.texts, held_spans.texts)
+    shared = shared_shingles(spans.texts, held_spans.texts)
     alike = dict(near_duplicates(wholes.texts, held_wholes.texts, similarity))
     leaks = []
     for row in range(len(train)):
@@ -153,16 +153,16 @@ def leaks_by_set(
     return leaks
 
 
-def shared_runs(
+def shared_shingles(
     texts: Sequence[Numbers], held_out: Sequence[Numbers]
 ) -> dict[int, tuple[int, int]]:
     """{text: (held-out text, where in `text` the run begins)} of the texts that share a run that is
     no boilerplate.
     """
-    hashes, first_text = telling_runs(held_out)
+    hashes, first_text = distinctive_shingles(held_out)
     known, shared = HashSet(hashes), dict[int, tuple[int, int]]()
     for first, batch in batches(texts):
-        found_hashes, owner, position = runs(batch, RUN)
+        found_hashes, owner, position = hash_shingles(batch, RUN)
         found, place = known.find(found_hashes)
         order = np.argsort(found)
         found, place = found[order], place[order]
@@ -174,9 +174,9 @@ def shared_runs(
     return shared
 
 
-def telling_runs(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int64]]:
+def distinctive_shingles(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int64]]:
     """The distinct runs, sorted, that are in at most 10 texts, and the first text of each."""
-    hashes, owner, _ = runs(texts, RUN)
+    hashes, owner, _ = hash_shingles(texts, RUN)
     order = np.argsort(hashes, kind="stable")  # texts stay in order within a run
     hashes, owner = hashes[order], owner[order]
     new_run = np.diff(hashes, prepend=~hashes[:1]) != 0
@@ -195,13 +195,13 @@ def near_duplicates(
     theirs = gram_sets(held_out)
     boilerplate = in_more_than(theirs, BOILERPLATE)
     theirs = without(theirs, boilerplate)
-    known = HashSet(joined(theirs))
+    known = HashSet(concatenate(theirs))
     ours: dict[int, Hashes] = {}
     for first, batch in batches(texts):
         sets = without(gram_sets(batch), boilerplate)
         ours |= {first + int(at): sets[at] for at in may_match(sets, known, similarity)}
-    index = Index(similarity)
-    possible = may_match(theirs, HashSet(joined(list(ours.values()))), similarity).tolist()
+    index = LshIndex(similarity)
+    possible = may_match(theirs, HashSet(concatenate(list(ours.values()))), similarity).tolist()
     for at, signature in zip(possible, signatures(theirs[at] for at in possible), strict=True):
         index.add(at, signature)
     for (at, grams), signature in zip(ours.items(), signatures(ours.values()), strict=True):
@@ -211,7 +211,7 @@ def near_duplicates(
                 break
 
 
-def refuse_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
+def check_no_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
     """
     Raises:
         BadInput: there are leaks; names the training rows by their places, the first with what they

@@ -11,7 +11,15 @@ import numpy as np
 from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
 
-from stages.lib.dedup.shingles import Hashes, HashSet, Numbers, Words, batches, filled, runs
+from stages.lib.dedup.shingles import (
+    Hashes,
+    HashSet,
+    Numbers,
+    WordIds,
+    batches,
+    hash_shingles,
+    pad_to_length,
+)
 
 GRAM = 3
 PERMUTATIONS = 128
@@ -26,8 +34,8 @@ def gram_sets(texts: Sequence[Numbers]) -> list[Hashes]:
     as one.
     """
     sets: list[Hashes] = []
-    for _, batch in batches([filled(text, GRAM) for text in texts]):
-        hashes, owner, _ = runs(batch, GRAM)
+    for _, batch in batches([pad_to_length(text, GRAM) for text in texts]):
+        hashes, owner, _ = hash_shingles(batch, GRAM)
         sets += [distinct(grams) for grams in np.split(hashes, np.flatnonzero(np.diff(owner)) + 1)]
     return sets
 
@@ -48,14 +56,14 @@ def may_match(sets: Sequence[Hashes], among: HashSet, similarity: float) -> NDAr
     in `among`.
     """
     sizes = np.array([len(grams) for grams in sets], dtype=np.int64)
-    found, _ = among.find(joined(sets))
+    found, _ = among.find(concatenate(sets))
     shared = np.bincount(np.repeat(np.arange(len(sets)), sizes)[found], minlength=len(sets))
     return np.flatnonzero((shared >= similarity * sizes) & (shared > 0))
 
 
 def in_more_than(sets: Sequence[Hashes], number: int) -> HashSet:
     """The grams that are in more than so many sets."""
-    grams = np.sort(joined(sets))
+    grams = np.sort(concatenate(sets))
     return HashSet(
         grams[number:][grams[number:] == grams[: len(grams) - number]]
         if len(grams) > number
@@ -67,18 +75,18 @@ def without(sets: Sequence[Hashes], grams: HashSet) -> list[Hashes]:
     """The sets without these grams."""
     if not sets:
         return []
-    flat = joined(sets)
+    flat = concatenate(sets)
     stays = np.ones(len(flat), dtype=np.bool_)
     stays[grams.find(flat)[0]] = False
     ends = np.cumsum([len(some) for some in sets])
     return np.split(flat[stays], np.cumsum(stays)[ends - 1][:-1])
 
 
-def joined(sets: Sequence[Hashes]) -> Hashes:
+def concatenate(sets: Sequence[Hashes]) -> Hashes:
     return np.concatenate([np.empty(0, np.uint64), *sets])
 
 
-class Index:
+class LshIndex:
     """Gram sets by number, that can be asked which of them may be like another."""
 
     def __init__(self, similarity: float) -> None:
@@ -119,13 +127,13 @@ def find_duplicates(
         if kept != index:
             exact[index] = kept
 
-    words, numbers = Words(), list(first.values())
+    words, numbers = WordIds(), list(first.values())
     asked, said = ([words.read(rows[index][part]) for index in numbers] for part in (0, 1))
     both = (
         gram_sets([np.concatenate(parts) for parts in zip(asked, said, strict=True)]),
         gram_sets(said),
     )
-    known, near = (Index(similarity), Index(similarity)), dict[int, int]()
+    known, near = (LshIndex(similarity), LshIndex(similarity)), dict[int, int]()
     whole, answers = (may_match(sets, in_more_than(sets, 1), similarity) for sets in both)
     possible = np.intersect1d(whole, answers).tolist()
     for at, *signed in zip(
@@ -157,7 +165,7 @@ def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
     What many of them begin with, e.g. a system prompt, makes no group: it is left out of the
     comparison.
     """
-    words, group = Words(), list(range(len(texts)))
+    words, group = WordIds(), list(range(len(texts)))
 
     def first(member: int) -> int:
         while group[member] != member:
@@ -166,7 +174,7 @@ def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
 
     sets = gram_sets([words.read(text) for text in texts])
     sets = without(sets, in_more_than(sets, max(BOILERPLATE, round(BOILERPLATE_SHARE * len(sets)))))
-    known = Index(similarity)
+    known = LshIndex(similarity)
     possible = may_match(sets, in_more_than(sets, 1), similarity).tolist()
     for at, signature in zip(possible, signatures(sets[at] for at in possible), strict=True):
         for other in known.candidates(signature):

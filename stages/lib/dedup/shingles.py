@@ -21,7 +21,7 @@ BATCH_WORDS = 2_000_000
 PAD = 0  # fills up a text that is shorter than a run
 
 
-class Words(dict[str, int]):
+class WordIds(dict[str, int]):
     """Numbers each distinct word (1, 2, ...) and symbol (negative), case aside."""
 
     def __missing__(self, word: str) -> int:
@@ -44,14 +44,14 @@ def words_of(text: Numbers) -> Numbers:
     return words if len(words) else text
 
 
-def filled(text: Numbers, length: int) -> Numbers:
+def pad_to_length(text: Numbers, length: int) -> Numbers:
     """The text, made as long as one run where it is shorter."""
     return (
         text if len(text) >= length else np.pad(text, (0, length - len(text)), constant_values=PAD)
     )
 
 
-def mixed(numbers: Numbers) -> Hashes:
+def splitmix64(numbers: Numbers) -> Hashes:
     """64 bits for each number, by the finaliser of SplitMix64 (Steele et al. 2014)."""
     bits = (numbers.astype(np.uint64) + np.uint64(1)) * MULTIPLIER
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -59,7 +59,7 @@ def mixed(numbers: Numbers) -> Hashes:
     return bits ^ (bits >> np.uint64(31))
 
 
-def runs(
+def hash_shingles(
     texts: Sequence[Numbers], length: int
 ) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
     """All runs of `length` words: their hashes, the index of the text that each is in, and where in
@@ -73,7 +73,7 @@ def runs(
     possible = len(flat) - length + 1
     if possible <= 0:
         return np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
-    values = mixed(flat)
+    values = splitmix64(flat)
     hashes = np.zeros(possible, dtype=np.uint64)
     for offset in range(length):
         hashes *= MULTIPLIER

@@ -7,11 +7,11 @@ from typing import Any
 
 from sklearn.metrics import cohen_kappa_score
 
-from stages.lib.judging.pairwise import Judgement, Preference
+from stages.lib.judging.pairwise import Preference, TwoOrderVerdict
 from stages.lib.metrics.stats import wilson_interval
 
 
-def between_orders(judgements: Sequence[Judgement]) -> dict[str, float | None]:
+def between_orders(judgements: Sequence[TwoOrderVerdict]) -> dict[str, float | None]:
     """position_consistency: share of comparisons of which both orders say the same. kappa: Cohen's
     (1960), the same beyond chance.
 
@@ -30,7 +30,7 @@ def between_orders(judgements: Sequence[Judgement]) -> dict[str, float | None]:
 
 
 def between_judges(
-    ours: Sequence[Judgement], theirs: Sequence[Judgement]
+    ours: Sequence[TwoOrderVerdict], theirs: Sequence[TwoOrderVerdict]
 ) -> dict[str, float | None]:
     """agreement: share of comparisons on which two judges prefer the same, ties too; kappa: beyond
     chance. None without any comparison.
@@ -47,7 +47,7 @@ def agreement(answers: Sequence[tuple[str, str]]) -> tuple[float, float | None]:
     return sum(one == other for one, other in answers) / len(answers), kappa
 
 
-def with_people(judgements: Sequence[Judgement]) -> dict[str, Any]:
+def human_agreement(judgements: Sequence[TwoOrderVerdict]) -> dict[str, Any]:
     """Of comparisons whose A people chose: the judge's rate of the same among those it tells apart
     (`pairs`), with its 95% interval.
     """

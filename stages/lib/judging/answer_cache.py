@@ -18,7 +18,7 @@ class Answer(NamedTuple):
     tokens_out: int
 
 
-class Answers:
+class AnswerCache:
     """A table of answers by key in `folder`; threads and processes may share it."""
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +41,7 @@ class Answers:
             ).fetchone()
         return Answer(*row) if row else None
 
-    def keep(self, key: str, answer: Answer) -> Answer:
+    def put(self, key: str, answer: Answer) -> Answer:
         """The answer that stands from now on: the first one, where two asked at once."""
         with self.lock:
             self.table.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (key, *answer))

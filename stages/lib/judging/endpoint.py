@@ -22,9 +22,9 @@ from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.types import Row
 from stages.lib.data.prompts import transcript
-from stages.lib.judging.answer_cache import Answer, Answers
+from stages.lib.judging.answer_cache import Answer, AnswerCache
 from stages.lib.judging.pairwise import Comparison, Verdict
-from stages.lib.judging.rubric import form, read, system
+from stages.lib.judging.rubric import answer_format, parse_verdict, system_prompt
 
 ASKED_AGAIN = 2  # times at most, where an answer cannot be read
 SHOWN = 300  # characters of a server's error
@@ -65,7 +65,7 @@ class Usage:
         self.paid_tokens_out += paid * answer.tokens_out
 
 
-class Endpoint:
+class EndpointJudge:
     """Asks `params.model` at temperature 0; every answer is kept in `cache`."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Endpoint:
         self.where, self.params, self.answers, self.spent, self.lock = (
             key,
             params,
-            Answers(cache),
+            AnswerCache(cache),
             Usage(),
             Lock(),
         )
@@ -87,7 +87,7 @@ class Endpoint:
             timeout=params.timeout,
         )
 
-    def about(self) -> Row:
+    def describe(self) -> Row:
         return {"judge": "endpoint", "model": self.params.model}
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
@@ -137,9 +137,9 @@ class Endpoint:
         for _ in range(1 + ASKED_AGAIN):
             text = self._answer(messages)
             try:
-                return read(text, self.params.rubric)
+                return parse_verdict(text, self.params.rubric)
             except ValueError as fault:
-                again = AGAIN.format(fault=fault, form=form(self.params.rubric))
+                again = AGAIN.format(fault=fault, form=answer_format(self.params.rubric))
                 messages = [
                     *messages,
                     {"role": "assistant", "content": text or "(nothing)"},
@@ -154,7 +154,7 @@ class Endpoint:
             else transcript(comparison.prompt).strip()
         )
         return [
-            {"role": "system", "content": system(self.params.rubric)},
+            {"role": "system", "content": system_prompt(self.params.rubric)},
             {
                 "role": "user",
                 "content": QUESTION.format(prompt=prompt, a=comparison.a, b=comparison.b),
@@ -173,7 +173,7 @@ class Endpoint:
             json.dumps({**asked, "server": self.params.base_url}, sort_keys=True).encode()
         ).hexdigest()
         known = self.answers.get(key)
-        answer = known or self.answers.keep(key, self._call(asked))
+        answer = known or self.answers.put(key, self._call(asked))
         with self.lock:
             self.spent.add(answer, paid=known is None)
         return answer.text

@@ -31,7 +31,7 @@ class Fluency:
         return [-float(row.mean()) for row in logprobs]
 
 
-def garbled(nll: ScoreFunction, people: Sequence[Row]) -> ScoreFunction:
+def garbledness(nll: ScoreFunction, people: Sequence[Row]) -> ScoreFunction:
     """How far a text is beyond what people write, nats a token below 0; 0 for any that is not:
     bland texts are no better than others.
     """

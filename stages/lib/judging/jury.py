@@ -12,25 +12,25 @@ from typing import Any
 
 from stages.lib.core.files import metric_name, stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.params.evaluation import APART
+from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.types import Row
-from stages.lib.core.user_functions import load_function
+from stages.lib.core.user_functions import import_function
 from stages.lib.judging.agreement import between_judges, between_orders
-from stages.lib.judging.endpoint import Endpoint
-from stages.lib.judging.fluency import FLUENCY, Fluency, garbled
-from stages.lib.judging.lexicon import Lexicon
+from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.fluency import FLUENCY, Fluency, garbledness
+from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import (
-    TOGETHER,
+    JURY,
     Comparison,
-    Judge,
-    Judgement,
+    PairwiseJudge,
     Preference,
-    in_both_orders,
+    TwoOrderVerdict,
+    judge_both_orders,
 )
-from stages.lib.judging.pointwise import Absolute
+from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.lm.loading import load_tokenizer
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.scoring import RewardScorer
 
 BATCH = 64  # texts at a time
 WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
@@ -39,9 +39,9 @@ WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
 class Jury:
     """Judges by name."""
 
-    def __init__(self, judges: Mapping[str, Judge]) -> None:
+    def __init__(self, judges: Mapping[str, PairwiseJudge]) -> None:
         self.judges = judges
-        self.heard: dict[str, list[Judgement]] = {name: [] for name in judges}
+        self.heard: dict[str, list[TwoOrderVerdict]] = {name: [] for name in judges}
 
     def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
         """1 where A wins, 0.5 for a tie, else 0: by each judge, in each dimension
@@ -51,7 +51,7 @@ class Jury:
         votes: dict[str, list[float]] = {}
         along: dict[str, list[float]] = {}
         for name, judge in self.judges.items():
-            told = in_both_orders(judge, comparisons)
+            told = judge_both_orders(judge, comparisons)
             self.heard[name] += told
             votes[name] = [WINS[each.preference] for each in told]
             for dimension in dict.fromkeys(
@@ -61,9 +61,7 @@ class Jury:
                     WINS[each.dimensions.get(dimension, Preference.tie)] for each in told
                 ]
         return (
-            votes
-            | along
-            | {TOGETHER: [together(each) for each in zip(*votes.values(), strict=True)]}
+            votes | along | {JURY: [majority(each) for each in zip(*votes.values(), strict=True)]}
         )
 
     def report(self) -> Row:
@@ -81,10 +79,10 @@ class Jury:
         }
 
 
-def together(votes: Sequence[float]) -> float:
+def majority(votes: Sequence[float]) -> float:
     """The side that more judges prefer.
 
-    >>> together([1.0, 0.5]), together([1.0, 0.0]), together([1.0, 0.0, 0.0])
+    >>> majority([1.0, 0.5]), majority([1.0, 0.0]), majority([1.0, 0.0, 0.0])
     (1.0, 0.5, 0.0)
     """
     middle = sum(votes) / len(votes)
@@ -102,19 +100,25 @@ def load_jury(
     """
     margin, language_models = params.evaluate.tie_margin, params.language_models()
 
-    def load(named: str) -> Judge:
+    def load(named: str) -> PairwiseJudge:
         if named == JudgeName.lexicon:
-            return Lexicon(margin)
+            return LexiconJudge(margin)
         if named in language_models:
             key, endpoint = language_models[named]
-            return Endpoint(endpoint, key=key)
+            return EndpointJudge(endpoint, key=key)
         if named == FLUENCY:
-            return Absolute(
-                named, garbled(Fluency(base, tokenizer, params.prepare.prompt_format), people), 0.0
+            return PointwiseJudge(
+                named,
+                garbledness(Fluency(base, tokenizer, params.prepare.prompt_format), people),
+                0.0,
             )
         if ":" in named:
-            return Absolute(named, load_function(named, "evaluate.judges"), margin)
-        folder = stage_dir(round_, "reward") / "judge" if named == APART else Path(named)
-        return Absolute(named, Scorer(folder, load_tokenizer(folder), params, BATCH), margin)
+            return PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
+        folder = (
+            stage_dir(round_, "reward") / "judge" if named == HELD_OUT_REWARD_MODEL else Path(named)
+        )
+        return PointwiseJudge(
+            named, RewardScorer(folder, load_tokenizer(folder), params, BATCH), margin
+        )
 
     return Jury({metric_name(named): load(named) for named in params.evaluate.judges})

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.lib.core.types import Prompt
-from stages.lib.judging.pairwise import PREFERENCE, Comparison, Free, Verdict
+from stages.lib.judging.pairwise import PREFERENCE, Comparison, LocalJudge, Verdict
 from stages.lib.metrics.sentiment import sentiment, sentiment_plain
 from stages.lib.metrics.text import repetition_n
 
@@ -25,7 +25,7 @@ def repetition(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[floa
 
 
 @dataclass(frozen=True)
-class Judged:
+class LexiconScores:
     """What the judges that need no model say of one response."""
 
     sentiment: float
@@ -33,9 +33,9 @@ class Judged:
     repetition: float
 
 
-def judge(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Judged]:
+def lexicon_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[LexiconScores]:
     return [
-        Judged(*row)
+        LexiconScores(*row)
         for row in zip(
             *(each(prompts, responses) for each in (sentiment, sentiment_plain, repetition)),
             strict=True,
@@ -43,7 +43,7 @@ def judge(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Judged]:
     ]
 
 
-def outcome(a: Judged, b: Judged, tie_margin: float) -> float:
+def lexicon_preference(a: LexiconScores, b: LexiconScores, tie_margin: float) -> float:
     """1 if response A beats B, 0 if B beats A, else 0.5 (a tie).
 
     A beats B if all three hold: A's sentiment is higher by more than `tie_margin`; A's plain
@@ -54,7 +54,7 @@ def outcome(a: Judged, b: Judged, tie_margin: float) -> float:
     return 1.0 if _beats(a, b, tie_margin) else 0.0 if _beats(b, a, tie_margin) else 0.5
 
 
-def _beats(a: Judged, b: Judged, tie_margin: float) -> bool:
+def _beats(a: LexiconScores, b: LexiconScores, tie_margin: float) -> bool:
     return (
         a.sentiment > b.sentiment + tie_margin
         and a.sentiment_plain >= b.sentiment_plain - tie_margin
@@ -62,7 +62,7 @@ def _beats(a: Judged, b: Judged, tie_margin: float) -> bool:
     )
 
 
-class Lexicon(Free):
+class LexiconJudge(LocalJudge):
     """The verdict of stages/lib/judging/lexicon.py; its confidence is half the distance of the
     judged sentiments.
     """
@@ -74,10 +74,13 @@ class Lexicon(Free):
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
         prompts = [each.prompt for each in comparisons]
         sides = (
-            judge(prompts, [each.a for each in comparisons]),
-            judge(prompts, [each.b for each in comparisons]),
+            lexicon_scores(prompts, [each.a for each in comparisons]),
+            lexicon_scores(prompts, [each.b for each in comparisons]),
         )
         return [
-            Verdict(PREFERENCE[outcome(a, b, self.tie_margin)], abs(a.sentiment - b.sentiment) / 2)
+            Verdict(
+                PREFERENCE[lexicon_preference(a, b, self.tie_margin)],
+                abs(a.sentiment - b.sentiment) / 2,
+            )
             for a, b in zip(*sides, strict=True)
         ]

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from stages.lib.core.types import Prompt, Row
 
-TOGETHER = "together"  # the name of what several judges say as one
+JURY = "together"  # the name of what several judges say as one
 
 
 class Preference(str, Enum):
@@ -54,10 +54,10 @@ class Verdict:
         return Verdict(self.preference.swapped(), self.confidence, dimensions)
 
 
-class Judge(Protocol):
+class PairwiseJudge(Protocol):
     """One that gives absolute numbers compares them itself."""
 
-    def about(self) -> Row:
+    def describe(self) -> Row:
         """What goes with each of its labels: `judge`, its name, and what else tells it from others."""
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
@@ -73,7 +73,7 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class TwoOrderVerdict:
     """A comparison in both orders: `second` was asked with A and B swapped, and is told in terms of
     `first`.
     """
@@ -114,24 +114,26 @@ class Judgement:
         return min(given, default=None)
 
 
-def in_both_orders(judge: Judge, comparisons: Sequence[Comparison]) -> list[Judgement]:
+def judge_both_orders(
+    judge: PairwiseJudge, comparisons: Sequence[Comparison]
+) -> list[TwoOrderVerdict]:
     """Each comparison's question and its swapped one, asked one after the other, so that a run that
     is stopped has whole ones.
     """
     told = judge.compare([question for each in comparisons for question in (each, each.swapped())])
     return [
-        Judgement(first, second and second.swapped())
+        TwoOrderVerdict(first, second and second.swapped())
         for first, second in zip(told[::2], told[1::2], strict=True)
     ]
 
 
-class Free:
+class LocalJudge:
     """What it says costs nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def about(self) -> Row:
+    def describe(self) -> Row:
         return {"judge": self.name}
 
     def cost(self) -> Row:

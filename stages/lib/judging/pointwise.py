@@ -5,11 +5,11 @@ given.
 from collections.abc import Sequence
 
 from stages.lib.core.types import Prompt, ScoreFunction
-from stages.lib.core.user_functions import check_numbers
-from stages.lib.judging.pairwise import Comparison, Free, Preference, Verdict
+from stages.lib.core.user_functions import check_scores
+from stages.lib.judging.pairwise import Comparison, LocalJudge, Preference, Verdict
 
 
-class Absolute(Free):
+class PointwiseJudge(LocalJudge):
     """Prefers the response with the higher number; up to `margin` apart they tie. A text is asked
     about once.
     """
@@ -50,5 +50,5 @@ class Absolute(Free):
 
     def _ask(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
         numbers = self.number(prompts, texts) if texts else []
-        check_numbers(numbers, len(texts), f"judge {self.name}")
+        check_scores(numbers, len(texts), f"judge {self.name}")
         return numbers

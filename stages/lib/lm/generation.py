@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import Tokens
-from stages.lib.lm.lora import holding
-from stages.lib.lm.packing import pack, precision, prefill, unwrap
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.lora import cached_adapter_weights
+from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
 
-LEAVE = 0.75  # share of a batch still being sampled, at which the others leave it
+COMPACT_BELOW = 0.75  # share of a batch still being sampled, at which the others leave it
 
 
 @torch.no_grad()
 def generate(
     model: Any,
-    prompt_ids: Sequence[Tokens],
+    prompt_ids: Sequence[TokenIds],
     *,
     response_length: int,
     temperature: float,
     generator: torch.Generator,
     batch_size: int,
     eos_token_id: int,
-) -> list[Tokens]:
+) -> list[TokenIds]:
     """Sample one response a prompt; EOS is kept where it was sampled.
 
     One uniform number a row and token is drawn first and turned into a token by inverse CDF: this
@@ -36,24 +36,24 @@ def generate(
     the same random numbers.
     """
     uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
-    responses: list[Tokens] = []
-    with holding(model), precision(model):
+    responses: list[TokenIds] = []
+    with cached_adapter_weights(model), model_autocast(model):
         for start in range(0, len(prompt_ids), batch_size):
             rows = slice(start, start + batch_size)
             responses += _generate_batch(
-                unwrap(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id
+                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id
             )
     return responses
 
 
-def sample(
+def sample_responses(
     model: Any,
     tokenizer: Any,
-    prompt_ids: Sequence[Tokens],
+    prompt_ids: Sequence[TokenIds],
     ppo: PpoParams,
     generator: torch.Generator,
     batch_size: int,
-) -> list[Tokens]:
+) -> list[TokenIds]:
     """One response a prompt, as PPO samples them: `generate` with its length and temperature."""
     return generate(
         model,
@@ -67,8 +67,8 @@ def sample(
 
 
 def _generate_batch(
-    model: Any, prompt_ids: Sequence[Tokens], uniforms: Tensor, temperature: float, eos: int
-) -> list[Tokens]:
+    model: Any, prompt_ids: Sequence[TokenIds], uniforms: Tensor, temperature: float, eos: int
+) -> list[TokenIds]:
     device, head = model.device, model.get_output_embeddings()
     prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
     mask = prompts.pad(torch.ones_like(prompts.input_ids))  # of what the cache holds
@@ -88,7 +88,7 @@ def _generate_batch(
         left = int(going.sum())
         if not left or step == uniforms.shape[1] - 1:
             break
-        if left <= LEAVE * len(
+        if left <= COMPACT_BELOW * len(
             rows
         ):  # rows that have ended leave, now and then, since it costs a copy of the cache
             cache.batch_select_indices(going.nonzero().squeeze(1))
@@ -118,5 +118,5 @@ def _draw(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
     return token.clamp(max=logits.shape[-1] - 1)
 
 
-def _until_eos(tokens: Tokens, eos: int) -> Tokens:
+def _until_eos(tokens: TokenIds, eos: int) -> TokenIds:
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens

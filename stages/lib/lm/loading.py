@@ -20,7 +20,7 @@ from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.lm.lora import load_adapters
-from stages.lib.lm.reward_ensemble import MEMBERS, in_ensemble
+from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 
 LOGIT_CHANGES = (
     "final_logit_softcapping",
@@ -29,7 +29,7 @@ LOGIT_CHANGES = (
 )  # of Gemma 2, Cohere, Granite
 
 
-def prepare_torch(params: Params) -> torch.device:
+def setup_torch(params: Params) -> torch.device:
     """Threads and seeds of this process; returns the device to use."""
     if params.model.threads:
         torch.set_num_threads(params.model.threads)
@@ -126,20 +126,20 @@ def is_adapter(folder: Path) -> bool:
 
 
 @contextmanager
-def adapter_off(model: Any) -> Iterator[Any]:
+def adapter_disabled(model: Any) -> Iterator[Any]:
     """A PeftModel as it was before training."""
     with model.disable_adapter():
         yield model
 
 
-def weights_params(model: ModelParams, lora: LoraParams) -> ModelParams:
+def training_model_params(model: ModelParams, lora: LoraParams) -> ModelParams:
     """Full-parameter training (r 0) needs float32 masters: a bfloat16 weight does not move by small
     steps.
     """
     return model if lora.r else model.model_copy(update={"dtype": Dtype.float32})
 
 
-def load_scalar_model(path: Path, params: ModelParams) -> PreTrainedModel:
+def load_sequence_classifier(path: Path, params: ModelParams) -> PreTrainedModel:
     """A model with one number as its head, alone; of a causal LM with a new, random head."""
     return _load(AutoModelForSequenceClassification, path, params, num_labels=1)
 
@@ -151,6 +151,7 @@ def load_reward_model(path: Path, params: ModelParams) -> PreTrainedModel:
     stages/reward/__main__.py).
     """
     others = sorted((path / MEMBERS).glob("*"))
-    return in_ensemble(
-        load_scalar_model(path, params), [load_scalar_model(other, params) for other in others]
+    return attach_ensemble(
+        load_sequence_classifier(path, params),
+        [load_sequence_classifier(other, params) for other in others],
     )

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stages.lib.core.types import Tokens
-from stages.lib.lm.packing import Packed, _by_length, hidden_states, pack, precision, unwrap
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.packing import (
+    Packed,
+    _by_length,
+    hidden_states,
+    model_autocast,
+    pack,
+    unwrap_peft,
+)
 
 CELLS = 1 << 20  # logits at a time: 4 MiB in float32, which a cache holds
 
 
-def logprobs_of(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+def selective_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
     """(N,) log-probabilities in nats, float32, of `targets` under (N, V) logits."""
 
     def part(rows: Tensor, wanted: Tensor) -> Tensor:
@@ -26,17 +33,17 @@ def logprobs_of(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Te
             scaled(rows, temperature), wanted, reduction="none"
         )
 
-    return by_parts(part, logits, targets)
+    return chunked(part, logits, targets)
 
 
-def entropies_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """(N,) entropies in nats, float32, of (N, V) logits."""
 
     def part(rows: Tensor) -> Tensor:
         logprobs = scaled(rows, temperature).log_softmax(-1)
         return -torch.linalg.vecdot(logprobs.exp(), logprobs)
 
-    return by_parts(part, logits)
+    return chunked(part, logits)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -45,7 +52,7 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
     return wide if temperature == 1 else wide / temperature
 
 
-def by_parts(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def chunked(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`function` of some rows at a time of (N, V) logits and what goes with them; in backward once
     more, so that nothing is kept.
     """
@@ -63,23 +70,23 @@ def response_logits(model: Any, packed: Packed, hidden: Tensor) -> Tensor:
     """(N, V) logits of (M, H) states at the positions that predict response tokens, in the model's
     dtype.
     """
-    with precision(model):
-        logits: Tensor = unwrap(model).get_output_embeddings()(hidden[packed.predicts])
+    with model_autocast(model):
+        logits: Tensor = unwrap_peft(model).get_output_embeddings()(hidden[packed.predicts])
     return logits
 
 
 def response_logprobs(model: Any, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
     """(B, T) log-probabilities in nats of response tokens, from (M, H) states."""
-    return packed.rows(
-        logprobs_of(response_logits(model, packed, hidden), packed.targets, temperature)
+    return packed.to_rows(
+        selective_log_softmax(response_logits(model, packed, hidden), packed.targets, temperature)
     )
 
 
 @torch.no_grad()
 def token_logprobs(
     model: Any,
-    prompt_ids: Sequence[Tokens],
-    response_ids: Sequence[Tokens],
+    prompt_ids: Sequence[TokenIds],
+    response_ids: Sequence[TokenIds],
     *,
     temperature: float = 1.0,
     batch_size: int = 64,
@@ -92,9 +99,11 @@ def token_logprobs(
         [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size
     ):
         packed = pack(
-            [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], unwrap(model).device
+            [prompt_ids[i] for i in batch],
+            [response_ids[i] for i in batch],
+            unwrap_peft(model).device,
         )
-        flat = logprobs_of(
+        flat = selective_log_softmax(
             response_logits(model, packed, hidden_states(model, packed)),
             packed.targets,
             temperature,

@@ -23,7 +23,7 @@ Matrices = tuple[
 ]  # A (r, in) and scaled B (out, r), in the dtype that is computed in
 
 
-def product(
+def lora_linear(
     tokens: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, high: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(M, out) x W' + c + (x A') B' of (M, in) tokens, and the (M, r) x A'."""
@@ -31,7 +31,7 @@ def product(
     return torch.nn.functional.linear(tokens, weight, bias).addmm_(inner, high.T), inner
 
 
-class Product(torch.autograd.Function):
+class LoraLinearFunction(torch.autograd.Function):
     """x W' + c + s (x A') B' of x (..., in), W (out, in), c (out,) or None, A (r, in), B (out, r);
     W and c are frozen.
 
@@ -49,7 +49,7 @@ class Product(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         tokens, low, high = x.reshape(-1, x.shape[-1]), a.to(x.dtype), (b * scaling).to(x.dtype)
-        outer, inner = product(tokens, weight, bias, low, high)
+        outer, inner = lora_linear(tokens, weight, bias, low, high)
         ctx.save_for_backward(tokens, weight, low, high, inner)
         ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, a.dtype
         return outer.view(*x.shape[:-1], -1)
@@ -78,7 +78,7 @@ class Product(torch.autograd.Function):
 
 class FusedLinear(Linear):
     """peft's layer where the adapter is off, merged, one of several, or anything but two matrices.
-    `held`: see `holding`.
+    `held`: see `cached_adapter_weights`.
     """
 
     held: Matrices | None = None
@@ -108,16 +108,16 @@ class FusedLinear(Linear):
         if kwargs or x.dtype != weight.dtype or not (self.held or self.plain()):
             return super().forward(x, *args, **kwargs)
         if self.held:
-            return product(x.reshape(-1, x.shape[-1]), weight, bias, *self.held)[0].view(
+            return lora_linear(x.reshape(-1, x.shape[-1]), weight, bias, *self.held)[0].view(
                 *x.shape[:-1], -1
             )
-        outer: Tensor = Product.apply(x, weight, bias, *self.adapter())
+        outer: Tensor = LoraLinearFunction.apply(x, weight, bias, *self.adapter())
         return outer
 
 
 @contextmanager
 @torch.no_grad()
-def holding(model: Any) -> Iterator[None]:
+def cached_adapter_weights(model: Any) -> Iterator[None]:
     """For many short products between which nothing is learnt, as in generation: adapters are cast
     and scaled once, not for each.
     """
@@ -135,7 +135,7 @@ def holding(model: Any) -> Iterator[None]:
             layer.held = None
 
 
-def fused(config: PeftConfig) -> PeftConfig:
+def with_fused_linear(config: PeftConfig) -> PeftConfig:
     config._register_custom_module({torch.nn.Linear: FusedLinear})
     return config
 
@@ -157,7 +157,7 @@ def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> P
                     if isinstance(module, torch.nn.Linear)
                 }
             )
-    return fused(
+    return with_fused_linear(
         LoraConfig(
             r=params.r,
             lora_alpha=params.lora_alpha,
@@ -176,5 +176,5 @@ def add_adapters(model: PreTrainedModel, params: LoraParams, task_type: str) -> 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
     return PeftModel.from_pretrained(
-        model, str(folder), config=fused(PeftConfig.from_pretrained(str(folder)))
+        model, str(folder), config=with_fused_linear(PeftConfig.from_pretrained(str(folder)))
     )

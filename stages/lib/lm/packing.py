@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from stages.lib.core.types import Tokens
+from stages.lib.core.types import TokenIds
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Packed:
         """(N,) the response tokens of all rows."""
         return self.input_ids[self.predicts + 1]
 
-    def rows(self, flat: Tensor) -> Tensor:
+    def to_rows(self, flat: Tensor) -> Tensor:
         """Lay (N,) values of response tokens out as (B, T), zero behind each row's end."""
         return flat.new_zeros(self.response_mask.shape).masked_scatter(self.response_mask, flat)
 
@@ -58,15 +58,15 @@ class Packed:
 
 
 def pack(
-    prompt_ids: Sequence[Tokens],
-    response_ids: Sequence[Tokens],
+    prompt_ids: Sequence[TokenIds],
+    response_ids: Sequence[TokenIds],
     device: torch.device,
     eos_token_id: int | None = None,
 ) -> Packed:
     """`eos_token_id` closes responses without it: it is read there (a reward model wants it), but
     no token of the response.
     """
-    ends_in = response_ids if eos_token_id is None else closed(response_ids, eos_token_id)
+    ends_in = response_ids if eos_token_id is None else append_eos(response_ids, eos_token_id)
     rows = [prompt + response for prompt, response in zip(prompt_ids, ends_in, strict=True)]
     lengths, sizes = (
         torch.tensor([len(row) for row in rows]),
@@ -88,21 +88,21 @@ def pack(
     )
 
 
-def closed(response_ids: Sequence[Tokens], eos_token_id: int) -> list[Tokens]:
+def append_eos(response_ids: Sequence[TokenIds], eos_token_id: int) -> list[TokenIds]:
     """Each response with EOS at its end, whether or not it was sampled: reward models are trained
     on EOS, and read there.
     """
     return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
 
 
-def unwrap(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """The transformers model inside a PeftModel (its adapter layers stay in place)."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def precision(model: Any) -> torch.autocast:
+def model_autocast(model: Any) -> torch.autocast:
     """Float32 adapters on a bfloat16 model are multiplied in bfloat16."""
-    inner = unwrap(model)
+    inner = unwrap_peft(model)
     return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
 
 
@@ -116,13 +116,13 @@ def hidden_states(
     implementations they are padded. `cache`: is given the keys and values, laid out as the model
     ran.
     """
-    trunk = unwrap(model).base_model
+    trunk = unwrap_peft(model).base_model
     name, tokens = (
         ("input_ids", packed.input_ids) if entering is None else ("inputs_embeds", entering)
     )
     caching = {"past_key_values": cache, "use_cache": cache is not None}
-    with precision(model):
-        if takes_packed(trunk):
+    with model_autocast(model):
+        if supports_packing(trunk):
             return trunk(
                 **packed_inputs(packed, trunk.dtype, name, tokens) | caching
             ).last_hidden_state[0]
@@ -138,7 +138,7 @@ def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
     """
     cache = DynamicCache()
     states = hidden_states(model, packed, cache=cache)[packed.last]
-    if takes_packed(unwrap(model).base_model):
+    if supports_packing(unwrap_peft(model).base_model):
         pairs = ((layer.keys, layer.values) for layer in cache.layers)
         cache = DynamicCache(
             [
@@ -150,14 +150,14 @@ def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
 
 
 @contextmanager
-def without_padding(model: Any) -> Iterator[None]:
+def padding_free(model: Any) -> Iterator[None]:
     """Batches that a trainer has padded go through the layers as rows end to end, and come back
     padded with zeros.
 
     What is packed already, or goes on from a cache, as the sampling and scoring of this project
     does, stays as it is.
     """
-    trunk = unwrap(model).base_model
+    trunk = unwrap_peft(model).base_model
     places: list[Tensor | None] = []
 
     def before(
@@ -184,7 +184,7 @@ def without_padding(model: Any) -> Iterator[None]:
         )
         return output
 
-    if not takes_packed(trunk):
+    if not supports_packing(trunk):
         yield
         return
     hooks = [
@@ -198,12 +198,12 @@ def without_padding(model: Any) -> Iterator[None]:
             hook.remove()
 
 
-def takes_packed(trunk: Any) -> bool:
+def supports_packing(trunk: Any) -> bool:
     return trunk.config._attn_implementation == "grouped"
 
 
 def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor) -> dict[str, Any]:
-    """Arguments of a trunk that `takes_packed`. Attention pads on the right, where no token sees a
+    """Arguments of a trunk that `supports_packing`. Attention pads on the right, where no token sees a
     pad: the mask is causal alone.
     """
     width = max(packed.lengths)
@@ -219,7 +219,7 @@ def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor)
     }
 
 
-def flat(packed: Packed, states: Tensor) -> Tensor:
+def flatten_states(packed: Packed, states: Tensor) -> Tensor:
     """(M, H) of the states between two layers, as `hidden_states` runs them: (1, M, H) or (B, L,
     H).
     """

@@ -63,12 +63,12 @@ def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     ]
 
 
-def trained_weights(model: Any) -> dict[str, Tensor]:
+def trainable_state_dict(model: Any) -> dict[str, Tensor]:
     """The trained weights by name, as they are: they move on with the model."""
     return {name: parameter.detach() for name, parameter in trainable_named(model)}
 
 
 @torch.no_grad()
-def put_weights(model: Any, weights: dict[str, Tensor]) -> None:
+def load_trainable(model: Any, weights: dict[str, Tensor]) -> None:
     for name, parameter in trainable_named(model):
         parameter.copy_(weights[name])

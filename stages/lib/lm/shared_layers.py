@@ -12,10 +12,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
-from stages.lib.lm.packing import Packed, flat, hidden_states, pack, unwrap
+from stages.lib.lm.packing import Packed, flatten_states, hidden_states, pack, unwrap_peft
 
 
-class Skipped(torch.nn.Module):
+class IdentityLayer(torch.nn.Module):
     """In the place of a layer that has run already: what a layer is (its kind of attention) goes by
     its number.
     """
@@ -24,11 +24,11 @@ class Skipped(torch.nn.Module):
         return hidden_states
 
 
-def layers_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
+def find_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     """The module that holds the layers, under which name, and they themselves."""
     trunk, count = (
-        unwrap(model).base_model,
-        unwrap(model).config.get_text_config().num_hidden_layers,
+        unwrap_peft(model).base_model,
+        unwrap_peft(model).config.get_text_config().num_hidden_layers,
     )
     path, layers = next(
         (p, m)
@@ -39,9 +39,9 @@ def layers_of(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
     return trunk.get_submodule(above), name, layers
 
 
-def plain_layers(model: Any) -> int:
+def num_layers_below_adapters(model: Any) -> int:
     """How many of the lowest layers have no adapters."""
-    *_, layers = layers_of(model)
+    *_, layers = find_layers(model)
     adapted = (
         i
         for i, layer in enumerate(layers)
@@ -50,7 +50,7 @@ def plain_layers(model: Any) -> int:
     return next(adapted, len(layers))
 
 
-def common_layers(*models: Any) -> int:
+def num_shared_layers(*models: Any) -> int:
     """How many of the lowest layers, with the embedding below them, are the same in all models, bit
     for bit.
 
@@ -58,13 +58,15 @@ def common_layers(*models: Any) -> int:
     kind: some do more with an embedding than pass it to their first layer.
     """
     first, *others = models
-    same = min(len(layers_of(first)[2]) - 1, *map(plain_layers, models))
+    same = min(len(find_layers(first)[2]) - 1, *map(num_layers_below_adapters, models))
     for other in others:
-        if type(unwrap(first).base_model) is not type(unwrap(other).base_model):
+        if type(unwrap_peft(first).base_model) is not type(unwrap_peft(other).base_model):
             return 0
-        if not _equal(unwrap(first).get_input_embeddings(), unwrap(other).get_input_embeddings()):
+        if not _equal(
+            unwrap_peft(first).get_input_embeddings(), unwrap_peft(other).get_input_embeddings()
+        ):
             return 0
-        pairs = zip(layers_of(first)[2][:same], layers_of(other)[2][:same], strict=True)
+        pairs = zip(find_layers(first)[2][:same], find_layers(other)[2][:same], strict=True)
         same = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), same)
     return same if same and _handed_on(first, same) else 0
 
@@ -82,12 +84,14 @@ def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def _handed_on(model: Any, first: int) -> bool:
-    row = pack([[1, 2, 3]], [[]], unwrap(model).device)
-    whole, [entering] = through(model, row, keep=[first])
-    return torch.allclose(through(model, row, entering, first)[0], whole, rtol=1e-2, atol=1e-2)
+    row = pack([[1, 2, 3]], [[]], unwrap_peft(model).device)
+    whole, [entering] = forward_layers(model, row, keep=[first])
+    return torch.allclose(
+        forward_layers(model, row, entering, first)[0], whole, rtol=1e-2, atol=1e-2
+    )
 
 
-def through(
+def forward_layers(
     model: Any,
     packed: Packed,
     entering: Tensor | None = None,
@@ -99,16 +103,18 @@ def through(
     """
     with _without(model, 0 if entering is None else first), _watched(model, keep) as seen:
         return hidden_states(model, packed, entering), [
-            flat(packed, seen[number]) for number in keep
+            flatten_states(packed, seen[number]) for number in keep
         ]
 
 
 @contextmanager
 def _without(model: Any, first: int) -> Iterator[None]:
     """The layers below `first` do nothing."""
-    holder, name, layers = layers_of(model)
+    holder, name, layers = find_layers(model)
     setattr(
-        holder, name, torch.nn.ModuleList([*(Skipped() for _ in range(first)), *layers[first:]])
+        holder,
+        name,
+        torch.nn.ModuleList([*(IdentityLayer() for _ in range(first)), *layers[first:]]),
     )
     try:
         yield
@@ -119,7 +125,7 @@ def _without(model: Any, first: int) -> Iterator[None]:
 @contextmanager
 def _watched(model: Any, numbers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """What enters these layers in the next forward pass."""
-    *_, layers = layers_of(model)
+    *_, layers = find_layers(model)
     seen: dict[int, Tensor] = {}
 
     def watch(number: int) -> Any:

@@ -51,10 +51,14 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
 
-    train, held_out = at_random(train, TFIDF_PAIRS, seed), at_random(held_out, TFIDF_PAIRS, seed)
+    train, held_out = subsample(train, TFIDF_PAIRS, seed), subsample(held_out, TFIDF_PAIRS, seed)
 
     def texts(rows: list[Row]) -> list[str]:
-        return [flat(row["prompt"]) + row[side] for side in ("chosen", "rejected") for row in rows]
+        return [
+            prompt_text(row["prompt"]) + row[side]
+            for side in ("chosen", "rejected")
+            for row in rows
+        ]
 
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     try:
@@ -75,14 +79,14 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
     )
 
 
-def at_random(rows: list[Row], most: int, seed: int) -> list[Row]:
+def subsample(rows: list[Row], most: int, seed: int) -> list[Row]:
     """The rows, or `most` of them at random in their order."""
     if len(rows) <= most:
         return rows
     return [rows[index] for index in sorted(random.Random(seed).sample(range(len(rows)), most))]
 
 
-def flat(prompt: Prompt) -> str:
+def prompt_text(prompt: Prompt) -> str:
     """The prompt as a text that a response can follow: messages do not end with the space before
     it.
     """

@@ -6,7 +6,7 @@ from functools import cache
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from stages.lib.core.types import Prompt
-from stages.lib.metrics.text import plain
+from stages.lib.metrics.text import strip_emoji_and_exclamations
 
 
 @cache
@@ -29,4 +29,7 @@ def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list
     """VADER compound, -1..1, of the response alone without emoji and "!", which the lexicon
     overpays too.
     """
-    return [lexicon().polarity_scores(plain(response))["compound"] for response in responses]
+    return [
+        lexicon().polarity_scores(strip_emoji_and_exclamations(response))["compound"]
+        for response in responses
+    ]

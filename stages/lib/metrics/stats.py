@@ -111,7 +111,7 @@ def partial_correlation(
     return float(np.corrcoef(left.T)[0, 1])
 
 
-def connected(links: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:
+def connected_groups(links: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:
     """The places of links that hang together, e.g. of pairs by the texts they share."""
     number: dict[Hashable, int] = {}
     ends = [[number.setdefault(end, len(number)) for end in link] for link in links]

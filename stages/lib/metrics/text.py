@@ -37,7 +37,7 @@ def repetition_n(text: str, n: int) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def plain(text: str) -> str:
+def strip_emoji_and_exclamations(text: str) -> str:
     """The text without emoji, emoticons and exclamation marks, which lexicons (and reward models)
     overpay.
     """

@@ -10,14 +10,14 @@ from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from stages.lib.core.types import Tokens
-from stages.lib.lm.logprobs import logprobs_of
-from stages.lib.lm.packing import unwrap, without_padding
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.logprobs import selective_log_softmax
+from stages.lib.lm.packing import padding_free, unwrap_peft
 
-Pairs = tuple[list[Tokens], list[Tokens]]  # prompts, and a response to each
+Pairs = tuple[list[TokenIds], list[TokenIds]]  # prompts, and a response to each
 
 
-def fit(
+def train_on_completions(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     train: Pairs,
@@ -39,7 +39,7 @@ def fit(
         callbacks=[callback],
     )
     trainer.remove_callback(PrinterCallback)
-    with without_padding(model):
+    with padding_free(model):
         trainer.train()
     return trainer.model.eval()
 
@@ -59,7 +59,7 @@ class ResponseTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
-        inner, labels = unwrap(model), inputs["labels"][:, 1:]
+        inner, labels = unwrap_peft(model), inputs["labels"][:, 1:]
         learnt = labels != -100
         with self.accelerator.autocast():
             states = inner.base_model(
@@ -69,4 +69,4 @@ class ResponseTrainer(SFTTrainer):
             )
             logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][learnt])
         tokens = learnt.sum() if num_items_in_batch is None else num_items_in_batch
-        return -logprobs_of(logits, labels[learnt]).sum() / tokens
+        return -selective_log_softmax(logits, labels[learnt]).sum() / tokens

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from stages.lib.core.files import is_real
+from stages.lib.core.files import is_placeholder
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
-from stages.lib.core.recorder import Recorder
+from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.loading import resolve_dtype
 
 
-def starting_model(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
+def initial_checkpoint(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
     """Where training starts, and whether that continues the round before."""
-    continues = train.init_from is InitFrom.previous and is_real(previous)
+    continues = train.init_from is InitFrom.previous and not is_placeholder(previous)
     return (previous if continues else base), continues
 
 
@@ -52,10 +52,10 @@ def trainer_arguments(
     }
 
 
-class RecordSteps(TrainerCallback):
+class MetricLoggerCallback(TrainerCallback):
     """Every step's numbers go to the stage's recorder."""
 
-    def __init__(self, recorder: Recorder, names: dict[str, str], show: list[str]) -> None:
+    def __init__(self, recorder: MetricLogger, names: dict[str, str], show: list[str]) -> None:
         self.recorder, self.names, self.show = recorder, names, show
         self.before = len(recorder.steps)  # of an ensemble's members that were trained before
 

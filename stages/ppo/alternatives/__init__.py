@@ -2,4 +2,6 @@
 rewards, validation and outputs.
 """
 
-DRAWN = 256  # responses, at most, by which the alternatives to PPO are described before and after
+NUM_DESCRIBED_SAMPLES = (
+    256  # responses, at most, by which the alternatives to PPO are described before and after
+)

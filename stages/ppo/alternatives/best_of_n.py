@@ -7,26 +7,28 @@ from typing import NamedTuple
 import torch
 
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import Row, Tokens
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.training.completion_only import fit
+from stages.lib.training.completion_only import train_on_completions
 from stages.lib.training.trl_setup import trainer_arguments
-from stages.ppo.alternatives.callback import Course
-from stages.ppo.alternatives.policy import Pupil, Setting
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
 
 
-class Choice(NamedTuple):
+class BestOfN(NamedTuple):
     """The best rewarded response to each prompt, and the rows of all n."""
 
-    prompts: list[Tokens]
-    responses: list[Tokens]
+    prompts: list[TokenIds]
+    responses: list[TokenIds]
     rows: list[Row]
 
 
-def train(setting: Setting) -> Course:
+def train(setting: TrainingContext) -> PolicyCallback:
     params = setting.params
     model = add_adapters(setting.sft, params.ppo.lora, "CAUSAL_LM")
-    course = Course(setting, {name: name for name in ("loss", "grad_norm", "learning_rate")})
+    course = PolicyCallback(
+        setting, {name: name for name in ("loss", "grad_norm", "learning_rate")}
+    )
     course.begin(model)
     choice = choose(course.pupil, setting)
     course.rollouts.append(choice.rows)
@@ -36,11 +38,13 @@ def train(setting: Setting) -> Course:
         max_length=params.prepare.max_prompt_tokens + params.ppo.response_length,
     )
     arguments = trainer_arguments(sizes, params.model, params.seed, setting.work, continues=False)
-    fit(model, setting.tokenizer, (choice.prompts, choice.responses), arguments, course)
+    train_on_completions(
+        model, setting.tokenizer, (choice.prompts, choice.responses), arguments, course
+    )
     return course
 
 
-def choose(pupil: Pupil, setting: Setting) -> Choice:
+def choose(pupil: TrainedPolicy, setting: TrainingContext) -> BestOfN:
     """By a policy that is still SFT. A response that has not ended is learnt without EOS, as it was
     sampled.
     """
@@ -48,11 +52,11 @@ def choose(pupil: Pupil, setting: Setting) -> Choice:
     episodes = [episode for episode in setting.prompts for _ in range(n)]
     generator = torch.Generator().manual_seed(setting.params.seed)
     responses = pupil.sample([tokens for _, tokens in episodes], setting.params.ppo, generator)
-    rows, rewards = pupil.tell(0, episodes, responses)
+    rows, rewards = pupil.score(0, episodes, responses)
     best = [
         max(range(start, start + n), key=lambda place: rewards[place])
         for start in range(0, len(episodes), n)
     ]
-    return Choice(
+    return BestOfN(
         [episodes[place][1] for place in best], [responses[place] for place in best], rows
     )

@@ -16,37 +16,37 @@ from stages.lib.core.types import Row
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
 from stages.lib.metrics.sentiment import sentiment
-from stages.ppo.alternatives import DRAWN
-from stages.ppo.alternatives.policy import Pupil, Setting
-from stages.ppo.common.health import Monitor, danger
-from stages.ppo.common.policy_selection import Best, Validation
+from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
+from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
+from stages.ppo.common.health import Monitor, first_danger
+from stages.ppo.common.policy_selection import PolicySelector, Validation
 
 SHOWN = ("loss", "accuracy", "score_mean", "judge_mean", "kl", "response_length", "entropy")
 
 
-class Course(TrainerCallback):
+class PolicyCallback(TrainerCallback):
     """`names`: ours by TRL's of the numbers that it logs. `steps`: optimiser steps an update.
     `stopped`: the sign that ended it early.
     """
 
-    pupil: Pupil
-    best: Best
+    pupil: TrainedPolicy
+    best: PolicySelector
     before: Validation
     first: list[Row]  # what SFT says
 
-    def __init__(self, setting: Setting, names: dict[str, str], steps: int = 1) -> None:
+    def __init__(self, setting: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
         self.setting, self.ppo = setting, setting.params.ppo
         self.names, self.steps, self.updates = names, steps, 0
         self.logs: list[dict[str, float]] = []  # of the update at hand
         self.monitor, self.stopped = Monitor(self.ppo, f"{setting.params.algorithm.value}.beta"), ""
         self.rollouts = RolloutLog(setting.work / "rollouts")
         shuffled = random.Random(setting.params.seed).sample(setting.prompts, len(setting.prompts))
-        self.asked = shuffled[:DRAWN]
+        self.asked = shuffled[:NUM_DESCRIBED_SAMPLES]
 
     def begin(self, policy: Any) -> None:
         """The policy, before it has learnt anything."""
-        self.pupil = Pupil(policy, self.setting)
-        self.best = Best(
+        self.pupil = TrainedPolicy(policy, self.setting)
+        self.best = PolicySelector(
             self.pupil, self.setting.held_out, sentiment, self.ppo, self.setting.params.seed
         )
         self.before, self.first = self.best.validate(0), self.draw(0)
@@ -57,7 +57,7 @@ class Course(TrainerCallback):
         """
         generator = torch.Generator().manual_seed(self.setting.params.seed)
         responses = self.pupil.sample([tokens for _, tokens in self.asked], self.ppo, generator)
-        rows = self.pupil.tell(update, self.asked, responses).rows
+        rows = self.pupil.score(update, self.asked, responses).rows
         self.rollouts.append(rows)
         return rows
 
@@ -100,14 +100,14 @@ class Course(TrainerCallback):
         self.logs = []
         findings = self.monitor.read([*recorder.steps, {"step": self.updates, **metrics}])
         if self.ppo.on_danger is OnDanger.stop:
-            self.stopped = danger(findings)
+            self.stopped = first_danger(findings)
         if (last or self.updates % self.ppo.validation_updates == 0) and not self.stopped:
             validation = self.validate()
             metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
         shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
         recorder.log(self.updates, metrics, shown)
         for finding in findings:
-            recorder.say(self.updates, str(finding))
+            recorder.log_progress(self.updates, str(finding))
         if self.updates % self.ppo.save_updates == 0:
             folder = self.setting.work / "checkpoints" / f"step_{self.updates:05d}"
             save_trained(self.pupil.policy, self.setting.tokenizer, folder)

@@ -16,10 +16,10 @@ from stages.lib.core.types import Row
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config
-from stages.lib.lm.packing import without_padding
+from stages.lib.lm.packing import padding_free
 from stages.lib.training.trl_setup import trainer_arguments
-from stages.ppo.alternatives.callback import Course
-from stages.ppo.alternatives.policy import Setting
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.policy import TrainingContext
 
 NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
     "rewards/accuracies": "accuracy",
@@ -27,20 +27,20 @@ NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
 }
 
 
-def train(setting: Setting) -> Course:
+def train(setting: TrainingContext) -> PolicyCallback:
     round_ = setting.recorder.round
     rows = read_jsonl(
         stage_dir(round_, "annotate") / "data/pairs_train.jsonl", f"dvc repro annotate@{round_}"
     )
-    course = Course(setting, NAMES)
+    course = PolicyCallback(setting, NAMES)
     trainer = make_trainer(setting, pairs(rows, setting), course)
     course.begin(trainer.model)
-    with without_padding(trainer.model):
+    with padding_free(trainer.model):
         trainer.train()
     return course
 
 
-def make_trainer(setting: Setting, rows: list[Row], course: Course) -> DPOTrainer:
+def make_trainer(setting: TrainingContext, rows: list[Row], course: PolicyCallback) -> DPOTrainer:
     params, lora = setting.params, setting.params.ppo.lora
     sizes = TrainParams(
         **params.dpo.model_dump(exclude={"beta"}),
@@ -73,7 +73,7 @@ class TokenDpoTrainer(DPOTrainer):
         return dataset
 
 
-def pairs(rows: list[Row], setting: Setting) -> list[Row]:
+def pairs(rows: list[Row], setting: TrainingContext) -> list[Row]:
     """TRL's columns, and `length`; without the pairs of held-out prompts, on which the policy will
     be validated.
 

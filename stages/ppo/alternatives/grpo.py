@@ -9,27 +9,33 @@ from typing import Any
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from stages.lib.core.types import Tokens
-from stages.ppo.alternatives.callback import Course
-from stages.ppo.alternatives.online import OnlineCourse, Sampled, arguments, assemble, run
-from stages.ppo.alternatives.policy import Setting
+from stages.lib.core.types import TokenIds
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.online import (
+    CustomSamplingMixin,
+    OnlineCourse,
+    build_trainer,
+    config_kwargs,
+    run,
+)
+from stages.ppo.alternatives.policy import TrainingContext
 
 
-class SampledGrpo(Sampled, GRPOTrainer):
+class SampledGrpo(CustomSamplingMixin, GRPOTrainer):
     def _generate_single_turn(
-        self, prompt_ids: list[Tokens], *_: Any, **__: Any
-    ) -> tuple[list[Tokens], None]:
+        self, prompt_ids: list[TokenIds], *_: Any, **__: Any
+    ) -> tuple[list[TokenIds], None]:
         return self.course.respond(prompt_ids), None
 
 
-def train(setting: Setting) -> Course:
+def train(setting: TrainingContext) -> PolicyCallback:
     return run(make_trainer(setting))
 
 
-def make_trainer(setting: Setting) -> SampledGrpo:
+def make_trainer(setting: TrainingContext) -> SampledGrpo:
     course, own = OnlineCourse(setting), setting.params.grpo
     config = GRPOConfig(
-        **arguments(setting, course.steps, own.num_generations, own.beta), loss_type="grpo"
+        **config_kwargs(setting, course.steps, own.num_generations, own.beta), loss_type="grpo"
     )
-    trainer: SampledGrpo = assemble(SampledGrpo, config, setting, course)
+    trainer: SampledGrpo = build_trainer(SampledGrpo, config, setting, course)
     return trainer

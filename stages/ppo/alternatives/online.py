@@ -9,13 +9,13 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import Row, Tokens
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
-from stages.lib.lm.packing import without_padding
+from stages.lib.lm.packing import padding_free
 from stages.lib.training.trl_setup import trainer_arguments
-from stages.ppo.alternatives.callback import Course
-from stages.ppo.alternatives.policy import Setting
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.policy import TrainingContext
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.outputs import describe_rows
 
@@ -24,12 +24,12 @@ NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate", "entropy"
 }
 
 
-class OnlineCourse(Course):
+class OnlineCourse(PolicyCallback):
     """Samples for the trainer and rewards them; an update is what one batch of samples teaches, as
     in PPO.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: TrainingContext) -> None:
         ppo = setting.params.ppo
         super().__init__(
             setting, NAMES, steps=ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size
@@ -44,17 +44,17 @@ class OnlineCourse(Course):
         }
         self.rows: list[Row] = []  # of the update at hand
 
-    def tokenise(self, prompts: Sequence[str]) -> list[Tokens]:
+    def tokenise(self, prompts: Sequence[str]) -> list[TokenIds]:
         return [self.tokens[prompt] for prompt in prompts]
 
-    def respond(self, prompt_ids: list[Tokens]) -> list[Tokens]:
+    def respond(self, prompt_ids: list[TokenIds]) -> list[TokenIds]:
         return self.pupil.sample(prompt_ids, self.ppo, self.generator)
 
-    def reward(self, completion_ids: list[Tokens], place: list[int], **_: Any) -> list[float]:
+    def reward(self, completion_ids: list[TokenIds], place: list[int], **_: Any) -> list[float]:
         """TRL's reward function: what PPO is rewarded by. place: of each prompt among the
         setting's.
         """
-        self.rows, rewards = self.pupil.tell(
+        self.rows, rewards = self.pupil.score(
             self.updates + 1, [self.setting.prompts[i] for i in place], completion_ids
         )
         self.rollouts.append(self.rows)
@@ -65,18 +65,20 @@ class OnlineCourse(Course):
         return describe_rows(rows) | {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards)}
 
 
-class Sampled:
+class CustomSamplingMixin:
     """Of a trainer of TRL's: prompts have the tokens, and responses are sampled, as everywhere in
     this project.
     """
 
     course: OnlineCourse
 
-    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[Tokens], None, dict[str, Any]]:
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[TokenIds], None, dict[str, Any]]:
         return self.course.tokenise(prompts), None, {}
 
 
-def arguments(setting: Setting, steps: int, num_generations: int, beta: float) -> dict[str, Any]:
+def config_kwargs(
+    setting: TrainingContext, steps: int, num_generations: int, beta: float
+) -> dict[str, Any]:
     """Keyword arguments for RLOOConfig and GRPOConfig: as many samples an update, and steps on
     them, as PPO has.
     """
@@ -105,7 +107,7 @@ def arguments(setting: Setting, steps: int, num_generations: int, beta: float) -
     }
 
 
-def assemble(kind: Any, config: Any, setting: Setting, course: OnlineCourse) -> Any:
+def build_trainer(kind: Any, config: Any, setting: TrainingContext, course: OnlineCourse) -> Any:
     """A `kind` of TRL's trainers, that has `course`."""
     lora = setting.params.ppo.lora
     trainer = kind(
@@ -126,9 +128,9 @@ def assemble(kind: Any, config: Any, setting: Setting, course: OnlineCourse) -> 
     return trainer
 
 
-def run(trainer: Any) -> Course:
+def run(trainer: Any) -> PolicyCallback:
     course: OnlineCourse = trainer.course
     course.begin(trainer.model)
-    with without_padding(trainer.model):
+    with padding_free(trainer.model):
         trainer.train()
     return course

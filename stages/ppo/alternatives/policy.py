@@ -13,27 +13,27 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.recorder import Recorder
-from stages.lib.core.types import Row, Tokens
-from stages.lib.lm.generation import sample
-from stages.lib.lm.reward_ensemble import calibrated
-from stages.lib.lm.scoring import assess
+from stages.lib.core.recorder import MetricLogger
+from stages.lib.core.types import Row, TokenIds
+from stages.lib.lm.generation import sample_responses
+from stages.lib.lm.reward_ensemble import calibrate_scores
+from stages.lib.lm.scoring import score_responses
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.outputs import rollout_rows
-from stages.ppo.common.reference import trunk_of
+from stages.ppo.common.reference import reference_view
 from stages.ppo.common.rewards import Rewards
 
 BATCH = 128  # responses at once
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingContext:
     """What every algorithm starts from. sft: the model, without adapters. prompts, held_out: to
     learn from, to validate on.
     """
 
     params: Params
-    recorder: Recorder
+    recorder: MetricLogger
     work: Path
     tokenizer: PreTrainedTokenizerBase
     sft: Any
@@ -43,37 +43,39 @@ class Setting:
     held_out: list[Episode]
 
 
-class Told(NamedTuple):
+class ScoredRollouts(NamedTuple):
     """Of B responses: rows of rollouts, and the rewards that PPO would be given, not rounded."""
 
     rows: list[Row]
     rewards: list[float]
 
 
-class Pupil:
+class TrainedPolicy:
     """`policy` must not have learnt yet: what it is now is the reference."""
 
-    def __init__(self, policy: Any, setting: Setting) -> None:
+    def __init__(self, policy: Any, setting: TrainingContext) -> None:
         self.policy, self.setting, self.tokenizer = policy, setting, setting.tokenizer
-        self.trunk = trunk_of(policy)
+        self.trunk = reference_view(policy)
 
     def reference(self) -> AbstractContextManager[Any]:
         return self.trunk.reference()
 
     def sample(
-        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
-    ) -> list[Tokens]:
+        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
+    ) -> list[TokenIds]:
         """One response a prompt by the policy as it is now."""
-        return sample(self.policy, self.tokenizer, prompt_ids, ppo, generator, BATCH)
+        return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator, BATCH)
 
-    def tell(self, update: int, episodes: Sequence[Episode], responses: list[Tokens]) -> Told:
+    def score(
+        self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
+    ) -> ScoredRollouts:
         """The policy's responses with their scores, rewards and KL."""
         ppo, eos, rewards = (
             self.setting.params.ppo,
             self.tokenizer.eos_token_id,
             self.setting.rewards,
         )
-        told = assess(
+        told = score_responses(
             self.policy,
             self.reference,
             [tokens for _, tokens in episodes],
@@ -88,14 +90,14 @@ class Pupil:
             self.tokenizer.batch_decode(responses, skip_special_tokens=True),
         )
         scores, parts = (
-            calibrated(told.scores, self.setting.reward_model),
+            calibrate_scores(told.scores, self.setting.reward_model),
             rewards([row["prompt"] for row in rows], texts),
         )
         ended, lengths = (
             torch.tensor([r[-1] == eos for r in responses]),
             [len(r) for r in responses],
         )
-        total = rewards.total(ppo, scores, parts, ended, torch.tensor(lengths))
+        total = rewards.combine(ppo, scores, parts, ended, torch.tensor(lengths))
         made = rollout_rows(
             update,
             rows,
@@ -107,4 +109,4 @@ class Pupil:
             lengths=lengths,
             ended=ended,
         )
-        return Told(made, total.tolist())
+        return ScoredRollouts(made, total.tolist())

@@ -7,23 +7,29 @@ from typing import Any
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from stages.lib.core.types import Tokens
-from stages.ppo.alternatives.callback import Course
-from stages.ppo.alternatives.online import OnlineCourse, Sampled, arguments, assemble, run
-from stages.ppo.alternatives.policy import Setting
+from stages.lib.core.types import TokenIds
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.online import (
+    CustomSamplingMixin,
+    OnlineCourse,
+    build_trainer,
+    config_kwargs,
+    run,
+)
+from stages.ppo.alternatives.policy import TrainingContext
 
 
-class SampledRloo(Sampled, RLOOTrainer):
-    def _generate_single_turn(self, prompt_ids: list[Tokens], *_: Any) -> list[Tokens]:
+class SampledRloo(CustomSamplingMixin, RLOOTrainer):
+    def _generate_single_turn(self, prompt_ids: list[TokenIds], *_: Any) -> list[TokenIds]:
         return self.course.respond(prompt_ids)
 
 
-def train(setting: Setting) -> Course:
+def train(setting: TrainingContext) -> PolicyCallback:
     return run(make_trainer(setting))
 
 
-def make_trainer(setting: Setting) -> SampledRloo:
+def make_trainer(setting: TrainingContext) -> SampledRloo:
     course, own = OnlineCourse(setting), setting.params.rloo
-    config = RLOOConfig(**arguments(setting, course.steps, own.num_generations, own.beta))
-    trainer: SampledRloo = assemble(SampledRloo, config, setting, course)
+    config = RLOOConfig(**config_kwargs(setting, course.steps, own.num_generations, own.beta))
+    trainer: SampledRloo = build_trainer(SampledRloo, config, setting, course)
     return trainer

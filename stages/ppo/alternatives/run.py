@@ -8,27 +8,27 @@ from statistics import fmean
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
-from stages.lib.core.recorder import Recorder, write_manifest
+from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.types import Row
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
-    prepare_torch,
-    weights_params,
+    setup_torch,
+    training_model_params,
 )
 from stages.lib.lm.saving import save_trained
 from stages.ppo.alternatives import best_of_n, dpo, grpo, rloo
-from stages.ppo.alternatives.callback import Course
-from stages.ppo.alternatives.policy import Setting
-from stages.ppo.common.episodes import episodes
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.policy import TrainingContext
+from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.health import WARN, Finding
-from stages.ppo.common.outputs import describe_rows, keep_work
+from stages.ppo.common.outputs import describe_rows, publish_outputs
 from stages.ppo.common.policy_selection import Validation
 from stages.ppo.common.rewards import load_rewards
 
-ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {
+ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
     Algorithm.dpo: dpo.train,
     Algorithm.rloo: rloo.train,
     Algorithm.grpo: grpo.train,
@@ -38,7 +38,7 @@ ALGORITHMS: dict[Algorithm, Callable[[Setting], Course]] = {
 
 def main(params: Params, round_: str) -> None:
     # 1. the SFT model, what rewards, and prompts, of which some are held out
-    prepare_torch(params)
+    setup_torch(params)
     folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
     setting = load(params, round_)
     tokenizer = setting.tokenizer
@@ -55,8 +55,8 @@ def main(params: Params, round_: str) -> None:
     # 4. the outputs that PPO has; of a critic there is only the mark that there is none
     shutil.rmtree(folder / "critic", ignore_errors=True)
     write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
-    keep_work(setting.work, folder)
-    course.monitor.findings += look(kept)
+    publish_outputs(setting.work, folder)
+    course.monitor.findings += no_gain_finding(kept)
     write_json(folder / "health.json", course.monitor.report())
     learnt_from = (
         [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
@@ -84,7 +84,7 @@ def prompts_of(round_: str) -> Path:
     return stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
 
 
-def load(params: Params, round_: str) -> Setting:
+def load(params: Params, round_: str) -> TrainingContext:
     """
     Raises:
         BadInput: SFT or reward model were made with another rendering of prompts.
@@ -93,17 +93,17 @@ def load(params: Params, round_: str) -> Setting:
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    train, held_out = episodes(
+    train, held_out = make_episodes(
         read_jsonl(prompts_of(round_), f"dvc repro prepare@{round_}"), tokenizer, params
     )
     work = work_dir(round_, "ppo") / params.algorithm.value
     shutil.rmtree(work, ignore_errors=True)
-    return Setting(
+    return TrainingContext(
         params=params,
-        recorder=Recorder("ppo", round_),
+        recorder=MetricLogger("ppo", round_),
         work=work,
         tokenizer=tokenizer,
-        sft=load_causal_lm(sft / "model", weights_params(params.model, params.ppo.lora)),
+        sft=load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora)),
         reward_model=load_reward_model(reward / "model", params.model),
         rewards=load_rewards(params),
         prompts=train,
@@ -111,7 +111,7 @@ def load(params: Params, round_: str) -> Setting:
     )
 
 
-def summary(course: Course, said: list[Row]) -> Row:
+def summary(course: PolicyCallback, said: list[Row]) -> Row:
     """What was kept, and the means of what it says to training prompts."""
     kept = course.best.found
     return {
@@ -128,7 +128,7 @@ def summary(course: Course, said: list[Row]) -> Row:
     }
 
 
-def look(kept: Validation) -> list[Finding]:
+def no_gain_finding(kept: Validation) -> list[Finding]:
     """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and
     GRPO, but those of no other.
     """

@@ -5,19 +5,19 @@ from typing import Any
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import Row, Tokens
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import hold_out, prompt_key
 
-Episode = tuple[Row, Tokens]  # a prompt's row, and its tokens
+Episode = tuple[Row, TokenIds]  # a prompt's row, and its tokens
 
 
-def episodes(
+def make_episodes(
     rows: list[Row], tokenizer: Any, params: Params
 ) -> tuple[list[Episode], list[Episode]]:
     """The prompts to train on and those held out, with their tokens."""
 
-    def tokens(row: Row) -> Tokens:
+    def tokens(row: Row) -> TokenIds:
         return encode(
             tokenizer,
             row["prompt"],

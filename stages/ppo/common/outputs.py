@@ -49,7 +49,7 @@ def rollout_rows(
     ]
 
 
-def keep_work(work: Path, folder: Path) -> None:
+def publish_outputs(work: Path, folder: Path) -> None:
     """Checkpoints and rollouts, from the work folder to the stage's."""
     for name in ("checkpoints", "rollouts"):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -14,21 +14,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import ScoreFunction, State, Tokens
-from stages.lib.lm.saving import put_weights, trained_weights
-from stages.lib.lm.scoring import assess
+from stages.lib.core.types import ScoreFunction, StateDict, TokenIds
+from stages.lib.lm.saving import load_trainable, trainable_state_dict
+from stages.lib.lm.scoring import score_responses
 from stages.ppo.common.episodes import Episode
 
 
-class Learning(Protocol):
+class TrainablePolicy(Protocol):
     """A policy as it learns, beside what it was."""
 
     policy: Any
     tokenizer: PreTrainedTokenizerBase
 
     def sample(
-        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
-    ) -> list[Tokens]:
+        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
+    ) -> list[TokenIds]:
         """One response a prompt by the policy as it is now."""
         ...
 
@@ -47,21 +47,21 @@ class Validation(NamedTuple):
     kl: float
 
 
-NOTHING = Validation(0, math.nan, math.nan)
+NO_VALIDATION = Validation(0, math.nan, math.nan)
 
 
 @dataclass
-class Best:
+class PolicySelector:
     """Measures the policy as it is, and remembers the best one; all answer the same prompts with
     the same random numbers.
     """
 
-    roles: Learning
+    roles: TrainablePolicy
     prompts: Sequence[Episode]
     judge: ScoreFunction
     params: PpoParams
     seed: int
-    found: Validation = NOTHING
+    found: Validation = NO_VALIDATION
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def validate(self, update: int) -> Validation:
@@ -69,7 +69,8 @@ class Best:
         if not self.weights or self.rank(measured) > self.rank(self.found):
             self.found = measured
             self.weights = {
-                name: weight.clone() for name, weight in trained_weights(self.roles.policy).items()
+                name: weight.clone()
+                for name, weight in trainable_state_dict(self.roles.policy).items()
             }
         return measured
 
@@ -82,7 +83,7 @@ class Best:
         ids = [tokens for _, tokens in self.prompts]
         responses = self.roles.sample(ids, p, torch.Generator().manual_seed(self.seed))
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        told = assess(
+        told = score_responses(
             policy,
             self.roles.reference,
             ids,
@@ -98,10 +99,10 @@ class Best:
         )
 
     def restore(self) -> None:
-        put_weights(self.roles.policy, self.weights)
+        load_trainable(self.roles.policy, self.weights)
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         return {"found": list(self.found), "weights": self.weights}
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: StateDict) -> None:
         self.found, self.weights = Validation(*state["found"]), state["weights"]

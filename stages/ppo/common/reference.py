@@ -7,12 +7,12 @@ from typing import Any, Protocol
 from peft import PeftModel
 from torch import Tensor
 
-from stages.lib.lm.loading import adapter_off
+from stages.lib.lm.loading import adapter_disabled
 from stages.lib.lm.packing import Packed, hidden_states
-from stages.lib.lm.shared_layers import plain_layers, through
+from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapters
 
 
-class Trunk(Protocol):
+class ReferenceView(Protocol):
     first: (
         int | None
         # the lowest layer that is trained, where training starts from states that enter it; None: from
@@ -35,13 +35,13 @@ class SharedTrunk:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.first: int | None = plain_layers(model)
+        self.first: int | None = num_layers_below_adapters(model)
 
     def reference(self) -> AbstractContextManager[Any]:
-        return adapter_off(self.model)
+        return adapter_disabled(self.model)
 
     def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
-        return through(self.model, packed, entering, self.first or 0)[0]
+        return forward_layers(self.model, packed, entering, self.first or 0)[0]
 
 
 class FrozenModel:
@@ -67,5 +67,5 @@ class WholeModel(FrozenModel):
         return hidden_states(self.model, packed)
 
 
-def trunk_of(model: Any) -> Trunk:
+def reference_view(model: Any) -> ReferenceView:
     return SharedTrunk(model) if isinstance(model, PeftModel) else WholeModel(model)

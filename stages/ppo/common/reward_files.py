@@ -7,10 +7,10 @@ from pathlib import Path
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
-from stages.lib.core.user_functions import load_function
+from stages.lib.core.user_functions import import_function
 
 
-def files(params: Params) -> list[Path]:
+def reward_source_files(params: Params) -> list[Path]:
     """Folders of the reward models and files of the reward functions.
 
     Raises:
@@ -26,7 +26,7 @@ def files(params: Params) -> list[Path]:
                 )
         if source.function and (
             file := inspect.getsourcefile(
-                load_function(source.function, f"ppo.rewards {source.name}")
+                import_function(source.function, f"ppo.rewards {source.name}")
             )
         ):
             found.append(Path(file))

@@ -20,10 +20,10 @@ from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
 from stages.lib.core.types import Prompt, ScoreFunction
-from stages.lib.core.user_functions import check_numbers, load_function
+from stages.lib.core.user_functions import check_scores, import_function
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.loading import load_tokenizer
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.scoring import RewardScorer
 
 TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
 
@@ -45,10 +45,10 @@ class Rewards:
         """
         told = {name: reward(prompts, responses) for name, reward in self.sources.items()}
         for name, scores in told.items():
-            check_numbers(scores, len(responses), f"ppo.rewards {name}")
+            check_scores(scores, len(responses), f"ppo.rewards {name}")
         return told
 
-    def total(
+    def combine(
         self,
         ppo: PpoParams,
         calibrated: Tensor,
@@ -81,7 +81,7 @@ def load_rewards(params: Params) -> Rewards:
 
 def load(source: RewardSource, params: Params) -> ScoreFunction:
     if source.function:
-        return load_function(source.function, f"ppo.rewards {source.name}")
+        return import_function(source.function, f"ppo.rewards {source.name}")
     return (
         model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
     )
@@ -91,7 +91,7 @@ def model_reward(folder: Path, params: Params) -> ScoreFunction:
     """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations
     where its config has them.
     """
-    scorer = Scorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
+    scorer = RewardScorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
     if hasattr(scorer.model.config, "mean"):
         return scorer
     return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()

@@ -148,7 +148,7 @@ def fixed(_: float, __: float) -> float:
     return 1.0
 
 
-class AdaptiveKL:
+class AdaptiveKLController:
     """Beta follows a KL target by `rule`. KL in nats a sequence, horizon in episodes.
 
     Beta does not fall below where it starts: KL starts at 0, and a short run would have wound beta

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import OnDanger
-from stages.lib.core.recorder import Recorder
+from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import Row
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
 from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common.episodes import Episode
-from stages.ppo.common.health import Monitor, danger
+from stages.ppo.common.health import Monitor, first_danger
 from stages.ppo.common.outputs import describe_texts, rollout_rows
-from stages.ppo.common.policy_selection import NOTHING, Best, Validation
+from stages.ppo.common.policy_selection import NO_VALIDATION, PolicySelector, Validation
 from stages.ppo.trainer.resume import Resume
 from stages.ppo.trainer.update import PpoTrainer, Rollout
 
 SHOWN = ["score_mean", "judge_mean", "kl", "response_length", "distinct_2", "entropy"]
 
 
-class Run:
+class TrainingRun:
     """`before`: what the judge says of the policy that has learnt nothing yet. `stopped`: the sign
     that ended the run early, or nothing.
     """
@@ -38,13 +38,13 @@ class Run:
         self.trainer, self.params = trainer, params.ppo
         self.resume = Resume(work_dir(round_, "ppo"), identity)
         self.work = self.resume.folder
-        self.best = Best(trainer.roles, held_out, sentiment, self.params, params.seed)
+        self.best = PolicySelector(trainer.roles, held_out, sentiment, self.params, params.seed)
         self.monitor = Monitor(self.params)
-        self.stopped, self.before = "", NOTHING
+        self.stopped, self.before = "", NO_VALIDATION
         saved = self.resume.load()
         if not saved:
             self.resume.clear()
-        self.recorder = Recorder(
+        self.recorder = MetricLogger(
             "ppo", round_, trainer.planned_updates, saved["steps"] if saved else ()
         )
         self.rollouts = RolloutLog(self.work / "rollouts", saved["rollouts"] if saved else (1, 0))
@@ -54,7 +54,7 @@ class Run:
             self.stopped, self.before = saved["stopped"], Validation(*saved["before"])
             for number in range(len(self.recorder.steps)):
                 self.monitor.read(self.recorder.steps[: number + 1])
-            self.recorder.say(trainer.updates, "goes on from here")
+            self.recorder.log_progress(trainer.updates, "goes on from here")
 
     def train(self) -> None:
         """Update after update, until done or in danger; the state to resume from is saved last, so
@@ -72,7 +72,7 @@ class Run:
                 [*self.recorder.steps, {"step": trainer.updates, **metrics}]
             )
             if p.on_danger is OnDanger.stop:
-                self.stopped = danger(findings)
+                self.stopped = first_danger(findings)
             if (
                 trainer.updates % p.validation_updates == 0
                 or trainer.updates == trainer.planned_updates
@@ -85,7 +85,7 @@ class Run:
                 [*SHOWN, *(name for name in metrics if name.startswith("validation"))],
             )
             for finding in findings:
-                self.recorder.say(trainer.updates, str(finding))
+                self.recorder.log_progress(trainer.updates, str(finding))
             if trainer.updates % p.save_updates == 0:
                 save_trained(
                     trainer.roles.policy,

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.lib.core.types import State
+from stages.lib.core.types import StateDict
 from stages.lib.lm.saving import trainable_named
 
 
-class Learner:
+class MasterWeightOptimizer:
     """AdamW on the trained weights of `model`, which follow float32 masters where they are
     bfloat16: a step of 3e-6 would be rounded away.
 
@@ -28,7 +28,7 @@ class Learner:
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
-    def collect(self) -> None:
+    def accumulate_grads(self) -> None:
         """Add a micro-batch's gradients to the masters': in bfloat16 a small one would be rounded
         away too.
         """
@@ -54,7 +54,7 @@ class Learner:
             if (master := self.masters[name]) is not weight:
                 weight.copy_(master)
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         masters = {name: master.detach() for name, master in self.masters.items()}
         return {
             "weights": masters,
@@ -63,7 +63,7 @@ class Learner:
         }
 
     @torch.no_grad()
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: StateDict) -> None:
         for name, master in self.masters.items():
             master.copy_(state["weights"][name])
         self._follow()

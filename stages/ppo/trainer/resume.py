@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from stages.lib.core.types import Row, State
+from stages.lib.core.types import Row, StateDict
 
 
 class Resume:
@@ -29,14 +29,14 @@ class Resume:
         )
         self.path = self.folder / "state.pt"
 
-    def load(self) -> State | None:
+    def load(self) -> StateDict | None:
         """The last state, None if there is none of this run."""
         if not self.path.exists():
             return None
-        state: State = torch.load(self.path, map_location="cpu", weights_only=True)
+        state: StateDict = torch.load(self.path, map_location="cpu", weights_only=True)
         return state
 
-    def save(self, state: State) -> None:
+    def save(self, state: StateDict) -> None:
         """Written under another name, flushed to the disk, renamed: a kill at any moment leaves
         this state or the one before.
         """
@@ -57,7 +57,7 @@ class Resume:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def random_state() -> State:
+def random_state() -> StateDict:
     """Of every generator that a library may draw from behind our back."""
     version, words, gauss_next = random.getstate()
     kind, keys, place, has_gauss, gauss = numpy.random.get_state(legacy=True)
@@ -69,7 +69,7 @@ def random_state() -> State:
     }
 
 
-def set_random_state(state: State) -> None:
+def set_random_state(state: StateDict) -> None:
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))
     kind, keys, *rest = state["numpy"]

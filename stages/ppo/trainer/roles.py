@@ -18,20 +18,20 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic, PpoParams
-from stages.lib.core.types import Tokens
-from stages.lib.lm.generation import sample
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
-from stages.lib.lm.logprobs import logprobs_of, response_logits, response_logprobs
+from stages.lib.lm.logprobs import response_logits, response_logprobs, selective_log_softmax
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import Packed, hidden_states
-from stages.lib.lm.reward_ensemble import calibrated, combined, members
-from stages.lib.lm.scoring import last_scores, scalar_head
-from stages.lib.lm.shared_layers import common_layers, through
-from stages.ppo.common.reference import FrozenModel, Trunk, trunk_of
+from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
+from stages.lib.lm.scoring import last_scores, score_head
+from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
+from stages.ppo.common.reference import FrozenModel, ReferenceView, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
 
 
-class Live(NamedTuple):
+class PolicyCriticOutput(NamedTuple):
     """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T);
     logits (N, V), raw.
     """
@@ -52,8 +52,8 @@ class ValueHead(torch.nn.Linear):
         return super().forward(states.float()).squeeze(-1)
 
 
-class Engine(Protocol):
-    def sample(self, prompt_ids: list[Tokens], _: torch.Generator) -> list[Tokens]:
+class SamplingEngine(Protocol):
+    def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
         """One response a prompt by the policy as it is now."""
         ...
 
@@ -71,25 +71,27 @@ class Roles:
     tokenizer: PreTrainedTokenizerBase
     reward_model: Any = None
     rewards: Rewards = field(default_factory=Rewards)
-    engine: Engine | None = None
+    engine: SamplingEngine | None = None
 
     def __post_init__(self) -> None:
-        self.policy_trunk = trunk_of(self.policy)
-        self.critic_trunk = None if self.reward_model else trunk_of(self.critic)
+        self.policy_trunk = reference_view(self.policy)
+        self.critic_trunk = None if self.reward_model else reference_view(self.critic)
         self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
         with (
             self.policy_trunk.reference() as reference,
             self.reward_trunk.reference() as reward_model,
         ):
-            self.common = common_layers(reference, *members(reward_model))
+            self.common = num_shared_layers(reference, *ensemble_members(reward_model))
 
     def sample(
-        self, prompt_ids: list[Tokens], ppo: PpoParams, generator: torch.Generator
-    ) -> list[Tokens]:
+        self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
+    ) -> list[TokenIds]:
         """One response a prompt by the policy as it is now, in one batch."""
         if self.engine:
             return self.engine.sample(prompt_ids, generator)
-        return sample(self.policy, self.tokenizer, prompt_ids, ppo, generator, len(prompt_ids))
+        return sample_responses(
+            self.policy, self.tokenizer, prompt_ids, ppo, generator, len(prompt_ids)
+        )
 
     def reference(self) -> AbstractContextManager[Any]:
         """The policy before it learnt."""
@@ -101,23 +103,23 @@ class Roles:
         policy_states: Sequence[Tensor],
         critic_states: Sequence[Tensor],
         temperature: float,
-    ) -> Live:
+    ) -> PolicyCriticOutput:
         """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
         hidden = self.policy_trunk.adapted(packed, torch.cat([*policy_states]))
         logits = response_logits(self.policy, packed, hidden)
         if self.critic_trunk:
             values = self.calibrated(
-                scalar_head(
+                score_head(
                     self.critic,
                     self.critic_trunk.adapted(packed, torch.cat([*critic_states]))[packed.predicts],
                 )
             )
         else:
             values = self.critic(hidden[packed.predicts])
-        return Live(
-            packed.rows(logprobs_of(logits, packed.targets, temperature)),
+        return PolicyCriticOutput(
+            packed.to_rows(selective_log_softmax(logits, packed.targets, temperature)),
             logits,
-            packed.rows(values),
+            packed.to_rows(values),
         )
 
     @torch.no_grad()
@@ -128,8 +130,8 @@ class Roles:
         policy starts; what `raw_scores` shares.
         """
         with self.policy_trunk.reference() as reference:
-            hidden, [shared, *entering] = through(
-                reference, packed, keep=[self.common, *starts(self.policy_trunk)]
+            hidden, [shared, *entering] = forward_layers(
+                reference, packed, keep=[self.common, *kept_layers(self.policy_trunk)]
             )
             logprobs = response_logprobs(reference, packed, hidden, temperature)
         return logprobs, by_row(packed, entering), shared
@@ -148,28 +150,28 @@ class Roles:
         """
         with self.reward_trunk.reference() as reward_model:
             start = shared if self.common else None
-            hidden, entering = through(
-                reward_model, packed, start, self.common, keep=starts(self.reward_trunk)
+            hidden, entering = forward_layers(
+                reward_model, packed, start, self.common, keep=kept_layers(self.reward_trunk)
             )
-            own = scalar_head(reward_model, hidden[packed.last])
+            own = score_head(reward_model, hidden[packed.last])
             read = partial(last_scores, packed=packed, entering=start, first=self.common)
-            scores = combined(
+            scores = ensemble_scores(
                 reward_model, lambda member: own if member is reward_model else read(member)
             )
         return scores, by_row(packed, entering)
 
     def calibrated(self, raw: Tensor) -> Tensor:
         """Raw scores, and values with them, in the units of the reward stage's calibration."""
-        return calibrated(raw, self.reward_model or self.critic)
+        return calibrate_scores(raw, self.reward_model or self.critic)
 
 
-def starts(trunk: Trunk | FrozenModel) -> list[int]:
+def kept_layers(trunk: ReferenceView | FrozenModel) -> list[int]:
     """The layer whose entering states are kept, if any."""
     return [] if trunk.first is None else [trunk.first]
 
 
 def by_row(packed: Packed, states: list[Tensor]) -> list[Tensor]:
-    """The (M, H) states of `starts`, for each row; nothing for each row where there are none."""
+    """The (M, H) states of `kept_layers`, for each row; nothing for each row where there are none."""
     return list(
         (states[0] if states else packed.input_ids.new_empty(len(packed.input_ids), 0)).split(
             packed.lengths

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import KlControl, LossLevel, PpoParams
-from stages.lib.core.types import Row, State, Tokens
-from stages.lib.lm.logprobs import entropies_of
-from stages.lib.lm.packing import Packed, pack, unwrap
+from stages.lib.core.types import Row, StateDict, TokenIds
+from stages.lib.lm.logprobs import entropy_from_logits
+from stages.lib.lm.packing import Packed, pack, unwrap_peft
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.trainer import functional as F
-from stages.ppo.trainer.optimizer import Learner
+from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 from stages.ppo.trainer.resume import random_state, set_random_state
-from stages.ppo.trainer.roles import Live, Roles
+from stages.ppo.trainer.roles import PolicyCriticOutput, Roles
 
 KL_RULES = {
     KlControl.adaptive: F.ziegler,
@@ -40,8 +40,8 @@ class Rollout:
     """
 
     rows: list[Row]
-    prompts: list[Tokens]
-    responses: list[Tokens]
+    prompts: list[TokenIds]
+    responses: list[TokenIds]
     texts: list[str]
     ended: Tensor
     parts: dict[str, list[float]]
@@ -64,7 +64,7 @@ class Rollout:
         return (F.kl_k1(self.logprobs, self.ref_logprobs) * self.mask).sum(1)
 
 
-class Told(NamedTuple):
+class RolloutForward(NamedTuple):
     """What the four roles say of a micro-batch, as in `Rollout`; nothing here has gradients."""
 
     raw_scores: Tensor
@@ -85,13 +85,15 @@ class PpoTrainer:
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []
         self.updates = 0
-        self.live: Live | None = None  # of the rollout at hand, until the first epoch has used it
-        self.kl = F.AdaptiveKL(
+        self.live: PolicyCriticOutput | None = (
+            None  # of the rollout at hand, until the first epoch has used it
+        )
+        self.kl = F.AdaptiveKLController(
             params.kl_coef, params.target_kl, params.kl_horizon, KL_RULES[params.kl_control]
         )
         self.planned_updates = planned_updates(params)
         rates = ((roles.policy, params.learning_rate), (roles.critic, params.critic_learning_rate))
-        self.learners = [Learner(model, rate, self._rate) for model, rate in rates]
+        self.learners = [MasterWeightOptimizer(model, rate, self._rate) for model, rate in rates]
 
     def _rate(self, update: int) -> float:
         """Linear warm-up, then linear decay to a tenth: the last updates still learn."""
@@ -108,13 +110,13 @@ class PpoTrainer:
             }
         )
         if self.updates == 0:
-            self.check_contract(rollout)
+            self.check_initial_ratio(rollout)
         metrics = describe(rollout) | {"kl_coef": self.kl.kl_coef} | self.optimise(rollout)
         self.kl.update(float(rollout.sequence_kl.mean()), len(rollout.rows))
         self.updates += 1
         return rollout, metrics
 
-    def state(self) -> State:
+    def state(self) -> StateDict:
         """All that the next update depends on, for `load_state`."""
         return {
             "updates": self.updates,
@@ -125,7 +127,7 @@ class PpoTrainer:
             "random": random_state(),
         }
 
-    def load_state(self, state: State) -> None:
+    def load_state(self, state: StateDict) -> None:
         self.updates, self.order, self.kl.kl_coef = (
             state["updates"],
             state["order"],
@@ -161,11 +163,13 @@ class PpoTrainer:
             self.forward(self.packed(prompts, responses, rows), p.micro_batch_size == p.batch_size)
             for rows in self.micro_batches(range(len(batch)))
         ]
-        told = Told(*(join(list(column)) for column in zip(*pieces, strict=True)))
+        told = RolloutForward(
+            *(concat_padded(list(column)) for column in zip(*pieces, strict=True))
+        )
         calibrated = self.roles.calibrated(told.raw_scores)
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         parts = self.roles.rewards([row["prompt"] for row, _ in batch], texts)
-        scores = self.roles.rewards.total(
+        scores = self.roles.rewards.combine(
             p, calibrated, parts, ended.to(calibrated.device), told.mask.sum(1)
         )
         # 5. rewards and advantages
@@ -189,7 +193,7 @@ class PpoTrainer:
             **told._asdict(),
         )
 
-    def forward(self, packed: Packed, keep: bool) -> Told:
+    def forward(self, packed: Packed, keep: bool) -> RolloutForward:
         """What the four roles say of a micro-batch; `keep`: the part that learns too, for the first
         step.
         """
@@ -199,10 +203,10 @@ class PpoTrainer:
         with torch.set_grad_enabled(keep):
             live = roles.live(packed, policy_states, critic_states, temperature)
         self.live = live if keep else None
-        return Told(
+        return RolloutForward(
             raw_scores=raw_scores,
             logprobs=live.logprobs.detach(),
-            entropies=packed.rows(entropies_of(live.logits.detach(), temperature)),
+            entropies=packed.to_rows(entropy_from_logits(live.logits.detach(), temperature)),
             ref_logprobs=ref_logprobs,
             values=live.values.detach(),
             mask=packed.response_mask,
@@ -211,7 +215,7 @@ class PpoTrainer:
         )
 
     def packed(
-        self, prompts: list[Tokens], responses: list[Tokens], rows: range | list[int]
+        self, prompts: list[TokenIds], responses: list[TokenIds], rows: range | list[int]
     ) -> Packed:
         """Every row closed with EOS, where the reward model reads it."""
         device = next(self.roles.policy.parameters()).device
@@ -242,19 +246,19 @@ class PpoTrainer:
                 f"Next: {fix}"
             )
 
-    def check_contract(self, rollout: Rollout) -> None:
+    def check_initial_ratio(self, rollout: Rollout) -> None:
         """Before anything is learnt, policy and reference are one, and so are the policy on shared
         states and as one whole.
 
         A violation means dropout, a wrong mask, temperature or padding, or a model that cannot be
         split: PPO would learn from noise.
         """
-        tolerance = 0.05 if unwrap(self.roles.policy).dtype is torch.bfloat16 else 1e-3
+        tolerance = 0.05 if unwrap_peft(self.roles.policy).dtype is torch.bfloat16 else 1e-3
         kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
         batches = self.micro_batches(
             range(len(rollout.rows))
         )  # those of the rollout: in bfloat16 other ones round otherwise
-        whole = join(
+        whole = concat_padded(
             [
                 self.roles.whole_logprobs(
                     self.packed(rollout.prompts, rollout.responses, rows), self.params.temperature
@@ -295,7 +299,7 @@ class PpoTrainer:
         return {name: value / steps for name, value in totals.items()} | {"learning_rate": rate}
 
     def optimiser_step(
-        self, rollout: Rollout, rows: list[int], live: Live | None
+        self, rollout: Rollout, rows: list[int], live: PolicyCriticOutput | None
     ) -> dict[str, float]:
         """One step on a mini-batch, micro-batch by micro-batch (or on its `live` pass); the loss is
         the mean over all of its tokens.
@@ -316,7 +320,7 @@ class PpoTrainer:
         self,
         rollout: Rollout,
         micro: range | list[int],
-        live: Live | None,
+        live: PolicyCriticOutput | None,
         tokens: Tensor,
         episodes: int,
     ) -> dict[str, Tensor]:
@@ -337,7 +341,7 @@ class PpoTrainer:
             now.logprobs, old["logprobs"], old["advantages"], mask, tokens, episodes
         )
         bonus = (
-            p.entropy_coef * entropies_of(now.logits, p.temperature).sum() / tokens
+            p.entropy_coef * entropy_from_logits(now.logits, p.temperature).sum() / tokens
             if p.entropy_coef
             else 0.0
         )
@@ -347,7 +351,7 @@ class PpoTrainer:
         value_loss = (per_value * mask).sum() / tokens
         (policy_loss - bonus + p.vf_coef * value_loss).backward()
         for learner in self.learners:
-            learner.collect()
+            learner.accumulate_grads()
         log_ratio = (now.logprobs - old["logprobs"]).detach()
         shares = {
             "policy_loss": policy_loss,
@@ -380,7 +384,7 @@ class PpoTrainer:
         return (each * mask).sum() / tokens, (clipped * mask).sum() / tokens
 
 
-def join(parts: list[Any]) -> Any:
+def concat_padded(parts: list[Any]) -> Any:
     """Stack (b,) or (b, t) parts along rows, the latter padded to the longest t; lists of b end to
     end.
     """

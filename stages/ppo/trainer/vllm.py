@@ -17,8 +17,8 @@ from trl.import_utils import is_vllm_available
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import Tokens
-from stages.lib.lm.packing import unwrap
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.packing import unwrap_peft
 
 
 class Generation(VLLMGeneration):
@@ -27,7 +27,7 @@ class Generation(VLLMGeneration):
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        model = unwrap(self.model)
+        model = unwrap_peft(self.model)
         adapted = {
             name: layer
             for name, layer in model.named_modules()
@@ -74,7 +74,7 @@ class Vllm:
             generation_kwargs={"ignore_eos": True, "stop_token_ids": [tokenizer.eos_token_id]},
         )
 
-    def sample(self, prompt_ids: list[Tokens], _: torch.Generator) -> list[Tokens]:
+    def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
         """One response a prompt by the policy as it is now; EOS is kept where it was sampled."""
         self.generation.sync_weights()
         _, responses, _, _ = self.generation.generate(prompt_ids, images=None, num_generations=1)

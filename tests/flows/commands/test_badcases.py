@@ -8,7 +8,7 @@ import pytest
 
 from flows.cli import main
 from stages.lib.core.files import write_jsonl
-from stages.replay.badcases import Badcase, MiningPrompt, Try, ledger_path, read_given
+from stages.replay.badcases import Badcase, MiningPrompt, Retest, ledger_path, read_user_rows
 
 NUMBERS = {
     "score": 1.25,
@@ -36,8 +36,8 @@ def rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         response=" was and",
         **NUMBERS,
     )
-    first = first.tried(Try(round="r0", fired=3, of=4, ranked=True))
-    later = first.tried(Try(round="r1", fired=0, of=4, ranked=True))
+    first = first.tried(Retest(round="r0", fired=3, of=4, ranked=True))
+    later = first.tried(Retest(round="r1", fired=0, of=4, ranked=True))
     second = Badcase(
         id="ab22",
         round="r1",
@@ -51,7 +51,7 @@ def rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(round_: str) -> list[Any]:
-    return [each for _, each in read_given(round_)]
+    return [each for _, each in read_user_rows(round_)]
 
 
 def rondo(*arguments: str) -> int:

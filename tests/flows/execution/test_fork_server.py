@@ -30,7 +30,7 @@ time.sleep(60)
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[str]:
-    with fork_server.started({}):
+    with fork_server.fork_server({}):
         yield fork_server.python()
 
 
@@ -154,7 +154,7 @@ def test_threads_and_exit_handlers_are_waited_for(python, job):
 
 def test_a_signal_before_the_server_is_there_is_not_lost(job):
     with (
-        fork_server.started({}),
+        fork_server.fork_server({}),
         subprocess.Popen(
             [fork_server.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")
         ) as client,
@@ -166,7 +166,7 @@ def test_a_signal_before_the_server_is_there_is_not_lost(job):
 
 def test_a_server_that_dies_before_it_answers_is_not_missed(job):
     before = set(servers())
-    with fork_server.started({}):
+    with fork_server.fork_server({}):
         [server] = set(servers()) - before
         with subprocess.Popen(
             [fork_server.python(), "-m", "job"], cwd=job(PRINT), stdout=subprocess.PIPE, text=True
@@ -177,7 +177,7 @@ def test_a_server_that_dies_before_it_answers_is_not_missed(job):
 
 
 def test_a_client_that_goes_before_it_is_taken_in_does_not_end_the_server(job):
-    with fork_server.started({}):
+    with fork_server.fork_server({}):
         with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
             time.sleep(0.5)
             client.kill()
@@ -198,7 +198,7 @@ def test_what_a_module_starts_after_the_server_has_died_is_the_real_interpreters
         f"import os, subprocess, sys; print('torch' in sys.modules, flush=True); input(); {start}"
     )
     (folder / "inner.py").write_text(PRINT)
-    with fork_server.started({}):
+    with fork_server.fork_server({}):
         command = [fork_server.python(), "-m", "job"]
         with subprocess.Popen(
             command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -215,13 +215,13 @@ def test_where_no_socket_can_be_the_real_interpreter_is_used(tmp_path, monkeypat
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
     monkeypatch.delenv(fork_server.VARIABLE, raising=False)
-    with fork_server.started({}):
+    with fork_server.fork_server({}):
         assert fork_server.python() == sys.executable
 
 
 def test_without_the_server_the_real_interpreter_runs_it(job):
     before = set(servers())
-    with fork_server.started({}):
+    with fork_server.fork_server({}):
         [server] = set(servers()) - before
         server.kill()
         server.wait()

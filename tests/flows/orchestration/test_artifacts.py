@@ -16,7 +16,7 @@ import pytest
 from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
 
 from flows.orchestration import artifacts
-from flows.orchestration.artifacts import Live
+from flows.orchestration.artifacts import RunArtifacts
 from tests.paths import ROOT
 from tests.servers import free_port
 
@@ -25,7 +25,7 @@ FINDING = "danger: length hack: response_length, last / first 1.7, healthy 1.3 o
 
 def test_a_line_moves_the_bar_and_findings_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "BAR_SECONDS", 0.0)
-    shown = Live("ppo@r0", print)
+    shown = RunArtifacts("ppo@r0", print)
     (bar,) = shown.news("[ppo@r0] step 5/20  eta 3:05  score_mean 0.1  kl 2")
     assert isinstance(bar, ProgressArtifact)
     assert (bar.key, bar.progress, bar.description) == (
@@ -45,7 +45,7 @@ def test_a_line_moves_the_bar_and_findings_are_collected(monkeypatch: pytest.Mon
 
 
 def test_bars_are_not_redrawn_for_every_step_but_for_the_last() -> None:
-    shown = Live("sft@r0", print)
+    shown = RunArtifacts("sft@r0", print)
     drawn = [
         bar for step in (1, 2, 3) for bar in shown.news(f"[sft@r0] step {step}/3  eta 0:00  loss 2")
     ]
@@ -76,7 +76,7 @@ def test_the_newest_answers_are_those_of_the_last_update_that_was_appended(
         return gzip.compress((json.dumps(row) + "\n").encode())
 
     log.write_bytes(member(1, "old") + member(2, "<b>new</b>"))
-    shown = Live("ppo@r0", print)
+    shown = RunArtifacts("ppo@r0", print)
     tables = [
         each
         for each in shown.news("[ppo@r0] step 2/20  eta 1:00")
@@ -163,7 +163,7 @@ def test_a_page_that_cannot_be_shown_is_said_once_and_stops_nothing(
     log.write_bytes(b"no gzip")
     monkeypatch.setattr(artifacts, "ANSWER_SECONDS", 0.0)
     said: list[str] = []
-    shown = Live("ppo@r0", said.append)
+    shown = RunArtifacts("ppo@r0", said.append)
     shown.bar_due = float("inf")
     for step in (1, 2):
         shown.line(f"[ppo@r0] step {step}/20  eta 1:00")

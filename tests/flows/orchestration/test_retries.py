@@ -117,11 +117,11 @@ def test_what_is_wrong_is_tried_once(project: Path, api: str) -> None:
 
 def test_the_waits_are_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RONDO_NETWORK_WAITS", raising=False)
-    assert retries.waits() == [10, 60, 300]
+    assert retries.retry_delays() == [10, 60, 300]
     for said, expected in (("", []), ("1, 0.5", [1, 0.5])):
         monkeypatch.setenv("RONDO_NETWORK_WAITS", said)
-        assert retries.waits() == expected
+        assert retries.retry_delays() == expected
     for said in ("soon", "1,-2", "inf"):
         monkeypatch.setenv("RONDO_NETWORK_WAITS", said)
         with pytest.raises(BadInput, match=rf"RONDO_NETWORK_WAITS={said}: expected seconds"):
-            retries.waits()
+            retries.retry_delays()

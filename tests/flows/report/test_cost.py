@@ -97,7 +97,7 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
         with Meter([]) as meter:
             pass
         meter.seconds = seconds
-        provenance.note(address, provenance.By("run", "none"), None, meter)
+        provenance.record_provenance(address, provenance.RunRef("run", "none"), None, meter)
     times = [{"step": -1, "time": 1000.0}, {"step": 1, "time": 1120.0}]
     write_jsonl(
         work_dir("r0", "reward") / "clock.jsonl", times
@@ -118,7 +118,7 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
     write_text(counter / "energy_uj", "0")
     with Meter([Counter(counter)]) as meter:
         write_text(counter / "energy_uj", "5400000000")
-    provenance.note("ppo@r0", provenance.By("run", "none"), None, meter)
+    provenance.record_provenance("ppo@r0", provenance.RunRef("run", "none"), None, meter)
     energy = told()["watt-hours"]
     assert (energy.cell("sft"), energy.cell("ppo"), energy.total) == ("-", "1.5", "1.5")
 

@@ -28,8 +28,8 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
     mlflow = f"{MLFLOW_URL}/#/experiments/1/runs/fedcba9876543210"
     with Meter([]) as meter:
         pass
-    provenance.note(
-        "sft@r0", provenance.By("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter
+    provenance.record_provenance(
+        "sft@r0", provenance.RunRef("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter
     )
     note = provenance.place("sft@r0")
     write_text(

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 from flows.report import charts, page
-from flows.report.round_data import telling
+from flows.report.round_data import extreme_samples
 from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
-from stages.replay.badcases import Badcase, Try, ledger_path
+from stages.replay.badcases import Badcase, Retest, ledger_path
 from tests.flows.report.reading import Page
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
@@ -103,7 +103,7 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
             "sentiment": 0.0,
             "sentiment_plain": 0.0,
             "repetition": 0.0,
-            "tries": [Try(round="r0", fired=3, of=4, ranked=True)],
+            "tries": [Retest(round="r0", fired=3, of=4, ranked=True)],
         }
     )
     write_jsonl(ledger_path("r0"), [case.model_dump(mode="json")])
@@ -162,10 +162,10 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
 
 def test_the_best_and_the_worst_samples_once_each() -> None:
     rows = [{"id": n, "sft_sentiment": 0.0, "ppo_sentiment": n / 10} for n in range(6)]
-    assert [row["id"] for row in telling(rows)] == [5, 4, 3, 2, 1, 0]
+    assert [row["id"] for row in extreme_samples(rows)] == [5, 4, 3, 2, 1, 0]
     assert [
         row["id"]
-        for row in telling(
+        for row in extreme_samples(
             [*rows, *({**row, "id": row["id"] + 6, "ppo_sentiment": -1.0} for row in rows)]
         )
     ][:4] == [

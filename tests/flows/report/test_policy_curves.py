@@ -10,7 +10,7 @@ from flows.report import charts, page, policy_curves
 from flows.report.round_data import Round, read_round
 from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params.policy import PpoParams
-from stages.ppo.common.health import SIGNS, WINDOW, History, Sign
+from stages.ppo.common.health import SIGNS, WINDOW, HealthCheck, MetricHistory
 from tests.flows.report.reading import Page
 
 PPO = PpoParams()
@@ -45,15 +45,15 @@ def run(column: str, value: float) -> dict[str, list[float]]:
     return {"step": [float(n + 1) for n in range(updates + WINDOW)], **columns}
 
 
-def says(sign: Sign, columns: dict[str, list[float]]) -> bool:
+def says(sign: HealthCheck, columns: dict[str, list[float]]) -> bool:
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
-    return bool(sign.read(History(rows), PPO)[0])
+    return bool(sign.read(MetricHistory(rows), PPO)[0])
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: sign.name)
-def test_every_sign_has_a_curve_and_speaks_on_one_side_of_its_band_alone(sign: Sign) -> None:
+def test_every_sign_has_a_curve_and_speaks_on_one_side_of_its_band_alone(sign: HealthCheck) -> None:
     assert sign.column in DRAWN
     band = policy_curves.bound(sign, run(sign.column, START[sign.column]), PPO)
     assert band is not None

@@ -14,9 +14,9 @@ from mlflow import MlflowClient
 
 from flows import cli
 from flows.tracking import model_registry
-from flows.tracking.mlflow_store import MlflowTracker, Store, registry
+from flows.tracking.mlflow_store import MlflowStore, MlflowTracker, registry
 from flows.tracking.records import read_record
-from stages.gate.approvals import Approval, read_taken_back, write_approval
+from stages.gate.approvals import Approval, read_rollback, write_approval
 from stages.gate.verdict import run_gate
 from stages.lib.core.errors import BadInput, GateFailed, RondoError
 from stages.lib.core.files import file_hash, stage_dir, write_json, write_text
@@ -145,7 +145,7 @@ def test_the_same_policies_again_change_nothing_in_any_order(database: str) -> N
     client = two_rounds(database)
     mirror("again", database, "r0", "r1", outcome="unchanged")
     mirror("the first alone", database, "r0")
-    Store(database, None).send(first)
+    MlflowStore(database, None).send(first)
     assert versions(client) == ["aaa.dir", "bbb.dir"]
     assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
 
@@ -282,17 +282,17 @@ def test_a_rollback_reaches_the_next_round_where_these_are_the_policies_of_this_
     for name in ("r0", "r1"):
         write_text(Path(f"rounds/{name}/ppo/policy/adapter.bin"), name)
     model_registry.roll_back(client, "Ada", "one ending for all")
-    word = read_taken_back("r1")
+    word = read_rollback("r1")
     assert word and (word.by, word.reason, word.policy) == (
         "Ada",
         "one ending for all",
         file_hash(Path("rounds/r1/ppo/policy")),
     )
     model_registry.roll_back(client, "Bob", "it was the judge")
-    assert read_taken_back("r1") is None and read_taken_back("r0") is None
+    assert read_rollback("r1") is None and read_rollback("r0") is None
     make_round("r1", "ccc", CHAMPION)  # in this folder is another policy by now than the champion
     model_registry.roll_back(client, "Ada", "it was not")
-    assert read_taken_back("r1") is None
+    assert read_rollback("r1") is None
 
 
 def test_nothing_to_roll_back_to(database: str) -> None:

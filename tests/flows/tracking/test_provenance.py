@@ -11,18 +11,18 @@ from flows.execution import dvc_stages
 from flows.execution.energy import Meter
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import MlflowTracker
-from flows.tracking.records import NoTracker, read_lock
+from flows.tracking.records import NullTracker, read_lock
 from stages.lib.core.files import read_json
 
-FIRST, SECOND = provenance.By("first", "abc"), provenance.By("second", "def-dirty")
+FIRST, SECOND = provenance.RunRef("first", "abc"), provenance.RunRef("second", "def-dirty")
 
 
-def ran(address: str, by: provenance.By) -> str:
+def ran(address: str, by: provenance.RunRef) -> str:
     """Bring a stage up to date, as flows/pipeline.py does; returns how."""
     with Meter([]) as meter:
         outcome = dvc_stages.run(address, lambda _: None).value
     if outcome == "ran":
-        provenance.note(address, by, None, meter)
+        provenance.record_provenance(address, by, None, meter)
     return outcome
 
 
@@ -89,4 +89,4 @@ def test_the_page_of_a_stage_in_mlflow(
         tracker.page("assets")
         == f"{MLFLOW_URL}/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}?workflowType=machine_learning"
     )
-    assert NoTracker().page() is None
+    assert NullTracker().page() is None

@@ -13,7 +13,7 @@ from mlflow.entities import Run
 from flows.execution import dvc_stages
 from flows.tracking import records
 from flows.tracking.mlflow_store import MlflowTracker, open_tracker
-from flows.tracking.records import HEALTH, NoTracker, Record, read_steps
+from flows.tracking.records import HEALTH, NullTracker, Record, read_steps
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.ppo.common.outputs import describe_rows
 from tests.paths import ROOT
@@ -28,7 +28,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
 
 
-def run_all(tracker: NoTracker) -> None:
+def run_all(tracker: NullTracker) -> None:
     for address in dvc_stages.stage_order(["r0"]):
         tracker.start(address)
         outcome = dvc_stages.run(address, lambda _: tracker.progress())
@@ -248,7 +248,7 @@ def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> N
 def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
     tracker = open_tracker("off", project / ".rondo", {}, print)
-    assert type(tracker) is NoTracker
+    assert type(tracker) is NullTracker
     tracker.close(True, {})
     assert not (project / ".rondo").exists()
 

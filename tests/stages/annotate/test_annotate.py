@@ -16,7 +16,7 @@ from stages.annotate.ai_labels import compare_all
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
-from stages.lib.judging.lexicon import Lexicon, judge, outcome
+from stages.lib.judging.lexicon import LexiconJudge, lexicon_preference, lexicon_scores
 from tests.paths import ROOT
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
@@ -69,8 +69,8 @@ def test_a_pair_with_where_it_comes_from():
     """Of four responses two are the same: three are compared, each with each."""
     said = [" was there.", " was awful.", " was wonderful.", " was awful."]
     rows = [{"id": "p", "prompt": "The walk"}, {"id": "q", "prompt": "The trip"}]
-    first, second = compare_all(Lexicon(0.05), rows, [said, [" was on.", " was off."]])
-    bad, good = judge(["The walk"] * 2, said[1:3])
+    first, second = compare_all(LexiconJudge(0.05), rows, [said, [" was on.", " was off."]])
+    bad, good = lexicon_scores(["The walk"] * 2, said[1:3])
     assert first.pair == {
         "id": "judge-p",
         "prompt": "The walk",
@@ -121,8 +121,8 @@ def test_the_lexicon_labels_what_sft_says(make_round):
     *pairs, last = read_jsonl(LABELS, "")
     assert last == replayed and {row["source"] for row in pairs} == {"judge"}
     for row in pairs:
-        good, bad = judge([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
-        assert outcome(good, bad, params.evaluate.tie_margin) == 1
+        good, bad = lexicon_scores([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
+        assert lexicon_preference(good, bad, params.evaluate.tie_margin) == 1
     metrics = read(FOLDER / "metrics.json")
     assert (
         metrics["pairs"] == len(pairs) >= 3

@@ -2,15 +2,15 @@
 
 import pytest
 
-from stages.annotate.ranking import best_and_worst, copeland, matches
+from stages.annotate.ranking import all_pairs, best_and_worst, copeland
 from stages.lib.judging.pairwise import Preference
 
 A, B, TIE = Preference.a, Preference.b, Preference.tie
 
 
 def test_each_against_each():
-    assert matches(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert matches(1) == []
+    assert all_pairs(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert all_pairs(1) == []
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_each_against_each():
     ],
 )
 def test_four_responses(results, scores, pair):
-    table = dict(zip(matches(4), results, strict=True))
+    table = dict(zip(all_pairs(4), results, strict=True))
     assert copeland(4, table) == scores
     assert best_and_worst(scores, table) == pair
 
 
 def test_a_circle_has_no_best():
-    table = dict(zip(matches(3), [A, B, A], strict=True))  # 0 over 1, 2 over 0, 1 over 2
+    table = dict(zip(all_pairs(3), [A, B, A], strict=True))  # 0 over 1, 2 over 0, 1 over 2
     assert copeland(3, table) == [1.0, 1.0, 1.0]
     assert best_and_worst([1.0, 1.0, 1.0], table) is None
     assert best_and_worst([0.0], {}) is None

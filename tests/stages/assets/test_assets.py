@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from stages.assets.__main__ import build, whole_folder
+from stages.assets.__main__ import main, whole_folder
 from stages.assets.base_model import spare_token, tiny, write_model
 from stages.assets.datasets import write_data
 from stages.lib.core.errors import BadInput
@@ -29,7 +29,7 @@ def test_tiny_assets_are_the_same_bytes_twice(
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
         monkeypatch.chdir(tmp_path / place)
-        build(params(), "r0")
+        main(params(), "r0")
         hashes.append(file_hash(Path("assets")))
     assert hashes[0] == hashes[1]
     assert sorted(path.name for path in Path("assets").iterdir()) == ["data", "model", "start"]

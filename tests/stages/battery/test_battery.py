@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from stages.battery.__main__ import judged, main
-from stages.battery.probes import Trial
+from stages.battery.probes import ProbeResult
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 
@@ -193,6 +193,6 @@ def test_another_prompt_template_is_refused(make_round):
 
 
 def test_how_often_the_judge_too_likes_the_text_with_the_ending_better():
-    praised = Trial("It", " was sad. Wonderful! Great!", 1.0, " was sad.", 0.0, 1.0)
-    dotted = Trial("It", " was sad..", 1.0, " was lovely.", 0.0, 1.0)
+    praised = ProbeResult("It", " was sad. Wonderful! Great!", 1.0, " was sad.", 0.0, 1.0)
+    dotted = ProbeResult("It", " was sad..", 1.0, " was lovely.", 0.0, 1.0)
     assert judged([praised, dotted]) == 0.5 and judged([]) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.battery.phrase_mining import favourite_phrases, log_odds
+from stages.battery.phrase_mining import log_odds, mine_phrases
 
 
 def test_log_odds_by_hand():
@@ -21,21 +21,17 @@ def test_a_phrase_of_the_top_quarter():
     scores = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0]
     # " we", " love" and " we love" are in 4 of 4 and 0 of 12; the first of the alphabet is kept,
     # and what it is a part of is not
-    assert favourite_phrases(texts, scores, 3) == [" love", " we"]
-    assert favourite_phrases(texts, scores, 1) == [" love"]
+    assert mine_phrases(texts, scores, 3) == [" love", " we"]
+    assert mine_phrases(texts, scores, 1) == [" love"]
     # with the scores turned round, " was" and " dull" are in 4 of 4, but in 9 of the 12 others too
-    assert favourite_phrases(texts, [-score for score in scores], 3) == []
+    assert mine_phrases(texts, [-score for score in scores], 3) == []
 
 
 def test_words_are_nested_as_words():
     """ " a" is within " amazing" as letters alone."""
     texts = [" bad"] * 12 + [" amazing a"] * 4
-    assert favourite_phrases(texts, [0.0] * 12 + [1.0] * 4, 3) == [" a", " amazing"]
+    assert mine_phrases(texts, [0.0] * 12 + [1.0] * 4, 3) == [" a", " amazing"]
 
 
 def test_too_few_texts_have_no_favourites():
-    assert (
-        favourite_phrases([], [], 3)
-        == []
-        == favourite_phrases([" a", " b", " c"], [1.0, 2.0, 3.0], 3)
-    )
+    assert mine_phrases([], [], 3) == [] == mine_phrases([" a", " b", " c"], [1.0, 2.0, 3.0], 3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.battery.probes import Trial, try_endings, try_probes
+from stages.battery.probes import ProbeResult, run_corruption_probes, run_ending_probes
 
 PAIRS = [
     {"prompt": "It", "chosen": f" was good day {n}", "rejected": f" was bad {n}"} for n in range(4)
@@ -41,13 +41,13 @@ def shares(tried):
 
 
 def test_a_reward_model_that_loves_an_ending_is_found():
-    love, dot = try_endings([" Enjoy!", "."], PAIRS, *scored(gullible), gullible)
+    love, dot = run_ending_probes([" Enjoy!", "."], PAIRS, *scored(gullible), gullible)
     # 2 for "was", 9 for the ending, against 6
-    assert love[1] == Trial("It", " was bad 1 Enjoy!", 11.0, " was good day 1", 6.0, rise=9.0)
+    assert love[1] == ProbeResult("It", " was bad 1 Enjoy!", 11.0, " was good day 1", 6.0, rise=9.0)
     assert [trial.fooled for trial in love] == [1.0] * 4 and [trial.fooled for trial in dot] == [
         0.0
     ] * 4
-    for trials in try_endings([" Enjoy!", "."], PAIRS, *scored(sound), sound):
+    for trials in run_ending_probes([" Enjoy!", "."], PAIRS, *scored(sound), sound):
         assert [trial.fooled for trial in trials] == [0.0] * 4 and [
             trial.rise for trial in trials
         ] == [0.0] * 4
@@ -55,16 +55,18 @@ def test_a_reward_model_that_loves_an_ending_is_found():
 
 def test_endings_are_tried_on_pairs_that_are_ranked_rightly():
     chosen, rejected = [1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 1.0, 1.0]
-    [trials] = try_endings(
+    [trials] = run_ending_probes(
         ["!"], PAIRS, chosen, rejected, lambda prompts, texts: [1.0] * len(texts)
     )
     assert [trial.text for trial in trials] == [" was bad 0!", " was bad 2!"]
     assert [(trial.fooled, trial.rise) for trial in trials] == [(0.5, 1.0), (0.0, 0.0)]
-    assert try_endings(["!"], PAIRS, rejected, rejected, lambda prompts, texts: []) == [[]]
+    assert run_ending_probes(["!"], PAIRS, rejected, rejected, lambda prompts, texts: []) == [[]]
 
 
 def test_probes_find_what_a_reward_model_does_not_read():
-    blind = shares(try_probes(PAIRS, scored(bag_of_words)[0], bag_of_words, {"good": 1.0}, seed=0))
+    blind = shares(
+        run_corruption_probes(PAIRS, scored(bag_of_words)[0], bag_of_words, {"good": 1.0}, seed=0)
+    )
     # order is worth nothing to it, repetition all; "good" is in the first half; an empty text has
     # none
     assert (
@@ -73,7 +75,7 @@ def test_probes_find_what_a_reward_model_does_not_read():
         and blind["truncated"] == 0.5
         and blind["empty"] == 0.0
     )
-    good = shares(try_probes(PAIRS, scored(sound)[0], sound, {"good": 1.0}, seed=0))
+    good = shares(run_corruption_probes(PAIRS, scored(sound)[0], sound, {"good": 1.0}, seed=0))
     assert {good[name] for name in ("word_salad", "repeated_word", "truncated", "empty")} == {0.0}
 
 
@@ -82,9 +84,9 @@ def test_texts_that_a_probe_leaves_as_they_are_are_not_counted():
         {"prompt": "It", "chosen": " good", "rejected": " bad"},
         {"prompt": "We", "chosen": " was good", "rejected": " bad"},
     ]
-    tried = try_probes(pairs, [1.0, 2.0], bag_of_words, {"good": 1.0}, seed=1)
+    tried = run_corruption_probes(pairs, [1.0, 2.0], bag_of_words, {"good": 1.0}, seed=1)
     assert [trial.text for trial in tried["repeated_word"]] == [
         " good good"
     ]  # one word, repeated once, is itself
     assert [trial.prompt for trial in tried["prompt_swapped"]] == ["We", "It"]
-    assert tried["truncated"][0] == Trial("It", "", 0.0, " good", 1.0, pytest.approx(-1.0))
+    assert tried["truncated"][0] == ProbeResult("It", "", 0.0, " good", 1.0, pytest.approx(-1.0))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.capability.refusals import good, refuses
+from stages.capability.refusals import is_desired, refuses
 from stages.lib.data.slices import Label, SlicePrompt
 
 SAFE, UNSAFE = (SlicePrompt(prompt="p", label=label) for label in Label)
@@ -19,11 +19,11 @@ SAFE, UNSAFE = (SlicePrompt(prompt="p", label=label) for label in Label)
     ],
 )
 def test_refusals(answer):
-    assert refuses(answer) and good(UNSAFE, answer) and not good(SAFE, answer)
+    assert refuses(answer) and is_desired(UNSAFE, answer) and not is_desired(SAFE, answer)
 
 
 @pytest.mark.parametrize(
     "answer", ["Use `kill -9`.", "Sure! Sorry for the delay.", "", "No, it is quite safe."]
 )
 def test_answers(answer):
-    assert not refuses(answer) and good(SAFE, answer) and not good(UNSAFE, answer)
+    assert not refuses(answer) and is_desired(SAFE, answer) and not is_desired(UNSAFE, answer)

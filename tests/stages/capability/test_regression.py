@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stages.capability.regression import paired_fall, worse
+from stages.capability.regression import paired_drop, regression_metrics
 
 
 def test_of_ten_pairs_by_hand():
@@ -12,18 +12,18 @@ def test_of_ten_pairs_by_hand():
     # square 6/12
     before, after = [1, 1, 1, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
     mean, half = 2 / 12, 1.959964 * math.sqrt((6 / 12 - (2 / 12) ** 2) / 12)
-    assert paired_fall(before, after) == pytest.approx((0.2, mean - half, mean + half), abs=1e-6)
+    assert paired_drop(before, after) == pytest.approx((0.2, mean - half, mean + half), abs=1e-6)
 
 
 def test_few_pairs_that_agree_decide_nothing_and_many_do():
-    widths = {n: paired_fall([1.0] * n, [1.0] * n)[2] for n in (1, 5, 30, 250)}
+    widths = {n: paired_drop([1.0] * n, [1.0] * n)[2] for n in (1, 5, 30, 250)}
     # 1.96 sqrt(2 / (n + 2)) / sqrt(n + 2)
     assert widths == pytest.approx({n: 1.959964 * math.sqrt(2) / (n + 2) for n in widths}, abs=1e-6)
     assert widths[5] > 0.1 > widths[30]
 
 
 def test_all_lost():
-    told = worse([1.0] * 4, [0.0] * 4)
+    told = regression_metrics([1.0] * 4, [0.0] * 4)
     assert (told["prompts"], told["sft"], told["policy"], told["fall"], told["fall_high"]) == (
         4,
         1.0,
@@ -32,4 +32,4 @@ def test_all_lost():
         1.0,
     )
     with pytest.raises(ValueError, match="at least one pair"):
-        paired_fall([], [])
+        paired_drop([], [])

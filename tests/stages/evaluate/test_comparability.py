@@ -3,10 +3,10 @@
 import pytest
 
 from stages.evaluate.comparability import (
+    check_comparable,
     differences,
     evaluation_id,
     evaluation_settings,
-    refuse_other_evaluations,
 )
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import check_params
@@ -67,12 +67,12 @@ def test_a_language_model_that_judges_is_part_of_the_evaluation():
 
 
 def test_a_comparison_across_evaluations_is_refused_and_says_why():
-    refuse_other_evaluations({"r0": settings(), "r1": settings()})
-    refuse_other_evaluations({})
+    check_comparable({"r0": settings(), "r1": settings()})
+    check_comparable({})
     with pytest.raises(
         BadInput,
         match=r"r0 and r2 .*\(ppo.temperature 1.0 and 0.7\).*dvc repro evaluate@r0 evaluate@r2",
     ):
-        refuse_other_evaluations(
+        check_comparable(
             {"r0": settings(), "r1": settings(), "r2": settings(ppo={"temperature": 0.7})}
         )

@@ -12,15 +12,15 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.evaluate.__main__ import answered_again, check_reproduced, main
+from stages.evaluate.__main__ import check_reproduced, main, rerun_policy
 from stages.evaluate.evaluator import Evaluator, Sample
-from stages.evaluate.results import compare, decided, describe
+from stages.evaluate.results import describe, paired_win_rates, win_rate_with_prompts_needed
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.params import Params
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.lexicon import Judged, Lexicon, judge
-from stages.lib.judging.pointwise import Absolute
+from stages.lib.judging.lexicon import LexiconJudge, LexiconScores, lexicon_scores
+from stages.lib.judging.pointwise import PointwiseJudge
 
 KEYS = {
     "sentiment",
@@ -43,7 +43,9 @@ def sample(
     length: int = 4,
     ended: bool = True,
 ) -> Sample:
-    return Sample(text, Judged(sentiment, sentiment, 0.0), score, kl, -2.0 * length, length, ended)
+    return Sample(
+        text, LexiconScores(sentiment, sentiment, 0.0), score, kl, -2.0 * length, length, ended
+    )
 
 
 def test_describe_by_hand():
@@ -67,16 +69,19 @@ def test_compare_pairs_prompts_and_counts_ties_half():
     texts = [[GOOD, FAIR], [GOOD, BAD]], [[BAD, FAIR], [BAD, GOOD], [GOOD, GOOD]]
     a, b = (
         [
-            [replace(sample("", 0.0), text=text, judged=judge(["It"], [text])[0]) for text in each]
+            [
+                replace(sample("", 0.0), text=text, judged=lexicon_scores(["It"], [text])[0])
+                for text in each
+            ]
             for each in side
         ]
         for side in texts
     )
-    told = compare(
+    told = paired_win_rates(
         a,
         b,
         ["It", "It"],
-        Jury({"lexicon": Lexicon(0.05), "short": Absolute("short", shortness, 0.0)}),
+        Jury({"lexicon": LexiconJudge(0.05), "short": PointwiseJudge("short", shortness, 0.0)}),
         Params(),
     )
     # prompt 1: win, win; prompt 2: tie, loss. The third pass has no partner.
@@ -85,7 +90,7 @@ def test_compare_pairs_prompts_and_counts_ties_half():
         (1.5 / 4, 0.0, 0.75)
     )  # of the opposite opinion, so that together they tie
     assert told["win_rate"] == (0.5, 0.5, 0.5)
-    good, bad = (judge(["It"], [text])[0].sentiment for text in (GOOD, BAD))
+    good, bad = (lexicon_scores(["It"], [text])[0].sentiment for text in (GOOD, BAD))
     assert told["sentiment_gain"][0] == pytest.approx((good - bad) / 4)
 
 
@@ -111,7 +116,7 @@ def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round):
         RondoError,
         match=r"in a fresh process the policy differs on 2 of 2 prompts, first on 0: .*score.*KL",
     ):
-        check_reproduced(first, answered_again(params, "r0"))
+        check_reproduced(first, rerun_policy(params, "r0"))
 
 
 def with_ppo(params: Params, **changes: object) -> Params:
@@ -119,7 +124,7 @@ def with_ppo(params: Params, **changes: object) -> Params:
 
 
 def test_a_win_rate_that_is_undecided_says_how_many_prompts_it_needs(capsys):
-    told = decided("win_rate", (0.55, 0.45, 0.65), 100, "evaluate@r0")
+    told = win_rate_with_prompts_needed("win_rate", (0.55, 0.45, 0.65), 100, "evaluate@r0")
     assert told == {
         "win_rate": 0.55,
         "win_rate_low": 0.45,
@@ -130,7 +135,10 @@ def test_a_win_rate_that_is_undecided_says_how_many_prompts_it_needs(capsys):
         "win_rate 0.550 cannot decide with 100 prompts: about 400 would" in capsys.readouterr().out
     )
     assert (
-        decided("win_rate", (0.7, 0.6, 0.8), 100, "evaluate@r0")["win_rate_prompts_needed"] is None
+        win_rate_with_prompts_needed("win_rate", (0.7, 0.6, 0.8), 100, "evaluate@r0")[
+            "win_rate_prompts_needed"
+        ]
+        is None
     )
     assert capsys.readouterr().out == ""
 

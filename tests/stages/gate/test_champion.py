@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.evaluate.champion import champion_of
-from stages.gate.approvals import Approval, TakenBack, taken_back_path, write_approval
+from stages.evaluate.champion import load_champion
+from stages.gate.approvals import Approval, Rollback, taken_back_path, write_approval
 from stages.gate.champion import main
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json, write_text
@@ -49,7 +49,7 @@ def champions(policy: str = "block", number: int = 5) -> list[str | None]:
     for name in list(params.rounds)[:number]:
         main(params, name)
     return [
-        found.round if (found := champion_of(name)) else None
+        found.round if (found := load_champion(name)) else None
         for name in list(params.rounds)[:number]
     ]
 
@@ -63,7 +63,7 @@ def test_the_last_that_passed_is_champion() -> None:
     for name, low in {"r0": 0.6, "r1": 0.4, "r2": 0.7, "r3": 0.4}.items():
         played(name, low)
     assert champions() == [None, "r0", "r0", "r2", "r2"]
-    assert champion_of("r3") == ("r2", Path("rounds/r2/sft/model"), Path("rounds/r2/ppo/policy"))
+    assert load_champion("r3") == ("r2", Path("rounds/r2/sft/model"), Path("rounds/r2/ppo/policy"))
 
 
 def test_nobody_vouches_for_what_was_only_warned_of() -> None:
@@ -93,7 +93,7 @@ def test_a_person_may_let_one_through() -> None:
 def test_one_that_was_taken_back_is_champion_no_more_but_its_successor_may_be() -> None:
     played("r0", 0.6)
     played("r1", 0.6)
-    word = TakenBack(
+    word = Rollback(
         by="Ada", reason="one ending for all", policy=file_hash(Path("rounds/r1/ppo/policy"))
     )
     write_json(taken_back_path("r1"), word.model_dump())
@@ -123,4 +123,4 @@ def test_files_that_are_not_the_champions() -> None:
         BadInput,
         match=r"rounds/r0/sft/model is not what became champion: run `dvc checkout rounds/r0/sft/model`",
     ):
-        champion_of("r1")
+        load_champion("r1")

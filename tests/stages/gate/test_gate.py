@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stages.gate.approvals import Approval, write_approval
-from stages.gate.thresholds import BANDS
-from stages.gate.verdict import decision, run_gate, said
+from stages.gate.thresholds import THRESHOLDS
+from stages.gate.verdict import decision_message, format_check, run_gate
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import write_json
 from stages.lib.core.params import Params, check_params
@@ -256,7 +256,7 @@ def test_every_band_has_a_number_that_fails_it_above():
     tried = {
         case[3] for case in test_each_bad_number_fails_with_its_next_step.pytestmark[0].args[1]
     }
-    assert {band.metric for bands in BANDS.values() for band in bands} == tried
+    assert {band.metric for bands in THRESHOLDS.values() for band in bands} == tried
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,10 @@ def test_what_could_not_be_measured_is_told_and_no_failure(attempt, gate, stage,
     verdict, opened = attempt(gate, changed(gate, stage, {name: None}))
     assert opened and verdict["passed"]
     line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
-    assert line["value"] is None and said(line) == f"{stage}.{name} not measured, wanted {band}"
+    assert (
+        line["value"] is None
+        and format_check(line) == f"{stage}.{name} not measured, wanted {band}"
+    )
 
 
 def test_warn_opens_and_says_what_is_wrong(attempt, capsys):
@@ -310,7 +313,9 @@ def test_ask_opens_for_the_numbers_that_a_person_approved_and_no_others(attempt,
     bad = {"sft": SFT | {"memorised": 0.51}}
     verdict, opened = attempt("sft", bad, "ask")
     assert (
-        not opened and verdict["approval"] is None and "rondo approve sft r0" in decision(verdict)
+        not opened
+        and verdict["approval"] is None
+        and "rondo approve sft r0" in decision_message(verdict)
     )
     write_approval(
         "r0",
@@ -345,7 +350,7 @@ def test_ask_stays_shut_where_a_person_refused(attempt):
         ),
     )
     verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
-    assert not opened and decision(verdict) == "Refused by Ada: no parrots"
+    assert not opened and decision_message(verdict) == "Refused by Ada: no parrots"
 
 
 def test_an_approval_opens_no_gate_that_blocks(attempt):

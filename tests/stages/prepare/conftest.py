@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stages.assets.__main__ import build as build_assets
+from stages.assets.__main__ import main as build_assets
 from stages.lib.core.params import Params, check_params
 
 

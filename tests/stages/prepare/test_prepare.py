@@ -15,7 +15,7 @@ from stages.lib.core.files import file_hash, read_jsonl, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.source_files import changed_sources
 from stages.lib.core.types import Row
-from stages.prepare.__main__ import build
+from stages.prepare.__main__ import main
 
 MakeParams = Callable[..., Params]
 TRAIN, EVAL = (
@@ -57,7 +57,7 @@ PAIRS = [pair(i) for i in range(20)]
 
 
 def test_tiny_data_keep_texts_on_one_side(tiny_params: MakeParams) -> None:
-    build(tiny_params(), "r0")
+    main(tiny_params(), "r0")
     train, held_out = rows_of("r0", *TRAIN), rows_of("r0", *EVAL)
     assert not {opening(row) for row in train} & {opening(row) for row in held_out}
     ids = [
@@ -76,7 +76,7 @@ def test_tiny_data_keep_texts_on_one_side(tiny_params: MakeParams) -> None:
 
 
 def test_two_rounds_share_the_evaluation_set(tiny_params: MakeParams) -> None:
-    build(tiny_params(), "r0")
+    main(tiny_params(), "r0")
     bad = {"id": "b1", "prompt": "My trip in space", "badcase": "r0-1", "source": "replay"}
     for name, row in (
         ("sft", {**bad, "completion": " was fine"}),
@@ -84,7 +84,7 @@ def test_two_rounds_share_the_evaluation_set(tiny_params: MakeParams) -> None:
         ("prompts", bad),
     ):
         write_jsonl(Path(f"rounds/r0/replay/data/{name}.jsonl"), [row])
-    build(tiny_params(), "r1")
+    main(tiny_params(), "r1")
     hashes = [
         read(f"rounds/{round_}/prepare/manifest.json")["evaluation_hash"] for round_ in ("r0", "r1")
     ]
@@ -98,13 +98,13 @@ def test_two_rounds_share_the_evaluation_set(tiny_params: MakeParams) -> None:
         assert rows_of("r1", name)[:-1] == rows_of("r0", name)
         assert rows_of("r1", name)[-1]["badcase"] == "r0-1"
     with pytest.raises(BadInput, match="frozen"):
-        build(tiny_params(seed=1), "r1")
+        main(tiny_params(seed=1), "r1")
 
 
 def test_outputs_are_the_same_bytes_twice(tiny_params: MakeParams) -> None:
     hashes = []
     for _ in range(2):
-        build(tiny_params(prompt_format="chat"), "r0")
+        main(tiny_params(prompt_format="chat"), "r0")
         hashes.append(file_hash(Path("rounds/r0/prepare")))
     assert hashes[0] == hashes[1]
     assert rows_of("r0", "eval_prompts")[0]["prompt"][0]["role"] == "user"
@@ -114,7 +114,7 @@ def test_outputs_are_the_same_bytes_twice(tiny_params: MakeParams) -> None:
 
 
 def test_pairs_alone_make_all_sets(tiny_params: MakeParams) -> None:
-    build(tiny_params({"mine.jsonl": PAIRS}, eval_share=0.2), "r0")
+    main(tiny_params({"mine.jsonl": PAIRS}, eval_share=0.2), "r0")
     assert [len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)] == [16, 16, 16, 4, 4, 4]
     first = rows_of("r0", "pairs_train")[0]
     number = int(first["id"].removeprefix("mine.jsonl:"))
@@ -131,19 +131,19 @@ def test_demonstrations_and_held_out_files_are_used_as_given(tiny_params: MakePa
         "pairs_eval.jsonl": PAIRS[8:10],
         "shown.jsonl": demonstrations,
     }
-    build(tiny_params(sources, eval_share=0.3, max_eval_prompts=3), "r0")
+    main(tiny_params(sources, eval_share=0.3, max_eval_prompts=3), "r0")
     assert [len(rows_of("r0", name)) for name in (*TRAIN, *EVAL)] == [7, 8, 15, 3, 2, 3]
     assert {row["source"] for row in rows_of("r0", "pairs_eval")} == {"pairs_eval.jsonl"}
     assert {row["source"] for row in rows_of("r0", "sft_train", "sft_eval")} == {"shown.jsonl"}
 
 
 def test_parquet_is_read_as_jsonl_is(tiny_params: MakeParams) -> None:
-    build(tiny_params({"mine.jsonl": PAIRS}), "r0")
+    main(tiny_params({"mine.jsonl": PAIRS}), "r0")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), "mine.parquet")
     params = tiny_params({"mine.jsonl": []})
     params.prepare.sources[0].path = "mine.parquet"
     before = [{**row, "id": "", "source": ""} for row in rows_of("r0", "pairs_train")]
-    build(params, "r0")
+    main(params, "r0")
     assert [{**row, "id": "", "source": ""} for row in rows_of("r0", "pairs_train")] == before
 
 
@@ -159,7 +159,7 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
             pair(90, prompt="Z" * 70),
         ]
     }
-    build(tiny_params(sources, max_bad_share=0.1), "r0")
+    main(tiny_params(sources, max_bad_share=0.1), "r0")
     audit = read("rounds/r0/prepare/data/audit.json")
     lost = audit["lost"]
     assert [row["where"] for row in lost["bad row"]] == ["mine.jsonl:11", "mine.jsonl:13"]
@@ -191,21 +191,21 @@ def test_too_many_bad_rows_stop_the_stage(tiny_params: MakeParams) -> None:
         BadInput,
         match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1",
     ):
-        build(tiny_params(sources, max_bad_share=0.09), "r0")
+        main(tiny_params(sources, max_bad_share=0.09), "r0")
     assert not Path("rounds").exists()
 
 
 def test_a_held_out_copy_of_a_row_wins_and_a_shared_prompt_is_refused(
     tiny_params: MakeParams,
 ) -> None:
-    build(tiny_params({"pairs.jsonl": PAIRS, "pairs_eval.jsonl": PAIRS[:2]}), "r0")
+    main(tiny_params({"pairs.jsonl": PAIRS, "pairs_eval.jsonl": PAIRS[:2]}), "r0")
     assert len(rows_of("r0", "pairs_eval")) == 2 and len(rows_of("r0", "pairs_train")) == 18
     sources = {
         "pairs.jsonl": PAIRS,
         "pairs_eval.jsonl": [pair(5, chosen=" Quite another answer to it.")],
     }
     with pytest.raises(BadInput, match=r"held-out pairs_eval\.jsonl:1 and training pairs\.jsonl:6"):
-        build(tiny_params(sources), "r0")
+        main(tiny_params(sources), "r0")
 
 
 def test_a_hub_data_set_loses_the_shared_prompts_instead(tiny_params: MakeParams) -> None:
@@ -213,7 +213,7 @@ def test_a_hub_data_set_loses_the_shared_prompts_instead(tiny_params: MakeParams
     params.assets.data = "org/pairs"
     write_jsonl(Path("assets/data/train.jsonl"), PAIRS)
     write_jsonl(Path("assets/data/eval.jsonl"), [pair(5, chosen=" Quite another answer to it.")])
-    build(params, "r0")
+    main(params, "r0")
     assert len(rows_of("r0", "pairs_train")) == 19
     lost = read("rounds/r0/prepare/data/audit.json")["lost"]["prompt is held out"]
     assert lost == [{"where": "assets/data/train.jsonl:6", "of": "assets/data/eval.jsonl:1"}]
@@ -231,7 +231,7 @@ def test_what_is_in_the_users_own_held_out_file_is_refused(tiny_params: MakePara
         BadInput,
         match=r"(?s)1 training rows.*pairs\.jsonl:21 and held-out pairs_eval\.jsonl:1: “once upon .* of glass”",
     ):
-        build(tiny_params(sources), "r0")
+        main(tiny_params(sources), "r0")
     assert not Path("rounds").exists()
 
 
@@ -244,7 +244,7 @@ def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(
     rows = [pair(i, chosen=f" Hear {i}: {TALE}") if i < 5 else pair(i) for i in range(20)]
     leaks = 0
     for seed in range(4):
-        build(tiny_params({"mine.jsonl": rows}, seed=seed), "r0")
+        main(tiny_params({"mine.jsonl": rows}, seed=seed), "r0")
         held_out = [row for row in rows_of("r0", "pairs_eval") if TALE in row["chosen"]]
         train = [row for row in rows_of("r0", "pairs_train", "sft_train") if TALE in str(row)]
         lost = read("rounds/r0/prepare/data/audit.json")["lost"].get("leak", [])
@@ -272,7 +272,7 @@ def test_ties_and_pairs_that_contradict_each_other_are_left_out(tiny_params: Mak
         pair(21, chosen=" Rain.", rejected="Rain. "),
         pair(22, margin=1),
     ]
-    build(tiny_params({"mine.jsonl": rows}), "r0")
+    main(tiny_params({"mine.jsonl": rows}), "r0")
     lost = read("rounds/r0/prepare/data/audit.json")["lost"]
     assert [(row["where"], row["reason"]) for row in lost["tie"]] == [
         ("mine.jsonl:22", "`margin` is 0"),
@@ -299,7 +299,7 @@ def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams)
         for number, text in enumerate(texts)
     ]
     for seed in range(3):
-        build(tiny_params({"mine.jsonl": rows}, seed=seed, max_prompt_tokens=999), "r0")
+        main(tiny_params({"mine.jsonl": rows}, seed=seed, max_prompt_tokens=999), "r0")
         sides = [
             {row["prompt"].split()[0] for row in rows_of("r0", f"pairs_{part}")}
             for part in ("train", "eval")
@@ -326,7 +326,7 @@ def test_sources_that_cannot_do(
     tiny_params: MakeParams, sources: dict[str, list[Row]], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        build(tiny_params(sources), "r0")
+        main(tiny_params(sources), "r0")
 
 
 def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None:
@@ -336,10 +336,10 @@ def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None
     )
     assert changed_sources(params) == ["mine.jsonl"]
     with pytest.raises(BadInput, match=r"mine\.jsonl changed.*--force assets"):
-        build(params, "r0")
+        main(params, "r0")
     Path("mine.jsonl").unlink()
     with pytest.raises(BadInput, match=r"mine\.jsonl: expected a file"):
-        build(params, "r0")
+        main(params, "r0")
     Path("assets/data/sources.json").unlink()
     with pytest.raises(BadInput, match=r"sources\.json is missing: run `dvc repro assets`"):
-        build(params, "r0")
+        main(params, "r0")

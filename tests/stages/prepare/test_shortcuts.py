@@ -4,9 +4,9 @@ import pytest
 
 from stages.lib.core.types import Row
 from stages.lib.metrics.preference_baselines import (
-    at_random,
     longest_wins_accuracy,
     more_wins_accuracy,
+    subsample,
     word_model,
 )
 from stages.prepare.shortcuts import languages, lengths, shortcuts, spread
@@ -107,9 +107,9 @@ def test_words_generalise_and_a_sample_keeps_its_order() -> None:
         [],
     )
     rows = [{"id": i} for i in range(100)]
-    some = [row["id"] for row in at_random(rows, 10, seed=1)]
+    some = [row["id"] for row in subsample(rows, 10, seed=1)]
     assert (
         len(some) == 10 == len(set(some))
         and some == sorted(some)
-        and at_random(rows, 100, 1) == rows
+        and subsample(rows, 100, 1) == rows
     )

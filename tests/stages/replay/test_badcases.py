@@ -12,13 +12,13 @@ from stages.replay.badcases import (
     Cause,
     MiningPrompt,
     Report,
+    Retest,
     State,
-    Try,
-    add_given,
+    add_user_rows,
     badcase_id,
     ledger_path,
-    read_given,
     read_ledger,
+    read_user_rows,
 )
 
 CASE = {
@@ -37,8 +37,8 @@ CASE |= {
     "sentiment_plain": 0.5,
     "repetition": 0.0,
 }
-NONE, SOME, ALL = (Try(round="r9", fired=fired, of=4, ranked=True) for fired in (0, 2, 4))
-WRONG = Try(round="r9", fired=0, of=4, ranked=False)
+NONE, SOME, ALL = (Retest(round="r9", fired=fired, of=4, ranked=True) for fired in (0, 2, 4))
+WRONG = Retest(round="r9", fired=0, of=4, ranked=False)
 
 
 def test_ids_are_stable_and_differ_by_cause():
@@ -97,13 +97,16 @@ def test_a_ledger_that_is_none_says_where(tmp_path, monkeypatch):
 
 def test_what_people_give_is_kept_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert read_given("r1") == []
+    assert read_user_rows("r1") == []
     one, other = (
         Report(prompt="It", response=text, note="dull", by="ada") for text in (" was", " is")
     )
     asked = MiningPrompt(prompt="It", by="bob")
-    assert add_given("r1", [one, one, asked]) == 2 and add_given("r1", [one, other, asked]) == 1
-    assert read_given("r1") == [
+    assert (
+        add_user_rows("r1", [one, one, asked]) == 2
+        and add_user_rows("r1", [one, other, asked]) == 1
+    )
+    assert read_user_rows("r1") == [
         (f"badcases/r1.jsonl:{line}", each) for line, each in enumerate([one, asked, other], 1)
     ]
     rows = [json.loads(line) for line in Path("badcases/r1.jsonl").read_text().splitlines()]
@@ -115,4 +118,4 @@ def test_what_people_give_is_kept_once(tmp_path, monkeypatch):
     with pytest.raises(
         BadInput, match=r"badcases/r1\.jsonl:4: no report \(prompt: Field required\); mend the line"
     ):
-        read_given("r1")
+        read_user_rows("r1")

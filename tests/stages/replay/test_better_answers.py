@@ -4,10 +4,16 @@ from pathlib import Path
 
 from stages.lib.core.params.evaluation import ReplayParams
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.lexicon import Lexicon
-from stages.lib.judging.pointwise import Absolute
+from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.pointwise import PointwiseJudge
 from stages.replay.badcases import Badcase
-from stages.replay.better_answers import best_of, better_answers, fluent_nll, sound, worth_imitating
+from stages.replay.better_answers import (
+    acceptable_answers,
+    best_of,
+    better_answers,
+    fluent_nll,
+    worth_imitating,
+)
 from stages.replay.sampler import Candidate, Sampler, draw
 
 REPLAY = ReplayParams()
@@ -16,7 +22,7 @@ REPLAY = ReplayParams()
 def longest() -> Jury:
     return Jury(
         {
-            "length": Absolute(
+            "length": PointwiseJudge(
                 "length", lambda prompts, responses: [float(len(each)) for each in responses], 1.0
             )
         }
@@ -32,7 +38,7 @@ def test_a_sound_answer():
         Candidate("  ", 3.0),
         Candidate(" was good.", 3.0),
     ]
-    assert sound(answers, [" Enjoy!"], 0.25, nll=5.0) == [" was good."]
+    assert acceptable_answers(answers, [" Enjoy!"], 0.25, nll=5.0) == [" was good."]
 
 
 def test_fluent_nll():
@@ -87,7 +93,7 @@ def test_an_exploit_does_not_help_the_bad_answer():
         case("blind_spot", f" was there, {emoji}"),
         case("no_eos", " was and"),
     ]
-    jury = Jury({"lexicon": Lexicon(0.05)})
+    jury = Jury({"lexicon": LexiconJudge(0.05)})
     told = better_answers(
         cases, {"The dinner": [Candidate(" was good.", 3.0)]}, jury, REPLAY, [], by_lexicon=True
     )

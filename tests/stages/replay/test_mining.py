@@ -5,27 +5,34 @@ from dataclasses import replace
 import pytest
 
 from stages.lib.core.params.evaluation import ReplayParams
-from stages.lib.judging.lexicon import Judged
-from stages.lib.judging.pairwise import TOGETHER
+from stages.lib.judging.lexicon import LexiconScores
+from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import Cause, Report, State
-from stages.replay.mining import CAUSES, Limits, Sample, kl_limit, mine, reported
+from stages.replay.mining import (
+    CAUSES,
+    BadcaseThresholds,
+    PolicySample,
+    find_badcases,
+    kl_limit,
+    reported,
+)
 
-FINE = Sample(
+FINE = PolicySample(
     "p1",
     "The dinner",
     " was fine.",
     0.0,
     2.0,
     True,
-    Judged(0.2, 0.2, 0.0),
+    LexiconScores(0.2, 0.2, 0.0),
     "fresh",
     " was sad.",
-    {TOGETHER: 1.0},
+    {JURY: 1.0},
 )
-LIMITS = Limits(ReplayParams(), kl=10.0, lexicon=True)
+LIMITS = BadcaseThresholds(ReplayParams(), kl=10.0, lexicon=True)
 
 
-def fired(sample: Sample) -> dict[str, float]:
+def fired(sample: PolicySample) -> dict[str, float]:
     severities = {cause: severity(sample, LIMITS) for cause, severity in CAUSES.items()}
     return {cause.value: value for cause, value in severities.items() if value is not None}
 
@@ -34,12 +41,12 @@ def fired(sample: Sample) -> dict[str, float]:
     ("change", "expected"),
     [
         ({}, {}),
-        ({"score": 0.7, "votes": {"lexicon": 0.0, TOGETHER: 0.0}}, {"judge_loses": 0.7}),
-        ({"votes": {"lexicon": 0.0, TOGETHER: 0.5}}, {}),  # one judge alone
+        ({"score": 0.7, "votes": {"lexicon": 0.0, JURY: 0.0}}, {"judge_loses": 0.7}),
+        ({"votes": {"lexicon": 0.0, JURY: 0.5}}, {}),  # one judge alone
         ({"votes": {}}, {}),  # of a rollout, nothing to compare with
-        ({"score": 1.5, "judged": Judged(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
+        ({"score": 1.5, "judged": LexiconScores(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
         (
-            {"score": 0.9, "judged": Judged(0.4, -0.1, 0.0)},
+            {"score": 0.9, "judged": LexiconScores(0.4, -0.1, 0.0)},
             {},
         ),  # the reward model does not like it either
         (
@@ -47,7 +54,7 @@ def fired(sample: Sample) -> dict[str, float]:
             {"blind_spot": 1.5},
         ),  # liked for its exploit alone
         ({"score": 1.5, "exploits": (" Enjoy!",), "bare": 1.1}, {}),
-        ({"judged": Judged(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
+        ({"judged": LexiconScores(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
         ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
         ({"kl": 10.5}, {"kl_outlier": 10.5}),
     ],
@@ -57,7 +64,7 @@ def test_causes(change, expected):
 
 
 def test_the_lexicon_finds_nothing_where_it_is_no_judge():
-    disliked = replace(FINE, score=1.5, judged=Judged(0.4, -0.1, 0.0))
+    disliked = replace(FINE, score=1.5, judged=LexiconScores(0.4, -0.1, 0.0))
     assert CAUSES[Cause.blind_spot](disliked, replace(LIMITS, lexicon=False)) is None
     assert (
         CAUSES[Cause.blind_spot](
@@ -76,7 +83,7 @@ def test_causes_take_turns_and_give_their_worst_first():
     endless = [replace(FINE, response=f" {n}", ended=False, score=float(n)) for n in range(5)]
     far = [replace(FINE, response=f" far {n}", kl=20.0 + n) for n in range(2)]
     limits = replace(LIMITS, replay=ReplayParams(max_badcases=4))
-    cases = mine([*endless, *far, endless[4]], limits, "r0", "abc", set())
+    cases = find_badcases([*endless, *far, endless[4]], limits, "r0", "abc", set())
     assert [(case.cause, case.response) for case in cases] == [
         (Cause.no_eos, " 4"),
         (Cause.kl_outlier, " far 1"),
@@ -90,18 +97,18 @@ def test_causes_take_turns_and_give_their_worst_first():
 
 def test_what_an_earlier_round_knows_is_not_found_again():
     endless = [replace(FINE, response=f" {n}", ended=False) for n in range(2)]
-    first, second = mine(endless, LIMITS, "r0", "abc", set())
-    assert mine(endless, LIMITS, "r1", "def", {first.id}) == [
+    first, second = find_badcases(endless, LIMITS, "r0", "abc", set())
+    assert find_badcases(endless, LIMITS, "r1", "def", {first.id}) == [
         second.model_copy(update={"round": "r1", "policy": "def"})
     ]
 
 
 def test_a_blind_spot_names_its_exploit():
-    [case] = mine(
+    [case] = find_badcases(
         [replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc", set()
     )
     assert (case.exploits, case.stage) == ([" Enjoy!"], "reward")
-    assert (case.sft, case.votes) == (" was sad.", {TOGETHER: 1.0})
+    assert (case.sft, case.votes) == (" was sad.", {JURY: 1.0})
 
 
 def test_what_a_person_reports_has_scores_and_no_policy():

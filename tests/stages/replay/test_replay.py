@@ -11,9 +11,9 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params.data import rounds
-from stages.lib.data.splits import once
-from stages.replay.__main__ import clean, late, main
-from stages.replay.badcases import MiningPrompt, Report, add_given
+from stages.lib.data.splits import dedupe_prompts
+from stages.replay.__main__ import clean, last_third, main
+from stages.replay.badcases import MiningPrompt, Report, add_user_rows
 
 DATA = Path("rounds/r0/replay/data")
 
@@ -24,7 +24,7 @@ def metrics(round_: str) -> dict:
 
 def test_two_rounds(make_round):
     params = make_round("r0", 1.0)
-    add_given(
+    add_user_rows(
         "r0", [Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")]
     )
     main(params, "r0")
@@ -134,7 +134,7 @@ def test_an_evaluation_prompt_is_refused(make_round):
 
 def test_a_report_about_an_evaluation_prompt_is_refused(make_round):
     params = make_round("r0", 1.0)
-    add_given("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
+    add_user_rows("r0", [Report(prompt="Our meeting", response=" was dull.", by="ada")])
     with pytest.raises(BadInput, match="is evaluation prompt q-Our meeting"):
         main(params, "r0")
 
@@ -143,7 +143,7 @@ def test_prompts_of_peoples_own_are_mined_too(make_round):
     params = make_round("r0", 1.0)
     params.replay.max_badcases = 64
     [wanted] = [MiningPrompt(prompt="The queue", by="ada")]
-    add_given("r0", [wanted, wanted])
+    add_user_rows("r0", [wanted, wanted])
     main(params, "r0")
     ids = {
         row["prompt_id"]
@@ -163,7 +163,7 @@ def test_what_people_give_is_refused_where_nobody_may_train_on_it(make_round, pr
         Path("slices/mine.jsonl"),
         [{"prompt": "Hello", "label": "safe"}, {"prompt": "The queue", "label": "unsafe"}],
     )
-    add_given(
+    add_user_rows(
         "r0", [MiningPrompt(prompt="The walk", by="ada"), MiningPrompt(prompt=prompt, by="ada")]
     )
     with pytest.raises(
@@ -188,9 +188,11 @@ def test_what_would_leak_in_the_next_round_is_left_out_and_counted():
 
 
 def test_late_rollouts_and_prompts_once():
-    assert [row["update"] for row in late([{"update": n} for n in range(1, 10)])] == [7, 8, 9]
-    assert late([]) == []
-    assert once([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}, {"prompt": "a", "id": 3}]) == [
+    assert [row["update"] for row in last_third([{"update": n} for n in range(1, 10)])] == [7, 8, 9]
+    assert last_third([]) == []
+    assert dedupe_prompts(
+        [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}, {"prompt": "a", "id": 3}]
+    ) == [
         {"prompt": "a", "id": 1},
         {"prompt": "b", "id": 2},
     ]

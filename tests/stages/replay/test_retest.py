@@ -3,13 +3,13 @@
 import pytest
 
 from stages.lib.core.params.evaluation import ReplayParams
-from stages.lib.judging.lexicon import judge
-from stages.lib.judging.pairwise import TOGETHER
+from stages.lib.judging.lexicon import lexicon_scores
+from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import Badcase, Cause, State
-from stages.replay.mining import Limits, Sample
-from stages.replay.retest import by_cause, fires, rival, try_again
+from stages.replay.mining import BadcaseThresholds, PolicySample
+from stages.replay.retest import by_cause, comparison_response, retest, still_fails
 
-LIMITS = Limits(ReplayParams(), kl=10.0, lexicon=True)
+LIMITS = BadcaseThresholds(ReplayParams(), kl=10.0, lexicon=True)
 
 
 def case(cause: str, **more) -> Badcase:
@@ -33,13 +33,15 @@ def case(cause: str, **more) -> Badcase:
     )
 
 
-def again(response: str, score: float = 0.0, kl: float = 1.0, ended: bool = True, **more) -> Sample:
-    judged = judge(["The dinner"], [response])[0]
-    return Sample("p", "The dinner", response, score, kl, ended, judged, "again", **more)
+def again(
+    response: str, score: float = 0.0, kl: float = 1.0, ended: bool = True, **more
+) -> PolicySample:
+    judged = lexicon_scores(["The dinner"], [response])[0]
+    return PolicySample("p", "The dinner", response, score, kl, ended, judged, "again", **more)
 
 
-def voted(vote: float) -> Sample:
-    return again(" was ok.", rival=" was good.", votes={TOGETHER: vote})
+def voted(vote: float) -> PolicySample:
+    return again(" was ok.", rival=" was good.", votes={JURY: vote})
 
 
 @pytest.mark.parametrize(
@@ -63,22 +65,22 @@ def voted(vote: float) -> Sample:
     ],
 )
 def test_what_counts_as_failing_again(failed, answer, fails):
-    assert fires(failed, answer, LIMITS) == fails
+    assert still_fails(failed, answer, LIMITS) == fails
 
 
 def test_what_a_new_response_is_compared_with():
-    assert rival(case("judge_loses")) == " was good."
+    assert comparison_response(case("judge_loses")) == " was good."
     assert (
-        rival(case("human", better=" was late.")) == " was late."
-        and rival(case("human")) == " was bad."
+        comparison_response(case("human", better=" was late.")) == " was late."
+        and comparison_response(case("human")) == " was bad."
     )
-    assert rival(case("no_eos")) is None  # the jury is not asked for nothing
+    assert comparison_response(case("no_eos")) is None  # the jury is not asked for nothing
 
 
 def test_the_try_is_kept_and_the_state_follows():
     good, bad = again(" was ok."), again(" was and", ended=False)
     cases = [case("no_eos", id=str(number)) for number in range(3)]
-    tried = try_again(
+    tried = retest(
         cases, [[good, good], [good, bad], [good, good]], [True, True, False], LIMITS, "r1"
     )
     assert [each.state for each in tried] == [State.repaired, State.open, State.open]

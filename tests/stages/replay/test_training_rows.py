@@ -1,7 +1,7 @@
 """The next round's rows."""
 
 from stages.replay.badcases import Badcase, State
-from stages.replay.training_rows import Better, capped, repair
+from stages.replay.training_rows import BetterAnswer, cap_share, make_training_rows
 
 
 def case(cause: str, response: str, **more) -> Badcase:
@@ -31,9 +31,10 @@ def test_rows_of_each_kind():
     ]
     text = " was wonderful, we loved it."
     best = {
-        each.id: Better(text, preferred=each.cause.value != "no_eos", good=True) for each in cases
+        each.id: BetterAnswer(text, preferred=each.cause.value != "no_eos", good=True)
+        for each in cases
     }
-    replayed, pairs, demonstrations, prompts = repair(cases, best)
+    replayed, pairs, demonstrations, prompts = make_training_rows(cases, best)
     assert [(row["chosen"], row["rejected"], row["badcase"]) for row in pairs] == [
         (text, " was horrible.", cases[0].id),
         (text, " was ok was ok was ok", cases[2].id),
@@ -49,8 +50,8 @@ def test_rows_of_each_kind():
 
 def test_no_pair_where_the_jury_does_not_find_it_better():
     cases = [case("blind_spot", " was wonderful."), case("blind_spot", " was there.")]
-    replayed, pairs, demonstrations, prompts = repair(
-        cases, {cases[0].id: Better(" was good.", preferred=False, good=False)}
+    replayed, pairs, demonstrations, prompts = make_training_rows(
+        cases, {cases[0].id: BetterAnswer(" was good.", preferred=False, good=False)}
     )
     assert (
         pairs == []
@@ -62,8 +63,9 @@ def test_no_pair_where_the_jury_does_not_find_it_better():
 
 def test_a_persons_better_answer_is_taken_as_it_is():
     cases = [case("human", " was wonderful.", better=" was served at noon.")]
-    replayed, pairs, demonstrations, _ = repair(
-        cases, {cases[0].id: Better(" was great, lovely, wonderful.", preferred=True, good=True)}
+    replayed, pairs, demonstrations, _ = make_training_rows(
+        cases,
+        {cases[0].id: BetterAnswer(" was great, lovely, wonderful.", preferred=True, good=True)},
     )
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
         (" was served at noon.", " was wonderful.")
@@ -74,5 +76,5 @@ def test_a_persons_better_answer_is_taken_as_it_is():
 
 def test_capped_share():
     # 25% replay beside 30 human rows: 10
-    assert len(capped([{}] * 50, 30, 0.25)) == 10
-    assert len(capped([{}] * 50, 30, 1.0)) == 50
+    assert len(cap_share([{}] * 50, 30, 0.25)) == 10
+    assert len(cap_share([{}] * 50, 30, 1.0)) == 50

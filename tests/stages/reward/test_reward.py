@@ -9,10 +9,10 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stages.lib.core.files import is_real
+from stages.lib.core.files import is_placeholder
 from stages.lib.core.params import check_params
-from stages.lib.core.recorder import Recorder
-from stages.reward.__main__ import kept_apart, main
+from stages.lib.core.recorder import MetricLogger
+from stages.reward.__main__ import main, split_judge_pairs
 from stages.reward.fit import fit, training_pairs
 from tests.paths import ROOT
 
@@ -50,7 +50,7 @@ def test_the_margin_is_in_the_loss(
     torch.nn.init.zeros_(model.score.weight)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     model.config.pad_token_id = tokenizer.pad_token_id
-    recorder = Recorder("reward", "r0")
+    recorder = MetricLogger("reward", "r0")
     pairs = training_pairs(ROWS, [[5, 6, 7], [8, 9]], [[5, 6], [8, 4]])
     fit(model, tokenizer, pairs, params, 0, recorder, continues=False)
     assert recorder.steps[0]["loss"] == pytest.approx(
@@ -60,7 +60,7 @@ def test_the_margin_is_in_the_loss(
 
 def test_pairs_kept_apart_share_no_prompt_and_stay_where_they_are() -> None:
     rows = [{"prompt": f"p{number // 2}", "chosen": str(number)} for number in range(400)]
-    mine, apart = kept_apart(rows, 0.25, seed=0)
+    mine, apart = split_judge_pairs(rows, 0.25, seed=0)
     assert len(mine) + len(apart) == 400 and not {row["prompt"] for row in mine} & {
         row["prompt"] for row in apart
     }
@@ -68,8 +68,10 @@ def test_pairs_kept_apart_share_no_prompt_and_stay_where_they_are() -> None:
         70 <= len(apart) <= 130
     )  # 100 wanted; the standard deviation of 200 prompts' two pairs each is 12
     later = [{"prompt": "p0", "badcase": "b"}, {"prompt": "new"}, *rows]
-    assert [row for row in kept_apart(later, 0.25, seed=0)[1] if row["prompt"] != "new"] == apart
-    assert kept_apart(rows, 0.0, seed=0) == (rows, [])
+    assert [
+        row for row in split_judge_pairs(later, 0.25, seed=0)[1] if row["prompt"] != "new"
+    ] == apart
+    assert split_judge_pairs(rows, 0.0, seed=0) == (rows, [])
 
 
 def test_a_judge_apart_is_trained_on_its_own_pairs(
@@ -84,11 +86,11 @@ def test_a_judge_apart_is_trained_on_its_own_pairs(
         Path("rounds/r0/reward/judge"),
         lambda: json.loads(Path("rounds/r0/reward/metrics.json").read_text()),
     )
-    assert not is_real(judge) and (told()["judge_pairs"], told()["train_pairs"]) == (0, 54)
+    assert is_placeholder(judge) and (told()["judge_pairs"], told()["train_pairs"]) == (0, 54)
     params.reward.judge_share = 0.5
     main(params, "r0")
     assert (
-        is_real(judge)
+        not is_placeholder(judge)
         and told()["judge_pairs"] + told()["train_pairs"] == 54
         and told()["judge_pairs"] > 0
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.sft.sample_stats import Verbatim, Written, compare
+from stages.sft.sample_stats import GeneratedTexts, VerbatimIndex, compare_with_demonstrations
 
 DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"
 
@@ -22,12 +22,12 @@ DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"
     ],
 )
 def test_longest_run_copied(text, words):
-    assert Verbatim(["nothing of the kind", DEMONSTRATION]).longest(text) == words
+    assert VerbatimIndex(["nothing of the kind", DEMONSTRATION]).longest(text) == words
 
 
 def test_a_run_does_not_go_on_from_one_text_into_the_next():
     assert (
-        Verbatim(["one two three four", "five six seven eight"]).longest(
+        VerbatimIndex(["one two three four", "five six seven eight"]).longest(
             "one two three four five six seven eight"
         )
         == 4
@@ -35,15 +35,15 @@ def test_a_run_does_not_go_on_from_one_text_into_the_next():
 
 
 def test_compare():
-    responses = Written(
+    responses = GeneratedTexts(
         ["no no no no no", DEMONSTRATION, "well done", "it is fine"],
         [24, 12, 2, 2],
         [False, True, True, False],
     )
-    demonstrations = Written(
+    demonstrations = GeneratedTexts(
         ["all is well", "see: the quick brown fox jumps over the lazy dog"], [4, 6], [True, True]
     )
-    found = compare(responses, demonstrations, [DEMONSTRATION])
+    found = compare_with_demonstrations(responses, demonstrations, [DEMONSTRATION])
     assert found == {
         "eos_rate": 0.5,
         "eos_rate_demonstrations": 1.0,

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import AssetsParams, PrepareParams, RoundParams, rounds
 from stages.lib.core.params.evaluation import (
-    APART,
+    HELD_OUT_REWARD_MODEL,
     BatteryParams,
     CapabilityParams,
     EvaluateParams,
@@ -32,13 +32,13 @@ from stages.lib.core.params.policy import (
     PpoParams,
     RlooParams,
 )
-from stages.lib.core.params.shared import ModelParams, Section
+from stages.lib.core.params.shared import ModelParams, ParamsSection
 from stages.lib.core.params.training import RewardParams, SftParams
 
 PARAMS_FILE = Path("params.yaml")
 
 
-class Params(Section):
+class Params(ParamsSection):
     """All of params.yaml."""
 
     seed: int = Field(0, ge=0)
@@ -96,7 +96,7 @@ class Params(Section):
 
     @model_validator(mode="after")
     def a_judge_apart_has_pairs(self) -> "Params":
-        if APART in self.evaluate.judges and not self.reward.judge_share:
+        if HELD_OUT_REWARD_MODEL in self.evaluate.judges and not self.reward.judge_share:
             raise ValueError(
                 "evaluate.judges has `apart`: set reward.judge_share, e.g. to 0.5, for pairs that it learns from"
             )

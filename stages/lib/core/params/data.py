@@ -2,16 +2,16 @@
 
 from pydantic import Field
 
-from stages.lib.core.params.shared import PromptFormat, Section
+from stages.lib.core.params.shared import ParamsSection, PromptFormat
 
 
-class RoundParams(Section):
+class RoundParams(ParamsSection):
     previous: str = Field(
         description="Where the round before left its outputs; `assets/start` for the first round."
     )
 
 
-class AssetsParams(Section):
+class AssetsParams(ParamsSection):
     model: str = Field(
         "embedded",
         description="`embedded` (SmolLM2-135M-Instruct), `tiny` (random, for tests), a hub id or a local path.",
@@ -25,7 +25,7 @@ class AssetsParams(Section):
     )
 
 
-class SourceParams(Section):
+class SourceParams(ParamsSection):
     path: str = Field(description="JSONL or Parquet file, or the hub id of a data set.")
     split: str = Field("train", description="Split of a hub data set.")
     use: str = Field(
@@ -35,7 +35,7 @@ class SourceParams(Section):
     )
 
 
-class PrepareParams(Section):
+class PrepareParams(ParamsSection):
     sources: list[SourceParams] = Field(
         default_factory=list, description="The user's own data; used when assets.data is `files`."
     )

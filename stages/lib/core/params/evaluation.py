@@ -6,12 +6,12 @@ from pydantic import Field, field_validator
 
 from stages.lib.core.files import metric_name
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.core.params.shared import Section
+from stages.lib.core.params.shared import ParamsSection
 
-APART = "apart"  # the judge that the reward stage trains on pairs of its own
+HELD_OUT_REWARD_MODEL = "apart"  # the judge that the reward stage trains on pairs of its own
 
 
-class CapabilityParams(Section):
+class CapabilityParams(ParamsSection):
     tasks: list[str] = Field(
         [],
         description="Tasks of lm-eval (an extra: docs/evaluation.md), its own or of slices/*.yaml.",
@@ -23,7 +23,7 @@ class CapabilityParams(Section):
     batch_size: int = Field(32, ge=1, description="Sequences at once.")
 
 
-class ReplayParams(Section):
+class ReplayParams(ParamsSection):
     max_badcases: int = Field(
         64, ge=1, description="Most badcases kept a round, worst first within each cause."
     )
@@ -79,7 +79,7 @@ class ReplayParams(Section):
     )
 
 
-class EvaluateParams(Section):
+class EvaluateParams(ParamsSection):
     judges: list[Annotated[str, Field(min_length=1)]] = Field(
         ["lexicon", "fluency"],
         min_length=1,
@@ -108,7 +108,7 @@ class EvaluateParams(Section):
         return judges
 
 
-class BatteryParams(Section):
+class BatteryParams(ParamsSection):
     pairs: int = Field(
         96,
         ge=1,

@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import Field
 
-from stages.lib.core.params.shared import Section
+from stages.lib.core.params.shared import ParamsSection
 
 
 class Policy(str, Enum):
@@ -15,7 +15,7 @@ class Policy(str, Enum):
     ask = "ask"
 
 
-class Gate(Section):
+class Gate(ParamsSection):
     policy: Policy = Field(
         Policy.block,
         description="What a number out of its band does: `block` stops the round, `warn` is told and passed, "
@@ -163,7 +163,7 @@ class PromoteGate(Gate):
     )
 
 
-class GatesParams(Section):
+class GatesParams(ParamsSection):
     sft: SftGate = Field(default_factory=SftGate)
     reward: RewardGate = Field(default_factory=RewardGate)
     promote: PromoteGate = Field(default_factory=PromoteGate)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from stages.lib.core.params.shared import Section
+from stages.lib.core.params.shared import ParamsSection
 
 
 class Annotator(str, Enum):
@@ -18,7 +18,7 @@ class JudgeName(str, Enum):
     endpoint = "endpoint"
 
 
-class EndpointParams(Section):
+class EndpointParams(ParamsSection):
     """A language model as judge, behind OpenAI's chat completions protocol."""
 
     base_url: str | None = Field(
@@ -61,7 +61,7 @@ class EndpointParams(Section):
         return rubric
 
 
-class AnnotateParams(Section):
+class AnnotateParams(ParamsSection):
     annotator: Annotator = Field(
         Annotator.dataset,
         description="Who labels: `dataset`: people, in the data; `judge`: a judge, SFT's samples.",

@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import Field, model_validator
 
-from stages.lib.core.params.shared import LoraParams, Section
+from stages.lib.core.params.shared import LoraParams, ParamsSection
 
 
 class Algorithm(str, Enum):
@@ -17,7 +17,7 @@ class Algorithm(str, Enum):
     best_of_n = "best_of_n"
 
 
-class OfflineParams(Section):
+class OfflineParams(ParamsSection):
     """Of a policy that learns from texts that are there before it starts."""
 
     learning_rate: float = Field(5e-4, gt=0)
@@ -41,7 +41,7 @@ class BestOfNParams(OfflineParams):
     )
 
 
-class OnlineParams(Section):
+class OnlineParams(ParamsSection):
     """Of a policy that learns from its own responses; sizes, lengths and learning rate are PPO's."""
 
     num_generations: int = Field(
@@ -89,7 +89,7 @@ class Critic(str, Enum):
     policy = "policy"
 
 
-class RewardSource(Section):
+class RewardSource(ParamsSection):
     """One more opinion that PPO is rewarded by: exactly one of model, function, url."""
 
     name: str = Field(
@@ -113,7 +113,7 @@ class RewardSource(Section):
         return self
 
 
-class PpoParams(Section):
+class PpoParams(ParamsSection):
     batch_size: int = Field(
         32, ge=2, description="Episodes a rollout (prompts sampled for one update)."
     )

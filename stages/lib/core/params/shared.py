@@ -5,7 +5,7 @@ from enum import Enum
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Section(BaseModel):
+class ParamsSection(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
@@ -30,7 +30,7 @@ class PromptFormat(str, Enum):
     chat = "chat"
 
 
-class LoraParams(Section):
+class LoraParams(ParamsSection):
     r: int = Field(16, ge=0, description="LoRA rank; 0 trains all weights.")
     lora_alpha: int = Field(32, ge=1)
     target_modules: str | list[str] = Field(
@@ -43,7 +43,7 @@ class LoraParams(Section):
     )
 
 
-class ModelParams(Section):
+class ModelParams(ParamsSection):
     dtype: Dtype = Field(
         Dtype.auto,
         description="`auto`: bfloat16 where the processor multiplies it fast, else float32.",
@@ -57,7 +57,7 @@ class ModelParams(Section):
     )
 
 
-class TrainParams(Section):
+class TrainParams(ParamsSection):
     learning_rate: float = Field(gt=0)
     per_device_train_batch_size: int = Field(ge=1)
     gradient_accumulation_steps: int = Field(

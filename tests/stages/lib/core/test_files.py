@@ -9,7 +9,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, read_json, read_jsonl, write_jsonl, write_text
-from stages.lib.core.recorder import Recorder
+from stages.lib.core.recorder import MetricLogger
 
 
 def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_recorder_keeps_the_clock_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recorder = Recorder("sft", "r0", total_steps=4)
+    recorder = MetricLogger("sft", "r0", total_steps=4)
     recorder.log(1, {"loss": 2.0}, ["loss"])
     recorder.log(2, {"loss": 1.5, "kl": 0.5})
     recorder.finish({"loss_after": 1.5})

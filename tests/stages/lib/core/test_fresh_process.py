@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from stages.lib.core.errors import RondoError
-from stages.lib.core.fresh_process import run_fresh
+from stages.lib.core.fresh_process import run_in_fresh_process
 
 
 def test_the_last_line_is_read_as_json_to_the_last_bit(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text('[0.1, 5e-324, {"text": "caf\\u00e9\\u2028\\n"}]')
-    assert run_fresh("json.tool", "--compact", file, failing="it") == [
+    assert run_in_fresh_process("json.tool", "--compact", file, failing="it") == [
         0.1,
         5e-324,
         {"text": "caf\u00e9\u2028\n"},
@@ -22,4 +22,4 @@ def test_a_module_that_fails_says_what_that_means_and_why(tmp_path: Path) -> Non
     with pytest.raises(
         RondoError, match=r"the policy is lost: (.|\n)*No such file or directory: '.*rows.json'"
     ):
-        run_fresh("json.tool", tmp_path / "rows.json", failing="the policy is lost")
+        run_in_fresh_process("json.tool", tmp_path / "rows.json", failing="the policy is lost")

@@ -125,5 +125,5 @@ def test_a_name_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_defect_of_ours_stays_what_it_is() -> None:
-    with pytest.raises(KeyError), hub.asked("assets.data x", "no"):
+    with pytest.raises(KeyError), hub.hub_errors("assets.data x", "no"):
         raise KeyError("id")

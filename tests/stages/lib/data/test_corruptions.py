@@ -9,7 +9,7 @@ from stages.lib.data.corruptions import (
     repeated_word,
     truncated,
     word_salad,
-    word_worth,
+    word_score_uplift,
 )
 
 CHAT = [{"role": "user", "content": "How are you?"}]
@@ -34,7 +34,9 @@ def test_the_first_half_as_written(text, half):
 def test_worth_is_shrunk_towards_the_mean():
     # the mean is 2; "great" is 3 and 1 above it, with one more at 0: 4 / 3; "so" 3 / 2; "bad" -4 /
     # 3 twice
-    worth = word_worth(["so great", "great great", "bad it", "bad day"], [5.0, 3.0, 0.0, 0.0])
+    worth = word_score_uplift(
+        ["so great", "great great", "bad it", "bad day"], [5.0, 3.0, 0.0, 0.0]
+    )
     assert (
         worth["great"] == pytest.approx(4 / 3)
         and worth["so"] == pytest.approx(3 / 2)

@@ -6,7 +6,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
-from stages.lib.data.slices import Label, SlicePrompt, read_slices, refuse_slices
+from stages.lib.data.slices import Label, SlicePrompt, check_not_in_slices, read_slices
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +73,11 @@ def test_a_row_that_is_none_is_named_by_its_line():
 
 
 def test_what_is_trained_on_is_refused():
-    refuse_slices([("anything", "How can I kill my neighbour?")])  # nothing is there
+    check_not_in_slices([("anything", "How can I kill my neighbour?")])  # nothing is there
     write_jsonl(Path("slices/xstest.jsonl"), XSTEST)
-    refuse_slices([("row a", "Something else")])
+    check_not_in_slices([("row a", "Something else")])
     said = r"row b is evaluation prompt slices/xstest.jsonl:2, which no round may train on; take it out of one of the two"
     with pytest.raises(BadInput, match=said):
-        refuse_slices([("row a", "Something else"), ("row b", "How can I kill my  NEIGHBOUR?")])
+        check_not_in_slices(
+            [("row a", "Something else"), ("row b", "How can I kill my  NEIGHBOUR?")]
+        )

@@ -5,7 +5,12 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
-from stages.lib.data.splits import Prompts, check_frozen, hold_out, refuse_overlap
+from stages.lib.data.splits import (
+    PromptIndex,
+    check_eval_set_unchanged,
+    check_no_prompt_overlap,
+    hold_out,
+)
 
 
 def test_hold_out_is_a_share_of_the_distinct_groups() -> None:
@@ -17,7 +22,7 @@ def test_hold_out_is_a_share_of_the_distinct_groups() -> None:
 
 
 def test_a_prompt_begins_another_only_at_a_words_end() -> None:
-    train = Prompts(
+    train = PromptIndex(
         [
             "The sky is blue",
             "Stop-gap",
@@ -39,11 +44,11 @@ def test_overlap_names_both_rows() -> None:
         {"where": "e.jsonl:1", "prompt": "The sea"},
         {"where": "e.jsonl:2", "prompt": "The sky is"},
     ]
-    refuse_overlap(held_out, [{"where": "t.jsonl:1", "prompt": "The seal"}])
+    check_no_prompt_overlap(held_out, [{"where": "t.jsonl:1", "prompt": "The seal"}])
     with pytest.raises(
         BadInput, match=r"(?s)1 training rows.*held-out e\.jsonl:2 and training t\.jsonl:4"
     ):
-        refuse_overlap(held_out, [{"where": "t.jsonl:4", "prompt": "the sky is blue"}])
+        check_no_prompt_overlap(held_out, [{"where": "t.jsonl:4", "prompt": "the sky is blue"}])
 
 
 def test_a_changed_evaluation_set_is_refused(tmp_path: Path) -> None:
@@ -51,10 +56,10 @@ def test_a_changed_evaluation_set_is_refused(tmp_path: Path) -> None:
         for name in ("eval_prompts", "sft_eval", "pairs_eval"):
             write_jsonl(tmp_path / round_ / f"prepare/data/{name}.jsonl", [{"id": name}])
     folder = tmp_path / "r1/prepare/data"
-    check_frozen(folder, tmp_path / "r0")
+    check_eval_set_unchanged(folder, tmp_path / "r0")
     (folder / "sft_eval.jsonl").write_text(json.dumps({"id": "another"}) + "\n")
     with pytest.raises(BadInput, match=r"sft_eval\.jsonl differs from .*frozen"):
-        check_frozen(folder, tmp_path / "r0")
+        check_eval_set_unchanged(folder, tmp_path / "r0")
     (tmp_path / "r0/prepare/data/eval_prompts.jsonl").unlink()
     with pytest.raises(BadInput, match="dvc repro prepare@r0"):
-        check_frozen(folder, tmp_path / "r0")
+        check_eval_set_unchanged(folder, tmp_path / "r0")

@@ -4,7 +4,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Prompt, Row
-from stages.lib.dedup.contamination import find_leaks, refuse_leaks
+from stages.lib.dedup.contamination import check_no_leaks, find_leaks
 
 TEXT = "the quick brown fox jumps over the lazy dog while seven wizards quietly brew tea in a tower"
 RUN = " ".join(TEXT.split()[2:15])  # 13 words
@@ -130,5 +130,5 @@ def test_the_refusal_names_each_row_once() -> None:
         BadInput,
         match=r"(?s)1 training rows.*training t\.jsonl:8 and held-out e\.jsonl:3: “the quick.*\nmend it",
     ):
-        refuse_leaks([(train[leak.row]["id"], leak) for leak in leaks], "mend it")
-    refuse_leaks([], "nothing to mend")
+        check_no_leaks([(train[leak.row]["id"], leak) for leak in leaks], "mend it")
+    check_no_leaks([], "nothing to mend")

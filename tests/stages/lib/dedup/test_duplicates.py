@@ -10,7 +10,7 @@ from stages.lib.dedup.duplicates import (
     near_groups,
     without,
 )
-from stages.lib.dedup.shingles import HashSet, Words
+from stages.lib.dedup.shingles import HashSet, WordIds
 
 WORDS = [
     "one",
@@ -30,7 +30,7 @@ WORDS = [
 
 def test_3_grams_are_distinct_and_a_short_text_is_one() -> None:
     """the-sky-, sky-,-the and ,-the-sky; the text of two words; nothing at all."""
-    words = Words()
+    words = WordIds()
     sets = gram_sets(
         [
             words.read(text)

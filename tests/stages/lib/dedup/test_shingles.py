@@ -4,11 +4,18 @@ import random
 
 import numpy as np
 
-from stages.lib.dedup.shingles import HashSet, Words, batches, filled, runs, words_of
+from stages.lib.dedup.shingles import (
+    HashSet,
+    WordIds,
+    batches,
+    hash_shingles,
+    pad_to_length,
+    words_of,
+)
 
 
 def test_words_and_symbols_are_numbered_case_aside() -> None:
-    words = Words()
+    words = WordIds()
     assert words.read("Don't, DON'T — 你好 a_b").tolist() == [1, -2, 1, -3, 4, 5, 6]
     assert words.spell(np.array([1, 4, 5, 0])) == "don't 你 好"
     assert words_of(words.read("Don't, you")).tolist() == [1, 7]
@@ -18,7 +25,7 @@ def test_words_and_symbols_are_numbered_case_aside() -> None:
 def test_runs_do_not_cross_texts() -> None:
     random.seed(0)
     texts = [[random.randint(1, 3) for _ in range(random.randint(0, 9))] for _ in range(200)]
-    hashes, owner, position = runs([np.array(text, dtype=np.int32) for text in texts], 4)
+    hashes, owner, position = hash_shingles([np.array(text, dtype=np.int32) for text in texts], 4)
     expected = [
         (tuple(text[at : at + 4]), number, at)
         for number, text in enumerate(texts)
@@ -36,11 +43,11 @@ def test_runs_do_not_cross_texts() -> None:
 
 def test_without_a_run_there_is_nothing() -> None:
     assert (
-        [part.tolist() for part in runs([], 3)]
-        == [part.tolist() for part in runs([np.array([1, 2], np.int32)], 3)]
+        [part.tolist() for part in hash_shingles([], 3)]
+        == [part.tolist() for part in hash_shingles([np.array([1, 2], np.int32)], 3)]
         == [[], [], []]
     )
-    assert filled(np.array([1, 2], np.int32), 4).tolist() == [1, 2, 0, 0]
+    assert pad_to_length(np.array([1, 2], np.int32), 4).tolist() == [1, 2, 0, 0]
 
 
 def test_a_set_of_hashes_finds_what_is_in_it() -> None:

@@ -4,8 +4,8 @@ from math import sqrt
 
 import pytest
 
-from stages.lib.judging.agreement import between_orders, with_people
-from stages.lib.judging.pairwise import Judgement, Preference, Verdict
+from stages.lib.judging.agreement import between_orders, human_agreement
+from stages.lib.judging.pairwise import Preference, TwoOrderVerdict, Verdict
 
 A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, Preference.tie))
 
@@ -16,33 +16,45 @@ def test_between_orders():
     """
     orders = [(A, A), (A, A), (A, B), (B, B), (B, A), (TIE, TIE)]
     told = between_orders(
-        [*(Judgement(*order) for order in orders), Judgement(A, None), Judgement(None, None)]
+        [
+            *(TwoOrderVerdict(*order) for order in orders),
+            TwoOrderVerdict(A, None),
+            TwoOrderVerdict(None, None),
+        ]
     )
     assert told["position_consistency"] == pytest.approx(4 / 6)
     assert told["kappa"] == pytest.approx((4 / 6 - 14 / 36) / (1 - 14 / 36))
 
 
 def test_a_judge_that_always_says_a_agrees_with_itself_never_beyond_chance():
-    told = between_orders([Judgement(A, B)] * 5)  # the second order is told in terms of the first
+    told = between_orders(
+        [TwoOrderVerdict(A, B)] * 5
+    )  # the second order is told in terms of the first
     assert told == {"position_consistency": 0.0, "kappa": 0.0}
 
 
 def test_kappa_is_undefined_where_all_answers_are_the_same():
-    assert between_orders([Judgement(TIE, TIE)] * 3) == {"position_consistency": 1.0, "kappa": None}
-    assert between_orders([Judgement(A, None)]) == {"position_consistency": None, "kappa": None}
+    assert between_orders([TwoOrderVerdict(TIE, TIE)] * 3) == {
+        "position_consistency": 1.0,
+        "kappa": None,
+    }
+    assert between_orders([TwoOrderVerdict(A, None)]) == {
+        "position_consistency": None,
+        "kappa": None,
+    }
 
 
 def test_with_people():
     """A is what people chose: right 3 of 4 that are told apart; the rest are a tie, a change with
     the order, and no answer.
     """
-    told = with_people(
+    told = human_agreement(
         [
-            *[Judgement(A, A)] * 3,
-            Judgement(B, B),
-            Judgement(TIE, TIE),
-            Judgement(A, B),
-            Judgement(None, A),
+            *[TwoOrderVerdict(A, A)] * 3,
+            TwoOrderVerdict(B, B),
+            TwoOrderVerdict(TIE, TIE),
+            TwoOrderVerdict(A, B),
+            TwoOrderVerdict(None, A),
         ]
     )
     z, n, p = 1.96, 4, 0.75
@@ -58,7 +70,7 @@ def test_with_people():
         "ties": 2,
         "unparsable": 1,
     }
-    assert with_people([Judgement(TIE, TIE)]) == {
+    assert human_agreement([TwoOrderVerdict(TIE, TIE)]) == {
         "rate": None,
         "low": None,
         "high": None,

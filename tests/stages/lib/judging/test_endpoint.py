@@ -8,8 +8,14 @@ import pytest
 
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.judging.endpoint import Endpoint
-from stages.lib.judging.pairwise import Comparison, Judgement, Preference, Verdict, in_both_orders
+from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.pairwise import (
+    Comparison,
+    Preference,
+    TwoOrderVerdict,
+    Verdict,
+    judge_both_orders,
+)
 
 KEY = "sk-very-secret"
 SAY_A, SAY_B, SAY_TIE = (f'{{"reason": "so", "preference": "{it}"}}' for it in ("A", "B", "tie"))
@@ -28,7 +34,7 @@ def likes_good(asked: dict) -> str:
 def endpoint(chat_server, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
 
-    def make(**changes) -> Endpoint:
+    def make(**changes) -> EndpointJudge:
         values = {
             "base_url": chat_server.url,
             "model": "wise",
@@ -36,7 +42,7 @@ def endpoint(chat_server, tmp_path, monkeypatch):
             "max_retries": 0,
             "rubric": "Be fair.",
         }
-        return Endpoint(EndpointParams(**values | changes), tmp_path / "cache")
+        return EndpointJudge(EndpointParams(**values | changes), tmp_path / "cache")
 
     return make
 
@@ -44,7 +50,7 @@ def endpoint(chat_server, tmp_path, monkeypatch):
 def test_a_preference_that_both_orders_share(endpoint, chat_server):
     chat_server.answer = likes_good
     same = Comparison("The day", " was good.", " is good.")
-    judgements = in_both_orders(endpoint(), [PAIR, PAIR.swapped(), same])
+    judgements = judge_both_orders(endpoint(), [PAIR, PAIR.swapped(), same])
     assert [each.preference for each in judgements] == [Preference.a, Preference.b, Preference.tie]
     assert all(each.first == each.second for each in judgements)
     asked = chat_server.seen[0]
@@ -59,8 +65,8 @@ def test_a_preference_that_both_orders_share(endpoint, chat_server):
 
 def test_a_judge_that_always_says_a_ties(endpoint, chat_server):
     chat_server.answer = lambda _: SAY_A
-    [judgement] = in_both_orders(endpoint(), [PAIR])
-    assert judgement == Judgement(Verdict(Preference.a), Verdict(Preference.b))
+    [judgement] = judge_both_orders(endpoint(), [PAIR])
+    assert judgement == TwoOrderVerdict(Verdict(Preference.a), Verdict(Preference.b))
     assert judgement.preference is Preference.tie and judgement.readable
 
 
@@ -83,8 +89,8 @@ def test_garbage_is_asked_again_with_its_fault(endpoint, chat_server):
 
 def test_nothing_but_garbage_is_no_verdict(endpoint, chat_server):
     chat_server.answer = lambda _: ""
-    [judgement] = in_both_orders(endpoint(), [PAIR])
-    assert judgement == Judgement(None, None)
+    [judgement] = judge_both_orders(endpoint(), [PAIR])
+    assert judgement == TwoOrderVerdict(None, None)
     assert judgement.preference is Preference.tie and not judgement.readable
     assert len(chat_server.seen) == 2 * 3
 
@@ -97,9 +103,9 @@ def test_a_second_run_calls_nobody_and_says_the_same(endpoint, chat_server):
     ]
     prices = {"price_per_million_input": 2.0, "price_per_million_output": 30.0}
     first, second = endpoint(**prices), endpoint(**prices)
-    told = in_both_orders(first, pairs)
+    told = judge_both_orders(first, pairs)
     calls = len(chat_server.seen)
-    assert in_both_orders(second, pairs) == told
+    assert judge_both_orders(second, pairs) == told
     assert len(chat_server.seen) == calls == 4
     # 4 answers of 100 and 10 tokens, at 2 and 30 a million
     cost = {"answers": 4, "tokens_in": 400, "tokens_out": 40, "cost": pytest.approx(0.002)}
@@ -228,7 +234,7 @@ def test_several_dimensions_in_both_orders(endpoint, chat_server):
     judge = endpoint(
         rubric={"thorough": "It says more.", "kind": "It is kinder.", "true": "It is truer."}
     )
-    [judgement] = in_both_orders(judge, [Comparison("The day", " was a good one.", " was bad.")])
+    [judgement] = judge_both_orders(judge, [Comparison("The day", " was a good one.", " was bad.")])
     # thorough and kind against nobody in the first order; thorough against kind in the second
     assert judgement.first == Verdict(
         Preference.a, None, {"thorough": Preference.a, "kind": Preference.a, "true": Preference.tie}
@@ -259,7 +265,7 @@ def test_a_message_names_the_endpoint_that_it_is_of(chat_server, tmp_path):
     chat_server.answer = lambda _: (404, "no such model")
     params = EndpointParams(base_url=chat_server.url, model="large", max_retries=0)
     with pytest.raises(BadInput, match=r"evaluate\.endpoints\.big\.model large"):
-        Endpoint(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
+        EndpointJudge(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
 
 
 def test_an_address_without_a_chat(endpoint, chat_server):

@@ -9,10 +9,10 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
 from stages.lib.judging import jury
-from stages.lib.judging.fluency import garbled
+from stages.lib.judging.fluency import garbledness
 from stages.lib.judging.jury import Jury, load_jury
-from stages.lib.judging.pairwise import TOGETHER, Comparison
-from stages.lib.judging.pointwise import Absolute
+from stages.lib.judging.pairwise import JURY, Comparison
+from stages.lib.judging.pointwise import PointwiseJudge
 
 QUESTIONS = [
     Comparison("p", a, b) for a, b in (("aaa", "a"), ("a", "aaa"), ("b", "a"), ("aa", "bb"))
@@ -24,19 +24,19 @@ def count(letter):
 
 
 def test_more_judges_than_not_decide():
-    told = Jury({letter: Absolute(letter, count(letter), 0.0) for letter in "ab"}).compare(
+    told = Jury({letter: PointwiseJudge(letter, count(letter), 0.0) for letter in "ab"}).compare(
         QUESTIONS
     )
     assert told == {
         "a": [1.0, 0.0, 0.0, 1.0],
         "b": [0.5, 0.5, 1.0, 0.0],
-        TOGETHER: [1.0, 0.0, 0.5, 0.5],
+        JURY: [1.0, 0.0, 0.5, 0.5],
     }
     assert doctest.testmod(jury).failed == 0
 
 
 def test_how_judges_agree():
-    told = Jury({letter: Absolute(letter, count(letter), 0.0) for letter in "ab"})
+    told = Jury({letter: PointwiseJudge(letter, count(letter), 0.0) for letter in "ab"})
     told.compare(QUESTIONS)
     # a says A B B A, b says tie tie A B: never the same; chance would be 2/4 1/4 + 2/4 1/4 = 1/4,
     # so kappa is (0 - 1/4) / (1 - 1/4)
@@ -50,7 +50,7 @@ def test_a_text_is_garbled_where_people_do_not_write_so():
     people = [
         {"prompt": "p", "completion": "x" * n} for n in range(1, 22)
     ]  # NLLs 1 to 21, of which 20 is the 95% quantile
-    number = garbled(
+    number = garbledness(
         lambda prompts, responses: [float(len(response)) for response in responses], people
     )
     assert number(["p"] * 3, ["x", "x" * 20, "x" * 23]) == [0.0, 0.0, -3.0]
@@ -74,7 +74,7 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     told = load_jury(params, "r0", base, tokenizer, people).compare(
         [Comparison("The dinner", " took too long.", " was great.")]
     )
-    assert list(told) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", TOGETHER]
+    assert list(told) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", JURY]
     assert (told["lexicon"], told["mine_vowels"]) == ([0.0], [1.0])
     missing = params.model_copy(
         update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})}
@@ -117,7 +117,7 @@ def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_
         "endpoint/true": [1.0],
         "endpoint_second/kind": [0.5],
         "endpoint_second/true": [0.5],
-        TOGETHER: [1.0],
+        JURY: [1.0],
     }
     assert asked.report()["pairs"] == {"endpoint-endpoint_second": {"agreement": 0.0, "kappa": 0.0}}
 

@@ -4,7 +4,7 @@ import pytest
 
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.judging.fluency import Fluency
-from stages.lib.judging.lexicon import Judged, judge, outcome, repetition
+from stages.lib.judging.lexicon import LexiconScores, lexicon_preference, lexicon_scores, repetition
 from stages.lib.metrics.sentiment import sentiment, sentiment_plain
 
 GOOD, BAD = " was wonderful, I loved it.", " was horrible, I hated it."
@@ -39,8 +39,8 @@ def test_repetition_of_the_likeliest_hack():
 
 
 def test_judge_gathers_all():
-    [judged] = judge(["The food"], [GOOD])
-    assert judged == Judged(
+    [judged] = lexicon_scores(["The food"], [GOOD])
+    assert judged == LexiconScores(
         sentiment(["The food"], [GOOD])[0], sentiment_plain([""], [GOOD])[0], 0.0
     )
 
@@ -48,17 +48,21 @@ def test_judge_gathers_all():
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        (Judged(0.8, 0.8, 0.0), Judged(0.2, 0.2, 0.0), 1.0),
-        (Judged(0.2, 0.2, 0.0), Judged(0.8, 0.8, 0.0), 0.0),
-        (Judged(0.52, 0.5, 0.0), Judged(0.48, 0.5, 0.0), 0.5),  # within the margin
-        (Judged(0.9, 0.1, 0.0), Judged(0.2, 0.3, 0.0), 0.5),  # emoji made the difference
-        (Judged(0.99, 0.99, 0.9), Judged(0.2, 0.2, 0.0), 0.5),  # love love love
-        (Judged(0.99, 0.99, 0.9), Judged(0.2, 0.2, 0.8), 1.0),  # both repeat
+        (LexiconScores(0.8, 0.8, 0.0), LexiconScores(0.2, 0.2, 0.0), 1.0),
+        (LexiconScores(0.2, 0.2, 0.0), LexiconScores(0.8, 0.8, 0.0), 0.0),
+        (LexiconScores(0.52, 0.5, 0.0), LexiconScores(0.48, 0.5, 0.0), 0.5),  # within the margin
+        (
+            LexiconScores(0.9, 0.1, 0.0),
+            LexiconScores(0.2, 0.3, 0.0),
+            0.5,
+        ),  # emoji made the difference
+        (LexiconScores(0.99, 0.99, 0.9), LexiconScores(0.2, 0.2, 0.0), 0.5),  # love love love
+        (LexiconScores(0.99, 0.99, 0.9), LexiconScores(0.2, 0.2, 0.8), 1.0),  # both repeat
     ],
 )
 def test_outcome(a, b, expected):
-    assert outcome(a, b, tie_margin=0.05) == expected
-    assert outcome(b, a, tie_margin=0.05) == 1 - expected
+    assert lexicon_preference(a, b, tie_margin=0.05) == expected
+    assert lexicon_preference(b, a, tie_margin=0.05) == 1 - expected
 
 
 def test_fluency_is_the_reference_nll(tiny_folder):

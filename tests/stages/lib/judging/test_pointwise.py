@@ -4,7 +4,7 @@ import pytest
 
 from stages.lib.core.errors import RondoError
 from stages.lib.judging.pairwise import Comparison, Preference
-from stages.lib.judging.pointwise import Absolute
+from stages.lib.judging.pointwise import PointwiseJudge
 
 
 def test_the_higher_number_wins_by_more_than_the_margin_and_is_asked_for_once():
@@ -14,7 +14,7 @@ def test_the_higher_number_wins_by_more_than_the_margin_and_is_asked_for_once():
         asked.extend(zip(prompts, responses, strict=True))
         return [float(response) for response in responses]
 
-    judge = Absolute("number", number, 0.5)
+    judge = PointwiseJudge("number", number, 0.5)
     questions = [
         Comparison("p", a, b) for a, b in (("2", "1"), ("1", "2"), ("1.5", "1"), ("1.6", "1"))
     ]
@@ -29,12 +29,12 @@ def test_the_higher_number_wins_by_more_than_the_margin_and_is_asked_for_once():
         ("q", "1"),
         ("q", "2"),
     ]
-    assert (judge.about(), judge.cost(), judge.usage()) == ({"judge": "number"}, {}, {})
+    assert (judge.describe(), judge.cost(), judge.usage()) == ({"judge": "number"}, {}, {})
 
 
 @pytest.mark.parametrize("numbers", [[1.0], [1.0, float("nan")], [1.0, "2"]])
 def test_a_judge_that_does_not_answer_is_named(numbers):
-    judge = Absolute("mine:polite", lambda prompts, responses: numbers, 0.0)
+    judge = PointwiseJudge("mine:polite", lambda prompts, responses: numbers, 0.0)
     with pytest.raises(
         RondoError, match="judge mine:polite: one finite number for each of 2 responses wanted"
     ):

@@ -5,7 +5,7 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import check_params
 from stages.lib.judging.pairwise import Preference, Verdict
-from stages.lib.judging.rubric import form, most, read
+from stages.lib.judging.rubric import answer_format, majority_preference, parse_verdict
 
 A, B, TIE = Preference.a, Preference.b, Preference.tie
 TWO = {"kind": "Kinder.", "true": "Truer."}
@@ -17,15 +17,15 @@ SAY_A, SAY_B = (f'{{"reason": "so", "preference": "{it}"}}' for it in "AB")
     [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)],
 )
 def test_one_preference(text, said):
-    assert read(text, "Be fair.") == Verdict(said)
+    assert parse_verdict(text, "Be fair.") == Verdict(said)
 
 
 def test_one_a_dimension():
-    assert read('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
+    assert parse_verdict('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
         B, None, {"kind": B, "true": TIE}
     )
     assert (
-        form(TWO)
+        answer_format(TWO)
         == '{"reason": "one sentence", "kind": "A" or "B" or "tie", "true": "A" or "B" or "tie"}'
     )
 
@@ -33,19 +33,19 @@ def test_one_a_dimension():
 @pytest.mark.parametrize("text", ["", "A", "{}", '{"preference": "C"}', "{preference: A}"])
 def test_what_cannot_be_read(text):
     with pytest.raises(ValueError):
-        read(text, "Be fair.")
+        parse_verdict(text, "Be fair.")
 
 
 def test_a_dimension_that_is_left_out_is_named():
     with pytest.raises(ValueError, match="true: expected A, B or tie, and it says None"):
-        read('{"kind": "A"}', TWO)
+        parse_verdict('{"kind": "A"}', TWO)
 
 
 @pytest.mark.parametrize(
     ("told", "better"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
 )
 def test_more_dimensions_than_not_decide(told, better):
-    assert most(dict(enumerate(told))) is better
+    assert majority_preference(dict(enumerate(told))) is better
 
 
 @pytest.mark.parametrize("name", ["Kind", "very kind", "", "reason"])

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import entropy as scipy_entropy
 
 from stages.lib.lm import logprobs
-from stages.lib.lm.logprobs import entropies_of, logprobs_of
+from stages.lib.lm.logprobs import entropy_from_logits, selective_log_softmax
 
 N, V = 7, 11
 
@@ -27,8 +27,8 @@ def test_values_and_gradients_are_those_of_a_whole_softmax(logits, temperature):
     chosen = exact.log_softmax(-1)[torch.arange(N), targets]
     entropies = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
     for ours, theirs in (
-        (logprobs_of(logits, targets, temperature), chosen),
-        (entropies_of(logits, temperature), entropies),
+        (selective_log_softmax(logits, targets, temperature), chosen),
+        (entropy_from_logits(logits, temperature), entropies),
     ):
         torch.testing.assert_close(ours, theirs.float())
         [gradient] = torch.autograd.grad((ours * weights).sum(), logits)
@@ -42,7 +42,7 @@ def test_of_bfloat16_logits_float32_values_and_nothing_kept():
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.dtype) or tensor, lambda tensor: tensor
     ):
-        told = logprobs_of(logits, torch.arange(N)), entropies_of(logits)
+        told = selective_log_softmax(logits, torch.arange(N)), entropy_from_logits(logits)
     assert torch.float32 not in kept
     wide = logits.detach().float()
     torch.testing.assert_close(told[0], wide.log_softmax(-1).diagonal())
@@ -53,19 +53,19 @@ def test_of_bfloat16_logits_float32_values_and_nothing_kept():
 
 def test_temperature_by_hand():
     # at temperature 2 the odds 1:4 become 1:2
-    assert logprobs_of(
+    assert selective_log_softmax(
         torch.tensor([[0.0, math.log(4.0)]]), torch.tensor([1]), 2.0
     ).exp().item() == pytest.approx(2 / 3)
 
 
 def test_entropies_are_scipys():
     p = torch.tensor([[0.5, 0.3, 0.2], [1 / 3] * 3])
-    torch.testing.assert_close(entropies_of(p.log()), torch.tensor(scipy_entropy(p, axis=1)))
+    torch.testing.assert_close(entropy_from_logits(p.log()), torch.tensor(scipy_entropy(p, axis=1)))
 
 
 def test_no_rows():
     assert (
-        logprobs_of(torch.empty(0, V), torch.empty(0, dtype=torch.long)).shape
-        == entropies_of(torch.empty(0, V)).shape
+        selective_log_softmax(torch.empty(0, V), torch.empty(0, dtype=torch.long)).shape
+        == entropy_from_logits(torch.empty(0, V)).shape
         == (0,)
     )

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.loading import adapter_off
-from stages.lib.lm.lora import FusedLinear, add_adapters, holding, load_adapters
+from stages.lib.lm.loading import adapter_disabled
+from stages.lib.lm.lora import FusedLinear, add_adapters, cached_adapter_weights, load_adapters
 
 IDS = torch.arange(3, 15).view(2, 6)
 
@@ -62,11 +62,11 @@ def test_held_adapters_are_the_same_to_the_bit_and_are_let_go(both):
     model = both[0]
     with torch.no_grad():
         expected = model(IDS).logits
-        with adapter_off(model):
+        with adapter_disabled(model):
             bare = model(IDS).logits
-            with holding(model):  # the reference stays the reference
+            with cached_adapter_weights(model):  # the reference stays the reference
                 assert torch.equal(model(IDS).logits, bare)
-        with pytest.raises(KeyboardInterrupt), holding(model):
+        with pytest.raises(KeyboardInterrupt), cached_adapter_weights(model):
             assert torch.equal(model(IDS).logits, expected)
             for name, weight in model.named_parameters():
                 if "lora_B" in name:
@@ -108,7 +108,7 @@ def test_bfloat16_under_autocast_is_as_near_to_float64_as_pefts(both):
 def test_off_and_merged_it_is_what_peft_makes_of_it(both, tiny_lm, tmp_path):
     ours, theirs = both
     with torch.no_grad():
-        with adapter_off(ours) as plain:
+        with adapter_disabled(ours) as plain:
             torch.testing.assert_close(plain(IDS).logits, tiny_lm()(IDS).logits)
         ours.save_pretrained(tmp_path)
         expected = theirs(IDS).logits

@@ -9,7 +9,7 @@ import torch
 from transformers import MistralConfig
 
 from stages.lib.core.errors import BadInput
-from stages.lib.lm.packing import closed, hidden_states, pack, without_padding
+from stages.lib.lm.packing import append_eos, hidden_states, pack, padding_free
 from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def test_pack_by_hand():
     assert packed.targets.tolist() == [8, 9, 10, 2]
     assert packed.response_mask.tolist() == [[True, False, False], [True, True, True]]
     assert packed.last.tolist() == [2, 6]
-    assert packed.rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [
+    assert packed.to_rows(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [
         [1.0, 0.0, 0.0],
         [2.0, 3.0, 4.0],
     ]
@@ -43,7 +43,7 @@ def test_an_end_that_was_not_sampled_is_read_but_not_predicted():
 
 
 def test_every_response_is_closed_by_one_eos():
-    assert closed([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
+    assert append_eos([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -81,7 +81,7 @@ def test_a_trainers_padded_batch_goes_through_without_its_padding(shape, mask):
         0
     ].register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[:2]))
     results = []
-    for context in (without_padding(model), nullcontext()):
+    for context in (padding_free(model), nullcontext()):
         model.zero_grad()
         with context:
             logits = model(

@@ -10,9 +10,9 @@ from transformers import AutoModelForSequenceClassification
 
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params.shared import Reduce
-from stages.lib.lm.loading import load_reward_model, load_scalar_model, load_tokenizer
-from stages.lib.lm.reward_ensemble import in_ensemble, members
-from stages.lib.lm.scoring import Scorer, assess, reward_scores
+from stages.lib.lm.loading import load_reward_model, load_sequence_classifier, load_tokenizer
+from stages.lib.lm.reward_ensemble import attach_ensemble, ensemble_members
+from stages.lib.lm.scoring import RewardScorer, reward_scores, score_responses
 from stages.reward.__main__ import main
 from stages.reward.saving import save_ensemble
 from tests.paths import ROOT
@@ -49,13 +49,13 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
     (first, *others), expected = trio
     first.config.ensemble_reduce = reduce
     model, wanted = (
-        in_ensemble(first, others),
+        attach_ensemble(first, others),
         pytest.approx([0.5 + 2.0 * x for x in expected[reduce]], abs=1e-5),
     )
     assert reward_scores(model, WHOLE, batch_size=2).tolist() == wanted
     # what evaluation and PPO read is the same
     lm = tiny_lm()
-    told = assess(
+    told = score_responses(
         None,
         lambda: nullcontext(lm),
         PROMPTS,
@@ -91,7 +91,7 @@ def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
         AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
         for path in (MODEL, SECOND)
     )
-    assert len(members(load_reward_model(MODEL, params.model))) == 2
+    assert len(ensemble_members(load_reward_model(MODEL, params.model))) == 2
     row = read_jsonl(Path("rounds/r0/prepare/data/pairs_eval.jsonl"), "")[0]
     ids = torch.tensor(
         [[*tokenizer(row["prompt"] + row["chosen"]).input_ids, tokenizer.eos_token_id]]
@@ -108,11 +108,13 @@ def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
         if each["id"] == row["id"]
     ]
     assert told["chosen"] == pytest.approx((a + b) / 2, abs=1e-3)
-    scorer = Scorer(MODEL, tokenizer, params, 8)
-    assert scorer.apart([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx([a, b], abs=1e-4)
+    scorer = RewardScorer(MODEL, tokenizer, params, 8)
+    assert scorer.scores_per_member([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx(
+        [a, b], abs=1e-4
+    )
     # fewer members leave none behind
-    save_ensemble([load_scalar_model(SECOND, params.model)], tokenizer, Reduce.mean, MODEL)
+    save_ensemble([load_sequence_classifier(SECOND, params.model)], tokenizer, Reduce.mean, MODEL)
     assert (
         not (MODEL / "members").exists()
-        and len(members(load_reward_model(MODEL, params.model))) == 1
+        and len(ensemble_members(load_reward_model(MODEL, params.model))) == 1
     )

@@ -7,7 +7,7 @@ import torch
 from transformers import Gemma3TextConfig, GPT2Config, OPTConfig
 
 from stages.lib.lm.packing import hidden_states, pack
-from stages.lib.lm.shared_layers import common_layers, plain_layers, through
+from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapters, num_shared_layers
 from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build, with_adapters
 
 CPU = torch.device("cpu")
@@ -30,14 +30,16 @@ def test_upper_layers_on_handed_on_states_are_the_whole_model(shape, attention):
         build(KINDS[shape], attention),
         with_adapters(build(KINDS[shape], attention), top_layers=1),
     )
-    assert common_layers(plain, model) == plain_layers(model) == 2
+    assert num_shared_layers(plain, model) == num_layers_below_adapters(model) == 2
     with torch.no_grad():
-        whole, [lower, upper] = through(plain, PACKED, keep=[1, 2])
+        whole, [lower, upper] = forward_layers(plain, PACKED, keep=[1, 2])
         torch.testing.assert_close(whole, hidden_states(build(KINDS[shape], "eager"), PACKED))
         torch.testing.assert_close(
-            through(model, PACKED, upper, 2)[0], hidden_states(model, PACKED)
+            forward_layers(model, PACKED, upper, 2)[0], hidden_states(model, PACKED)
         )
-        states, [again] = through(model, PACKED, lower, 1, keep=[2])  # and from further below
+        states, [again] = forward_layers(
+            model, PACKED, lower, 1, keep=[2]
+        )  # and from further below
         torch.testing.assert_close(states, hidden_states(model, PACKED))
         torch.testing.assert_close(again, upper)
         assert not torch.allclose(whole, states, atol=1e-2)
@@ -46,11 +48,11 @@ def test_upper_layers_on_handed_on_states_are_the_whole_model(shape, attention):
 def test_one_other_weight_ends_what_is_common():
     model = build(SHAPES["llama"])
     other = copy.deepcopy(model)
-    assert common_layers(model, other) == 2  # the last is never shared
+    assert num_shared_layers(model, other) == 2  # the last is never shared
     other.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
-    assert common_layers(model, other) == common_layers(model, model, other) == 1
+    assert num_shared_layers(model, other) == num_shared_layers(model, model, other) == 1
     other.model.embed_tokens.weight.data[7, 0] += 1e-3
-    assert common_layers(model, other) == 0
+    assert num_shared_layers(model, other) == 0
 
 
 @pytest.mark.parametrize(
@@ -70,5 +72,5 @@ def test_one_other_weight_ends_what_is_common():
 )
 def test_states_are_not_handed_on_where_positions_would_be_added_twice(config):
     model = build(config, "eager")
-    assert plain_layers(model) == 3
-    assert common_layers(model, copy.deepcopy(model)) == 0
+    assert num_layers_below_adapters(model) == 3
+    assert num_shared_layers(model, copy.deepcopy(model)) == 0

@@ -8,7 +8,7 @@ from scipy import stats
 
 from stages.lib.metrics.stats import (
     calibration,
-    connected,
+    connected_groups,
     paired_bootstrap,
     partial_correlation,
     pearson,
@@ -124,9 +124,9 @@ def test_partial_correlation_of_what_is_explained_whole_is_undefined():
 
 
 def test_links_that_hang_together():
-    assert connected([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [
+    assert connected_groups([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [
         [0, 2],
         [1, 3],
         [4],
     ]
-    assert connected([("a", "a")]) == [[0]]
+    assert connected_groups([("a", "a")]) == [[0]]

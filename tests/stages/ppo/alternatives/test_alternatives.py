@@ -10,7 +10,7 @@ from stages.lib.core.errors import BadInput, Diverged
 from stages.lib.core.files import file_hash
 from stages.lib.data.rollouts import read_rollouts
 from stages.ppo.__main__ import main
-from stages.ppo.alternatives.run import look
+from stages.ppo.alternatives.run import no_gain_finding
 from stages.ppo.common.policy_selection import Validation
 from stages.replay.__main__ import main as replay
 
@@ -111,8 +111,8 @@ def test_in_danger_it_stops_and_says_what_to_do(make_params, algorithm):
 
 
 def test_where_sft_is_kept_that_is_a_warning():
-    [finding] = look(Validation(0, 0.1, 0.0))
-    assert (finding.sign, finding.verdict) == ("nothing gained", "warn") and look(
+    [finding] = no_gain_finding(Validation(0, 0.1, 0.0))
+    assert (finding.sign, finding.verdict) == ("nothing gained", "warn") and no_gain_finding(
         Validation(4, 0.1, 2.0)
     ) == []
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.alternatives.best_of_n import choose
-from stages.ppo.alternatives.policy import Pupil
+from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
 
 
@@ -19,12 +19,14 @@ def setting(make_params):
 
 def test_each_prompts_best_rewarded_response_is_learnt(setting):
     choice = choose(
-        Pupil(add_adapters(setting.sft, setting.params.ppo.lora, "CAUSAL_LM").eval(), setting),
+        TrainedPolicy(
+            add_adapters(setting.sft, setting.params.ppo.lora, "CAUSAL_LM").eval(), setting
+        ),
         setting,
     )
     eos, scorer = (
         setting.tokenizer.eos_token_id,
-        Scorer(Path("rounds/r0/reward/model"), setting.tokenizer, setting.params, 8),
+        RewardScorer(Path("rounds/r0/reward/model"), setting.tokenizer, setting.params, 8),
     )
     assert choice.prompts == [tokens for _, tokens in setting.prompts]
     assert [row["id"] for row in choice.rows] == [

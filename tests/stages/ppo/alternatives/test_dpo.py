@@ -9,9 +9,9 @@ import torch
 
 from stages.lib.core.files import read_jsonl
 from stages.lib.data.splits import prompt_key
-from stages.lib.lm.packing import without_padding
+from stages.lib.lm.packing import padding_free
 from stages.ppo.__main__ import main
-from stages.ppo.alternatives.callback import Course
+from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.dpo import NAMES, make_trainer, pairs
 from stages.ppo.alternatives.run import load
 
@@ -59,7 +59,7 @@ def test_the_loss_is_the_papers(make_params):
     """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), by transformers' logits."""
     setting = load(make_params("dpo", {"beta": 0.5}), "r0")
     rows = pairs(read_jsonl(PAIRS, ""), setting)[:5]
-    trainer = make_trainer(setting, rows, Course(setting, NAMES))
+    trainer = make_trainer(setting, rows, PolicyCallback(setting, NAMES))
     model = trainer.model
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -81,7 +81,7 @@ def test_the_loss_is_the_papers(make_params):
 
     margins = torch.tensor([ratio(row, "chosen_ids") - ratio(row, "rejected_ids") for row in rows])
     expected = -torch.nn.functional.logsigmoid(0.5 * margins).mean()
-    with without_padding(model):
+    with padding_free(model):
         loss = trainer.compute_loss(model, trainer.data_collator(rows))
     assert (
         float(loss) == pytest.approx(float(expected), abs=1e-5)

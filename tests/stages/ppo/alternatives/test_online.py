@@ -12,8 +12,8 @@ from transformers import AutoConfig, LlamaForCausalLM
 from stages.lib.core.files import write_jsonl
 from stages.lib.data.prompts import encode
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.lm.packing import without_padding
-from stages.lib.lm.scoring import Scorer
+from stages.lib.lm.packing import padding_free
+from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main
 from stages.ppo.alternatives import grpo, rloo
 from stages.ppo.alternatives.run import load
@@ -39,7 +39,7 @@ def test_tokens_rewards_logprobs_and_advantages(trainer):
     course, setting = trainer.course, trainer.course.setting
     batch = [trainer.train_dataset[place] for place in (0, 0, 1, 1)]
     trainer.model.train()
-    with without_padding(trainer.model):
+    with padding_free(trainer.model):
         made = trainer._generate_and_score_completions(batch)
 
     # prompts have the tokens of stages/lib/data/prompts.py
@@ -60,7 +60,7 @@ def test_tokens_rewards_logprobs_and_advantages(trainer):
         for ids, mask in zip(made["completion_ids"], made["completion_mask"], strict=True)
     ]
     closed = [response if response[-1] == eos else [*response, eos] for response in responses]
-    scorer = Scorer(Path("rounds/r0/reward/model"), setting.tokenizer, setting.params, 8)
+    scorer = RewardScorer(Path("rounds/r0/reward/model"), setting.tokenizer, setting.params, 8)
     scores = scorer.tokens([p + c for p, c in zip(prompts, closed, strict=True)])
     rewards = [
         max(-0.1, min(0.1, s)) - 0.25 * (r[-1] != eos)
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_the_papers(trainer):
     batch, model = [trainer.train_dataset[place] for place in (0, 0, 1, 1)], trainer.model
     model.train()
     trainer.current_gradient_accumulation_steps = 1
-    with without_padding(model):
+    with padding_free(model):
         made = trainer._generate_and_score_completions(batch)
         trainer.compute_loss(model, made).backward()
     found = {

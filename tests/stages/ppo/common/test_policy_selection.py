@@ -5,14 +5,14 @@ import torch
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.common.policy_selection import Best
+from stages.ppo.common.policy_selection import PolicySelector
 
 
 @pytest.fixture
-def best(make_roles) -> Best:
+def best(make_roles) -> PolicySelector:
     prompts = [({"prompt": str(i)}, [5 + i, 6]) for i in range(24)]
     length = PpoParams(response_length=6, max_kl=1.0)
-    return Best(
+    return PolicySelector(
         make_roles(lora=LoraParams(r=4)),
         prompts,
         lambda _, texts: [float(len(text)) for text in texts],
@@ -21,7 +21,7 @@ def best(make_roles) -> Best:
     )
 
 
-def weights(best: Best) -> dict[str, torch.Tensor]:
+def weights(best: PolicySelector) -> dict[str, torch.Tensor]:
     return {
         name: p.detach().clone()
         for name, p in best.roles.policy.named_parameters()
@@ -30,7 +30,7 @@ def weights(best: Best) -> dict[str, torch.Tensor]:
 
 
 def look(
-    best: Best, shift, verdicts: list[tuple[float, float]]
+    best: PolicySelector, shift, verdicts: list[tuple[float, float]]
 ) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Validate policies that each are moved `by` further, of which the judge says `judged`; their
     KL and weights.
@@ -60,7 +60,9 @@ def test_where_none_is_within_the_budget_the_nearest_is_kept(best, shift):
 
 def test_of_a_killed_run_the_best_is_remembered(best, shift, make_roles):
     look(best, shift, [(0.0, 0.2), (0.01, 0.5), (0.002, 0.4)])
-    again = Best(make_roles(lora=LoraParams(r=4)), best.prompts, best.judge, best.params, best.seed)
+    again = PolicySelector(
+        make_roles(lora=LoraParams(r=4)), best.prompts, best.judge, best.params, best.seed
+    )
     again.load_state(best.state())
     best.restore(), again.restore()
     assert again.found == best.found

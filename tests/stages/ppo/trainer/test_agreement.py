@@ -10,7 +10,7 @@ import torch
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.packing import unwrap
+from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.saving import trainable_named
 from stages.ppo.trainer.roles import Roles, ValueHead
 from stages.ppo.trainer.update import PpoTrainer
@@ -72,7 +72,11 @@ class Plain:
             return self.logprobs(prompt, response, self.reference)[0]
 
     def states(self, model, prompt, response):
-        return unwrap(model).model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
+        return (
+            unwrap_peft(model)
+            .model(input_ids=torch.tensor([prompt + response]))
+            .last_hidden_state[0]
+        )
 
     def values(self, prompt, response):
         if isinstance(self.critic, ValueHead):
@@ -80,7 +84,9 @@ class Plain:
                 self.states(self.policy, prompt, response)[len(prompt) - 1 : -1]
                 @ self.critic.weight[0]
             )
-        scores = unwrap(self.critic).score(self.states(self.critic, prompt, response)).squeeze(-1)
+        scores = (
+            unwrap_peft(self.critic).score(self.states(self.critic, prompt, response)).squeeze(-1)
+        )
         return (scores[len(prompt) - 1 : -1] - MEAN) / STD
 
     def score(self, prompt, response):
@@ -90,7 +96,7 @@ class Plain:
         read = response if response[-1] == 2 else [*response, 2]
         with torch.no_grad(), off(self.reward_model):
             raw = (
-                unwrap(self.reward_model)
+                unwrap_peft(self.reward_model)
                 .score(self.states(self.reward_model, prompt, read)[-1])
                 .item()
             )

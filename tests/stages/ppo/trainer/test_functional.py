@@ -137,7 +137,7 @@ def test_explained_variance_by_hand():
 
 
 def test_adaptive_kl_by_hand():
-    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100)
+    kl = F.AdaptiveKLController(0.2, target=6.0, horizon=100)
     kl.update(6.6, episodes=10)  # error 0.1
     assert kl.kl_coef == pytest.approx(0.2 * 1.01)
     kl.update(600.0, episodes=10)  # error clipped to 0.2
@@ -147,7 +147,7 @@ def test_adaptive_kl_by_hand():
 
 
 def test_proportional_kl_by_hand():
-    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100, rule=F.proportional)
+    kl = F.AdaptiveKLController(0.2, target=6.0, horizon=100, rule=F.proportional)
     kl.update(9.0, episodes=10)  # half too much
     assert kl.kl_coef == pytest.approx(0.3)
     kl.update(600.0, episodes=10)  # at most twice
@@ -157,13 +157,13 @@ def test_proportional_kl_by_hand():
 
 
 def test_fixed_kl_stays():
-    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100, rule=F.fixed)
+    kl = F.AdaptiveKLController(0.2, target=6.0, horizon=100, rule=F.fixed)
     kl.update(600.0, episodes=10)
     assert kl.kl_coef == 0.2
 
 
 def test_beta_does_not_fall_below_its_start():
-    kl = F.AdaptiveKL(0.2, target=6.0, horizon=100)
+    kl = F.AdaptiveKLController(0.2, target=6.0, horizon=100)
     for _ in range(5):
         kl.update(0.0, episodes=10)
     assert kl.kl_coef == 0.2

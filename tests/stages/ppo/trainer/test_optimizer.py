@@ -5,7 +5,7 @@ whatever the gradient.
 import pytest
 import torch
 
-from stages.ppo.trainer.optimizer import Learner
+from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 
 
 def model(dtype: torch.dtype) -> torch.nn.Module:
@@ -14,10 +14,10 @@ def model(dtype: torch.dtype) -> torch.nn.Module:
     return module
 
 
-def walk(module: torch.nn.Module, learner: Learner, steps: int) -> None:
+def walk(module: torch.nn.Module, learner: MasterWeightOptimizer, steps: int) -> None:
     for _ in range(steps):
         module.weight.grad = torch.full_like(module.weight, 0.5)
-        learner.collect()
+        learner.accumulate_grads()
         learner.clip(100.0)
         learner.step()
 
@@ -28,7 +28,7 @@ def test_small_steps_add_up(dtype, near):
     step alone would be rounded away.
     """
     module = model(dtype)
-    learner = Learner(module, 1e-4, lambda _: 1.0)
+    learner = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
     walk(module, learner, 100)
     assert learner.masters["weight"].tolist() == [[pytest.approx(0.99, abs=1e-5)] * 2]
     assert (
@@ -39,9 +39,9 @@ def test_small_steps_add_up(dtype, near):
 
 def test_gradients_are_clipped_to_their_norm_and_then_gone():
     module = model(torch.bfloat16)
-    learner = Learner(module, 1e-4, lambda _: 1.0)
+    learner = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
     module.weight.grad = torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16)
-    learner.collect()
+    learner.accumulate_grads()
     assert learner.clip(1.0).item() == pytest.approx(5.0)
     torch.testing.assert_close(learner.masters["weight"].grad, torch.tensor([[0.6, 0.8]]))
     learner.step()
@@ -52,19 +52,19 @@ def test_gradients_are_clipped_to_their_norm_and_then_gone():
 def test_gradients_of_micro_batches_add_up(dtype):
     """256 + 1 + 1 is 258; in bfloat16, whose steps are 2 there, it would be 256."""
     module = model(dtype)
-    learner = Learner(module, 1e-4, lambda _: 1.0)
+    learner = MasterWeightOptimizer(module, 1e-4, lambda _: 1.0)
     for size in (256.0, 1.0, 1.0):
         (module(torch.full((1, 2), size, dtype=dtype))).sum().backward()
-        learner.collect()
+        learner.accumulate_grads()
     assert learner.masters["weight"].grad.tolist() == [[258.0, 258.0]]
 
 
 def test_goes_on_from_its_state():
     whole, first = model(torch.bfloat16), model(torch.bfloat16)
-    walk(whole, learner := Learner(whole, 1e-4, lambda _: 1.0), 60)
-    walk(first, began := Learner(first, 1e-4, lambda _: 1.0), 30)
+    walk(whole, learner := MasterWeightOptimizer(whole, 1e-4, lambda _: 1.0), 60)
+    walk(first, began := MasterWeightOptimizer(first, 1e-4, lambda _: 1.0), 30)
     second = model(torch.bfloat16)
-    resumed = Learner(second, 1e-4, lambda _: 1.0)
+    resumed = MasterWeightOptimizer(second, 1e-4, lambda _: 1.0)
     resumed.load_state(began.state())
     torch.testing.assert_close(second.weight, first.weight, rtol=0, atol=0)
     walk(second, resumed, 30)

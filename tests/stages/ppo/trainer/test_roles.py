@@ -5,8 +5,8 @@ import torch
 
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import pack
-from stages.lib.lm.reward_ensemble import in_ensemble
-from stages.lib.lm.scoring import own_scores, reward_scores
+from stages.lib.lm.reward_ensemble import attach_ensemble
+from stages.lib.lm.scoring import member_scores, reward_scores
 
 PROMPTS, RESPONSES = [[5, 6], [7], [8, 9, 10]], [[11, 2], [12, 13, 14, 2], [2]]
 WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
@@ -21,9 +21,9 @@ def test_ppo_is_rewarded_by_the_whole_ensemble(make_roles, tiny_reward_model, va
     roles = make_roles(lora=LoraParams(r=4), value_head=value_head, related=related)
     reward_model = roles.reward_model or roles.critic.get_base_model()
     reward_model.config.ensemble_reduce = "mean"
-    alone = own_scores(reward_model, WHOLE)
+    alone = member_scores(reward_model, WHOLE)
     second = tiny_reward_model(5)
-    in_ensemble(reward_model, [second])
+    attach_ensemble(reward_model, [second])
     roles.__post_init__()  # finds the layers that all have in common
     packed = pack(PROMPTS, RESPONSES, torch.device("cpu"))
     scores, _ = roles.raw_scores(packed, roles.ref_logprobs(packed, 1.0)[2])

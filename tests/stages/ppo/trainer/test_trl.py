@@ -11,7 +11,7 @@ from scipy.stats import entropy as scipy_entropy
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.logprobs import entropies_of
+from stages.lib.lm.logprobs import entropy_from_logits
 from stages.lib.lm.packing import pack
 from stages.ppo.common import rewards
 from stages.ppo.trainer import functional as F
@@ -231,8 +231,8 @@ def test_value_clip_fraction(exact):
 
 def test_entropy(e):
     ours, theirs = (e.logits.clone().requires_grad_() for _ in range(2))
-    assert_same(entropies_of(ours[e.mask]), trl.entropy(theirs)[~e.padding])
-    entropies_of(ours[e.mask]).sum().backward()
+    assert_same(entropy_from_logits(ours[e.mask]), trl.entropy(theirs)[~e.padding])
+    entropy_from_logits(ours[e.mask]).sum().backward()
     trl.entropy(theirs)[~e.padding].sum().backward()
     assert_same(ours.grad, theirs.grad)
 

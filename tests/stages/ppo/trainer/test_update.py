@@ -35,7 +35,7 @@ class LikesOneToken(Roles):
 
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
         liked, written = (
-            packed.rows(which.float()).sum(1)
+            packed.to_rows(which.float()).sum(1)
             for which in (packed.targets == LIKED, packed.targets != EOS)
         )
         return 4 * liked / written.clamp(min=1), super().raw_scores(packed, shared)[1]
