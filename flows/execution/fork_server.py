@@ -82,7 +82,7 @@ def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]
     client = [
         sys.executable,
         "-IS",
-        str(Path(__file__).with_name("warm_client.py")),
+        str(Path(__file__).with_name("fork_client.py")),
         address,
         sys.executable,
     ]

@@ -1,4 +1,4 @@
-"""`python -m flows.probe` prints what this machine multiplies matrices at, as JSON; its memory goes
+"""`python -m flows.execution.matmul_speed` prints what this machine multiplies matrices at, as JSON; its memory goes
 with its process.
 """
 
