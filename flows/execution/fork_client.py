@@ -1,4 +1,4 @@
-"""`python -IS warm_client.py SOCKET PYTHON ARGUMENTS...`: what PYTHON would do, by the server of
+"""`python -IS fork_client.py SOCKET PYTHON ARGUMENTS...`: what PYTHON would do, by the server of
 flows/execution/fork_server.py where it can.
 """
 

@@ -58,7 +58,7 @@ def servers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if any("warm.py" in word for word in child.cmdline())
+        if any("fork_server.py" in word for word in child.cmdline())
     ]
 
 
