@@ -1,0 +1,85 @@
+"""The tables about the default run in README.md and docs/default.md, from rounds/*/metrics.json.
+
+    python bench/default_run.py          # prints both
+    python bench/default_run.py --write  # replaces them in the two files
+
+tests/test_readme.py compares the files with what this prints, so that they cannot go stale.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from flows.core.tables import drawn
+from flows.report import summary
+
+ROUNDS = ("r0", "r1")
+MARKERS = "<!-- default run -->\n", "<!-- end -->"
+
+
+def read_metrics(round_: str, stage: str) -> dict[str, Any]:
+    return dict(json.loads(Path(f"rounds/{round_}/{stage}/metrics.json").read_text()))
+
+
+def answer(low: float, high: float) -> str:
+    """Whether a win rate with this interval decides for the first side."""
+    return "yes" if low > 0.5 else "no" if high < 0.5 else "undecided"
+
+
+def questions() -> str:
+    """README's four questions with the first round's answers, and the second's where it differs."""
+    sft, reward, battery, evaluation = (
+        read_metrics("r0", stage) for stage in ("sft", "reward", "battery", "evaluate")
+    )
+    later_battery, later = read_metrics("r1", "battery"), read_metrics("r1", "evaluate")
+    learnt = "yes" if sft["loss_after"] < sft["loss_before"] else "no"
+    rows = {
+        "Did SFT learn the demonstrations?": f"{learnt}: held-out loss {sft['loss_before']:.2f} → "
+        f"{sft['loss_after']:.2f} nats per token",
+        "Can PPO trust the reward model?": "it ranks "
+        f"{percent(reward, 'accuracy')} of held-out human pairs correctly; its worst suffix, "
+        f"appended to the worse text, reverses {battery['worst_ending']:.0%} of these, and "
+        f"{later_battery['worst_ending']:.0%} after one round of replay",
+        "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: its "
+        f"policy wins {percent(evaluation, 'win_rate')} against SFT, by judges that are not the "
+        f"reward model, at a KL of {evaluation['ppo']['kl']:.1f} nats",
+        "Is the second round's policy better than the first's?": answer(
+            later["win_rate_champion_low"], later["win_rate_champion_high"]
+        )
+        + f": it wins {percent(later, 'win_rate_champion')}",
+    }
+    lines = ["| question | answer of the default run, with 95% intervals |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {title} | {text} |" for title, text in rows.items())]) + "\n"
+
+
+def percent(metrics: dict[str, Any], name: str) -> str:
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    return f"{metrics[name]:.0%} [{low:.0%}, {high:.0%}]"
+
+
+def rounds_table() -> str:
+    """The table over rounds of docs/default.md."""
+    return drawn(summary.table(list(ROUNDS), markdown=True)).strip() + "\n"
+
+
+TABLES = {"README.md": questions, "docs/default.md": rounds_table}
+
+
+def replace(text: str, table: str) -> str:
+    """The text with this table between its two markers."""
+    begin, end = MARKERS
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    assert len(pattern.findall(text)) == 1, f"expected one {begin.strip()} ... {end}"
+    return pattern.sub(lambda _: begin + "\n" + table + "\n" + end, text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    for name, table in TABLES.items():
+        print(table())
+        if options.write:
+            Path(name).write_text(replace(Path(name).read_text(), table()))
