@@ -24,7 +24,7 @@ after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 
 - Top left, probes: the share of good texts that score below their own corrupted copy. Endings: the
   share of correctly ranked pairs that are reversed if the ending is appended to the rejected text.
-  Bars are 95% intervals. A cross is the judge's own rate.
+  Bars are 95% intervals. A cross is the rate of the judge, the sentiment lexicon.
 - Top right: accuracy by kind of pair.
 - Bottom left: scores by kind of text (median, quartiles, range; in standard deviations of
   demonstrations).
