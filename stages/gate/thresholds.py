@@ -1,9 +1,6 @@
-"""Every number that a gate looks at: its band, why it has one, and what to do first when it is
-outside.
+"""Every metric that a gate checks: its threshold, the reason for it, and what to do if it fails.
 
-A `metric` is a dotted name in the metrics.json of a stage, or the difference of two. `bound` is the
-key of gates.<gate> in params.yaml. `python -m stages.gate.thresholds` prints the tables of
-docs/gates.md.
+`python -m stages.gate.thresholds` prints the tables of docs/gates.md.
 """
 
 from typing import NamedTuple
@@ -12,8 +9,14 @@ from stages.lib.core.params.gates import GatesParams
 
 
 class Threshold(NamedTuple):
-    """compare: `within`: the absolute value is at most the bound. optional: null, which its stage
-    wrote, is no failure.
+    """A threshold for one metric.
+
+    metric: dotted name in the metrics.json of a stage, or the difference of two such names.
+    compare: `>=`, `>`, `<=`, or `within` (the absolute value is at most the bound).
+    bound: key of gates.<gate> in params.yaml.
+    why: reason for the default bound.
+    fix: what to do if the metric fails; `{round}` is replaced by the round's name.
+    optional: null (not measured) passes.
     """
 
     metric: str
@@ -408,19 +411,19 @@ GATE_STAGES: dict[str, tuple[str, ...]] = {
 """The stages whose metrics.json a gate reads."""
 
 
-def format_threshold(band: Threshold, bound: float) -> str:
-    """`>= 0.8`, or `within +-0.3`."""
-    return f"{'within +-' if band.compare == 'within' else f'{band.compare} '}{bound:.4g}"
+def format_threshold(threshold: Threshold, bound: float) -> str:
+    """The comparison as text: `>= 0.8`, or `within +-0.3`."""
+    compare = "within +-" if threshold.compare == "within" else f"{threshold.compare} "
+    return f"{compare}{bound:.4g}"
 
 
 def markdown(gate: str, gates: GatesParams) -> str:
-    """A gate's bands as a table."""
+    """The thresholds of a gate as a Markdown table."""
     rows = ["| metric | threshold | why | if it fails |", "|---|---|---|---|"]
-    for band in THRESHOLDS[gate]:
-        bound = format_threshold(band, getattr(getattr(gates, gate), band.bound))
-        rows.append(
-            f"| `{band.metric}` | {bound}<br>`gates.{gate}.{band.bound}` | {band.why} | {band.fix} |"
-        )
+    for threshold in THRESHOLDS[gate]:
+        metric, key, why, fix = threshold.metric, threshold.bound, threshold.why, threshold.fix
+        wanted = format_threshold(threshold, getattr(getattr(gates, gate), key))
+        rows.append(f"| `{metric}` | {wanted}<br>`gates.{gate}.{key}` | {why} | {fix} |")
     return "\n".join(rows)
 
 
