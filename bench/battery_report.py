@@ -14,16 +14,24 @@ from stages.gate.verdict import Check
 
 PAGE, PICTURE = Path("docs/battery.md"), Path("docs/battery.png")
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/battery/metrics.json"))
-HEAD = """# What the battery says of the default's reward models
+HEAD = """# The reward models of the default run, tested
 
-Written by `python bench/battery_report.py` after `make run`; what each number means, and why its band is where it is: [gates.md](gates.md).
+The stage `battery` tests a reward model before PPO optimises against it. This page shows the tests
+of the default run ([default.md](default.md)). It is written by `python bench/battery_report.py`
+after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 
 ![Probes and endings, reliability, best-of-n](battery.png)
 
-Above: how often a good text loses to itself broken, and how often a rightly ranked pair turns when an ending is put after its rejected
-text (95% intervals; crosses: how often the judge turns as well); accuracy by kind of pair. Below: scores by what was scored (median,
-quartiles, range; in standard deviations of demonstrations); what sigmoid(margin) promises against what held-out pairs keep; SFT's samples
-chosen by the reward model, judged by the lexicon. `dvc plots show` has the same of any run.
+- Top left, probes: the share of good texts that score below their own corrupted copy. Endings: the
+  share of correctly ranked pairs that are reversed if the ending is appended to the rejected text.
+  Bars are 95% intervals. A cross is the rate of the judge, the sentiment lexicon.
+- Top right: accuracy by kind of pair.
+- Bottom left: scores by kind of text (median, quartiles, range; in standard deviations of
+  demonstrations).
+- Bottom middle: the confidence sigmoid(margin) against the share of held-out pairs ranked right.
+- Bottom right: judged sentiment (lexicon) of the best of n SFT samples, chosen by the reward model.
+
+`dvc plots show` has the same plots of any run.
 """
 
 
@@ -123,7 +131,8 @@ def page() -> str:
     verdicts = {
         name: json.loads(Path("reports", name, "gate_reward.json").read_text()) for name in ROUNDS
     }
-    text += f"\n## The gate\n\n| number | band | {' | '.join(ROUNDS)} |\n|---|---|{'---:|' * len(ROUNDS)}\n"
+    text += f"\n## The gate\n\n| metric | threshold | {' | '.join(ROUNDS)} |\n"
+    text += f"|---|---|{'---:|' * len(ROUNDS)}\n"
     for lines in zip(*(verdicts[name]["checks"] for name in ROUNDS), strict=True):
         told = [shown(line) if line["passed"] else f"**{shown(line)}**" for line in lines]
         text += f"| `{lines[0]['metric']}` | {lines[0]['band']} | {' | '.join(told)} |\n"
@@ -135,7 +144,8 @@ def page() -> str:
             .splitlines()
         ]
         fooled = [row for row in samples if row["kind"] == "fooled"]
-        text += f"\n## {name}: texts that fooled it\n\n| tried | text | score | it should lose to | score |\n|---|---|---:|---|---:|\n"
+        text += f"\n## {name}: texts that score above better ones\n\n"
+        text += "| test | text | score | better text | score |\n|---|---|---:|---|---:|\n"
         for row in sorted(fooled, key=lambda row: row["original_score"] - row["score"])[:8]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else "..."
             texts = [
