@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.core.git import _identity, git
+from flows.core.git import committer_options, git
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS
@@ -68,7 +68,7 @@ def workspace(run: str, home: Path) -> Iterator[Path]:
             shutil.copytree(REPORTS, RECORDS / run, dirs_exist_ok=True)
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
         if git("diff", "--cached", "--name-only"):
-            git(*_identity(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
+            git(*committer_options(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
         ENDED.touch()
 
 
