@@ -100,11 +100,8 @@ def overlay(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in top.items():
         current = merged.get(key)
-        both_mappings = isinstance(value, Mapping) and isinstance(current, dict)
-        if both_mappings and key not in REPLACED_WHOLE:
-            merged[key] = overlay(current, value)
-        else:
-            merged[key] = value
+        merge = isinstance(value, Mapping) and key not in REPLACED_WHOLE
+        merged[key] = overlay(current, value) if merge and isinstance(current, dict) else value
     return merged
 
 
