@@ -225,9 +225,9 @@ def pipeline(
         tags = {"revision": run_ref.revision, "seed": str(params.seed), "preset": preset}
         tracker = open_tracker(run, home, tags, log)
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
-        left = list(addresses)
+        remaining = list(addresses)
         try:
-            run_stages(left, names, run_ref, tracker, bool(changed), log)
+            run_stages(remaining, names, run_ref, tracker, bool(changed), log)
             verdict = "; ".join(summary.verdict(names))
             state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
@@ -235,22 +235,22 @@ def pipeline(
         except Pause:
             raise  # the flow starts again from the top when a person has decided
         except BaseException:
-            close(run, names, left, tracker, log, bool(todo))
+            close(run, names, remaining, tracker, log, bool(todo))
             raise
         # 5. Write the results.
-        close(run, names, left, tracker, log, bool(todo))
+        close(run, names, remaining, tracker, log, bool(todo))
         return state
 
 
 def run_stages(
-    left: list[str],
+    remaining: list[str],
     rounds: list[str],
     run_ref: provenance.RunRef,
     tracker: NullTracker,
     force_assets: bool,
     log: LogLine,
 ) -> None:
-    """Run the stages of `left` in order, and remove each from `left` when it is done.
+    """Run the stages of `remaining` in order, and remove each from `remaining` when it is done.
 
     Raises:
         GateFailed: an SFT or reward gate failed, or the last round's promotion gate.
@@ -259,8 +259,8 @@ def run_stages(
     # A failed promotion gate of an earlier round does not end the run: the next round learns from
     # the badcases of its policy.
     may_fail = {f"gate_promote@{name}" for name in rounds[:-1]}
-    while left:
-        address = left[0]
+    while remaining:
+        address = remaining[0]
         try:
             run_stage(address, run_ref, tracker, force=address == "assets" and force_assets)
         except GateFailed as error:
@@ -269,16 +269,21 @@ def run_stages(
             if address not in may_fail:
                 raise
             log(f"{error}\nNot promoted; the next round learns from its badcases.")
-        left.pop(0)
+        remaining.pop(0)
 
 
 def close(
-    run: str, rounds: list[str], left: list[str], tracker: NullTracker, log: LogLine, changed: bool
+    run: str,
+    rounds: list[str],
+    remaining: list[str],
+    tracker: NullTracker,
+    log: LogLine,
+    changed: bool,
 ) -> None:
     """Write and link the results at the end of a run: summary table, verdicts, report.
 
     Args:
-        left: the stages that did not run.
+        remaining: the stages that did not run.
         changed: whether there were stages to run; if not, an existing report is still valid.
     """
     summary.write(rounds)
@@ -286,7 +291,7 @@ def close(
     if changed or not page.REPORT.exists():
         log(report_page(rounds))
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
-    tracker.close(not left, {path.name: path.read_text() for path in files})
+    tracker.close(not remaining, {path.name: path.read_text() for path in files})
     with artifacts.ignore_ui_errors("summary", log):
         create_markdown_artifact(
             summary.SUMMARY.read_text(), key="summary", description=f"Run {run}"
@@ -294,10 +299,10 @@ def close(
     if page.REPORT.exists():
         url = tracker.page(text=page.REPORT.name)
         link(url, "report", "Report: results, and the stage at fault", log)
-    if left:
+    if remaining:
         log(
-            f"Ended at {left[0]}: results of later stages, if there are any, are from an earlier "
-            "run."
+            f"Ended at {remaining[0]}: results of later stages, if there are any, are from an "
+            "earlier run."
         )
 
 
