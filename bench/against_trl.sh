@@ -1,58 +1,85 @@
 #!/usr/bin/env bash
-# One PPO update of ours against TRL 1.12.0's, on the same models and prompts, 4 epochs: `bench/against_trl.sh [ROUNDS]` after `make run`.
-# Makes .rondo/trl, an environment with trl==1.12.0 on the same torch. Interleaved; on 2 cores one round takes about 10 minutes. Each runs as
-# its users run it: ours with the malloc settings that the pipeline gives its stages; `MALLOC=both bench/against_trl.sh` gives them to TRL too.
-# `bench/against_trl.sh curve` instead: the judge on held-out prompts against seconds of training, for both (with those settings) and for our
-# slow path, seeds 0 to 2: an hour.
+# Compares PPO updates of Rondo with those of TRL 1.12.0, on the same models and prompts.
+#
+# bench/against_trl.sh [ROUNDS]    seconds and memory per update with 4 epochs, after `make run`
+# bench/against_trl.sh curve       judge score on held-out prompts against seconds of training, for
+#                                  TRL, Rondo and Rondo's slow path, seeds 0 to 2; takes an hour
+#
+# The script creates .rondo/trl, a virtual environment with trl==1.12.0 on the same torch. The
+# settings alternate within a round, so that a slower machine slows all of them; on 2 cores a round
+# takes about 10 minutes. Each side runs as its users run it: Rondo with the malloc settings that
+# the pipeline gives its stages, TRL without. `MALLOC=both bench/against_trl.sh` gives them to TRL
+# too; `curve` always does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-trl=.rondo/trl/bin/python ours=.venv/bin/python
-malloc=GLIBC_TUNABLES=$("$ours" -c 'from flows.execution.dvc_stages import MALLOC; print(MALLOC)')
-if [ ! -x "$trl" ]; then
-    "$ours" -m venv .rondo/trl
-    shared='torch|transformers|peft|datasets|accelerate|tokenizers|safetensors|numpy|pandas|pyarrow|scipy|pydantic|PyYAML|requests|vaderSentiment'
+trl_python=.rondo/trl/bin/python rondo_python=.venv/bin/python
+print_malloc='from flows.execution.dvc_stages import MALLOC; print(MALLOC)'
+malloc=GLIBC_TUNABLES=$("$rondo_python" -c "$print_malloc")
+if [ ! -x "$trl_python" ]; then
+    "$rondo_python" -m venv .rondo/trl
+    shared='torch|transformers|peft|datasets|accelerate|tokenizers|safetensors|numpy|pandas|pyarrow'
+    shared="$shared|scipy|pydantic|PyYAML|requests|vaderSentiment"
     grep -E "^($shared)==" requirements.lock > .rondo/trl.lock
-    "$trl" -m pip install --quiet -r .rondo/trl.lock trl==1.12.0
+    "$trl_python" -m pip install --quiet -r .rondo/trl.lock trl==1.12.0
 fi
-export PYTHONPATH=. # the project's code for TRL's interpreter too
+export PYTHONPATH=. # TRL's interpreter imports the project's code too
 results=.rondo/against_trl_${1:-5}.jsonl
 : > "$results"
-ours() { env "$malloc" "$ours" "$@"; }
-trl() { env ${theirs:+"$theirs"} "$trl" bench/trl_ppo.py "$@" 2>> .rondo/trl.log; }
-theirs=
-told() { echo "{\"setting\": \"$1\", \"told\": $(cat)}" | tr -d '\n' >> "$results"; echo >> "$results"; }
+trl_malloc=
+rondo() { env "$malloc" "$rondo_python" "$@"; }
+trl() { env ${trl_malloc:+"$trl_malloc"} "$trl_python" bench/trl_ppo.py "$@" 2>> .rondo/trl.log; }
+# Appends the JSON on standard input to the results, with the name of its setting.
+record() {
+    echo "{\"setting\": \"$1\", \"told\": $(cat)}" | tr -d '\n' >> "$results"
+    echo >> "$results"
+}
 
 if [ "${1:-}" = curve ]; then
-    theirs=$malloc
+    trl_malloc=$malloc
     for seed in 0 1 2; do
-        ours bench/curve.py --set seed=$seed | told "adapters, seed $seed"
-        ours bench/curve.py --set seed=$seed --set ppo.lora.top_layers=null --set ppo.critic_lora.top_layers=null \
-            --set model.attn_implementation=eager | told "adapters on all layers, padded, seed $seed"
-        trl autocast --updates 20 --epochs 3 --every 4 --learning-rate 3e-5 --seed $seed | told "trl autocast, seed $seed" # 1e-5 learns more slowly
+        rondo bench/curve.py --set seed=$seed | record "adapters, seed $seed"
+        rondo bench/curve.py --set seed=$seed --set ppo.lora.top_layers=null \
+            --set ppo.critic_lora.top_layers=null --set model.attn_implementation=eager \
+            | record "adapters on all layers, padded, seed $seed"
+        # a learning rate of 1e-5 learns more slowly
+        trl autocast --updates 20 --epochs 3 --every 4 --learning-rate 3e-5 --seed $seed \
+            | record "trl autocast, seed $seed"
     done
     exit
 fi
 
-[ "${MALLOC:-}" != both ] || theirs=$malloc
+[ "${MALLOC:-}" != both ] || trl_malloc=$malloc
 for _ in $(seq "${1:-5}"); do
-    ours bench/ppo.py --updates 4 --set ppo.num_ppo_epochs=4 | told adapters
-    ours bench/ppo.py --updates 3 --set ppo.num_ppo_epochs=4 --set ppo.lora.r=0 --set ppo.critic_lora.r=0 | told full
-    for setting in fp32 lora autocast; do trl $setting --updates 2 | told "trl $setting"; done
-    trl bf16 | told "trl bf16"
+    rondo bench/ppo.py --updates 4 --set ppo.num_ppo_epochs=4 | record adapters
+    rondo bench/ppo.py --updates 3 --set ppo.num_ppo_epochs=4 --set ppo.lora.r=0 \
+        --set ppo.critic_lora.r=0 | record full
+    for setting in fp32 lora autocast; do trl $setting --updates 2 | record "trl $setting"; done
+    trl bf16 | record "trl bf16"
 done
-"$ours" - "$results" <<'PY'
-import json, sys
+"$rondo_python" - "$results" <<'PY'
+import json
+import sys
 from statistics import median
 
 seconds, memory, floor = {}, {}, {}
 for row in map(json.loads, open(sys.argv[1])):
-    setting, told = row["setting"], row["told"]
-    seconds.setdefault(setting, []).append(median(told["updates"]))  # one number a round
-    memory[setting] = max(memory.get(setting, 0), told["peak_memory_mib"])
-    floor.setdefault(setting, []).append(told.get("floor_seconds"))
-print("| setting | seconds an update, median [least, most] | peak memory, MiB | times adapters | times full | times its floor |\n|---|---|---|---|---|---|")
-for setting, each in seconds.items():
-    ratios = " | ".join(f"{median(a / b for a, b in zip(each, seconds[ours])):.2f}" for ours in ("adapters", "full"))  # within a round
-    over = f"{median(a / b for a, b in zip(each, floor[setting])):.2f}" if floor[setting][0] else ""
-    print(f"| {setting} | {median(each):.1f} [{min(each):.1f}, {max(each):.1f}] | {memory[setting]} | {ratios} | {over} |")
+    setting, result = row["setting"], row["told"]
+    seconds.setdefault(setting, []).append(median(result["updates"]))  # one number per round
+    memory[setting] = max(memory.get(setting, 0), result["peak_memory_mib"])
+    floor.setdefault(setting, []).append(result.get("floor_seconds"))
+titles = ["setting", "seconds per update, median [min, max]", "peak memory, MiB"]
+titles += ["times adapters", "times full", "times its floor"]
+print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+
+
+def ratio(times, others):
+    """The median ratio of two settings, compared within each round."""
+    return f"{median(a / b for a, b in zip(times, others)):.2f}"
+
+
+for setting, times in seconds.items():
+    cells = [setting, f"{median(times):.1f} [{min(times):.1f}, {max(times):.1f}]", memory[setting]]
+    cells += [ratio(times, seconds[name]) for name in ("adapters", "full")]
+    cells.append(ratio(times, floor[setting]) if floor[setting][0] else "")
+    print(f"| {' | '.join(map(str, cells))} |")
 PY

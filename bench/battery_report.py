@@ -1,4 +1,4 @@
-"""docs/battery.md and its picture, from the files of a run: `python bench/battery_report.py`."""
+"""Writes docs/battery.md and its charts from a run: `python bench/battery_report.py`."""
 
 import csv
 import json
@@ -9,11 +9,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from stages.gate.verdict import Check
 
-PAGE, PICTURE = Path("docs/battery.md"), Path("docs/battery.png")
+PAGE, CHARTS = Path("docs/battery.md"), Path("docs/battery.png")
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/battery/metrics.json"))
+SHOWN_TEXTS = 8  # per round
 HEAD = """# The reward models of the default run, tested
 
 The stage `battery` tests a reward model before PPO optimises against it. This page shows the tests
@@ -40,7 +42,8 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def picture() -> None:
+def draw_charts() -> Figure:
+    """All charts of the page, with one colour per round."""
     figure, axes = plt.subplot_mosaic(
         [["probes", "probes", "slices"], ["scores", "reliability", "best"]],
         figsize=(14, 8.4),
@@ -48,48 +51,21 @@ def picture() -> None:
     )
     for number, name in enumerate(ROUNDS):
         battery, colour = Path("rounds", name, "battery"), f"C{number}"
-        rates(axes["probes"], battery / "probes.csv", ("probe", "rate"), name, colour)
-        endings = json.loads((battery / "metrics.json").read_text())
-        told = {
-            f"ending {text!r}": each["judged"]
-            for text, each in zip(endings["endings_text"], endings["endings"].values(), strict=True)
-        }
-        axes["probes"].plot(
-            list(told.values()), [ascii(ending)[1:-1] for ending in told], "x", color=colour
-        )
-        rates(axes["slices"], battery / "accuracy.csv", ("slice", "accuracy"), name, colour)
-        scored: dict[str, list[float]] = {}
-        for row in rows(battery / "scores.csv"):
-            scored.setdefault(row["scored"], []).append(float(row["score"]))
-        places = [place + number * 0.35 for place in range(len(scored))]
-        style = {"color": colour}
-        axes["scores"].boxplot(
-            list(scored.values()),
-            positions=places,
-            orientation="horizontal",
-            whis=(0, 100),
-            boxprops=style,
-            medianprops=style,
-            widths=0.3,
-        )
-        axes["scores"].set_yticks(range(len(scored)), list(scored))
+        draw_rates(axes["probes"], battery / "probes.csv", ("probe", "rate"), name, colour)
+        draw_judge_crosses(axes["probes"], battery / "metrics.json", colour)
+        draw_rates(axes["slices"], battery / "accuracy.csv", ("slice", "accuracy"), name, colour)
+        draw_scores(axes["scores"], battery / "scores.csv", number * 0.35, colour)
         bins = rows(Path("rounds", name, "reward/calibration.csv"))
-        axes["reliability"].plot(
-            [float(row["predicted"]) for row in bins],
-            [float(row["observed"]) for row in bins],
-            "o-",
-            label=name,
+        predicted, observed = (
+            [float(row[column]) for row in bins] for column in ("predicted", "observed")
         )
+        axes["reliability"].plot(predicted, observed, "o-", label=name)
         curve = rows(battery / "curves.csv")
-        axes["best"].plot(
-            [int(row["step"]) for row in curve],
-            [float(row["sentiment"]) for row in curve],
-            "o-",
-            label=name,
-        )
+        sentiment = [float(row["sentiment"]) for row in curve]
+        axes["best"].plot([int(row["step"]) for row in curve], sentiment, "o-", label=name)
     axes["reliability"].plot([0.5, 1], [0.5, 1], ":", color="grey")
     axes["probes"].set(
-        title="beats what it should lose to", xlabel="share of texts or pairs", xlim=(0, 1)
+        title="scores above the better text", xlabel="share of texts or pairs", xlim=(0, 1)
     )
     axes["slices"].set(title="held-out accuracy", xlim=(0.5, 1))
     axes["scores"].set(title="scores")
@@ -104,58 +80,90 @@ def picture() -> None:
         axis.grid(alpha=0.3)
     for name in ("probes", "slices", "scores"):
         axes[name].invert_yaxis()
-    figure.savefig(PICTURE, dpi=90)
+    return figure
 
 
-def rates(axis: Axes, path: Path, columns: tuple[str, str], name: str, colour: str) -> None:
-    """Each row's rate with its interval."""
+def draw_rates(axis: Axes, path: Path, columns: tuple[str, str], name: str, colour: str) -> None:
+    """One point per row, with its interval; rows without a value are left out."""
     label, value = columns
-    tried = [row for row in rows(path) if row[value]]
-    found = [float(row[value]) for row in tried]
+    measured = [row for row in rows(path) if row[value]]
+    rates = [float(row[value]) for row in measured]
     spread = [
-        [rate - float(row["low"]) for rate, row in zip(found, tried, strict=True)],
-        [float(row["high"]) - rate for rate, row in zip(found, tried, strict=True)],
+        [rate - float(row["low"]) for rate, row in zip(rates, measured, strict=True)],
+        [float(row["high"]) - rate for rate, row in zip(rates, measured, strict=True)],
     ]
-    texts = [ascii(row[label])[1:-1] for row in tried]
+    labels = [ascii(row[label])[1:-1] for row in measured]  # endings may contain line breaks
     axis.errorbar(
-        found, texts, xerr=spread, fmt="o", label=name, alpha=0.8, capsize=2, color=colour
+        rates, labels, xerr=spread, fmt="o", label=name, alpha=0.8, capsize=2, color=colour
     )
 
 
-def shown(line: Check) -> str:
-    return "not measured" if line["value"] is None else f"{line['value']:.3g}"
+def draw_judge_crosses(axis: Axes, path: Path, colour: str) -> None:
+    """How often each ending reverses the judge."""
+    metrics = json.loads(path.read_text())
+    texts, endings = metrics["endings_text"], metrics["endings"].values()
+    rates = {
+        f"ending {text!r}": ending["judged"] for text, ending in zip(texts, endings, strict=True)
+    }
+    labels = [ascii(label)[1:-1] for label in rates]
+    axis.plot(list(rates.values()), labels, "x", color=colour)
+
+
+def draw_scores(axis: Axes, path: Path, offset: float, colour: str) -> None:
+    """One box of scores per kind of text."""
+    scores: dict[str, list[float]] = {}
+    for row in rows(path):
+        scores.setdefault(row["scored"], []).append(float(row["score"]))
+    style = {"color": colour}
+    axis.boxplot(
+        list(scores.values()),
+        positions=[index + offset for index in range(len(scores))],
+        orientation="horizontal",
+        whis=(0, 100),
+        boxprops=style,
+        medianprops=style,
+        widths=0.3,
+    )
+    axis.set_yticks(range(len(scores)), list(scores))
+
+
+def format_value(check: Check) -> str:
+    """A check's value, bold if the check failed."""
+    text = "not measured" if check["value"] is None else f"{check['value']:.3g}"
+    return text if check["passed"] else f"**{text}**"
 
 
 def page() -> str:
+    """The text of docs/battery.md: the gate, and the texts that score above better ones."""
     text = HEAD
-    verdicts = {
-        name: json.loads(Path("reports", name, "gate_reward.json").read_text()) for name in ROUNDS
-    }
+    verdicts = [
+        json.loads(Path("reports", name, "gate_reward.json").read_text()) for name in ROUNDS
+    ]
     text += f"\n## The gate\n\n| metric | threshold | {' | '.join(ROUNDS)} |\n"
     text += f"|---|---|{'---:|' * len(ROUNDS)}\n"
-    for lines in zip(*(verdicts[name]["checks"] for name in ROUNDS), strict=True):
-        told = [shown(line) if line["passed"] else f"**{shown(line)}**" for line in lines]
-        text += f"| `{lines[0]['metric']}` | {lines[0]['band']} | {' | '.join(told)} |\n"
+    for checks in zip(*(verdict["checks"] for verdict in verdicts), strict=True):
+        values = " | ".join(format_value(check) for check in checks)
+        text += f"| `{checks[0]['metric']}` | {checks[0]['band']} | {values} |\n"
     for name in ROUNDS:
-        samples = [
-            json.loads(line)
-            for line in Path("rounds", name, "battery/samples.jsonl")
-            .read_text(encoding="utf-8")
-            .splitlines()
-        ]
-        fooled = [row for row in samples if row["kind"] == "fooled"]
+        path = Path("rounds", name, "battery/samples.jsonl")
+        samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        reversals = [row for row in samples if row["kind"] == "fooled"]
         text += f"\n## {name}: texts that score above better ones\n\n"
         text += "| test | text | score | better text | score |\n|---|---|---:|---|---:|\n"
-        for row in sorted(fooled, key=lambda row: row["original_score"] - row["score"])[:8]:
+        reversals.sort(key=lambda row: row["original_score"] - row["score"])
+        for row in reversals[:SHOWN_TEXTS]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else "..."
-            texts = [
-                (prompt + each).replace("|", "\\|").replace("\n", " ")
-                for each in (row["text"], row["original"])
-            ]
-            text += f"| {row['name']} | {texts[0]} | {row['score']:.2f} | {texts[1]} | {row['original_score']:.2f} |\n"
+            worse, better = (cell(prompt + row[key]) for key in ("text", "original"))
+            text += f"| {row['name']} | {worse} | {row['score']:.2f} "
+            text += f"| {better} | {row['original_score']:.2f} |\n"
     return text
 
 
+def cell(text: str) -> str:
+    """A text that fits into one cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
 if __name__ == "__main__":
-    picture()
+    draw_charts().savefig(CHARTS, dpi=90)
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""How long a run lives after *Cancel*: `rondo up` in one terminal, `python bench/cancel.py [TIMES]`
-in another.
+"""Measures the seconds from *Cancel* to the end of a run.
 
-Each time a run of the tiny model is started by Prefect's API, cancelled as SFT trains, and looked
-for until no process works in its folder.
+Start `rondo up` in one terminal, then `python bench/cancel.py [TIMES]` in another. Each time, a run
+of the tiny model is started through Prefect's API and cancelled while SFT trains. The run has ended
+when no process works in its folder.
 """
 
 import statistics
@@ -23,32 +23,31 @@ ENDLESS = {
 FOLDERS = Path(".rondo").resolve() / WORKSPACES
 
 
-def at_work() -> list[list[str]]:
-    """Command lines of what works in a run's folder: the run itself, DVC, the stage."""
-    found = psutil.process_iter(["cwd", "cmdline"])
+def working_commands() -> list[list[str]]:
+    """Command lines of the processes in the folder of a run: the run itself, DVC, the stage."""
     return [
-        each.info["cmdline"] or []
-        for each in found
-        if str(each.info["cwd"]).startswith(str(FOLDERS))
+        process.info["cmdline"] or []
+        for process in psutil.process_iter(["cwd", "cmdline"])
+        if str(process.info["cwd"]).startswith(str(FOLDERS))
     ]
 
 
-def cancelled() -> float:
-    """Seconds from the word to the end."""
+def seconds_to_cancel() -> float:
+    """Start a run, cancel it, and return the seconds until its last process has ended."""
     deployment = ask("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
     run = ask(f"deployments/{deployment}/create_flow_run", {"parameters": ENDLESS})["id"]
-    while not any("stages.sft" in command for command in at_work()):
+    while not any("stages.sft" in command for command in working_commands()):
         time.sleep(0.5)
-    time.sleep(5)  # it trains
+    time.sleep(5)  # SFT loads its model and begins to train
     start = time.monotonic()
     set_state(run, {"type": "CANCELLING"})
-    while at_work():
+    while working_commands():
         time.sleep(0.05)
     return time.monotonic() - start
 
 
 if __name__ == "__main__":
-    taken = [cancelled() for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3)]
-    print(
-        f"seconds: {', '.join(f'{each:.1f}' for each in taken)}; median {statistics.median(taken):.1f}"
-    )
+    times = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    seconds = [seconds_to_cancel() for _ in range(times)]
+    listed = ", ".join(f"{value:.1f}" for value in seconds)
+    print(f"seconds: {listed}; median {statistics.median(seconds):.1f}")

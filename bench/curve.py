@@ -1,8 +1,8 @@
-"""Time to quality: what the judge says of a policy on held-out prompts, against the seconds it was
-trained; JSON on stdout.
+"""Time to quality: the judge's score of a policy on held-out prompts against seconds of training.
 
-`python bench/curve.py --set seed=1 --set ppo.lora.top_layers=null` after `make run`: PPO alone, on
-the models of round r0. bench/trl_ppo.py measures TRL's policies with the same `Curve`.
+`python bench/curve.py --set seed=1 --set ppo.lora.top_layers=null` after `make run` trains PPO
+alone, on the models of round r0, and prints JSON. bench/trl_ppo.py measures TRL's policies with the
+same `Curve`.
 """
 
 import argparse
@@ -28,31 +28,34 @@ SFT, REWARD = (stage_dir(ROUND, stage) / "model" for stage in ("sft", "reward"))
 
 
 def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
-    """The prompts that PPO trains on, and those held out."""
+    """The prompts that PPO trains on, and the held-out prompts."""
     rows = read_jsonl(Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl"), "make run")
     return ppo_episodes.make_episodes(rows, tokenizer, params)
 
 
 class Curve:
-    """What `measure` finds after an update, against seconds of training; measuring does not count."""
+    """Measurements of a policy against seconds of training; the time to measure is excluded."""
 
     def __init__(self, measure: Callable[[int], Validation]) -> None:
-        self.measure, self.seconds, self.since = measure, 0.0, time.perf_counter()
+        self.measure, self.seconds, self.started = measure, 0.0, time.perf_counter()
         self.points: list[dict[str, float]] = []
 
     def point(self, update: int) -> None:
-        self.seconds += time.perf_counter() - self.since if update else 0.0
+        """Measure the policy after this update; update 0 is the policy before training."""
+        self.seconds += time.perf_counter() - self.started if update else 0.0
         self.points.append({"seconds": round(self.seconds, 1), **self.measure(update)._asdict()})
         print(self.points[-1], file=sys.stderr, flush=True)
-        self.since = time.perf_counter()
+        self.started = time.perf_counter()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--every", type=int, default=4, help="updates between measurements")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
-    from flows.core.config import resolve  # needs what TRL's environment does not have
+    # Imported here, because bench/trl_ppo.py imports this module in TRL's environment, which lacks
+    # libraries that flows needs.
+    from flows.core.config import resolve
 
     params = resolve("keep", None, options.set)
     setup_torch(params)

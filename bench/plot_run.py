@@ -1,4 +1,4 @@
-"""The picture in docs/default.md, from the files of a run: `python bench/plot_run.py docs/run.png`."""
+"""Draws the chart of docs/default.md from a run: `python bench/plot_run.py docs/run.png`."""
 
 import sys
 from pathlib import Path
@@ -17,38 +17,33 @@ ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evalu
 
 
 def main(target: str) -> None:
-    manifests = {
-        name: read_json(
-            Path("rounds", name, "evaluate/manifest.json"), f"dvc repro evaluate@{name}"
-        )
-        for name in ROUNDS
-    }
-    check_comparable({name: manifest.get("evaluation", {}) for name, manifest in manifests.items()})
+    evaluations = {}
+    for name in ROUNDS:
+        path = Path("rounds", name, "evaluate/manifest.json")
+        evaluations[name] = read_json(path, f"dvc repro evaluate@{name}").get("evaluation", {})
+    check_comparable(evaluations)
     figure, (score, kl, judged) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:
-        steps, curve = (
-            columns(Path("rounds", name, "ppo/curves.csv")),
-            columns(Path("rounds", name, "evaluate/curves.csv")),
-        )
+        folder = Path("rounds", name)
+        steps, curve = columns(folder / "ppo/curves.csv"), columns(folder / "evaluate/curves.csv")
         score.plot(steps["step"], steps["score_mean"], label=name)
         kl.plot(steps["step"], steps["kl"], label=name)
         by_kl = sorted(zip(curve["kl"], curve["sentiment"], curve["score"], strict=True))
         distance, sentiment, proxy = zip(*by_kl, strict=True)
         line = judged.plot(distance, sentiment, "o-", label=f"{name}: judge (VADER sentiment)")[0]
-        judged.plot(
-            distance,
-            [value / 4 for value in proxy],
-            "x--",
-            color=line.get_color(),
-            alpha=0.5,
-            label=f"{name}: reward model / 4",
-        )
+        # a quarter of the score is on the scale of the sentiment
+        proxy_style = {
+            "color": line.get_color(),
+            "alpha": 0.5,
+            "label": f"{name}: reward model / 4",
+        }
+        judged.plot(distance, [value / 4 for value in proxy], "x--", **proxy_style)
     budget = yaml.safe_load(Path("params.yaml").read_text())["ppo"]["max_kl"]
     kl.axhline(budget, color="grey", linestyle=":", label="budget")
     for axis, title, x, y in (
         (score, "PPO: reward-model score", "update", "calibrated score"),
-        (kl, "PPO: KL from SFT", "update", "nats a sequence"),
-        (judged, "evaluation: judge against reward model", "KL, nats a sequence", ""),
+        (kl, "PPO: KL from SFT", "update", "nats per sequence"),
+        (judged, "evaluation: judge against reward model", "KL, nats per sequence", ""),
     ):
         axis.set(title=title, xlabel=x, ylabel=y)
         axis.legend(fontsize=8)

@@ -1,9 +1,8 @@
-"""Seconds, tokens and memory of PPO updates on the models of a run, beside what the machine's
-matrix products allow.
+"""Measures seconds, tokens and memory of PPO updates, and the least time for their matrix products.
 
-`python bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run`; JSON on
-stdout. EOS is a token that is never sampled, so that every response has its full length. The first
-update warms up and is left out.
+`python bench/ppo.py --episodes 32 --updates 6 --set ppo.num_ppo_epochs=4` after `make run` uses the
+models of round r0 and prints JSON. EOS is replaced by a token that is never sampled, so that every
+response has its full length. The first update is a warm-up and is left out.
 """
 
 import argparse
@@ -26,17 +25,19 @@ from stages.lib.lm.packing import unwrap_peft
 from stages.ppo.trainer.roles import Roles, load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
-NEVER = "<jupyter_start>"  # a token of SmolLM2 that ordinary text does not have
+NEVER_SAMPLED = "<jupyter_start>"  # a token of SmolLM2 that does not occur in ordinary text
 Timed = Callable[..., Any]
 
 
 class Clock:
-    """Seconds by phase of the update at hand."""
+    """Seconds of the current update by phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def timed(self, phase: str, function: Timed) -> Timed:
+        """`function`, whose time is added to a phase."""
+
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -48,57 +49,52 @@ class Clock:
 
 
 def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
-    """Of one update's matrix products with weights (adapters' own and attention's left out): the
-    least that the algorithm needs.
+    """The least FLOPs of one update: its matrix products with weights.
 
-    Per weight and token 2 forward; backward 2 for what passes a gradient on and 2 more for what is
-    trained itself (r 0). Layers that all roles have in common run once.
+    Those of adapters and of attention are left out. Per weight and token: 2 forward; backward 2 to
+    pass the gradient on, and 2 more if the weight is trained itself (r 0). Layers that all roles
+    share run once.
+
+    Args:
+        prompt: mean length of a prompt in tokens.
     """
-    ppo, model = params.ppo, roles.policy
-    config = unwrap_peft(model).config
-    layers, response, whole = (
-        config.num_hidden_layers,
-        ppo.response_length,
-        prompt + ppo.response_length,
-    )
+    ppo, model = params.ppo, unwrap_peft(roles.policy)
+    config = model.config
+    layers, response = config.num_hidden_layers, ppo.response_length
+    length = prompt + response
     head = config.vocab_size * config.hidden_size
     trunk = sum(
-        p.numel()
-        for name, p in unwrap_peft(model).base_model.layers.named_parameters()
+        weight.numel()
+        for name, weight in model.base_model.layers.named_parameters()
         if "lora" not in name
     )
-    generate = 2 * (trunk * whole + head * response)
-    frozen = (
-        2 * (2 - roles.common / layers) * trunk * whole + 2 * head * response
-    )  # reference and reward model
+    generate = 2 * (trunk * length + head * response)
+    # reference and reward model
+    frozen = 2 * (2 - roles.common / layers) * trunk * length + 2 * head * response
 
     def learning(lora: LoraParams) -> float:
         upper = min((lora.top_layers or layers) / layers, 1.0) if lora.r else 1.0
-        return (4 if lora.r else 6) * trunk * whole * upper
+        return (4 if lora.r else 6) * trunk * length * upper
 
     heads = (4 if ppo.lora.r else 6) * head * response
-    return episodes * (
-        generate
-        + frozen
-        + ppo.num_ppo_epochs * (learning(ppo.lora) + learning(ppo.critic_lora) + heads)
-    )
+    epoch = learning(ppo.lora) + learning(ppo.critic_lora) + heads
+    return episodes * (generate + frozen + ppo.num_ppo_epochs * epoch)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--episodes", type=int, default=32)
-    parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--episodes", type=int, default=32, help="responses per update")
+    parser.add_argument("--updates", type=int, default=6, help="updates to run")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     sizes = [f"ppo.{name}={options.episodes}" for name in ("batch_size", "mini_batch_size")]
-    params = resolve(
-        "keep", None, [*sizes, f"ppo.micro_batch_size={min(options.episodes, 32)}", *options.set]
-    )
+    sizes.append(f"ppo.micro_batch_size={min(options.episodes, 32)}")
+    params = resolve("keep", None, [*sizes, *options.set])
     setup_torch(params)
     machine = estimate.measure()
     rate = machine.rates[estimate.dtype_of(params, machine)]
     roles = load_roles(params, SFT, REWARD)
-    roles.tokenizer.eos_token = NEVER
+    roles.tokenizer.eos_token = NEVER_SAMPLED
     prompts, _ = episodes(params, roles.tokenizer)
     trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
     for phase, owner, name in (
@@ -114,9 +110,8 @@ def main() -> None:
         tokens = sum(map(len, rollout.prompts)) + sum(map(len, rollout.responses))
         updates.append(dict(clock.seconds))
     seconds = {phase: median(update[phase] for update in updates[1:]) for phase in updates[0]}
-    need = flops(
-        params, roles, options.episodes, sum(len(tokens) for _, tokens in prompts) / len(prompts)
-    )
+    mean_prompt = sum(len(prompt_tokens) for _, prompt_tokens in prompts) / len(prompts)
+    floor = flops(params, roles, options.episodes, mean_prompt) / rate
     report = {
         "episodes": options.episodes,
         "seconds": {phase: round(value, 2) for phase, value in seconds.items()},
@@ -124,8 +119,8 @@ def main() -> None:
         "tokens_per_second": round(tokens / seconds["update"], 1),
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "matmul_gflops": round(rate / 1e9),
-        "floor_seconds": round(need / rate, 2),
-        "share_of_matmul_rate": round(need / rate / seconds["update"], 3),
+        "floor_seconds": round(floor, 2),
+        "share_of_matmul_rate": round(floor / seconds["update"], 3),
     }
     print(json.dumps(report, indent=2))
 

@@ -1,9 +1,9 @@
-"""Seconds and memory of prepare on made-up pairs, JSON on stdout: `python bench/prepare.py --pairs
-200000` after `make run` (or assets).
+"""Measures seconds and memory of `prepare` on synthetic pairs.
 
-The words follow Zipf's law; a fifth of the prompts begins with one of twenty templates. Of the
-pairs 3% are copies, 3% copies but for a word, 1% contradict another, and 1% carry a sentence of
-another pair's response, which is a leak where the split parts the two.
+`python bench/prepare.py --pairs 200000` after `make run` (or `dvc repro assets`) prints JSON. Words
+follow Zipf's law; a fifth of the prompts begins with one of twenty templates. 3% of the pairs are
+copies, 3% are copies with an added word, 1% contradict another pair, and 1% contain another pair's
+response, which is a leak if the split separates the two.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Writer:
-    """Texts of random words."""
+    """Writes texts of random words."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -38,50 +38,44 @@ class Writer:
         self.words = np.array(spelled, dtype=object)
         self.shares = 1 / np.arange(1, VOCABULARY + 1)
         self.shares /= self.shares.sum()
-        self.drawn, self.used = np.empty(0, dtype=object), 0
+        self.sampled, self.used = np.empty(0, dtype=object), 0
 
-    def text(self, least: int, most: int) -> str:
-        size = int(self.random.integers(least, most))
-        if self.used + size > len(self.drawn):
-            self.drawn, self.used = (
-                self.words[self.random.choice(VOCABULARY, 1_000_000, p=self.shares)],
-                0,
-            )
-        words, self.used = self.drawn[self.used : self.used + size].tolist(), self.used + size
-        for place in range(9, size - 1, 10):
-            words[place] += "."
+    def text(self, low: int, high: int) -> str:
+        """A text of `low` to `high` - 1 words, in sentences of ten."""
+        size = int(self.random.integers(low, high))
+        # Words are sampled a million at a time: one call per text would be much slower.
+        if self.used + size > len(self.sampled):
+            indices = self.random.choice(VOCABULARY, 1_000_000, p=self.shares)
+            self.sampled, self.used = self.words[indices], 0
+        words, self.used = self.sampled[self.used : self.used + size].tolist(), self.used + size
+        for index in range(9, size - 1, 10):
+            words[index] += "."
         return " ".join(words) + "."
 
 
 def write_pairs(path: Path, pairs: int, seed: int) -> None:
-    writer, chance = Writer(seed), random.Random(seed)
+    """Write synthetic pairs as JSON lines; see the module's docstring for their defects."""
+    writer, rng = Writer(seed), random.Random(seed)
     templates = [writer.text(8, 25) for _ in range(TEMPLATES)]
-    made: list[dict[str, str]] = []
+    rows: list[dict[str, str]] = []
     for _ in range(pairs):
-        kind = chance.random() if len(made) > 100 else 1.0
-        before = dict(chance.choice(made)) if kind < 0.08 else {}
+        # below 0.03: copy, 0.06: copy with a word, 0.07: contradiction, 0.08: leak, else a new pair
+        kind = rng.random() if len(rows) > 100 else 1.0
+        earlier = dict(rng.choice(rows)) if kind < 0.08 else {}
         if 0.03 <= kind < 0.06:
-            before["chosen"] += " anyway"
+            earlier["chosen"] += " anyway"
         elif 0.06 <= kind < 0.07:
-            before["chosen"], before["rejected"] = before["rejected"], before["chosen"]
+            earlier["chosen"], earlier["rejected"] = earlier["rejected"], earlier["chosen"]
         if kind < 0.07:
-            made.append(before)
+            rows.append(earlier)
             continue
-        template = chance.choice(templates) + "\n" if chance.random() < 0.2 else ""
-        prompt, chosen, rejected = (
-            template + writer.text(5, 60),
-            writer.text(10, 120),
-            writer.text(10, 120),
-        )
-        made.append(
-            {
-                "prompt": prompt,
-                "chosen": f" {before.get('chosen', '')}{chosen}",
-                "rejected": f" {rejected}",
-            }
-        )
-    with path.open("w") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in made)
+        template = rng.choice(templates) + "\n" if rng.random() < 0.2 else ""
+        prompt = template + writer.text(5, 60)
+        chosen, rejected = writer.text(10, 120), writer.text(10, 120)
+        chosen = f" {earlier.get('chosen', '')}{chosen}"
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": f" {rejected}"})
+    with path.open("w") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def main() -> None:
@@ -109,14 +103,14 @@ def main() -> None:
             stdout=sys.stderr,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        seconds, used = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-        found = json.loads((folder / "rounds/r0/prepare/metrics.json").read_text())
+        seconds, usage = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        metrics = json.loads((folder / "rounds/r0/prepare/metrics.json").read_text())
     cost = {
         "seconds": round(seconds, 1),
-        "user_seconds": round(used.ru_utime, 1),
-        "peak_gib": round(used.ru_maxrss / 2**20, 2),
+        "user_seconds": round(usage.ru_utime, 1),
+        "peak_gib": round(usage.ru_maxrss / 2**20, 2),
     }
-    print(json.dumps({"pairs": options.pairs, **cost, "found": found}))
+    print(json.dumps({"pairs": options.pairs, **cost, "found": metrics}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The proof in docs/log.md: whole runs over seeds, and on their first rounds the alternatives to
-PPO and a sweep of PPO's KL coefficient.
+"""Runs the experiments of docs/log.md: whole runs over seeds, alternatives to PPO, a KL sweep.
 
-`python bench/proof.py run RESULTS.jsonl --seeds 0 1 2 --sweep 0`, in a clone of its own: it
-rewrites params.yaml, and goes on where it was killed. `python bench/proof.py show RESULTS.jsonl`
-prints the tables. Every model here is judged on the frozen prompts, by `evaluate`.
+`python bench/proof.py run RESULTS.jsonl --seeds 0 1 2 --sweep 0` runs the default with both rounds
+per seed, then the alternatives and a sweep of PPO's KL coefficient on its first round. Use a clone
+of the repository: it rewrites params.yaml. If it is stopped, the same command resumes it.
+`python bench/proof.py show RESULTS.jsonl` prints the tables. Stage `evaluate` judges every policy
+on the frozen prompts.
 """
 
 import argparse
@@ -26,14 +27,15 @@ ALTERNATIVES = {
     "rloo": ("algorithm=rloo",),
     "grpo": ("algorithm=grpo",),
 }
-SWEEP = (0.0, 0.03, 0.1, 0.3)  # ppo.kl_coef, fixed
-FREE = (
+SWEEP = (0.0, 0.03, 0.1, 0.3)  # values of ppo.kl_coef
+# Settings of the sweep: nothing but the KL coefficient limits the distance from SFT.
+UNLIMITED = (
     "ppo.kl_control=fixed",
     "ppo.max_kl=1000",
     "ppo.on_danger=warn",
     "ppo.total_episodes=960",
     "ppo.save_updates=5",
-)  # no brake but beta
+)
 
 
 def main() -> None:
@@ -43,7 +45,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--alternatives", nargs="*", default=ALTERNATIVES, choices=ALTERNATIVES)
     parser.add_argument(
-        "--sweep", type=int, nargs="*", default=[0], help="the seeds whose KL coefficient is swept"
+        "--sweep",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="seeds for the sweep of the KL coefficient",
     )
     options = parser.parse_args()
     if options.do == "show":
@@ -60,25 +66,26 @@ def main() -> None:
 
 
 def variants(alternatives: Sequence[str], sweep: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name and settings of the runs of one seed; the default, which the others need, is first."""
     yield "ppo", ()
     for name in alternatives:
         yield name, ALTERNATIVES[name]
     for beta in SWEEP if sweep else ():
-        yield f"beta {beta}", (*FREE, f"ppo.kl_coef={beta}")
+        yield f"beta {beta}", (*UNLIMITED, f"ppo.kl_coef={beta}")
 
 
 def measure(seed: int, variant: str, settings: tuple[str, ...]) -> list[Row]:
-    """The default: both rounds, past shut gates; a variant: policy and evaluation of the first
-    round, on the default's other stages.
+    """Run a variant and return its metrics, one row per round.
+
+    The default runs all stages of both rounds, even if gates fail. Other variants run policy and
+    evaluation of the first round, on the default's SFT and reward model.
     """
     whole = not settings
     policies = [f"gates.{gate}.policy=warn" for gate in ("sft", "reward", "promote")]
     write_params(resolve(DEFAULT, 2 if whole else 1, [f"seed={seed}", *policies, *settings]))
     print(f"seed {seed}: {variant}", flush=True)
-    subprocess.run(
-        [sys.executable, "-m", "dvc", "repro", "-q", *([] if whole else ["evaluate@r0"])],
-        check=True,
-    )
+    targets = [] if whole else ["evaluate@r0"]
+    subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", *targets], check=True)
     names = ["r0", "r1"] if whole else ["r0"]
     stages = STAGES if whole else ("ppo", "evaluate")
     return [
@@ -89,11 +96,18 @@ def measure(seed: int, variant: str, settings: tuple[str, ...]) -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    whole, first = (
-        [row for row in rows if row["variant"] == "ppo"],
-        [row for row in rows if row["round"] == "r0"],
-    )
+    """Print the tables of docs/log.md."""
+    whole = [row for row in rows if row["variant"] == "ppo"]
+    first = [row for row in rows if row["round"] == "r0"]
     swept = [row for row in first if row["variant"].startswith("beta")]
+    show_rounds(whole)
+    show_replay(whole)
+    show_algorithms([row for row in first if row not in swept])
+    show_sweep(swept)
+
+
+def show_rounds(rows: list[Row]) -> None:
+    """What SFT and PPO gained in each round, by seed."""
     head(
         "seed, round",
         "SFT against base, jury",
@@ -102,48 +116,49 @@ def show(rows: list[Row]) -> None:
         "PPO - SFT, judged",
         "KL",
     )
-    for row in whole:
-        told, sft = row["evaluate"], row["sft"]
-        base = told["base"]
+    for row in rows:
+        evaluate = row["evaluate"]
+        base = evaluate["base"]
+        # `base` has the win rate of the base model against SFT: the table shows the reverse.
         low, high = 1 - base["win_rate_high"], 1 - base["win_rate_low"]
-        against_base = f"{1 - base['win_rate']:.3f} [{low:.3f}, {high:.3f}]"
-        gains = (
-            against_base,
-            interval(sft, "judged_gain"),
-            interval(told, "win_rate"),
-            interval(told, "sentiment_gain"),
+        line(
+            f"{row['seed']}, {row['round']}",
+            f"{1 - base['win_rate']:.3f} [{low:.3f}, {high:.3f}]",
+            interval(row["sft"], "judged_gain"),
+            interval(evaluate, "win_rate"),
+            interval(evaluate, "sentiment_gain"),
+            f"{evaluate['ppo']['kl']:.2f}",
         )
-        line(f"{row['seed']}, {row['round']}", *gains, f"{told['ppo']['kl']:.2f}")
+
+
+def show_replay(rows: list[Row]) -> None:
+    """What the second round gained from replay, by seed; `rows`: r0 and r1 of each seed in turn."""
     head(
         "seed",
         "RM accuracy, r0",
         "r1",
-        "r0's blind spots fool r0's RM; r1's",
+        "reversed by r0's blind spots: r0's RM; r1's",
         "fall",
         "repaired; by chance",
         "came back",
         "r1 against r0",
     )
-    for before, after in zip(whole[::2], whole[1::2], strict=True):
+    for before, after in zip(rows[::2], rows[1::2], strict=True):
         replay = after["replay"]
-        accuracies = (interval(row["reward"], "accuracy") for row in (before, after))
-        fooled = f"{replay['fooled_before']:.2f}; {replay['fooled_after']:.2f}"
-        repaired = (
-            f"{replay['repaired']} of {replay['tried_again']}; {replay['repaired_by_chance']}"
-        )
-        came_back, won = (
+        repaired = f"{replay['repaired']} of {replay['tried_again']}"
+        line(
+            before["seed"],
+            *(interval(row["reward"], "accuracy") for row in (before, after)),
+            f"{replay['fooled_before']:.2f}; {replay['fooled_after']:.2f}",
+            interval(replay, "fooled_fall"),
+            f"{repaired}; {replay['repaired_by_chance']}",
             f"{replay['regressed']} of {replay['guarded']}",
             interval(after["evaluate"], "win_rate_champion"),
         )
-        line(
-            before["seed"],
-            *accuracies,
-            fooled,
-            interval(replay, "fooled_fall"),
-            repaired,
-            came_back,
-            won,
-        )
+
+
+def show_algorithms(rows: list[Row]) -> None:
+    """PPO and its alternatives on the first round."""
     head(
         "seed",
         "algorithm",
@@ -154,45 +169,46 @@ def show(rows: list[Row]) -> None:
         "distinct-2",
         "update kept",
     )
-    for row in (row for row in first if row not in swept):
-        told, policy, kept = (
-            row["evaluate"],
-            row["evaluate"]["ppo"],
-            f"{row['ppo']['policy_update']} of {row['ppo']['updates']}",
-        )
-        numbers = (f"{policy[name]:.2f}" for name in ("score", "kl", "distinct_2"))
+    for row in rows:
+        evaluate = row["evaluate"]
         line(
             row["seed"],
             row["variant"],
-            interval(told, "sentiment_gain"),
-            interval(told, "win_rate"),
-            *numbers,
-            kept,
+            interval(evaluate, "sentiment_gain"),
+            interval(evaluate, "win_rate"),
+            *(f"{evaluate['ppo'][name]:.2f}" for name in ("score", "kl", "distinct_2")),
+            f"{row['ppo']['policy_update']} of {row['ppo']['updates']}",
         )
+
+
+def show_sweep(rows: list[Row]) -> None:
+    """Over-optimisation by KL coefficient: checkpoints, and Gao's law fitted to them."""
     head(
         "seed",
         "beta",
         "KL: judged, proxy, distinct-2 at the checkpoints",
         "Gao's peak, nats; measured",
     )
-    for row in swept:
-        way = (
-            f"{at['kl']:.1f}: {at['sentiment']:.2f}, {at['score']:.1f}, {at['distinct_2']:.2f}"
-            for at in on_the_way(row)
+    for row in rows:
+        points = (
+            f"{metrics['kl']:.1f}: {metrics['sentiment']:.2f}, {metrics['score']:.1f}, "
+            f"{metrics['distinct_2']:.2f}"
+            for metrics in checkpoints(row)
         )
         line(
             row["seed"],
             row["variant"].removeprefix("beta "),
-            " · ".join(way),
+            " · ".join(points),
             peaks(row["evaluate"]["overoptimisation"]),
         )
-    for seed in sorted({row["seed"] for row in swept}):
-        law = law_of([row for row in swept if row["seed"] == seed])
-        fitted = f"alpha {law['alpha']:.3f}, beta {law['beta']:.3f}, rmse {law['rmse']:.3f}, {law['points']} points"
-        line(seed, "all", fitted, peaks(law))
+    for seed in sorted({row["seed"] for row in rows}):
+        law = fit_law([row for row in rows if row["seed"] == seed])
+        coefficients = f"alpha {law['alpha']:.3f}, beta {law['beta']:.3f}, rmse {law['rmse']:.3f}"
+        line(seed, "all", f"{coefficients}, {law['points']} points", peaks(law))
 
 
 def head(*titles: str) -> None:
+    """Print an empty line and the head of a Markdown table."""
     print()
     line(*titles)
     line(*("---" for _ in titles))
@@ -202,25 +218,32 @@ def line(*cells: object) -> None:
     print(f"| {' | '.join(map(str, cells))} |")
 
 
-def law_of(swept: list[Row]) -> Row:
-    """One law through the checkpoints of all betas."""
-    start = swept[0]["evaluate"]["sft"]
-    ways = [at for row in swept for at in on_the_way(row)]
+def fit_law(rows: list[Row]) -> Row:
+    """Gao's law fitted to SFT and the checkpoints of all betas of one seed."""
+    start = rows[0]["evaluate"]["sft"]
+    models = [start, *(metrics for row in rows for metrics in checkpoints(row))]
     return overoptimisation(
-        [Point(n, at["kl"], at["score"], at["sentiment"]) for n, at in enumerate([start, *ways])]
+        [
+            Point(number, metrics["kl"], metrics["score"], metrics["sentiment"])
+            for number, metrics in enumerate(models)
+        ]
     )
 
 
-def on_the_way(row: Row) -> list[Row]:
-    return [at for _, at in sorted(row["evaluate"]["checkpoints"].items())]
+def checkpoints(row: Row) -> list[Row]:
+    """The metrics of a run's checkpoints, in order of their updates."""
+    return [metrics for _, metrics in sorted(row["evaluate"]["checkpoints"].items())]
 
 
 def peaks(law: Row) -> str:
-    return f"{'none' if law['peak_kl'] is None else format(law['peak_kl'], '.1f')}; {law['measured_peak_kl']:.1f}"
+    """The KL of the fitted and of the measured peak."""
+    fitted = "none" if law["peak_kl"] is None else f"{law['peak_kl']:.1f}"
+    return f"{fitted}; {law['measured_peak_kl']:.1f}"
 
 
 def interval(metrics: Row, name: str) -> str:
-    if metrics[name] is None:  # there is no champion to meet
+    """A metric with its 95% interval; `-` if there was no champion to compare with."""
+    if metrics[name] is None:
         return "-"
     return f"{metrics[name]:.3f} [{metrics[f'{name}_low']:.3f}, {metrics[f'{name}_high']:.3f}]"
 

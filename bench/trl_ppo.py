@@ -1,12 +1,16 @@
-"""TRL 1.12.0's PPOTrainer on the models and prompts of a run, for bench/against_trl.sh, which makes
-its environment; JSON on stdout.
+"""Measures TRL 1.12.0's PPOTrainer on the models and prompts of a run, and prints JSON.
 
-`fp32` is its default on a CPU, `lora` the same with adapters on the policy, `autocast` trains
-policy and critic with bfloat16 products (on a CPU by environment variable alone: `bf16=True` does
-nothing; generation, reference and reward model stay in float32), `bf16` has bfloat16 weights, which
-is unsafe: small steps are rounded away. Without `--every`: seconds of updates whose responses have
-their full length. With it: the curve of bench/curve.py; responses end at EOS, scores are in
-standard deviations, and what both trainers know is as in params.yaml.
+bench/against_trl.sh runs it in an environment of its own. Settings:
+
+- `fp32`: TRL's default on a CPU.
+- `lora`: the same with adapters on the policy.
+- `autocast`: policy and critic train with bfloat16 products; generation, reference and reward model
+  stay in float32. On a CPU only the environment variable switches it on; `bf16=True` does nothing.
+- `bf16`: bfloat16 weights, which is unsafe, because small steps are rounded away.
+
+Without `--every` it reports the seconds per update, and all responses have their full length. With
+`--every` it reports the curve of bench/curve.py: responses end at EOS, and settings that both
+trainers have are those of params.yaml. Scores are in standard deviations.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from curve import REWARD, SFT, Curve, episodes
@@ -31,43 +36,47 @@ from transformers import (
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-from stages.lib.core.params import load_params
+from stages.lib.core.params import Params, load_params
+from stages.lib.core.params.policy import PpoParams
 from stages.lib.lm.generation import sample_responses
 from stages.lib.metrics.sentiment import sentiment
+from stages.ppo.common.episodes import Episode
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import FrozenModel
 
 
 class Times(TrainerCallback):
-    """When training began and each update ended."""
+    """Records the times at which training began and each update ended."""
 
-    def __init__(self):
-        self.at = []
+    def __init__(self) -> None:
+        self.at: list[float] = []
 
-    def on_train_begin(self, args, state, control, **_):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.at.append(time.perf_counter())
 
-    def on_step_end(self, args, state, control, **_):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.at.append(time.perf_counter())
 
 
 class Points(TrainerCallback):
-    """A point of the curve before training, and after every `every` updates."""
+    """Adds a point to the curve before training, and after every `every` updates."""
 
-    def __init__(self, curve, every):
+    def __init__(self, curve: Curve, every: int) -> None:
         self.curve, self.every, self.updates = curve, every, 0
 
-    def on_train_begin(self, args, state, control, **_):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.curve.point(0)
 
-    def on_step_end(self, args, state, control, **_):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.updates += 1
         if self.updates % self.every == 0:
             self.curve.point(self.updates)
 
 
-def curve_of(trainer, reference, tokenizer, held_out, params):
-    """Measured by what measures our own policies, which asks this much of its roles."""
+def curve_of(
+    trainer: PPOTrainer, reference: Any, tokenizer: Any, held_out: list[Episode], params: Params
+) -> Curve:
+    """A `Curve` of TRL's policy, with the attributes of `Roles` that PolicySelector uses."""
     policy = trainer.accelerator.unwrap_model(trainer.model).policy
     roles = SimpleNamespace(
         policy=policy,
@@ -80,7 +89,9 @@ def curve_of(trainer, reference, tokenizer, held_out, params):
     return Curve(PolicySelector(roles, held_out, sentiment, params.ppo, params.seed).measure)
 
 
-def config_of(options, ppo):
+def config_of(options: argparse.Namespace, ppo: PpoParams) -> PPOConfig:
+    """TRL's config with the PPO settings of params.yaml."""
+    ending = {"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty}
     return PPOConfig(
         output_dir=".rondo/trl_ppo",
         per_device_train_batch_size=options.episodes,
@@ -106,11 +117,7 @@ def config_of(options, ppo):
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **(
-            {"stop_token": "eos", "missing_eos_penalty": ppo.missing_eos_penalty}
-            if options.every
-            else {}
-        ),
+        **(ending if options.every else {}),
     )
 
 
@@ -122,7 +129,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-6)
-    parser.add_argument("--every", type=int, default=0)
+    parser.add_argument("--every", type=int, default=0, help="updates between measurements")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     params = load_params(Path("params.yaml")).model_copy(update={"seed": options.seed})
@@ -133,14 +140,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SFT, padding_side="left")
     train, held_out = episodes(params, tokenizer)
 
-    def causal():
+    def causal() -> Any:
         return AutoModelForCausalLM.from_pretrained(SFT, dtype=dtype)
 
-    def scorer():
+    def scorer() -> Any:
         model = AutoModelForSequenceClassification.from_pretrained(
             REWARD, num_labels=1, dtype=dtype
         )
-        model.score.weight.data /= model.config.std
+        model.score.weight.data /= model.config.std  # scores in standard deviations
         return model
 
     adapters = LoraConfig(
@@ -168,21 +175,15 @@ def main() -> None:
         reference = causal().to(trainer.accelerator.device)
         curve = curve_of(trainer, reference, tokenizer, held_out, params)
         trainer.add_callback(Points(curve, options.every))
-    stdout, sys.stdout = sys.stdout, sys.stderr
+    stdout, sys.stdout = sys.stdout, sys.stderr  # TRL prints its metrics; stdout is for JSON
     trainer.train()
     sys.stdout = stdout
     if options.every:
         print(json.dumps(curve.points))
     else:
         updates = [round(end - start, 2) for start, end in itertools.pairwise(times.at)]
-        print(
-            json.dumps(
-                {
-                    "updates": updates[1:],
-                    "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-                }
-            )
-        )
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(json.dumps({"updates": updates[1:], "peak_memory_mib": memory}))
 
 
 if __name__ == "__main__":

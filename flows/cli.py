@@ -1,6 +1,4 @@
-"""The command `rondo`. Exit codes: 0 done, 3 a gate failed, 2 bad input, 4 the network or a server
-was away, 1 anything else.
-"""
+"""The command `rondo`."""
 
 import argparse
 import io
@@ -10,23 +8,26 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import TypeAlias
 
 from flows.commands.badcases import add_commands as add_badcases
 from stages.lib.core.errors import BadInput, GateFailed, RondoError
 
 HOME = Path(".rondo")
+EXIT_CODES = (
+    "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 the network or a server is "
+    "unreachable, 1 any other error."
+)
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line; ends the process."""
+    """Run the command line and end the process with its exit code."""
     options = parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            line_buffering=True
-        )  # in a pipe too, what is said is seen when it is said
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # not the default, which would leave Prefect's server behind
+        sys.stdout.reconfigure(line_buffering=True)  # progress is visible through a pipe too
+    # The default handler would end the process at once and leave Prefect's server running.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if options.command != "check-data" and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("rondo: stopped", file=sys.stderr)
         code = RondoError.exit_code
-    except BrokenPipeError:  # whoever reads, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = RondoError.exit_code
     sys.stdout.flush()
@@ -45,135 +46,161 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     about = "RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay."
-    top = argparse.ArgumentParser(prog="rondo", description=about, epilog=__doc__)
+    top = argparse.ArgumentParser(prog="rondo", description=about, epilog=EXIT_CODES)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    start = commands.add_parser("run", help="run what is not up to date, stage by stage")
+    add_run_commands(commands)
+    add_approve(commands)
+    add_badcases(commands)
+    add_promote(commands)
+    add_comparison_commands(commands)
+    check = add_command(
+        commands,
+        "check-data",
+        "validate a file of preference pairs or demonstrations, and list its invalid rows",
+    )
+    check.add_argument("file", metavar="FILE", help="a .jsonl or .parquet file")
+    return top
+
+
+def add_command(commands: Subparsers, name: str, about: str) -> argparse.ArgumentParser:
+    """Add a command; `about` is its line in `rondo --help` and the start of its own help."""
+    description = f"{about[0].upper()}{about[1:]}."
+    return commands.add_parser(name, help=about, description=description)
+
+
+def add_run_commands(commands: Subparsers) -> None:
+    """`run` and `next-round`, and the commands that show or serve runs."""
+    start = add_command(commands, "run", "run all stages that are not up to date")
     start.add_argument(
         "--preset",
         default="keep",
         metavar="NAME",
-        help="a file of presets/, over the defaults; `default`: the defaults",
+        help="overlay presets/NAME.yaml on the defaults; `default`: the defaults alone; "
+        "without --preset params.yaml stays as it is",
     )
-    start.add_argument("--rounds", type=int, metavar="N", help="how many rounds")
-    more = commands.add_parser(
+    start.add_argument("--rounds", type=int, metavar="N", help="number of rounds")
+    more = add_command(
+        commands,
         "next-round",
-        help="add a round to params.yaml and run it; the rounds before it stay as they are",
+        "add a round to params.yaml and run it, without changing the rounds before it",
     )
-    for each in (start, more):
-        each.add_argument(
+    for command in (start, more):
+        command.add_argument(
             "--set",
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",
-            help="one value of params.yaml; may be repeated",
+            help="set one value of params.yaml; may be repeated",
         )
-        each.add_argument(
+        command.add_argument(
             "--isolated",
             action="store_true",
-            help="in a git worktree of its own that ends as the branch runs/<run id>",
+            help="work in a new git worktree, and commit the results to the branch runs/<run id>",
         )
-    services = commands.add_parser(
-        "up", help="Prefect server, worker and MLflow on loopback, until Ctrl-C"
+    services = add_command(
+        commands, "up", "serve Prefect, a worker and MLflow on this machine until Ctrl-C"
     )
     services.add_argument(
         "--notify",
         metavar="URL",
-        help="a webhook that is told of shut gates, failed and crashed runs (docs/running.md)",
+        help="webhook that gets a message when a run fails, crashes or waits for a decision, "
+        "or when a gate fails (docs/running.md)",
     )
-    commands.add_parser(
-        "status", help="how far each round is, what runs now, whose fault a shut gate is"
+    add_command(
+        commands,
+        "status",
+        "show the progress of each round, the running stages and the stage at fault",
     )
-    commands.add_parser(
+    add_command(
+        commands,
         "report",
-        help="print the table of what is there; write reports/summary.md and reports/report.html",
+        "print the results of all rounds; write reports/summary.md and reports/report.html",
     )
-    word = commands.add_parser(
+
+
+def add_approve(commands: Subparsers) -> None:
+    approve = add_command(
+        commands,
         "approve",
-        help="let a round go on past a gate that asks (gates.<gate>.policy: ask), or refuse it",
+        "approve or refuse a failed gate that waits for a decision (gates.<gate>.policy: ask)",
     )
-    word.add_argument("gate", choices=["sft", "reward", "promote"])
-    word.add_argument("round", metavar="ROUND", help="e.g. r0")
-    word.add_argument(
+    approve.add_argument("gate", choices=["sft", "reward", "promote"], help="the failed gate")
+    approve.add_argument("round", metavar="ROUND", help="the round of the gate, e.g. r0")
+    approve.add_argument(
         "--reason",
         required=True,
-        help="why; it is kept in the verdict, in approvals/ and in MLflow",
+        help="reason for the decision; stored in the verdict, in approvals/ and in MLflow",
     )
-    word.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
-    word.add_argument("--refuse", action="store_true", help="say no, with the reason")
-    add_badcases(commands)
-    champion = commands.add_parser(
-        "promote",
-        help="print which policy is champion and which was before, or go back to that one",
+    add_person(approve)
+    approve.add_argument("--refuse", action="store_true", help="refuse the gate")
+
+
+def add_person(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--by", metavar="NAME", help="who decides; default: git's user.name")
+
+
+def add_promote(commands: Subparsers) -> None:
+    promote = add_command(
+        commands, "promote", "show the champion and the one before it, or roll back to that one"
     )
-    champion.add_argument(
+    promote.add_argument(
         "--rollback",
         action="store_true",
-        help="champion and previous change places (a second time: back again, not to older ones)",
+        help="swap champion and previous champion; a second rollback undoes the first",
     )
-    champion.add_argument(
-        "--reason", default="", help="why; a tag of the version that is champion no more"
+    promote.add_argument(
+        "--reason", default="", help="reason for the rollback; becomes a tag of the old champion"
     )
-    champion.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
-    two = commands.add_parser(
+    add_person(promote)
+
+
+def add_comparison_commands(commands: Subparsers) -> None:
+    """`compare` and `best`, which read recorded runs from MLflow."""
+    pair = add_command(
+        commands,
         "compare",
-        help="the policies of two recorded runs on the same prompts, paired, and what was set otherwise",
+        "compare the policies of two recorded runs on the same prompts, and list differing params",
     )
     for name in ("a", "b"):
-        two.add_argument(
+        pair.add_argument(
             name,
             metavar="RUN[:ROUND]",
-            help="a run's name or how it begins; default: the last round that it evaluated",
+            help="a run's name or the start of it; default round: the last one it evaluated",
         )
-    two.add_argument(
+    pair.add_argument(
         "--open",
         action="store_true",
-        help="MLflow's pages of the two, in the browser (`rondo up` has to run)",
+        help="open MLflow's pages of the two runs in the browser (needs `rondo up`)",
     )
-    found = commands.add_parser(
-        "best", help="the policies of all recorded runs by judged win rate against SFT, under a KL"
+    ranking = add_command(
+        commands, "best", "rank the policies of all recorded runs by win rate against SFT"
     )
-    found.add_argument(
+    ranking.add_argument(
         "--kl",
         type=float,
         metavar="NATS",
-        help="KL from SFT, nats a sequence; default: gates.promote.max_kl",
+        help="maximum KL from SFT, in nats per sequence; default: gates.promote.max_kl",
     )
-    checked = commands.add_parser(
-        "check-data", help="say what a file of pairs or demonstrations is, and which rows are bad"
-    )
-    checked.add_argument("file", metavar="FILE", help=".jsonl or .parquet")
-    return top
 
 
 def run(options: argparse.Namespace) -> int:
-    """The flow, in this process; its server is the one that runs, or one of its own for as long as
-    it takes.
+    """Run the flow in this process.
+
+    It uses the Prefect server of `rondo up` if that is running, else a temporary one.
     """
     from flows.core.config import resolve
 
-    resolve(options.preset, options.rounds, options.set)  # bad input is said before anything starts
-    from flows.core.prefect_api import PREFECT_URL
-    from flows.core.services import is_up
-    from flows.orchestration.server import prefect_environment
-
-    for name, value in prefect_environment(HOME.resolve()).items():
-        os.environ.setdefault(name, value)
-    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = (
-        "CRITICAL"  # it logs to its run; the terminal has lines of ours
-    )
-    if "PREFECT_API_URL" not in os.environ and is_up(f"{PREFECT_URL}/api/health"):
-        os.environ["PREFECT_API_URL"] = f"{PREFECT_URL}/api"
-    console = logging.getLogger("rondo")
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    console.addHandler(handler)
-    console.setLevel(logging.INFO)
-    console.propagate = False
+    # Bad input is reported before anything starts.
+    resolve(options.preset, options.rounds, options.set)
+    configure_prefect()
+    configure_console()
 
     from flows.execution import dvc_stages, fork_server
 
-    with fork_server.fork_server(dvc_stages.stage_environment()):  # it imports while Prefect starts
+    # The fork server imports its libraries while Prefect starts.
+    with fork_server.fork_server(dvc_stages.stage_environment()):
         from flows.pipeline import rlhf_pipeline
 
         state = rlhf_pipeline(
@@ -196,6 +223,30 @@ def run(options: argparse.Namespace) -> int:
     return RondoError.exit_code
 
 
+def configure_prefect() -> None:
+    """Set Prefect's environment variables; call it before Prefect is imported."""
+    from flows.core.prefect_api import PREFECT_URL
+    from flows.core.services import is_up
+    from flows.orchestration.server import prefect_environment
+
+    for name, value in prefect_environment(HOME.resolve()).items():
+        os.environ.setdefault(name, value)
+    # Prefect's log goes to its run page; the terminal gets the lines of the logger `rondo`.
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+    if "PREFECT_API_URL" not in os.environ and is_up(f"{PREFECT_URL}/api/health"):
+        os.environ["PREFECT_API_URL"] = f"{PREFECT_URL}/api"
+
+
+def configure_console() -> None:
+    """Print the lines of the logger `rondo` without prefix."""
+    console = logging.getLogger("rondo")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    console.addHandler(handler)
+    console.setLevel(logging.INFO)
+    console.propagate = False
+
+
 def next_round(options: argparse.Namespace) -> int:
     from flows.core.config import KEEP, one_more_round
 
@@ -216,7 +267,7 @@ def report(_: argparse.Namespace) -> int:
     rounds = summary.known_rounds()
     summary.write(rounds)
     print(summary.text(rounds))
-    print(f"{page.write(rounds)}: the same with pictures and samples, for a browser")
+    print(f"with charts and samples, for a browser: {page.write(rounds)}")
     return 0
 
 
@@ -231,7 +282,7 @@ def approve(options: argparse.Namespace) -> int:
     from flows.orchestration.approval import decide_here
 
     path = decide_here(options.gate, options.round, not options.refuse, options.by, options.reason)
-    print(f"{path} written; `rondo run` (or `dvc repro`) goes on from there")
+    print(f"{path} written; run `rondo run` (or `dvc repro`) to continue")
     return 0
 
 
@@ -247,15 +298,13 @@ def promote(options: argparse.Namespace) -> int:
     from flows.tracking.mlflow_store import registry
 
     if options.reason and not options.rollback:
-        raise BadInput("--reason is of a rollback: add --rollback")
+        raise BadInput("--reason is only for a rollback: add --rollback")
     with registry(HOME.resolve()) as client:
         if options.rollback:
             model_registry.roll_back(client, options.by or current_user(), options.reason)
-        print(model_registry.told(client))
+        print(model_registry.describe(client))
     if (unsent := HOME / "unsent.jsonl").exists():
-        print(
-            f"{unsent} waits to be sent with the next run: MLflow may not know the last promotion yet"
-        )
+        print(f"{unsent} is sent with the next run: MLflow may not have the last promotion yet")
     return 0
 
 
@@ -269,8 +318,8 @@ def compare(options: argparse.Namespace) -> int:
         experiment = experiment_of(client)
         a, b = (comparison.find(client, experiment, name) for name in (options.a, options.b))
         print(comparison.text(client, a, b))
-    for what, page in comparison.pages(a, b).items():
-        print(f"{what} in MLflow: {page}")
+    for title, page in comparison.pages(a, b).items():
+        print(f"{title} in MLflow: {page}")
         if options.open:
             webbrowser.open(page)
     return 0

@@ -1,8 +1,7 @@
-"""The Prefect flow: one task a stage and round, through the DAG; MLflow mirrors it; a failed gate
-is its last state.
+"""The Prefect flow: one task per stage and round, in the order of the DAG, mirrored to MLflow.
 
-Started by `rondo run`, or from the Prefect UI through the deployment in prefect.yaml. Both take the
-same parameters.
+A failed gate ends the flow in the state GateFailed. The flow is started by `rondo run`, or from the
+Prefect UI through the deployments in prefect.yaml, with the same parameters.
 """
 
 import json
@@ -39,119 +38,119 @@ from stages.lib.core.params import load_params
 from stages.lib.core.source_files import changed_sources
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
-Rounds = Annotated[
-    int, Field(ge=0)
-]  # a form sends null for a field that was emptied, and can give no reason where null is allowed
+# 0 stands for "not set": if null were allowed, the form in the Prefect UI could not show why a
+# value is invalid.
+Rounds = Annotated[int, Field(ge=0)]
+RETRY_DELAYS = retries.retry_delays()  # seconds
 
 
 def make_logger() -> LogLine:
-    """Lines go to the Prefect run's log, and clean to the terminal when there is one of our own."""
+    """A function that logs a line to the Prefect run, and without prefix to the terminal."""
     logger, console = get_run_logger(), logging.getLogger("rondo")
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         logger.info(line)
         console.info(line)
 
-    return say
-
-
-WAITS = retries.retry_delays()
+    return log
 
 
 @task(
     name="stage",
     task_run_name="{address}",
     cache_policy=NO_CACHE,
-    retries=len(WAITS),
-    retry_delay_seconds=WAITS,
+    retries=len(RETRY_DELAYS),
+    retry_delay_seconds=RETRY_DELAYS,
     retry_condition_fn=retries.is_retryable,
     log_prints=False,
 )
 def run_stage(
-    address: str, by: provenance.RunRef, tracker: NullTracker, force: bool
+    address: str, run_ref: provenance.RunRef, tracker: NullTracker, force: bool
 ) -> dvc_stages.Outcome:
-    """Bring one stage up to date, streaming its log; the run's page shows how far it is, and what
-    it has left.
+    """Bring one stage up to date and stream its log.
 
-    Where only the network was missing Prefect calls it again, after a wait in which the slot is
-    free for other runs.
+    The run's page shows the progress of the stage and, at its end, its results. If the network or a
+    remote server was unreachable, Prefect retries the task after a delay; other runs may compute in
+    the meantime.
     """
-    say = make_logger()
-    shown = artifacts.RunArtifacts(address, say)
+    log = make_logger()
+    run_artifacts = artifacts.RunArtifacts(address, log)
 
     def on_line(line: str) -> None:
-        say(line)
+        log(line)
         tracker.progress()
-        shown.line(line)
+        run_artifacts.line(line)
 
-    with concurrency.compute_slot(say):
+    with concurrency.compute_slot(log):
         tracker.start(address)
-        outcome, meter = "failed", energy.Meter(energy.counters())
+        result, meter = "failed", energy.Meter(energy.counters())
         try:
             with meter:
-                done = dvc_stages.run(address, on_line, force)
-            outcome = done.value
-            say(f"[{address}] {outcome}")
-            return done
+                outcome = dvc_stages.run(address, on_line, force)
+            result = outcome.value
+            log(f"[{address}] {result}")
+            return outcome
         except Unreachable:
-            tried, most = task_run.run_count, 1 + len(WAITS)
-            again = f"tried again in {WAITS[tried - 1]:g} s" if tried < most else "not tried again"
-            say(f"[{address}] out of reach at try {tried} of {most}: {again}")
+            attempt, attempts = task_run.run_count, 1 + len(RETRY_DELAYS)
+            retry = "not tried again"
+            if attempt < attempts:
+                retry = f"tried again in {RETRY_DELAYS[attempt - 1]:g} s"
+            log(f"[{address}] out of reach at try {attempt} of {attempts}: {retry}")
             raise
         finally:
-            tracker.finish(outcome)
-            if outcome == dvc_stages.Outcome.ran.value:
-                provenance.record_provenance(address, by, tracker.page(address), meter)
-            shown.end(outcome)
-
-
-def before_the_last(rounds: list[str]) -> list[str]:
-    """The promotion gates that end no run: what a round does wrong is what the next one learns
-    from.
-    """
-    return [f"gate_promote@{name}" for name in rounds[:-1]]
+            tracker.finish(result)
+            if result == dvc_stages.Outcome.ran.value:
+                provenance.record_provenance(address, run_ref, tracker.page(address), meter)
+            run_artifacts.end(result)
 
 
 def report_page(rounds: list[str]) -> str:
-    """Writes it and says where; a page that cannot be written must not undo what a run has done."""
+    """Write the report and return a line that names its file, or the reason why there is none."""
+    # A bug in the report must not lose the results of a run.
     try:
-        return f"the same with pictures and samples: {page.write(rounds).resolve()}"
+        return f"report with charts and samples: {page.write(rounds).resolve()}"
     except Exception as error:
-        return f"{page.REPORT} was not written ({type(error).__name__}: {error}); `rondo report` tries again"
+        reason = f"{type(error).__name__}: {error}"
+        return f"{page.REPORT} was not written ({reason}); `rondo report` tries again"
 
 
 def home_folder() -> Path:
+    """The folder of Rondo's own state, `.rondo` unless RONDO_HOME names another."""
     return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
 
 
-def record() -> Path:
-    """Where this flow run keeps what it has decided."""
+def decisions_path() -> Path:
+    """The file with the decisions of this flow run (`decide_once`)."""
     return home_folder() / "runs" / f"{flow_run.id}.json"
 
 
 def decide_once(name: str, decide: Callable[[], Any]) -> Any:
-    """What this flow run decided when it first asked: after a crash, a retry or a gate that asks it
-    starts again from the top.
+    """The value of `decide` when this flow run first called it under this name.
+
+    After a crash, a retry or a suspension at a gate, the flow starts again from the top; it has to
+    use the same values.
     """
-    path = record()
-    known = json.loads(path.read_text()) if path.exists() else {}
-    if name not in known:
-        known[name] = decide()
-        write_json(path, known)
-    return known[name]
+    path = decisions_path()
+    decisions = json.loads(path.read_text()) if path.exists() else {}
+    if name not in decisions:
+        decisions[name] = decide()
+        write_json(path, decisions)
+    return decisions[name]
 
 
 def run_id() -> str:
-    crashed_runs.hold_run_lock(record())
+    """The name of this run: its start in UTC and the beginning of the flow run's id."""
+    crashed_runs.hold_run_lock(decisions_path())
     return str(
         decide_once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}")
     )
 
 
 def run_name() -> str:
-    """In Prefect: what is run, and the name that branch, folder and MLflow know it by."""
-    given = flow_run.parameters
-    return f"{given.get('key') or given.get('preset') or flow_run.flow_name} {run_id()}"
+    """The flow run's name in Prefect: preset or swept key, then the name of branch and folder."""
+    parameters = flow_run.parameters
+    kind = parameters.get("key") or parameters.get("preset") or flow_run.flow_name
+    return f"{kind} {run_id()}"
 
 
 @flow(name="rlhf-pipeline", flow_run_name=run_name, persist_result=False)
@@ -167,10 +166,10 @@ def rlhf_pipeline(
 
     Args:
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
-        rounds: How many rounds. 0: as params.yaml or the preset says.
+        rounds: Number of rounds. 0: the number in params.yaml or the preset.
         settings: Single values, section.key=value, e.g. ppo.total_episodes=64.
-        sections: Whole sections of params.yaml; what is left out stays.
-        isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
+        sections: Whole sections of params.yaml; sections that are left out do not change.
+        isolated: Work in a new git worktree and commit the results to the branch `runs/RUN`.
     """
     return pipeline(run_id(), preset, lambda: rounds, settings, sections, isolated)
 
@@ -183,105 +182,141 @@ def pipeline(
     sections: Sections | None,
     isolated: bool,
 ) -> State[Any]:
-    """What `rlhf_pipeline` does, as the run of this name. rounds: asked when no other run works in
-    the folder.
+    """Run the stages of all rounds; the body of `rlhf_pipeline`, also for other flows.
+
+    Args:
+        run: the name of the run.
+        rounds: returns the number of rounds, 0 for the number in params.yaml or the preset; it is
+            called when no other run uses the folder.
+
+    Returns:
+        The final state: Completed, or Failed with the name GateFailed.
 
     Raises:
         Pause: a gate waits for a decision.
     """
-    say, home = make_logger(), home_folder()
-    resolve(
-        preset, None, settings, sections
-    )  # bad input is said before there is anything to clean up
-    warmth = (
+    log, home = make_logger(), home_folder()
+    # 1. Check the parameters, before there is anything to clean up.
+    resolve(preset, None, settings, sections)
+    server = (
         nullcontext()
         if fork_server.VARIABLE in os.environ
         else fork_server.fork_server(dvc_stages.stage_environment())
     )
-    with warmth, workspace(run, home) if isolated else working_tree(home, say) as folder:
+    with server, workspace(run, home) if isolated else working_tree(home, log) as folder:
+        # 2. Write params.yaml.
         params = resolve(preset, rounds() or None, settings, sections)
-        changes = write_params(params)
-        say(f"run {run} in {folder}")
-        say(
-            "\n".join(["params.yaml changed:", *(f"  {change}" for change in changes)])
-            if changes
-            else "params.yaml as it was"
-        )
+        changes = [f"  {change}" for change in write_params(params)]
+        log(f"run {run} in {folder}")
+        log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
+        # 3. Find the stages to run, and estimate time and memory.
         names = list(params.rounds)
         addresses = dvc_stages.stage_order(names)
         todo = dvc_stages.waiting(addresses)
+        # DVC does not track the contents of the user's data files: if one changed, force `assets`.
         changed = changed_sources(params) if "assets" not in todo else []
         if changed:
-            say(f"changed since the last run: {', '.join(changed)}")
-            todo = set(addresses)  # all stages hang on assets
+            log(f"data files changed since the last run: {', '.join(changed)}")
+            todo = set(addresses)  # all stages depend on assets
         for line in estimate.report(params, addresses, todo):
-            say(line)
-        by = provenance.RunRef(run, revision())
-        tracker = open_tracker(
-            run, home, {"revision": by.revision, "seed": str(params.seed), "preset": preset}, say
-        )
-        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", say)
-        left = list(addresses)
+            log(line)
+        # 4. Run the stages.
+        run_ref = provenance.RunRef(run, revision())
+        tags = {"revision": run_ref.revision, "seed": str(params.seed), "preset": preset}
+        tracker = open_tracker(run, home, tags, log)
+        link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
+        remaining = list(addresses)
         try:
-            while left:
-                try:
-                    run_stage(left[0], by, tracker, force=left[0] == "assets" and bool(changed))
-                except GateFailed as error:
-                    if approval.decided_in_the_ui(left[0]):
-                        continue  # the gate reads the decision
-                    if left[0] not in before_the_last(names):
-                        raise
-                    say(f"{error}\nNot promoted; the next round learns from its badcases.")
-                left.pop(0)
-            ended: State[Any] = Completed(
-                message=f"{len(names)} rounds done: {'; '.join(summary.verdict(names))}"
-            )
+            run_stages(remaining, names, run_ref, tracker, bool(changed), log)
+            verdict = "; ".join(summary.verdict(names))
+            state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
-            ended = Failed(name="GateFailed", message=str(error))
+            state = Failed(name="GateFailed", message=str(error))
         except Pause:
-            raise
+            raise  # the flow starts again from the top when a person has decided
         except BaseException:
-            close(run, names, left, tracker, say, bool(todo))
+            close(run, names, remaining, tracker, log, bool(todo))
             raise
-        close(run, names, left, tracker, say, bool(todo))
-        return ended
+        # 5. Write the results.
+        close(run, names, remaining, tracker, log, bool(todo))
+        return state
+
+
+def run_stages(
+    remaining: list[str],
+    rounds: list[str],
+    run_ref: provenance.RunRef,
+    tracker: NullTracker,
+    force_assets: bool,
+    log: LogLine,
+) -> None:
+    """Run the stages of `remaining` in order, and remove each from `remaining` when it is done.
+
+    Raises:
+        GateFailed: an SFT or reward gate failed, or the last round's promotion gate.
+        Pause: a gate waits for a decision.
+    """
+    # A failed promotion gate of an earlier round does not end the run: the next round learns from
+    # the badcases of its policy.
+    may_fail = {f"gate_promote@{name}" for name in rounds[:-1]}
+    while remaining:
+        address = remaining[0]
+        try:
+            run_stage(address, run_ref, tracker, force=address == "assets" and force_assets)
+        except GateFailed as error:
+            if approval.decided_in_the_ui(address):
+                continue  # the gate runs again and reads the decision
+            if address not in may_fail:
+                raise
+            log(f"{error}\nNot promoted; the next round learns from its badcases.")
+        remaining.pop(0)
 
 
 def close(
-    run: str, rounds: list[str], left: list[str], tracker: NullTracker, say: LogLine, changed: bool
+    run: str,
+    rounds: list[str],
+    remaining: list[str],
+    tracker: NullTracker,
+    log: LogLine,
+    changed: bool,
 ) -> None:
-    """What there is at the end of a run: table, verdicts, pages. left: the stages that it has not
-    come to.
+    """Write and link the results at the end of a run: summary table, verdicts, report.
+
+    Args:
+        remaining: the stages that did not run.
+        changed: whether there were stages to run; if not, an existing report is still valid.
     """
     summary.write(rounds)
-    say(summary.text(rounds))
+    log(summary.text(rounds))
     if changed or not page.REPORT.exists():
-        say(report_page(rounds))
-    tracker.close(
-        not left,
-        {path.name: path.read_text() for path in (summary.SUMMARY, page.REPORT) if path.exists()},
-    )
-    with artifacts.ignore_ui_errors("summary", say):
+        log(report_page(rounds))
+    files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
+    tracker.close(not remaining, {path.name: path.read_text() for path in files})
+    with artifacts.ignore_ui_errors("summary", log):
         create_markdown_artifact(
             summary.SUMMARY.read_text(), key="summary", description=f"Run {run}"
         )
     if page.REPORT.exists():
-        link(tracker.page(text=page.REPORT.name), "report", "Who is at fault, on one page", say)
-    if left:
-        say(
-            f"Ended at {left[0]}: what is shown of the stages after it, if anything, is from an earlier run."
+        url = tracker.page(text=page.REPORT.name)
+        link(url, "report", "Report: results, and the stage at fault", log)
+    if remaining:
+        log(
+            f"Ended at {remaining[0]}: results of later stages, if there are any, are from an "
+            "earlier run."
         )
 
 
-def link(address: str | None, key: str, told: str, say: LogLine) -> None:
-    if address:
-        with artifacts.ignore_ui_errors(key, say):
-            create_link_artifact(address, link_text=told, key=key, description=told)
+def link(url: str | None, key: str, text: str, log: LogLine) -> None:
+    """Show a link on the run's page in Prefect; nothing if there is no URL."""
+    if url:
+        with artifacts.ignore_ui_errors(key, log):
+            create_link_artifact(url, link_text=text, key=key, description=text)
 
 
-def with_one_more() -> int:
-    """How many rounds there are with one more, decided once; no fewer than others have made of them
-    since.
+def rounds_with_one_more() -> int:
+    """The number of rounds with one more, decided once per flow run.
+
+    Another run may have added more rounds since; these are kept.
     """
     return max(int(decide_once("rounds", one_more_round)), len(load_params().rounds))
 
@@ -292,12 +327,12 @@ def next_round(
     sections: Sections | None = None,
     isolated: bool = False,
 ) -> State[Any]:
-    """One more round, on the failures of the last; those before are not run again. Goes on with a
-    last round that has not ended.
+    """One more round, on the badcases of the last one; earlier rounds do not run again. If the last
+    round is not complete, this flow completes it instead.
 
     Args:
         settings: Single values, section.key=value, e.g. replay.max_badcases=32.
-        sections: Whole sections of params.yaml; what is left out stays.
-        isolated: In a git worktree of its own, which ends as the branch `runs/RUN`.
+        sections: Whole sections of params.yaml; sections that are left out do not change.
+        isolated: Work in a new git worktree and commit the results to the branch `runs/RUN`.
     """
-    return pipeline(run_id(), KEEP, with_one_more, settings, sections, isolated)
+    return pipeline(run_id(), KEEP, rounds_with_one_more, settings, sections, isolated)

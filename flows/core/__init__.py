@@ -1,1 +1,1 @@
-"""Configuration, gate verdicts, tables, git, and addresses of the services; no stage is run here."""
+"""Configuration, gate verdicts, tables, git, and addresses of services; no stage runs here."""

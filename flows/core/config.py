@@ -1,8 +1,9 @@
-"""What `--preset`, `--set` and `--rounds` (or the form in the Prefect UI) make of params.yaml.
+"""Resolve the params of a run from params.yaml, a preset and single settings, and write them back.
 
-The defaults are those of `stages.params.Params`; the params.yaml that is committed equals them. A
-preset is an overlay on the defaults, never on what an earlier run left behind; without one,
-params.yaml stays as it is but for what is set.
+The sources are `--preset`, `--set` and `--rounds`, or the form in the Prefect UI. The defaults are
+those of `stages.lib.core.params.Params`; the committed params.yaml equals them. A preset is an
+overlay on the defaults, never on the params of an earlier run. Without a preset, only the settings
+of the run change params.yaml.
 """
 
 import io
@@ -42,13 +43,13 @@ from stages.replay.badcases import report_path
 
 PRESETS = Path(__file__).parents[2] / "presets"
 KEEP, DEFAULT = "keep", "default"
-WHOLE = ("rubric", "endpoints")  # mappings of the user's own names
+# Mappings whose keys are the user's own names: merging them would keep entries that the user left
+# out, so an overlay replaces them.
+REPLACED_WHOLE = ("rubric", "endpoints")
 
 
 class Sections(ParamsSection):
-    """Sections of params.yaml for a form; what is not set stays as the preset or params.yaml has
-    it.
-    """
+    """Sections of params.yaml as a form; an unset section keeps its value."""
 
     seed: int | None = None
     assets: AssetsParams | None = None
@@ -71,41 +72,45 @@ class Sections(ParamsSection):
 
 
 def preset_names() -> list[str]:
+    """Valid values of `--preset`: `keep`, `default` and the files of presets/."""
     return [KEEP, DEFAULT, *sorted(path.stem for path in PRESETS.glob("*.yaml"))]
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The overlay of a preset.
+    """The values that a preset overlays on the defaults.
 
     Raises:
-        BadInput: there is none of that name, or it is not YAML.
+        BadInput: no preset has this name, or its file is not YAML.
     """
     path = PRESETS / f"{name}.yaml"
     if name not in preset_names():
-        raise BadInput(f"--preset {name}: no such preset; there are {', '.join(preset_names())}")
+        known = ", ".join(preset_names())
+        raise BadInput(f"--preset {name}: no such preset; expected one of {known}")
     try:
         return {} if name == DEFAULT else yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise BadInput(f"{path}: not YAML: {error}") from None
+        raise BadInput(f"{path}: not valid YAML: {error}") from None
 
 
 def overlay(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `top`, mapping by mapping; lists, scalars and mappings of the
-    user's own names are replaced.
+    """Merge `top` into a copy of `base`, recursively.
+
+    Lists, scalars and the mappings in REPLACED_WHOLE are replaced, not merged.
     """
     merged = dict(base)
     for key, value in top.items():
-        below = merged.get(key)
-        merged[key] = (
-            overlay(below, value)
-            if isinstance(value, Mapping) and isinstance(below, dict) and key not in WHOLE
-            else value
-        )
+        current = merged.get(key)
+        merge = isinstance(value, Mapping) and key not in REPLACED_WHOLE
+        merged[key] = overlay(current, value) if merge and isinstance(current, dict) else value
     return merged
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """`sft.lora.r=8` -> `{"sft": {"lora": {"r": 8}}}`; the value is YAML."""
+    """Parse a `--set` argument: `sft.lora.r=8` -> `{"sft": {"lora": {"r": 8}}}`; values are YAML.
+
+    Raises:
+        BadInput: the text has no `=`, no key, or its value is not YAML.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise BadInput(f"--set {text}: expected section.key=value, e.g. ppo.total_episodes=64")
@@ -124,74 +129,89 @@ def resolve(
     settings: Iterable[str] = (),
     sections: BaseModel | None = None,
 ) -> Params:
-    """The params that a run asks for, checked; nothing is written.
+    """Resolve and validate the params of a run; nothing is written.
+
+    Later arguments override earlier ones: preset, sections, settings; `number` sets the rounds.
+
+    Args:
+        preset: `keep` starts from params.yaml, any other name from the defaults.
+        number: how many rounds, named r0, r1, ...; None keeps the rounds of the preset or file.
+        settings: single values, `section.key=value`.
+        sections: sections that the form in the Prefect UI sets.
 
     Raises:
-        BadInput: an unknown preset or key, a value out of range, a reward of PPO that is not there.
+        BadInput: an unknown preset or key, a value out of range, or a missing reward of PPO.
+
+    Example:
+        >>> resolve("smoke", 1, ["ppo.kl_coef=0.1"]).ppo.kl_coef
+        0.1
     """
-    current = load_params() if preset == KEEP else Params()
-    values = current.model_dump(mode="json")
+    start = load_params() if preset == KEEP else Params()
+    values = start.model_dump(mode="json")
     if preset != KEEP:
-        chosen = read_preset(preset)
-        values = overlay(values, chosen)
-        values["rounds"] = chosen.get(
-            "rounds", values["rounds"]
-        )  # a preset's rounds are all rounds
+        preset_values = read_preset(preset)
+        values = overlay(values, preset_values)
+        # `rounds` of a preset are complete: merging would keep the default's further rounds.
+        values["rounds"] = preset_values.get("rounds", values["rounds"])
     if sections is not None:
-        given = sections.model_dump(mode="json", exclude_unset=True)
-        values = overlay(values, {key: value for key, value in given.items() if value is not None})
+        form = sections.model_dump(mode="json", exclude_unset=True)
+        values = overlay(values, {key: value for key, value in form.items() if value is not None})
     for setting in settings:
         values = overlay(values, parse_setting(setting))
     if number is not None:
         if number < 1:
             raise BadInput(f"--rounds {number}: expected at least 1")
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
-    params = check_params(
-        values, f"preset {preset} with --set" if preset != KEEP else "params.yaml with --set"
-    )
-    reward_source_files(params)  # raises where one is not there
+    source = "params.yaml" if preset == KEEP else f"preset {preset}"
+    params = check_params(values, f"{source} with --set")
+    reward_source_files(params)  # raises if a reward model or function of PPO is missing
     return params
 
 
 def one_more_round() -> int:
-    """How many rounds there are with one more; none more where the last one has not come to its
-    replay, which the next one needs.
+    """The number of rounds after adding one.
+
+    If the last round has no replay results yet, no round is added, because the next round needs
+    them.
 
     Raises:
-        BadInput: the rounds of params.yaml are not r0, r1, ..., each after the one before.
+        BadInput: the rounds of params.yaml are not r0, r1, ..., each based on the one before.
     """
-    named = load_params().rounds
-    if named != rounds(len(named)):
+    current = load_params().rounds
+    if current != rounds(len(current)):
         raise BadInput(
-            f"rounds of params.yaml are {', '.join(named)}, not r0, r1, ...: add the next one there, with its `previous`"
+            f"rounds of params.yaml are {', '.join(current)}, not r0, r1, ...: "
+            "add the next round to params.yaml, with its `previous`"
         )
-    return len(named) + (stage_dir(list(named)[-1], "replay") / "metrics.json").exists()
+    return len(current) + (stage_dir(list(current)[-1], "replay") / "metrics.json").exists()
 
 
 def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
-    """Write what differs into params.yaml, whose comments and order stay; returns the changes,
-    `ppo.gamma 1.0 -> 0.9`.
+    """Write the changed values into params.yaml; its comments and key order stay.
+
+    Returns:
+        One line per change: `ppo.gamma 1.0 -> 0.9`, or `key removed`.
     """
     document, values = _yaml().load(path.read_text()) or {}, params.model_dump(mode="json")
     before, after = dict(flatten(document, separator=".")), dict(flatten(values, separator="."))
     differing = [key for key, value in after.items() if key not in before or before[key] != value]
-    changes = [f"{key} {_shown(before.get(key))} -> {_shown(after[key])}" for key in differing]
-    gone = [f"{key} removed" for key in before if key not in after]
-    if changes or gone:
+    changes = [f"{key} {_format(before.get(key))} -> {_format(after[key])}" for key in differing]
+    removed = [f"{key} removed" for key in before if key not in after]
+    if changes or removed:
         _assign(document, values)
         text = io.StringIO()
         _yaml().dump(document, text)
         check_params(yaml.safe_load(text.getvalue()), str(path))
         write_text(path, text.getvalue())
-    for file in map(
-        report_path, params.rounds
-    ):  # DVC wants what a stage depends on, with nothing in it too
+    # DVC fails if a dependency is missing, so each round gets its badcase file, even an empty one.
+    for file in map(report_path, params.rounds):
         file.parent.mkdir(exist_ok=True)
         file.touch()
-    return changes + gone
+    return changes + removed
 
 
 def _assign(document: Any, values: Mapping[str, Any]) -> None:
+    """Make `document` equal to `values`; equal entries are not assigned, so their comments stay."""
     for key in [key for key in document if key not in values]:
         del document[key]
     for key, value in values.items():
@@ -210,13 +230,13 @@ _Representer.add_representer(type(None), _Representer.represent_null)
 
 
 def _yaml() -> YAML:
-    """Keeps comments; writes null as `null`."""
-    rules = YAML()
-    rules.Representer = _Representer
-    rules.width = 200
-    rules.indent(mapping=2, sequence=4, offset=2)
-    return rules
+    """A YAML reader and writer that keeps comments and writes null as `null`."""
+    round_trip = YAML()
+    round_trip.Representer = _Representer
+    round_trip.width = 200
+    round_trip.indent(mapping=2, sequence=4, offset=2)
+    return round_trip
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "null" if value is None else str(value)

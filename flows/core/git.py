@@ -1,4 +1,4 @@
-"""Who says something that is kept: an approval, a badcase."""
+"""Git: the current user and commit, git commands, and options for a committer."""
 
 import getpass
 import subprocess
@@ -7,31 +7,35 @@ from stages.lib.core.errors import RondoError
 
 
 def current_user() -> str:
-    """git's user.name, else the account of this machine."""
-    named = subprocess.run(
+    """The user to record: git's user.name, or the account name if it is not set."""
+    name = subprocess.run(
         ["git", "config", "user.name"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    return named or getpass.getuser()
+    return name or getpass.getuser()
 
 
 def revision() -> str:
-    """The commit that is checked out, `-dirty` when files differ from it; `none` outside git."""
+    """The hash of HEAD, with `-dirty` if tracked files differ from it; `none` outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "none"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "none"
 
 
 def git(*arguments: str) -> str:
+    """Run a git command in the working directory and return its output, stripped.
+
+    Raises:
+        RondoError: git failed; the message contains its error output.
+    """
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RondoError(f"git {arguments[0]}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
-def _identity() -> list[str]:
-    """Options that name a committer where git knows none."""
-    known = (
-        subprocess.run(["git", "config", "user.email"], capture_output=True, check=False).returncode
-        == 0
-    )
-    return [] if known else ["-c", "user.name=rondo", "-c", "user.email=rondo@localhost"]
+def committer_options() -> list[str]:
+    """Options that set a committer for one git command; empty if git has a user.email."""
+    email = subprocess.run(["git", "config", "user.email"], capture_output=True, check=False)
+    if email.returncode == 0:
+        return []
+    return ["-c", "user.name=rondo", "-c", "user.email=rondo@localhost"]

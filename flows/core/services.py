@@ -1,4 +1,4 @@
-"""Addresses of the local services, and whether they are up."""
+"""Addresses of the local services, and a check whether they respond."""
 
 import os
 import urllib.error
@@ -11,16 +11,15 @@ LogLine = Callable[[str], None]
 
 MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
 MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
-WORKFLOW = (
-    "workflowType=machine_learning"  # MLflow's pages for models; else it opens those for agents
-)
+# Without this parameter MLflow opens its pages for agents instead of those for models.
+WORKFLOW = "workflowType=machine_learning"
 MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?{WORKFLOW}"
 
 
 def is_up(url: str) -> bool:
-    """Whether a GET of `url` succeeds."""
+    """Whether a GET of `url` returns status 200 within 2 seconds."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
     except (OSError, ValueError):
         return False

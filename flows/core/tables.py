@@ -1,4 +1,4 @@
-"""Numbers as text: intervals, tables, hashes."""
+"""Numbers as text: intervals, tables, short hashes."""
 
 from collections.abc import Iterable
 from io import StringIO
@@ -8,24 +8,25 @@ from rich.table import Table
 
 
 def short(text: str) -> str:
-    """The beginning of a hash or an id, and what was put after it."""
+    """The first 8 characters of a hash or an id; a `-dirty` suffix stays."""
     name, dirty, _ = text.partition("-dirty")
     return name[:8] + dirty
 
 
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table with one line per row."""
     columns = list(header)
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def interval(mean: float, low: float | None, high: float | None) -> str:
-    """`0.881 [0.832, 0.923]`, without brackets where the interval is not known."""
+    """A mean with its interval: `0.881 [0.832, 0.923]`; the mean alone if a bound is unknown."""
     return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def drawn(table: Table) -> str:
-    """As text without colours."""
+    """Render a rich table as text without colours, trailing spaces or empty lines."""
     buffer = StringIO()
     Console(file=buffer, width=200, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip())

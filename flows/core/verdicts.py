@@ -1,4 +1,4 @@
-"""Gate verdicts, as the stages have written them."""
+"""Gate verdicts, read from the files that the gate stages write."""
 
 import json
 from typing import Any
@@ -8,28 +8,28 @@ from stages.lib.core.files import REPORTS
 
 
 def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
-    """The verdict of a gate, None when it has not been reached."""
+    """The verdict of a gate; None if the gate has not run."""
     path = REPORTS / round_ / f"gate_{gate}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def gate_message(round_: str, gate: str) -> str:
-    """The failed checks of a gate, one a line: metric, value, band, next step, and what can be
-    decided; empty when there is no verdict.
+    """The failed checks of a gate, one per line: metric, value, threshold, next step.
+
+    The last line names the decision that a person made or can make, if there is one. Empty if
+    there is no verdict.
     """
     verdict = read_gate(round_, gate)
     if verdict is None:
         return ""
-    return "\n".join(
-        [
-            f"gate {gate} of {round_} failed:",
-            *failed_checks(verdict),
-            *filter(None, [decision_message(verdict)]),
-        ]
-    )
+    lines = [f"gate {gate} of {round_} failed:", *failed_checks(verdict)]
+    if decision := decision_message(verdict):
+        lines.append(decision)
+    return "\n".join(lines)
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:
+    """One line per failed check: metric, value, threshold, next step."""
     return [
         f"{format_check(check)}. {check['next_step']}"
         for check in verdict["checks"]

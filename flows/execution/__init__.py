@@ -1,1 +1,1 @@
-"""Runs DVC stages: worktrees, forked processes, time and energy."""
+"""Running DVC stages: worktrees, forked processes, time and energy."""

@@ -1,4 +1,4 @@
-"""The DAG driver: dvc.yaml says what depends on what; this runs one of its stages at a time.
+"""Run the stages of dvc.yaml one at a time, in the order of their dependencies.
 
 An address is DVC's name of a stage: `assets`, `sft@r0`.
 """
@@ -21,10 +21,12 @@ from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 
-SHOWN_LINES = 15
+SHOWN_LINES = 15  # of a failed stage's output, in the error message
 
 
 class Outcome(str, Enum):
+    """How a stage was brought up to date; `restored`: its outputs come from DVC's cache."""
+
     ran = "ran"
     restored = "restored"
     unchanged = "unchanged"
@@ -32,7 +34,11 @@ class Outcome(str, Enum):
 
 @contextmanager
 def open_repo() -> Iterator[Any]:
-    """DVC's view of the working directory; its errors become BadInput."""
+    """Open the working directory as a DVC repository.
+
+    Raises:
+        BadInput: DVC or git failed within the block.
+    """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
     from dvc.scm import SCMError
@@ -45,15 +51,16 @@ def open_repo() -> Iterator[Any]:
 
 
 def order_graph(repo: Any) -> Any:
-    """networkx's graph of addresses, each pointing at those that depend on it."""
+    """A networkx graph of addresses, with an edge from each stage to those that depend on it."""
     import networkx
 
     return networkx.relabel_nodes(repo.index.graph, lambda stage: stage.addressing).reverse()
 
 
 def stage_order(rounds: list[str]) -> list[str]:
-    """Addresses of all stages of `rounds`, each after what it depends on: round by round, then as
-    dvc.yaml lists them.
+    """Addresses of all stages of `rounds`, each after its dependencies.
+
+    Independent stages are sorted by round, then by their order in dvc.yaml.
     """
     import networkx
 
@@ -61,19 +68,23 @@ def stage_order(rounds: list[str]) -> list[str]:
     with open_repo() as repo:
         graph = order_graph(repo)
 
-    def place(address: str) -> tuple[int, int]:
-        stage, round_ = split_address(address)
-        return ["", *rounds].index(round_), listed.index(stage)
+    known_rounds = ["", *rounds]  # `assets` has the round ``
 
-    wanted = graph.subgraph(
-        address for address in graph if split_address(address)[1] in ("", *rounds)
+    def sort_key(address: str) -> tuple[int, int]:
+        stage, round_ = split_address(address)
+        return known_rounds.index(round_), listed.index(stage)
+
+    subgraph = graph.subgraph(
+        address for address in graph if split_address(address)[1] in known_rounds
     )
-    return list(networkx.lexicographical_topological_sort(wanted, place))
+    return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
 
 
 def waiting(addresses: list[str]) -> set[str]:
-    """Those of `addresses` that are not up to date, or come after one that is not: they run unless
-    its outputs come out equal.
+    """The stages that are not up to date, or that depend on one that is not.
+
+    A dependent stage may be skipped later: if the stage before it reproduces equal outputs, it has
+    nothing to do.
     """
     import networkx
 
@@ -87,13 +98,13 @@ def waiting(addresses: list[str]) -> set[str]:
 
 
 def up_to_date(address: str) -> bool:
-    """Whether `dvc status` has nothing to say about it."""
+    """Whether `dvc status` reports no change of a stage."""
     with open_repo() as repo:
         return address not in repo.status(targets=[address])
 
 
-# glibc gives a freed tensor back to the kernel, which fills the next one with zeros again, page by
-# page: a fifth of a CPU's time.
+# By default glibc returns a freed tensor to the kernel, which then clears the pages of the next
+# one: a fifth of the CPU time. These settings keep freed memory in the process.
 MALLOC = ":".join(
     f"glibc.malloc.{name}={value}"
     for name, value in {
@@ -106,58 +117,70 @@ MALLOC = ":".join(
 
 
 def command_environment() -> dict[str, str]:
-    """The environment of a stage: `python` is our interpreter, whether or not its venv is
-    activated.
+    """The environment of child processes.
+
+    `python` is this interpreter (or its stand-in, see fork_server), even if its virtual environment
+    is not activated.
     """
-    folders = [
-        Path(fork_server.python()).parent,
-        Path(sys.executable).parent,
-        os.environ.get("PATH", ""),
-    ]
+    interpreters = (fork_server.python(), sys.executable)
+    folders = [*(str(Path(path).parent) for path in interpreters), os.environ.get("PATH", "")]
     return {
         **os.environ,
-        "PATH": os.pathsep.join(map(str, folders)),
+        "PATH": os.pathsep.join(folders),
         "PYTHONUNBUFFERED": "1",
         "DVC_NO_ANALYTICS": "true",
     }
 
 
 def stage_environment() -> dict[str, str]:
+    """The environment of a stage: `command_environment` with glibc's malloc settings."""
     return {"GLIBC_TUNABLES": MALLOC, **command_environment()}
 
 
 def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Outcome:
     """Bring one stage up to date with `dvc repro --single-item`.
 
-    `on_line` gets each line that the stage or DVC prints, while it runs. `force`: also a stage that
-    DVC finds unchanged.
+    Args:
+        address: DVC's name of the stage, e.g. `sft@r0`.
+        on_line: is called with each line of the stage's output, as it is printed.
+        force: run the stage even if nothing has changed.
+
+    Returns:
+        Whether the stage ran, was restored from DVC's cache, or was unchanged.
 
     Raises:
-        GateFailed: the stage is a gate that said no; its checks are in the message.
-        Unreachable: only the network, or a server elsewhere, was missing.
-        BadInput, RondoError: any other failure, with the last lines of the output.
+        GateFailed: the stage is a gate that failed; the message lists its failed checks.
+        Unreachable: the network or a remote server is not available; a retry may succeed.
+        BadInput: the stage reported invalid params or data.
+        RondoError: any other failure, with the last lines of the output.
+
+    Example:
+        >>> run("sft@r0", print)
+        <Outcome.ran: 'ran'>
     """
     if not force and up_to_date(address):
         return Outcome.unchanged
-    lines: deque[str] = deque(maxlen=SHOWN_LINES)
-    text: list[str] = []
+    stage_lines: deque[str] = deque(maxlen=SHOWN_LINES)
+    dvc_lines: list[str] = []
 
-    def sort(line: str) -> None:
+    def sort_line(line: str) -> None:
         if DVC_NOISE.match(line):
-            text.append(line)
+            dvc_lines.append(line)
         elif line:
-            lines.append(line)
+            stage_lines.append(line)
             on_line(line)
 
-    code = stream(["dvc", "repro", "--single-item", *(["--force"] if force else []), address], sort)
+    flags = ["--single-item", *(["--force"] if force else [])]
+    code = stream(["dvc", "repro", *flags, address], sort_line)
     if code:
-        raise _failure(address, code, [*text, *lines], "\n".join(lines))
-    return Outcome.restored if any("is cached" in line for line in text) else Outcome.ran
+        raise _failure(address, code, [*dvc_lines, *stage_lines], "\n".join(stage_lines))
+    return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
 
 
 def stream(module: list[str], on_line: Callable[[str], None]) -> int:
-    """Run `python -m MODULE ...` as a process group that dies with this call; `on_line` gets what
-    it prints, while it runs.
+    """Run `python -m MODULE ...` and return its exit code; no process outlives this call.
+
+    `on_line` is called with each line of its output (stdout and stderr), as it is printed.
     """
     command = [fork_server.python(), "-m", *module]
     process = process_guard.start(
@@ -172,38 +195,41 @@ def stream(module: list[str], on_line: Callable[[str], None]) -> int:
         for line in map(str.rstrip, process.stdout):
             on_line(line)
         return process.wait()
-    finally:  # TerminationSignal and KeyboardInterrupt pass here too
+    finally:  # also after Prefect's TerminationSignal and KeyboardInterrupt
         if process.poll() is None:
             process_guard.stop(process)
         process.stdout.close()
 
 
-# What DVC itself says; the flow says the same once, shorter.
+# Lines of DVC itself. The log leaves them out: the flow reports the same in one line.
 DVC_NOISE = re.compile(
-    r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python |(Updating|Generating) lock file|To track the changes with git"
-    r"|\s*git add |To enable auto staging|\s*dvc config core.autostage|Use `dvc push`|Data and pipelines are up"
-    r"|ERROR: failed to reproduce .* exited with "
+    r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python "
+    r"|(Updating|Generating) lock file|To track the changes with git|\s*git add "
+    r"|To enable auto staging|\s*dvc config core.autostage|Use `dvc push`"
+    r"|Data and pipelines are up|ERROR: failed to reproduce .* exited with "
 )
 
 
-ERROR_BY_EXIT_CODE = {
-    kind.exit_code: kind for kind in (BadInput, Unreachable)
-}  # what a stage ended with, and has said itself
+# Errors whose message the stage has already printed; its exit code tells which one it was.
+ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable)}
 
 
-def _failure(address: str, code: int, output: list[str], shown: str) -> RondoError:
-    """DVC ends with 255 whatever the stage ended with; that is in its text: `exited with 3`."""
-    ended = [int(found) for line in output for found in re.findall(r"exited with (-?\d+)", line)]
-    code = ended[-1] if ended else code
+def _failure(address: str, code: int, output: list[str], message: str) -> RondoError:
+    """The error of a failed `dvc repro`; `message`: the last lines that the stage printed.
+
+    DVC ends with 255 whatever the exit code of the stage was, but prints it: `exited with 3`.
+    """
+    codes = [int(number) for line in output for number in re.findall(r"exited with (-?\d+)", line)]
+    code = codes[-1] if codes else code
     stage, round_ = split_address(address)
     if code == GateFailed.exit_code:
-        return GateFailed(
-            gate_message(round_, stage.removeprefix("gate_")) or f"{address}: {shown}"
-        )
-    if kind := ERROR_BY_EXIT_CODE.get(code):
-        return kind(
-            f"{address}: {shown.replace(f'{address}: {kind.__name__}: ', '')}"
-        )  # the stage has said who and what
+        checks = gate_message(round_, stage.removeprefix("gate_"))
+        return GateFailed(checks or f"{address}: {message}")
+    if error := ERROR_BY_EXIT_CODE.get(code):
+        # The stage's own line begins with address and error; they would be there twice.
+        message = message.replace(f"{address}: {error.__name__}: ", "")
+        return error(f"{address}: {message}")
     return RondoError(
-        f"{address} ended with {code}:\n{shown}\nNext step: `dvc repro {address}` runs this stage alone."
+        f"{address} ended with exit code {code}:\n{message}\n"
+        f"Next step: `dvc repro {address}` runs this stage alone."
     )

@@ -1,8 +1,7 @@
-"""Time and energy of a stage: Linux's counters of the processor packages (RAPL), where they may be
-read.
+"""Time and energy of a stage, from Linux's energy counters of processor packages (RAPL).
 
-They count all that runs on the processor, whoever started it. A GPU is not in them, nor is memory
-of its own domain.
+A counter includes everything that runs on its package, from any process. It excludes GPUs, and
+memory that has a RAPL domain of its own. On many machines only root may read the counters.
 """
 
 import time
@@ -13,32 +12,32 @@ from threading import Event, Thread
 from types import TracebackType
 
 POWERCAP = Path("/sys/class/powercap")
-EVERY_SECONDS = 60.0  # a counter begins anew every 20 minutes on a large processor
-MICROJOULES = 3600e6  # in a watt-hour
+EVERY_SECONDS = 60.0  # a counter wraps around every 20 minutes on a large processor
+MICROJOULES_PER_WATT_HOUR = 3600e6
 
 
 @dataclass(frozen=True)
 class Counter:
-    """A processor package's folder in sysfs."""
+    """The energy counter of a processor package, by its folder in sysfs."""
 
     folder: Path
 
     def read(self) -> tuple[int, int]:
-        """Microjoules so far, and after how many it begins anew."""
-        now, turn = (
+        """The counter's value and the value at which it wraps around, in microjoules."""
+        value, wrap = (
             int((self.folder / name).read_text()) for name in ("energy_uj", "max_energy_range_uj")
         )
-        return now, turn
+        return value, wrap
 
 
 def counters(powercap: Path = POWERCAP) -> list[Counter]:
-    """Those of whole packages; their cores, graphics and memory have others."""
-    folders = sorted(powercap.glob("intel-rapl:*"))  # AMD's too
+    """The counters of whole packages; those of cores, graphics and memory are left out."""
+    folders = sorted(powercap.glob("intel-rapl:*"))  # the kernel uses this name for AMD too
     return [Counter(folder) for folder in folders if _name(folder).startswith("package")]
 
 
 def _name(folder: Path) -> str:
-    """Nothing where a container hides what the folder leads to."""
+    """The name of a RAPL domain; empty if it cannot be read, as in a container."""
     try:
         return (folder / "name").read_text()
     except OSError:
@@ -46,18 +45,25 @@ def _name(folder: Path) -> str:
 
 
 class Meter:
-    """`with Meter(counters()) as meter: ...`: what that took."""
+    """Measures the time and energy of a `with` block.
+
+    Example:
+        >>> with Meter(counters()) as meter:
+        ...     train()
+        >>> meter.seconds, meter.watt_hours()
+        (62.1, 0.87)
+    """
 
     def __init__(self, counters: Sequence[Counter]) -> None:
         self.counters, self.seconds = counters, 0.0
-        self._used: int | None = 0 if counters else None  # None: not readable
-        self._last: list[int] = []
-        self._ended, self._watch = Event(), Thread(target=self._read_on, daemon=True)
+        self._microjoules: int | None = 0 if counters else None  # None: not readable
+        self._last_values: list[int] = []
+        self._ended, self._reader = Event(), Thread(target=self._read_regularly, daemon=True)
 
     def __enter__(self) -> "Meter":
         self._started = time.monotonic()
         self.read()
-        self._watch.start()
+        self._reader.start()
         return self
 
     def __exit__(
@@ -67,29 +73,35 @@ class Meter:
         _trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        self._watch.join()
+        self._reader.join()
         self.read()
         self.seconds = time.monotonic() - self._started
 
     def watt_hours(self) -> float | None:
-        """None where there is no counter, or one that only root may read."""
-        return None if self._used is None else self._used / MICROJOULES
+        """Energy of the block so far; None if there is no counter, or one is not readable."""
+        if self._microjoules is None:
+            return None
+        return self._microjoules / MICROJOULES_PER_WATT_HOUR
 
     def read(self) -> None:
-        """Add what the counters have gone on by; to be called more often than they begin anew."""
-        if self._used is None:
+        """Add the increase of the counters since the last call.
+
+        A counter may wrap around once between two calls; more would go unnoticed.
+        """
+        if self._microjoules is None:
             return
         try:
-            found = [counter.read() for counter in self.counters]
+            readings = [counter.read() for counter in self.counters]
         except (OSError, ValueError):
-            self._used = None
+            self._microjoules = None
             return
-        now = [value for value, _ in found]
-        self._used += sum(
-            (new - old) % turn for (new, turn), old in zip(found, self._last or now, strict=True)
+        values = [value for value, _ in readings]
+        self._microjoules += sum(
+            (value - last) % wrap
+            for (value, wrap), last in zip(readings, self._last_values or values, strict=True)
         )
-        self._last = now
+        self._last_values = values
 
-    def _read_on(self) -> None:
-        while self._used is not None and not self._ended.wait(EVERY_SECONDS):
+    def _read_regularly(self) -> None:
+        while self._microjoules is not None and not self._ended.wait(EVERY_SECONDS):
             self.read()

@@ -1,10 +1,10 @@
-"""Time and memory of a run on this machine, before it starts.
+"""Estimates the time and memory of a run on this machine, before it starts.
 
-FLOPs of a transformer with N weights, per token: 2N forward (Kaplan et al. 2020, section 2.1), 4N
-backward, of which 2N go to the weights' gradients; LoRA trains next to none, so its step is 2N + 2N
-= 4N (less where only upper layers have adapters, since the backward pass ends below them), and full
-training's 6N. Generation reads all weights once a token and a batch, so it is slower than its FLOPs
-say: `GENERATION`.
+FLOPs of a transformer with N weights, per token: 2N forward (Kaplan et al. 2020, section 2.1) and
+4N backward, of which 2N are the weights' gradients. LoRA has nearly no weight gradients, so its
+step takes 2N + 2N = 4N (less if only the upper layers have adapters, since the backward pass ends
+below them); full training takes 6N. Generation reads all weights once per token and batch, so it is
+slower than its FLOPs suggest: `GENERATION`.
 """
 
 import json
@@ -29,28 +29,28 @@ from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 # measured run of the defaults.
 TRAINING = {"sft": 0.24, "reward": 0.4}  # SFT's vocabulary head is not counted in its FLOPs
 PPO_LEARNING, FORWARD, GENERATION = 0.75, 0.7, 0.28
-STAGE_SECONDS = 4.0  # DVC, loading and saving of models; per stage
-START_SECONDS = {
+STAGE_SECONDS = 4.0  # per stage: DVC, loading and saving of models
+START_SECONDS = {  # stages that compute nothing worth estimating
     "assets": 25.0,
     "gate_sft": 1.0,
     "annotate": 1.0,
     "gate_reward": 1.0,
     "gate_promote": 1.0,
-}  # stages that do nothing else
-ANSWER_SECONDS = 2.0  # of a language model as judge, guessed: it depends on the server
-# texts scored of each pair in the battery, without its listed endings: its own two, five probes,
-# mined phrases
-TRIALS = 11
-LAYERS = 30  # of the embedded model; the presets' have 24 to 32
+}
+ANSWER_SECONDS = 2.0  # per answer of a language-model judge; a guess, it depends on the server
+# Texts that the battery scores per pair, without the endings that params.yaml lists: the pair's own
+# two, five probes, mined phrases.
+TEXTS_PER_PAIR = 11
+LAYERS = 30  # of the embedded model; the models of the presets have 24 to 32
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
-# of a role whose weights are all trained: weights, frozen copy, gradient, float32 master, two
-# moments of Adam
+# Bytes per weight of a fully trained role: weights, frozen copy, gradient, float32 master, two
+# moments of Adam.
 FULL_BYTES = 20
 WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
-DISK_COPIES = 4  # model files a round: SFT, reward model, DVC's cache of both
+DISK_COPIES = 4  # model files per round: SFT, reward model, DVC's cache of both
 
-# Weights, and rows of data (demonstrations, pairs, prompts), of what the params can name; others
-# are looked at as the embedded ones.
+# Weights, and rows of data (demonstrations, pairs, prompts), of the names that params.yaml accepts;
+# anything else is estimated as `embedded`.
 WEIGHTS = {
     "tiny": 1e5,
     "embedded": 135e6,
@@ -67,8 +67,10 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """rates: FLOP/s by dtype. auto: the dtype that the stages choose here. memory (of the GPU where
-    there is one), disk: bytes.
+    """The machine that a run would use.
+
+    rates: FLOP/s by dtype. auto: the dtype that stages choose here. memory: bytes of the GPU, or
+    free bytes of RAM if there is no GPU. disk: free bytes.
     """
 
     device: str
@@ -80,7 +82,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one round by stage, bytes of memory and disk at the most."""
+    """Seconds per stage of one round, and peak bytes of memory and disk."""
 
     seconds: dict[str, float]
     memory: float
@@ -88,242 +90,245 @@ class Estimate:
 
 
 def measure() -> Machine:
-    """Multiply matrices for a second."""
-    probe = subprocess.run(
+    """Measure this machine's matrix products (about a second), free memory and free disk."""
+    # A process of its own, whose memory is free again when the stages start.
+    process = subprocess.run(
         [fork_server.python(), "-m", "flows.execution.matmul_speed"],
         capture_output=True,
         text=True,
         check=True,
     )
-    found = json.loads(probe.stdout)
-    free = found["memory"] or psutil.virtual_memory().available
-    return Machine(
-        found["device"], found["rates"], found["auto"], free, shutil.disk_usage(".").free
-    )
+    speed = json.loads(process.stdout)
+    memory = speed["memory"] or psutil.virtual_memory().available
+    disk = shutil.disk_usage(".").free
+    return Machine(speed["device"], speed["rates"], speed["auto"], memory, disk)
 
 
 def dtype_of(params: Params, machine: Machine) -> str:
-    asked = params.model.dtype.value
-    return machine.auto if asked == "auto" else asked
+    """The dtype that the stages compute in."""
+    dtype = params.model.dtype.value
+    return machine.auto if dtype == "auto" else dtype
 
 
 def weights_of(model: str) -> float:
-    """Number of weights; of a local folder from the size of its safetensors (2 bytes each)."""
+    """The number of weights; of a local folder, from the size of its safetensors (2 bytes each)."""
     files = list(Path(model).glob("*.safetensors"))
-    return (
-        sum(file.stat().st_size for file in files) / 2
-        if files
-        else WEIGHTS.get(model, WEIGHTS["embedded"])
-    )
+    if files:
+        return sum(file.stat().st_size for file in files) / 2
+    return WEIGHTS.get(model, WEIGHTS["embedded"])
 
 
 def estimate(params: Params, machine: Machine, continues: bool = False) -> Estimate:
-    """Seconds of one round, and memory, from the params' token counts and the machine's rate;
-    `continues`: a round after the first.
+    """Estimate one round from the token counts of the params and the rate of the machine.
+
+    Args:
+        continues: whether the round is a later one, which may continue training earlier models.
     """
     weights, dtype = weights_of(params.assets.model), dtype_of(params, machine)
-    rate = machine.rates[dtype]
+    rate, ppo, replay = machine.rates[dtype], params.ppo, params.replay
     demonstrations, pairs, prompts = (
         min(rows, params.prepare.max_rows or rows)
         for rows in ROWS.get(params.assets.data, ROWS["embedded"])
     )
-    prompt = (
-        1.5 * params.prepare.prompt_words
-        if params.assets.data == "embedded"
-        else params.prepare.max_prompt_tokens / 2
-    )
-    length = prompt + params.ppo.response_length
-    ppo = params.ppo
+    prompt = _prompt_tokens(params)
+    length = prompt + ppo.response_length
     updates = _updates(params, pairs, prompts)
     checkpoints, sampled = updates // ppo.save_updates, params.evaluate.samples_per_prompt
-    evaluated = params.prepare.max_eval_prompts * (
-        4 * sampled + checkpoints + 1
-    )  # base, SFT, policy, champion; the policy once more
+    # `sampled` responses per prompt of base, SFT, policy and champion; one of each checkpoint, and
+    # of the policy again
+    evaluated = params.prepare.max_eval_prompts * (4 * sampled + checkpoints + 1)
     compared = params.prepare.max_eval_prompts * (3 * sampled + checkpoints)
-    slices = sum(len(rows) for rows in read_slices().values())
-    answered = params.battery.prompts * max(params.battery.best_of)
-    tried = (
-        params.battery.pairs * (TRIALS + len(params.battery.endings)) / 2
-    )  # human texts, some cut, are half as long
+    slice_prompts = sum(len(rows) for rows in read_slices().values())
+    best_of_responses = params.battery.prompts * max(params.battery.best_of)
+    # human texts, some of them cut, are half as long as a prompt with a full response
+    probe_texts = params.battery.pairs * (TEXTS_PER_PAIR + len(params.battery.endings)) / 2
+    replay_comparisons = replay.max_badcases * (replay.best_of * (replay.best_of - 1) // 2 + 3)
+    sample_and_score = 2 / GENERATION + 2 / FORWARD  # FLOPs per weight and token
     work = {
         "prepare": 0.0,
-        "sft": _training(params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues),
+        "sft": _training_seconds(
+            params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues
+        ),
         "reward": params.reward.ensemble
-        * _training(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
-        "battery": weights * answered * length * (2 / GENERATION + 2 / FORWARD) / rate
-        + weights * tried * length * 2 / FORWARD / rate,
+        * _training_seconds(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
+        "battery": weights * best_of_responses * length * sample_and_score / rate
+        + weights * probe_texts * length * 2 / FORWARD / rate,
         "ppo": _policy_flops(params, updates, prompts, length) * weights / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate
-        + _asking(params, compared),
+        + _judge_seconds(params, compared),
+        # prompts of slices only: the size of other capability tasks is not known here
         "capability": 2
-        * slices
+        * slice_prompts
         * (prompt + params.capability.response_length)
         * weights
         * 2
         / GENERATION
-        / rate,  # tasks: not known
-        "replay": params.replay.max_badcases
-        * (params.replay.best_of + 8)
+        / rate,
+        "replay": replay.max_badcases
+        * (replay.best_of + 8)
         * length
         * weights
-        * (2 / GENERATION + 2 / FORWARD)
+        * sample_and_score
         / rate
-        + _asking(
-            params,
-            params.replay.max_badcases
-            * (params.replay.best_of * (params.replay.best_of - 1) // 2 + 3),
-        ),
+        + _judge_seconds(params, replay_comparisons),
     }
     if params.annotate.annotator is Annotator.judge:
-        work["annotate"] = _annotating(params, length, weights, rate)
-    bytes_per_weight = BYTES_PER_WEIGHT[dtype]
+        work["annotate"] = _annotation_seconds(params, length, weights, rate)
     return Estimate(
         seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
-        memory=weights
-        * sum(
-            FULL_BYTES if lora.r == 0 else 1.5 * bytes_per_weight
-            for lora in (ppo.lora, ppo.critic_lora)
-        )
-        + WORKSPACE_GB * 1e9,
-        disk=len(params.rounds) * DISK_COPIES * weights * bytes_per_weight + weights * 4,
+        memory=_memory_bytes(params, weights, BYTES_PER_WEIGHT[dtype]),
+        disk=len(params.rounds) * DISK_COPIES * weights * BYTES_PER_WEIGHT[dtype] + weights * 4,
     )
 
 
-def _training(
-    section: TrainParams, rows: int, texts_a_row: int, weights: float, rate: float, continues: bool
+def _prompt_tokens(params: Params) -> float:
+    """The mean length of a prompt; 1.5 tokens per word, and half of the limit for other data."""
+    if params.assets.data == "embedded":
+        return 1.5 * params.prepare.prompt_words
+    return params.prepare.max_prompt_tokens / 2
+
+
+def _memory_bytes(params: Params, weights: float, bytes_per_weight: int) -> float:
+    """Peak memory of PPO, the largest stage: policy and critic."""
+    roles = sum(
+        FULL_BYTES if lora.r == 0 else 1.5 * bytes_per_weight
+        for lora in (params.ppo.lora, params.ppo.critic_lora)
+    )
+    return weights * roles + WORKSPACE_GB * 1e9
+
+
+def _training_seconds(
+    section: TrainParams,
+    rows: int,
+    texts_per_row: int,
+    weights: float,
+    rate: float,
+    continues: bool,
 ) -> float:
-    """Seconds of one training stage; rows fill about a third of max_length."""
+    """Seconds of one training stage; texts are taken to fill a third of max_length."""
     epochs = section.num_train_epochs
     if continues and section.init_from is InitFrom.previous:
         epochs = section.continue_epochs or epochs
-    batch = section.per_device_train_batch_size * section.gradient_accumulation_steps * texts_a_row
-    texts = min(rows * texts_a_row * epochs, batch * (section.max_steps or sys.maxsize))
-    return (
-        texts
-        * section.max_length
-        / 3
-        * weights
-        * (_lora_flops(section.lora) if section.lora.r else 6)
-        / rate
-    )
+    batch = section.per_device_train_batch_size * section.gradient_accumulation_steps
+    batch_texts = batch * texts_per_row
+    texts = min(rows * texts_per_row * epochs, batch_texts * (section.max_steps or sys.maxsize))
+    flops = _lora_flops(section.lora) if section.lora.r else 6
+    return texts * section.max_length / 3 * weights * flops / rate
 
 
 def _updates(params: Params, pairs: int, prompts: int) -> int:
-    """Of the policy: rollouts, or optimiser steps on texts that are there."""
+    """Updates of the policy: rollouts, or optimiser steps of DPO and best-of-n."""
     ppo, algorithm = params.ppo, params.algorithm
+    updates: float
     if algorithm is Algorithm.dpo:
         updates = pairs * params.dpo.num_train_epochs / params.dpo.per_device_train_batch_size
     elif algorithm is Algorithm.best_of_n:
-        updates = (
-            prompts
-            * params.best_of_n.num_train_epochs
-            / params.best_of_n.per_device_train_batch_size
-        )
+        config = params.best_of_n
+        updates = prompts * config.num_train_epochs / config.per_device_train_batch_size
     else:
         updates = ppo.total_episodes // ppo.batch_size
     return min(max(int(updates), 1), ppo.max_steps or sys.maxsize)
 
 
 def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> float:
-    """For each weight; at the rate of a matrix product."""
+    """FLOPs of the policy's training per weight, divided by the share of the rate it reaches."""
     ppo, algorithm = params.ppo, params.algorithm
     # a sample is read twice: by reference and reward model, or by policy and reference
     sampled = 2 / GENERATION + 2 * 2 / FORWARD
-    validated = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length * sampled
-    if algorithm is Algorithm.dpo:  # chosen and rejected, read by the reference too
+    validation = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length * sampled
+    if algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
         texts = 2 * updates * params.dpo.per_device_train_batch_size
-        learnt = texts * length * (_lora_flops(ppo.lora) / TRAINING["sft"] + 2 / FORWARD)
+        training = texts * length * (_lora_flops(ppo.lora) / TRAINING["sft"] + 2 / FORWARD)
     elif algorithm is Algorithm.best_of_n:
         texts = updates * params.best_of_n.per_device_train_batch_size
-        learnt = length * (
-            prompts * params.best_of_n.n * sampled + texts * _lora_flops(ppo.lora) / TRAINING["sft"]
-        )
-    # the adapted layers of policy and critic learn from a rollout num_ppo_epochs times; of TRL's,
-    # the policy's and those below
+        learning = texts * _lora_flops(ppo.lora) / TRAINING["sft"]
+        training = length * (prompts * params.best_of_n.n * sampled + learning)
     else:
-        own = algorithm is Algorithm.ppo
-        learning = (
-            _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
-            if own
-            else _lora_flops(ppo.lora)
-        )
-        read_more = (
-            0 if own else 3 * 2 / FORWARD
-        )  # by TRL's policy and reference, and by the policy for the KL
-        learnt = (
-            updates
-            * ppo.batch_size
-            * length
-            * (sampled + read_more + ppo.num_ppo_epochs * learning / PPO_LEARNING)
-        )
-    drawn = (
-        0
-        if algorithm is Algorithm.ppo
-        else 2 * min(NUM_DESCRIBED_SAMPLES, prompts) * length * sampled
-    )
-    return learnt + validated + drawn
+        # PPO trains only the adapted layers, num_ppo_epochs times per rollout. TRL's trainers also
+        # run the layers below them, and read each sample three times more: with policy and
+        # reference, and with the policy for the KL.
+        if algorithm is Algorithm.ppo:
+            learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
+            more_reading: float = 0
+        else:
+            learning = _lora_flops(ppo.lora)
+            more_reading = 3 * 2 / FORWARD
+        epochs = ppo.num_ppo_epochs * learning / PPO_LEARNING
+        training = updates * ppo.batch_size * length * (sampled + more_reading + epochs)
+    # The alternatives sample once more to describe their policy; PPO describes its rollouts.
+    description: float = 0
+    if algorithm is not Algorithm.ppo:
+        description = 2 * min(NUM_DESCRIBED_SAMPLES, prompts) * length * sampled
+    return training + validation + description
 
 
-def _asking(params: Params, compared: int) -> float:
-    """Seconds that the language models among evaluate.judges take for comparisons, each in both
-    orders.
-    """
+def _judge_seconds(params: Params, compared: int) -> float:
+    """Seconds that the language models of evaluate.judges take to compare, in both orders."""
     return sum(
         2 * compared * ANSWER_SECONDS / endpoint.concurrency
         for _, endpoint in params.language_models().values()
     )
 
 
-def _annotating(params: Params, length: float, weights: float, rate: float) -> float:
-    """Seconds of sampling, and of a language model's answers to both orders of every two samples;
-    the lexicon takes none.
+def _annotation_seconds(params: Params, length: float, weights: float, rate: float) -> float:
+    """Seconds to sample, and to compare every two samples in both orders with a language model.
+
+    The lexicon takes no time worth estimating.
     """
-    asked = params.annotate
-    seconds = asked.prompts * asked.samples * length * weights * 2 / GENERATION / rate
-    if asked.judge is JudgeName.endpoint:
-        questions = asked.prompts * asked.samples * (asked.samples - 1) + 2 * asked.agreement_pairs
-        seconds += questions * ANSWER_SECONDS / asked.endpoint.concurrency
+    config = params.annotate
+    seconds = config.prompts * config.samples * length * weights * 2 / GENERATION / rate
+    if config.judge is JudgeName.endpoint:
+        answers = config.prompts * config.samples * (config.samples - 1)
+        answers += 2 * config.agreement_pairs
+        seconds += answers * ANSWER_SECONDS / config.endpoint.concurrency
     return seconds
 
 
 def _adapted_flops(lora: LoraParams) -> float:
-    """For each weight and token: 2 forward and 2 backward, in the layers that have adapters or lie
-    above one.
+    """FLOPs of a training step per weight and token, from the lowest adapted layer upwards.
+
+    2 forward and 2 backward, times the share of these layers.
     """
     return 4 * min((lora.top_layers or LAYERS) / LAYERS, 1.0)
 
 
 def _lora_flops(lora: LoraParams) -> float:
-    """The same, with the forward pass through the layers below."""
+    """FLOPs of a training step per weight and token, with the forward pass of all layers."""
     return 2 + _adapted_flops(lora) / 2
 
 
 def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]:
-    """Lines to print: what this machine does, how long what is `waiting` will take, what it needs."""
+    """Lines to print: the speed of this machine, and time, memory and disk of the `waiting` stages.
+
+    Memory and disk that are not free are reported as warnings.
+    """
     machine = measure()
-    guess, first = estimate(params, machine), next(iter(params.rounds))
-    later = estimate(params, machine, continues=True)
+    first_round = next(iter(params.rounds))
+    first, later = (estimate(params, machine, continues) for continues in (False, True))
     todo = [split_address(address) for address in addresses if address in waiting]
     seconds = [
-        (guess if round_ == first else later).seconds.get(
+        (first if round_ == first_round else later).seconds.get(
             stage, START_SECONDS.get(stage, STAGE_SECONDS)
         )
         for stage, round_ in todo
     ]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in machine.rates.items())
+    minutes = ", ".join(f"{stage} {time / 60:.1f}" for stage, time in first.seconds.items())
     lines = [
-        f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; trains in {dtype_of(params, machine)}",
-        f"to do: {len(seconds)} of {len(addresses)} stages of {len(params.rounds)} round(s); the others are up to date",
-        f"estimate: {sum(seconds) / 60:.0f} min; {guess.memory / 1e9:.1f} GB of memory, {guess.disk / 1e9:.1f} GB of disk",
-        "minutes a round: "
-        + ", ".join(f"{stage} {time / 60:.1f}" for stage, time in guess.seconds.items()),
+        f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; "
+        f"trains in {dtype_of(params, machine)}",
+        f"to do: {len(seconds)} of {len(addresses)} stages of {len(params.rounds)} round(s); "
+        "the others are up to date",
+        f"estimate: {sum(seconds) / 60:.0f} min; {first.memory / 1e9:.1f} GB of memory, "
+        f"{first.disk / 1e9:.1f} GB of disk",
+        f"minutes per round: {minutes}",
     ]
     for name, needed, free in (
-        ("memory", guess.memory, machine.memory),
-        ("disk", guess.disk, machine.disk),
+        ("memory", first.memory, machine.memory),
+        ("disk", first.disk, machine.disk),
     ):
         if needed > free:
             lines.append(
-                f"warning: {needed / 1e9:.1f} GB of {name} wanted, {free / 1e9:.1f} GB free"
+                f"warning: {needed / 1e9:.1f} GB of {name} needed, {free / 1e9:.1f} GB free"
             )
     return lines

@@ -1,5 +1,8 @@
-"""`python -IS fork_client.py SOCKET PYTHON ARGUMENTS...`: what PYTHON would do, by the server of
-flows/execution/fork_server.py where it can.
+"""Stand-in for a Python interpreter: `python -IS fork_client.py SOCKET PYTHON ARGUMENTS...`.
+
+It sends `-m MODULE ...` to the server of flows/execution/fork_server.py and ends with the module's
+exit code. Other arguments, and a server that is gone, run PYTHON itself. It imports little, so that
+it starts fast.
 """
 
 import json
@@ -23,14 +26,13 @@ def main() -> int:
         connection.sendall(request)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: connection.send(bytes([number])))
-        if not connection.recv(1):  # the server ended before it took us in
+        if not connection.recv(1):  # the server ended before it accepted the request
             raise ConnectionError
     except ConnectionError:
         os.execv(python, [python, *arguments])
     code = connection.recv(1)
-    return (
-        code[0] if code else 128 + signal.SIGKILL
-    )  # the server is gone, and with it what the module ended with
+    # Without a code the server was killed, and the module with it.
+    return code[0] if code else 128 + signal.SIGKILL
 
 
 if __name__ == "__main__":

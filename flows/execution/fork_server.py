@@ -1,11 +1,11 @@
-"""Stages start in a tenth of a second instead of five: one process imports what all of them import,
-and forks for each.
+"""A server that imports the stages' libraries once and forks a process per stage.
 
-`fork_server` names in RONDO_PYTHON a stand-in for the interpreter, which hands `-m MODULE ...` to that
-process (flows/execution/fork_client.py) with its folder, environment and open files, passes signals
-on, and ends with the module's exit code. Only libraries are imported beforehand: the project's own
-code is read anew each time. Anything else, any other system, and a server that is gone: the real
-interpreter.
+A stage then starts in 0.1 s instead of 5 s. `fork_server` writes a stand-in for the Python
+interpreter and puts its path into RONDO_PYTHON. The stand-in (flows/execution/fork_client.py) sends
+`-m MODULE ...` to the server with its folder, environment and open files, passes signals on, and
+ends with the module's exit code. Only libraries are imported beforehand; the project's own code is
+read again by each process. Without `-m`, on other systems than Linux, and if the server is gone,
+the real interpreter runs.
 """
 
 import gc
@@ -47,14 +47,17 @@ LIBRARIES = (
 
 
 def python() -> str:
-    """The interpreter to start modules with: the stand-in, where there is one."""
+    """The interpreter to start modules with: the stand-in if there is one, else this one."""
     return os.environ.get(VARIABLE, sys.executable)
 
 
 @contextmanager
 def fork_server(environment: dict[str, str]) -> Iterator[None]:
-    """Serve `python()` within; `environment` holds what a process reads as it starts, e.g.
-    GLIBC_TUNABLES.
+    """Run a server within the block; `python()` returns its stand-in there.
+
+    Args:
+        environment: variables that a process reads only as it starts, e.g. GLIBC_TUNABLES. Forked
+            processes share those of the server.
     """
     with TemporaryDirectory(prefix="rondo-") as folder:
         stand_in, server = Path(folder, "python"), start(Path(folder), environment)
@@ -73,10 +76,12 @@ def fork_server(environment: dict[str, str]) -> Iterator[None]:
 
 
 def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
-    """The server, and its stand-in `python` in `folder`; None where that cannot be (too long a
-    path, or nothing may be executed there).
+    """Start a server, with its stand-in `python` in `folder`.
+
+    None if that is not possible: the path is too long for a socket, or `folder` does not allow
+    programs to be executed.
     """
-    if sys.platform != "linux":  # elsewhere libraries that have been imported may not be forked
+    if sys.platform != "linux":  # elsewhere some imported libraries do not survive a fork
         return None
     address, stand_in = str(folder / "socket"), folder / "python"
     client = [
@@ -91,9 +96,11 @@ def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]
     with suppress(OSError), socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
+        # Raises OSError if `folder` is mounted noexec, so that no server starts in vain.
         subprocess.run([stand_in, "-c", ""], check=False)
         command = [sys.executable, "-P", __file__, str(listener.fileno())]
-        # its standard input ends when we do, however hard; Ctrl-C is for us
+        # The server ends when its standard input closes, that is with this process, even if this
+        # one is killed. A session of its own keeps Ctrl-C away from it.
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -105,67 +112,73 @@ def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork for each connection, and tell it how its fork ended; until standard input ends."""
-    gc.disable()  # nothing of what is imported will ever be garbage
+    """Fork for each connection and return the exit codes, until standard input closes."""
+    gc.disable()  # imported objects are never garbage: collecting them only takes time
     for name in LIBRARIES:
         import_module(name)
     gc.freeze()
-    ended, wake = socket.socketpair()
+    # SIGCHLD writes to `wake`, so that `select` returns when a child has ended.
+    child_ended, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
     clients: dict[int, socket.socket] = {}
     ready = selectors.DefaultSelector()
-    for each in (sys.stdin, listener, ended):
-        ready.register(each, selectors.EVENT_READ)
+    for source in (sys.stdin, listener, child_ended):
+        ready.register(source, selectors.EVENT_READ)
     while True:
         for key, _ in ready.select():
             if key.fileobj is sys.stdin:
                 return
-            if key.fileobj is ended:
-                ended.recv(4096)
-                for pid in [
-                    pid
-                    for pid in clients
-                    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                ]:
+            if key.fileobj is child_ended:
+                child_ended.recv(4096)
+                for pid in [pid for pid in clients if has_ended(pid)]:
                     reap(pid, clients.pop(pid))
-            else:
-                connection, _ = listener.accept()
-                try:
-                    connection.send(b"\1")
-                except OSError:  # it has gone since it asked
-                    connection.close()
-                    continue
+            elif connection := accept(listener):
                 if (pid := os.fork()) == 0:
-                    for other in (
-                        listener,
-                        *clients.values(),
-                    ):  # what we hold open would outlive the server
+                    # A fork that kept these open would keep other clients waiting after the server
+                    # has ended.
+                    for other in (listener, *clients.values()):
                         other.close()
                     run_request(connection)
                     return
                 clients[pid] = connection
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a child process has ended; it stays waitable."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """Accept a client and confirm it with one byte; None if the client is gone already."""
+    connection, _ = listener.accept()
+    try:
+        connection.send(b"\1")
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
 def reap(pid: int, client: socket.socket) -> None:
-    """End what a fork has left behind, and tell its client the exit code."""
+    """End processes that a fork left behind, and send its exit code to the client."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGTERM)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(OSError), client:  # it may be gone
+    with suppress(OSError), client:  # the client may be gone
         client.send(bytes([code if code >= 0 else 128 - code]))
 
 
 def run_request(connection: socket.socket) -> None:
-    """Run the module that a client asks for, as if it had been started by it."""
+    """Run the requested module with the client's arguments, files, folder and environment."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, files, _, _ = socket.recv_fds(connection, 4, 3)
     request = json.loads(connection.recv(int.from_bytes(length), socket.MSG_WAITALL))
-    for place, file in enumerate(files):
-        os.dup2(file, place)
+    for descriptor, file in enumerate(files):  # stdin, stdout, stderr
+        os.dup2(file, descriptor)
         os.close(file)
     os.chdir(request["folder"])
     os.environ.clear()
@@ -178,7 +191,7 @@ def run_request(connection: socket.socket) -> None:
 
 
 def forward_signals(connection: socket.socket) -> None:
-    """Signals that the client got are ours and our children's; where it is gone, so are we."""
+    """Send each signal of the client to this process group; end the group if the client is gone."""
     while number := connection.recv(1):
         os.killpg(0, number[0])
     os.killpg(0, signal.SIGKILL)

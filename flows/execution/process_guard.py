@@ -1,9 +1,9 @@
-"""Run a command so that nothing of it outlives us: `python flows/execution/process_guard.py COMMAND
-...`.
+"""Run a command whose processes all end with it, and with its parent.
 
-The guard leads a session of its own. It ends the whole session, politely first, when it is told to
-(SIGTERM), when its parent dies however hard (Linux: PR_SET_PDEATHSIG), and when the command has
-ended and left children behind.
+Usage: `python flows/execution/process_guard.py PARENT_PID COMMAND ...`. The guard leads a session
+of its own. It ends all processes of the session if it gets SIGTERM, if its parent dies, even by
+SIGKILL (Linux: PR_SET_PDEATHSIG), or if the command ends and leaves children behind. Processes get
+SIGINT and SIGTERM before SIGKILL, so that they can clean up.
 """
 
 import ctypes
@@ -14,15 +14,19 @@ import sys
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-GRACE = ((signal.SIGINT, 3.0), (signal.SIGTERM, 2.0))  # seconds for each before SIGKILL
+GRACE = ((signal.SIGINT, 3.0), (signal.SIGTERM, 2.0))  # signal, and seconds to wait after it
 
 
 class Stopped(BaseException):
-    """SIGTERM arrived."""
+    """The guard got SIGTERM."""
 
 
 def start(command: list[str], **options: object) -> "subprocess.Popen[str]":
-    """Start `command` under a guard; end it with `stop`. `options` go to Popen."""
+    """Start `command` under a guard; `stop` ends it.
+
+    Args:
+        options: are passed to Popen.
+    """
     guarded = [sys.executable, __file__, str(os.getpid()), *command]
     return subprocess.Popen(
         guarded, start_new_session=True, text=True, stdin=subprocess.DEVNULL, **options
@@ -30,7 +34,7 @@ def start(command: list[str], **options: object) -> "subprocess.Popen[str]":
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
-    """End a guarded command and all its children; returns within 6 s."""
+    """End a guarded command and all its children; takes at most 6 s."""
     process.terminate()
     try:
         process.wait(sum(seconds for _, seconds in GRACE) + 1)
@@ -45,6 +49,7 @@ def _stopped(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
+    """End the session: each signal of GRACE in turn, then SIGKILL, which ends the guard too."""
     for number, seconds in GRACE:
         signal.signal(number, signal.SIG_IGN)
         os.killpg(0, number)
@@ -61,7 +66,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stopped)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before prctl
+    if os.getppid() != parent:  # the parent died before prctl took effect
         return 1
     try:
         child = subprocess.Popen(command)
@@ -71,7 +76,7 @@ def main() -> int:
     try:
         code = child.wait()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)  # what the command left behind
+        os.killpg(0, signal.SIGTERM)  # children that the command left behind
         return code
     except Stopped:
         _end(child)

@@ -1,4 +1,6 @@
-"""A workspace of its own for one run: a git worktree that shares DVC's cache and ends as the branch
+"""Where a run works: the project's folder, or a git worktree of its own (`--isolated`).
+
+A worktree shares DVC's cache with the project. Its results are committed to the branch
 `runs/<run id>`.
 """
 
@@ -10,32 +12,30 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flows.core.git import _identity, git
+from flows.core.git import committer_options, git
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS
 
 WORKSPACES = "workspaces"
-MADE, ENDED = (
-    Path(".rondo/made"),
-    Path(".rondo/ended"),
-)  # in a workspace: it is whole; its run has come to its end
+# Marker files in a workspace: its files are complete; its run has ended.
+COMPLETE, ENDED = Path(".rondo/made"), Path(".rondo/ended")
 KEPT_DAYS = 7
-RECORDS = Path("records")  # in the branch: a folder a run, with its report and verdicts
+RECORDS = Path("records")  # in the branch: one folder per run, with its report and verdicts
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
-GIVEN = ("slices", "badcases", "approvals")  # what people have put there
+USER_FILES = ("slices", "badcases", "approvals")
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
 
 
 @contextmanager
-def working_tree(home: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Work where we are, when no other run does."""
+def working_tree(home: Path, log: Callable[[str], None]) -> Iterator[Path]:
+    """Use the current folder; wait first while another run uses it."""
     home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(home / "working-tree.lock")
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        say("waits: another run works in this folder; with `isolated` each has its own")
+        log("waiting: another run is using this folder; with `isolated` each run has its own")
         lock.acquire()
     try:
         yield Path.cwd()
@@ -45,22 +45,22 @@ def working_tree(home: Path, say: Callable[[str], None]) -> Iterator[Path]:
 
 @contextmanager
 def workspace(run: str, home: Path) -> Iterator[Path]:
-    """Work in `.rondo/workspaces/<run>`, a worktree of HEAD with today's params.yaml; commit its
-    results to `runs/<run>` at the end.
+    """Work in `.rondo/workspaces/<run>`, and commit the results to `runs/<run>` at the end.
 
-    One that is there already goes on as it is. It is kept for a week at least after its end, and as
-    long as it has not ended.
+    The workspace is a worktree of HEAD with the current params.yaml. An existing workspace is used
+    as it is, so that a run resumes there. It is kept until its run has ended, and at least a week
+    longer.
 
     Raises:
-        BadInput: no git repository, no commit in it, or code that is not committed and would
-            therefore not be in the branch.
+        BadInput: there is no git repository or no commit, or code or user files are not committed
+            and would be missing in the branch.
     """
     folder = home / WORKSPACES / run
-    if not (folder / MADE).exists():
+    if not (folder / COMPLETE).exists():
         _check_committed()
         with FileLock(home / "workspaces.lock"):
             collect(home)
-            _make(folder, f"runs/{run}")
+            _create(folder, f"runs/{run}")
     with chdir(folder):
         ENDED.unlink(missing_ok=True)
         yield folder
@@ -68,32 +68,32 @@ def workspace(run: str, home: Path) -> Iterator[Path]:
             shutil.copytree(REPORTS, RECORDS / run, dirs_exist_ok=True)
         git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
         if git("diff", "--cached", "--name-only"):
-            git(*_identity(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
+            git(*committer_options(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
         ENDED.touch()
 
 
-def _make(folder: Path, branch: str) -> None:
+def _create(folder: Path, branch: str) -> None:
     root = Path.cwd()
     with open_repo() as repo:
         cache = repo.cache.local_cache_dir
-    if folder.exists():  # half made
+    if folder.exists():  # incomplete: its creation was interrupted
         git("worktree", "remove", "--force", str(folder))
     git("worktree", "add", "--quiet", "-B", branch, str(folder), "HEAD")
     (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
     shutil.copy("params.yaml", folder)
     _share(JUDGE_CACHE, root, folder)
-    for name in git(
-        "ls-files", "--others", "--exclude-standard"
-    ).splitlines():  # data and functions that params.yaml may name
-        if Path(name).parts[0] not in (*COMMITTED, *GIVEN, *CODE):
+    # params.yaml may name data and functions that are not tracked by git: link them.
+    for name in git("ls-files", "--others", "--exclude-standard").splitlines():
+        if Path(name).parts[0] not in (*COMMITTED, *USER_FILES, *CODE):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(root / name)
-    (folder / MADE).touch()
+    (folder / COMPLETE).touch()
 
 
 def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
-    """Remove workspaces of runs that ended so many days ago; returns their names. Branches and
-    DVC's cache keep what they made.
+    """Remove the workspaces of runs that ended more than `days` ago, and return their names.
+
+    Their branches, and their results in DVC's cache, stay.
     """
     old = [
         mark.parents[1]
@@ -106,7 +106,7 @@ def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
 
 
 def _share(cache: Path, root: Path, folder: Path) -> None:
-    """Answers of a judge that were paid for once are not paid for again."""
+    """Link the cache of judge answers, so that no answer is paid for twice."""
     (root / cache).mkdir(parents=True, exist_ok=True)
     (folder / cache.parent).mkdir(exist_ok=True)
     (folder / cache).symlink_to(root / cache)
@@ -117,26 +117,14 @@ def _check_committed() -> None:
         git("rev-parse", "--verify", "HEAD")
     except RondoError as error:
         raise BadInput(f"--isolated needs a git repository with a commit ({error})") from None
-    names = [name for name in (*CODE, *GIVEN) if Path(name).exists()]
-    changed = [
-        line
-        for line in git("status", "--porcelain", "--untracked-files=all", "--", *names).splitlines()
-        if not empty(line)
-    ]
-    if changed:
-        raise BadInput(
-            "\n".join(
-                [
-                    "--isolated runs what is committed, and these are not: commit them first",
-                    *changed,
-                ]
-            )
-        )
+    names = [name for name in (*CODE, *USER_FILES) if Path(name).exists()]
+    status = git("status", "--porcelain", "--untracked-files=all", "--", *names).splitlines()
+    if changed := [line for line in status if not _is_empty_new_file(line)]:
+        reason = "--isolated runs committed files only; these are not committed, commit them first:"
+        raise BadInput("\n".join([reason, *changed]))
 
 
-def empty(status: str) -> bool:
-    """Whether a line of git's is about a file with nothing in it, such as those that a new round
-    brings along.
-    """
-    path = Path(status[3:])
-    return status.startswith("??") and path.is_file() and not path.stat().st_size
+def _is_empty_new_file(status_line: str) -> bool:
+    """Whether a line of `git status` names an empty untracked file, such as a new round's."""
+    path = Path(status_line[3:])
+    return status_line.startswith("??") and path.is_file() and not path.stat().st_size

@@ -1,1 +1,1 @@
-"""Records for MLflow, its registry, and provenance: which run made what."""
+"""Records for MLflow, its model registry, and provenance: which run produced which outputs."""

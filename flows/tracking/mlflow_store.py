@@ -1,9 +1,9 @@
-"""Send records to MLflow: one parent run a pipeline run, a child run a stage and round, a
-LoggedModel a checkpoint.
+"""Send records to MLflow.
 
-Runs are found again by their tags, and equal metrics are stored once, so sending a record twice
-changes nothing. MLflow that is down stops no stage: what could not be sent stays in
-`.rondo/unsent.jsonl` and goes with the next.
+A pipeline run is a parent run, each stage of a round a child run, each checkpoint a LoggedModel.
+Runs are identified by their tags, and MLflow stores equal metrics once, so that sending a record
+twice changes nothing. If MLflow is unreachable, the stages continue: records that could not be sent
+stay in `.rondo/unsent.jsonl` and are sent with the next one.
 """
 
 import json
@@ -51,7 +51,7 @@ from stages.lib.core.files import write_text
 
 EXPERIMENT = "rondo"
 EVERY_SECONDS = 10.0
-MAX_METRICS, MAX_PARAMS = 1000, 100  # of one request, set by MLflow
+MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, limits of MLflow
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -65,16 +65,15 @@ FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
 
 
 def connect(uri: str) -> MlflowClient:
+    """A client of the MLflow server or database at `uri`; this process logs there from now on."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    given = os.environ.get(TRACKING_URI)
+    user_uri = os.environ.get(TRACKING_URI)
     mlflow.set_tracking_uri(uri)
-    if (
-        given is None
-        # MLflow sets it, and the next run in this process, and all that it starts, would take it for a
-        # person's wish
-    ):
+    # MLflow also sets the environment variable. The next run in this process, and its child
+    # processes, would take it for the user's choice.
+    if user_uri is None:
         os.environ.pop(TRACKING_URI, None)
     return MlflowClient(uri)
 
@@ -83,88 +82,71 @@ class MlflowStore:
     """An MLflow server or database; every call may raise one of FAILURES."""
 
     def __init__(self, uri: str, artifacts: Path | None) -> None:
-        """`artifacts`: the folder for a new experiment's artifacts, None to leave that to the
-        server.
+        """Open the experiment, or create it.
+
+        Args:
+            artifacts: the artifact folder of a new experiment; None: the server chooses it.
         """
         self.client = connect(uri)
-        found = self.client.get_experiment_by_name(EXPERIMENT)
+        experiment = self.client.get_experiment_by_name(EXPERIMENT)
         location = artifacts.as_uri() if artifacts else None
         self.experiment = (
-            found.experiment_id if found else self.client.create_experiment(EXPERIMENT, location)
+            experiment.experiment_id
+            if experiment
+            else self.client.create_experiment(EXPERIMENT, location)
         )
-        self.runs: dict[tuple[str, str], str] = {}
+        self.runs: dict[tuple[str, str], str] = {}  # MLflow's run id by run and address
 
     def run_id(self, run: str, address: str, started: int) -> str:
-        """The MLflow run of a stage (or, address ``, of the pipeline run), made when there is none."""
+        """The MLflow run of a stage, created if it does not exist.
+
+        The empty address stands for the pipeline run. `started`: milliseconds since the epoch.
+        """
         key = (run, address)
         if key not in self.runs:
             tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
-            found = self.client.search_runs(
-                [self.experiment], " and ".join(f"tags.`{k}` = '{v}'" for k, v in tags.items())
-            )
-            if address and not found:
-                tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
-            made = (
-                found[0]
-                if found
-                else self.client.create_run(self.experiment, started, tags, address or run)
-            )
-            self.runs[key] = made.info.run_id
+            query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+            matches = self.client.search_runs([self.experiment], query)
+            if matches:
+                mlflow_run = matches[0]
+            else:
+                if address:
+                    tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
+                name = address or run
+                mlflow_run = self.client.create_run(self.experiment, started, tags, name)
+            self.runs[key] = mlflow_run.info.run_id
         return self.runs[key]
 
     def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
-        """To the stage's run; PPO's health to the pipeline run too, where MLflow lays those of
-        several runs over each other.
-        """
-        self._log(self.run_id(run, address, started), steps)
-        self._log(self.run_id(run, "", started), health(address, steps))
+        """Send metrics by step to the stage's run.
 
-    def _log(self, run_id: str, steps: Sequence[Step]) -> None:
+        PPO's health goes to the pipeline run too: MLflow compares pipeline runs in one chart.
+        """
+        self._log_metrics(self.run_id(run, address, started), steps)
+        self._log_metrics(self.run_id(run, "", started), health(address, steps))
+
+    def _log_metrics(self, run_id: str, steps: Sequence[Step]) -> None:
         for first in range(0, len(steps), MAX_METRICS):
-            batch = [
-                Metric(s.key, s.value, s.time, s.step) for s in steps[first : first + MAX_METRICS]
-            ]
-            self.client.log_batch(run_id, metrics=batch)
+            batch = steps[first : first + MAX_METRICS]
+            metrics = [Metric(step.key, step.value, step.time, step.step) for step in batch]
+            self.client.log_batch(run_id, metrics=metrics)
 
     def send(self, record: Record) -> None:
+        """Send all parts of a record; a part that MLflow has already is not stored twice."""
         run_id = self.run_id(record.run, record.address, record.started)
         params = [Param(key, value[:MAX_VALUE]) for key, value in record.params.items()]
         for first in range(0, len(params), MAX_PARAMS):
             self.client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
-        self.client.log_batch(
-            run_id, tags=[RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()]
-        )
+        tags = [RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()]
+        self.client.log_batch(run_id, tags=tags)
         last = max((step.step for step in record.steps), default=0)
         final = [
             Step(key=f"final/{key}", value=value, time=record.ended, step=last)
             for key, value in record.final.items()
         ]
         self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
-        if record.inputs:
-            used = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
-            found = [
-                Dataset(d.path, d.digest, "local", json.dumps({"uri": d.path}))
-                for d in record.inputs
-            ]
-            self.client.log_inputs(run_id, [DatasetInput(dataset, used) for dataset in found])
-        for name, text in record.texts.items():
-            self.client.log_text(run_id, text, name)
-        if record.samples and "samples.json" not in [
-            file.path for file in self.client.list_artifacts(run_id)
-        ]:
-            table = pandas.DataFrame(
-                [{k: _cell(v) for k, v in row.items()} for row in record.samples]
-            )
-            self.client.log_table(run_id, table, "samples.json")
-        outputs = self.client.get_run(run_id).outputs if record.checkpoints else None
-        known = (
-            {self.client.get_logged_model(each.model_id).name for each in outputs.model_outputs}
-            if outputs
-            else set()
-        )
-        for checkpoint in record.checkpoints:
-            if checkpoint.name not in known:
-                self._send_checkpoint(run_id, record, checkpoint)
+        self._send_files(run_id, record)
+        self._send_checkpoints(run_id, record)
         if record.status != "RUNNING":
             self.client.set_terminated(run_id, record.status, record.ended)
         if record.promotion:
@@ -172,42 +154,65 @@ class MlflowStore:
                 self.client, self.experiment, run_id, record.promotion, record.ended
             )
 
+    def _send_files(self, run_id: str, record: Record) -> None:
+        """Names and hashes of input data, texts as artifacts, samples as a table."""
+        if record.inputs:
+            context = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
+            datasets = [
+                Dataset(data.path, data.digest, "local", json.dumps({"uri": data.path}))
+                for data in record.inputs
+            ]
+            inputs = [DatasetInput(dataset, context) for dataset in datasets]
+            self.client.log_inputs(run_id, inputs)
+        for name, text in record.texts.items():
+            self.client.log_text(run_id, text, name)
+        # log_table appends, so a second call would store every sample twice.
+        if record.samples and "samples.json" not in [
+            file.path for file in self.client.list_artifacts(run_id)
+        ]:
+            rows = [{key: _cell(value) for key, value in row.items()} for row in record.samples]
+            self.client.log_table(run_id, pandas.DataFrame(rows), "samples.json")
+
+    def _send_checkpoints(self, run_id: str, record: Record) -> None:
+        outputs = self.client.get_run(run_id).outputs if record.checkpoints else None
+        models = outputs.model_outputs if outputs else []
+        known = {self.client.get_logged_model(model.model_id).name for model in models}
+        for checkpoint in record.checkpoints:
+            if checkpoint.name not in known:
+                self._send_checkpoint(run_id, record, checkpoint)
+
     def _send_checkpoint(self, run_id: str, record: Record, checkpoint: Checkpoint) -> None:
+        tags = {"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
+        for name in ("round", "seed", "revision", "evaluation_id"):
+            if name in record.tags:
+                tags[name] = record.tags[name]
         model = mlflow.create_external_model(
             checkpoint.name,
             source_run_id=run_id,
             params={"path": checkpoint.path, "step": str(checkpoint.step)},
-            tags={"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-            | {
-                name: record.tags[name]
-                for name in ("round", "seed", "revision", "evaluation_id")
-                if name in record.tags
-            },
+            tags=tags,
             model_type="checkpoint",
             experiment_id=self.experiment,
         )
-        values = checkpoint.metrics.items()
-        self.client.log_batch(
-            run_id,
-            [
-                Metric(k, v, record.ended, checkpoint.step, model_id=model.model_id)
-                for k, v in values
-            ],
-        )
+        metrics = [
+            Metric(name, value, record.ended, checkpoint.step, model_id=model.model_id)
+            for name, value in checkpoint.metrics.items()
+        ]
+        self.client.log_batch(run_id, metrics)
         self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
 
 
 def _cell(value: object) -> object:
-    return (
-        value
-        if isinstance(value, str | int | float | bool | None)
-        else json.dumps(value, ensure_ascii=False)
-    )
+    """A value that MLflow's tables can hold; lists and mappings become JSON."""
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 class MlflowTracker(NullTracker):
-    """Mirrors a pipeline run while it goes on. Says once when MLflow is away, and then keeps what
-    it has to say.
+    """Mirrors a pipeline run to MLflow while it runs.
+
+    If MLflow is unreachable, it reports that once and keeps the records in `.rondo/unsent.jsonl`.
     """
 
     def __init__(
@@ -216,13 +221,20 @@ class MlflowTracker(NullTracker):
         uri: str,
         home: Path,
         tags: Mapping[str, str],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         local: bool = True,
     ) -> None:
-        """`home` is the .rondo folder; `local`: the store is this machine's, with its artifacts in
-        `home`.
+        """Register the pipeline run with MLflow.
+
+        Args:
+            run: the name of the pipeline run.
+            uri: of the MLflow server or database.
+            home: the .rondo folder.
+            tags: of the pipeline run and of all its stages.
+            log: is called with each message.
+            local: whether the store belongs to this machine; then artifacts are kept in `home`.
         """
-        self.run, self.uri, self.tags, self.say = run, uri, dict(tags), say
+        self.run, self.uri, self.tags, self.log = run, uri, dict(tags), log
         self.unsent, self.artifacts = home / "unsent.jsonl", home / "mlartifacts" if local else None
         self.store: MlflowStore | None = None
         self.warned = False
@@ -247,82 +259,76 @@ class MlflowTracker(NullTracker):
         self.send(read_record(self.run, self.address, outcome, self.tags))
 
     def page(self, address: str = "", text: str = "") -> str | None:
-        """Of our own database: where `rondo up` serves it."""
         run_id = self.store.runs.get((self.run, address)) if self.store else None
-        server = (
-            re.sub("//[^/@]*@", "//", self.uri)
-            if self.uri.startswith("http")
-            else MLFLOW_URL
-            if self.artifacts
-            else None
-        )
+        if self.uri.startswith("http"):
+            server: str | None = re.sub("//[^/@]*@", "//", self.uri)  # without user and password
+        else:  # the local database, which `rondo up` serves
+            server = MLFLOW_URL if self.artifacts else None
         if not self.store or not run_id or not server:
             return None
-        part = f"/artifacts/{text}" if text else ""
-        return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}{part}?{WORKFLOW}"
+        artifact = f"/artifacts/{text}" if text else ""
+        return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}{artifact}?{WORKFLOW}"
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"
         self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
         if self.unsent.exists():
-            self.say(
-                f"MLflow has not got everything of this run: {self.unsent} is sent with the next run"
+            self.log(
+                f"MLflow is missing records of this run: {self.unsent} is sent with the next run"
             )
 
     def send(self, record: Record) -> None:
-        """Write the record down, then send everything that waits; what fails waits on."""
+        """Write the record to disk, then send all unsent records; failed ones stay on disk."""
         self.unsent.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(
-            self.unsent.with_suffix(".lock")
-        ):  # runs beside each other keep theirs there too
+        with FileLock(self.unsent.with_suffix(".lock")):  # concurrent runs share this file
             before = self.unsent.read_text(encoding="utf-8") if self.unsent.exists() else ""
-            write_text(self.unsent, before + record.model_dump_json() + "\n")  # whole or not at all
-            self._send_waiting()
+            # write_text is atomic, so that a crash leaves no partial record.
+            write_text(self.unsent, before + record.model_dump_json() + "\n")
+            self._send_unsent()
 
-    def _send_waiting(self) -> None:
-        waiting = deque(
-            self.unsent.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        )  # models write other line ends
-        while waiting:
-            first = Record.model_validate_json(waiting[0])
+    def _send_unsent(self) -> None:
+        # Not splitlines(): samples may contain other line separators.
+        lines = self.unsent.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        unsent = deque(lines)
+        while unsent:
+            first = Record.model_validate_json(unsent[0])
             if not self._try(lambda store, record=first: store.send(record)):  # type: ignore[misc]
-                waiting.rotate(-1)  # one that MLflow rejects must not bar the way of the others
+                unsent.rotate(-1)  # a record that MLflow rejects must not block the others
                 break
-            waiting.popleft()
-        write_text(self.unsent, "".join(line + "\n" for line in waiting))
-        if not waiting:
+            unsent.popleft()
+        write_text(self.unsent, "".join(line + "\n" for line in unsent))
+        if not unsent:
             self.unsent.unlink()
 
     def _try(self, action: Callable[[MlflowStore], None]) -> bool:
+        """Whether MLflow did it; the first failure is reported."""
         try:
             self.store = self.store or MlflowStore(self.uri, self.artifacts)
             action(self.store)
             return True
         except FAILURES as error:
             if not self.warned:
-                self.say(
-                    f"MLflow at {self.uri} fails ({cause(error)}); the run goes on, and {self.unsent} is sent later"
+                self.log(
+                    f"MLflow at {self.uri} failed ({cause(error)}); the run continues, and "
+                    f"{self.unsent} is sent later"
                 )
             self.warned = True
             return False
 
 
 def open_tracker(
-    run: str, home: Path, tags: Mapping[str, str], say: Callable[[str], None]
+    run: str, home: Path, tags: Mapping[str, str], log: Callable[[str], None]
 ) -> NullTracker:
-    """The tracker for MLFLOW_TRACKING_URI, else for our server when it answers, else for the
-    database that it serves.
-
-    `MLFLOW_TRACKING_URI=off` switches tracking off.
-    """
+    """The tracker of a run: see `store_uri`; `MLFLOW_TRACKING_URI=off` switches tracking off."""
     uri = store_uri(home)
     if uri == OFF:
         return NullTracker()
-    return MlflowTracker(run, uri, home, tags, say, local=not os.environ.get(TRACKING_URI))
+    return MlflowTracker(run, uri, home, tags, log, local=not os.environ.get(TRACKING_URI))
 
 
 def store_uri(home: Path) -> str:
+    """Where records go: MLFLOW_TRACKING_URI if set, else the local server, else its database."""
     if uri := os.environ.get(TRACKING_URI, ""):
         return uri
     return MLFLOW_URL if is_up(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
@@ -330,24 +336,25 @@ def store_uri(home: Path) -> str:
 
 @contextmanager
 def registry(home: Path) -> Iterator[MlflowClient]:
-    """A client of the store that `open_tracker` sends to.
+    """A client of the store that `open_tracker` sends records to.
 
     Raises:
-        BadInput: tracking is switched off, or there has been no run.
-        RondoError: MLflow does not answer, or refuses.
+        BadInput: tracking is switched off, or no run has been recorded.
+        RondoError: MLflow is unreachable or returned an error.
     """
     uri, database = store_uri(home), home / "mlflow.db"
     if uri == OFF:
         raise BadInput(
-            "MLFLOW_TRACKING_URI is `off`: unset it, or name the MLflow that has the runs"
+            "MLFLOW_TRACKING_URI is `off`: unset it, or set it to the MLflow that has the runs"
         )
     if uri == f"sqlite:///{database}" and not database.exists():
-        raise BadInput(f"{database} is missing: nothing was recorded here yet; `rondo run` does")
+        raise BadInput(f"{database} is missing: no run was recorded here; `rondo run` records one")
     try:
         yield connect(uri)
     except FAILURES as error:
         raise RondoError(
-            f"MLflow at {uri} fails ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to the one that answers"
+            f"MLflow at {uri} failed ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to "
+            "one that is running"
         ) from None
 
 
@@ -357,11 +364,12 @@ def experiment_of(client: MlflowClient) -> str:
     Raises:
         BadInput: there is none.
     """
-    found = client.get_experiment_by_name(EXPERIMENT)
-    if found is None:
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    if experiment is None:
         raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
-    return str(found.experiment_id)
+    return str(experiment.experiment_id)
 
 
 def cause(error: Exception) -> str:
+    """The first line of an error's message, at most 120 characters."""
     return f"{(str(error).splitlines() or [type(error).__name__])[0]:.120}"

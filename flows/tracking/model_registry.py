@@ -1,9 +1,9 @@
-"""Which policy is champion: versions and aliases of MLflow's registered model `rondo-policy`.
+"""The champion in MLflow: versions and aliases of the registered model `rondo-policy`.
 
-A version is a policy, known by its DVC md5, with the evidence as tags; its weights stay with DVC.
-The newest one that its promotion gate did not let through is `challenger`. Once it passes, or a
-person lets it through, it becomes `champion`, and the champion before `previous`. After that only a
-person moves these two.
+A version is a policy, identified by its DVC md5, with the evidence as tags; its weights stay with
+DVC. `challenger` is the newest policy whose promotion gate neither passed nor was approved. A
+policy whose gate passed or was approved becomes `champion`, and the champion before it `previous`.
+After that only a person moves these two aliases (`rondo promote --rollback`).
 """
 
 import json
@@ -22,74 +22,85 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
-ABOUT = "Policies that came to the promotion gate, and what it saw. Their weights are with DVC: tags `path` and `md5`."
+ABOUT = (
+    "Policies that reached the promotion gate, with the numbers of the gate. "
+    "Their weights are with DVC: tags `path` and `md5`."
+)
 
 
 def promote(
-    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int
+    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, gate_ended: int
 ) -> None:
-    """Register a policy, and make it champion, or challenger where nobody vouches for it; a second
-    time nothing changes.
+    """Register a policy; make it champion if its gate passed or was approved, else challenger.
 
-    It does not become champion where a later one is, since its record had to wait, nor after a
-    person has taken it back. `run_id`: the run of its gate, which ended at `opened` (milliseconds
-    since the epoch).
+    A second call with the same policy changes nothing. A policy does not become champion if a later
+    one is champion already (its record was sent late), nor after a rollback of this policy.
+
+    Args:
+        run_id: MLflow's run of the promotion gate.
+        gate_ended: when the gate ended, in milliseconds since the epoch.
 
     Raises:
-        MlflowException: its LoggedModel is not there, since evaluate's record waits too.
+        MlflowException: the policy's LoggedModel does not exist yet, because the record of its
+            evaluation has not been sent.
     """
     if not client.search_registered_models(f"name = '{NAME}'"):
         client.create_registered_model(NAME, description=ABOUT)
     known = client.search_model_versions(f"name = '{NAME}' AND tags.md5 = '{promotion.digest}'")
-    version = known[0] if known else _register(client, experiment, run_id, promotion, opened)
-    held = holders(client)
-    champion, previous, challenger = (held.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER))
+    version = known[0] if known else _register(client, experiment, run_id, promotion, gate_ended)
+    by_alias = versions_by_alias(client)
+    champion, previous, challenger = (
+        by_alias.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER)
+    )
     if version.tags.get("vouched") == str(False):
         if not promotion.vouched:
-            if _opened(challenger) < _opened(version):
-                _give(client, CHALLENGER, version)
+            if _gate_time(challenger) < _gate_time(version):
+                _set_alias(client, CHALLENGER, version)
             return
-        _tag(client, version, _evidence(promotion, opened))  # a person has let it through since
+        # The policy was registered as challenger, and a person has approved it since.
+        _tag(client, version, _evidence(promotion, gate_ended))
         version = client.get_model_version(NAME, str(version.version))
     if challenger and challenger.version == version.version:
         client.delete_registered_model_alias(NAME, CHALLENGER)
     if "rollback.reason" in version.tags:
         return
-    if _opened(champion) < _opened(version):
+    # Records that could not be sent arrive later, in any order: the gate's time decides.
+    if _gate_time(champion) < _gate_time(version):
         if champion:
-            _give(client, PREVIOUS, champion)
-        _give(client, CHAMPION, version)
-    elif (
-        _opened(previous) < _opened(version) < _opened(champion)
-    ):  # records that waited come in any order
-        _give(client, PREVIOUS, version)
+            _set_alias(client, PREVIOUS, champion)
+        _set_alias(client, CHAMPION, version)
+    elif _gate_time(previous) < _gate_time(version) < _gate_time(champion):
+        _set_alias(client, PREVIOUS, version)
 
 
-def _opened(version: ModelVersion | None) -> str:
-    """When its gate spoke, in ISO 8601; before any time where there is none."""
+def _gate_time(version: ModelVersion | None) -> str:
+    """When its gate ended, in ISO 8601; without a version the empty string, before any time."""
     return str(version.tags.get("gate_opened", "")) if version else ""
 
 
 def _register(
-    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, opened: int
+    client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, gate_ended: int
 ) -> ModelVersion:
-    """A server takes no local path as source, but the LoggedModel that evaluate's record has made."""
+    """Create a version from the LoggedModel that evaluate's record created.
+
+    An MLflow server does not accept a local path as the source of a version.
+    """
     models = client.search_logged_models(
         [experiment], f"tags.md5 = '{promotion.digest}'", max_results=1
     )
     if not models:
         raise MlflowException(
-            f"{promotion.evidence['path']} can be registered when the record of its evaluation has come"
+            f"{promotion.evidence['path']} cannot be registered yet: "
+            "the record of its evaluation has not been sent"
         )
     model = models[0].model_id
-    return client.create_model_version(
-        NAME, f"models:/{model}", run_id, tags=_evidence(promotion, opened), model_id=model
-    )
+    tags = _evidence(promotion, gate_ended)
+    return client.create_model_version(NAME, f"models:/{model}", run_id, tags=tags, model_id=model)
 
 
-def _evidence(promotion: Promotion, opened: int) -> dict[str, str]:
-    moment = datetime.fromtimestamp(opened / 1000, UTC).isoformat(timespec="milliseconds")
-    return promotion.evidence | {"vouched": str(promotion.vouched), "gate_opened": moment}
+def _evidence(promotion: Promotion, gate_ended: int) -> dict[str, str]:
+    time = datetime.fromtimestamp(gate_ended / 1000, UTC).isoformat(timespec="milliseconds")
+    return promotion.evidence | {"vouched": str(promotion.vouched), "gate_opened": time}
 
 
 def _tag(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
@@ -97,8 +108,8 @@ def _tag(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> N
         client.set_model_version_tag(NAME, str(version.version), key, value)
 
 
-def holders(client: MlflowClient) -> dict[str, ModelVersion]:
-    """The versions that are champion, previous and challenger, as far as there are any."""
+def versions_by_alias(client: MlflowClient) -> dict[str, ModelVersion]:
+    """The champion, previous and challenger versions; an alias that is not set is left out."""
     models = client.search_registered_models(f"name = '{NAME}'")
     aliases = models[0].aliases if models else {}
     return {
@@ -108,72 +119,77 @@ def holders(client: MlflowClient) -> dict[str, ModelVersion]:
     }
 
 
-def _give(client: MlflowClient, alias: str, version: ModelVersion) -> None:
+def _set_alias(client: MlflowClient, alias: str, version: ModelVersion) -> None:
     client.set_registered_model_alias(NAME, alias, str(version.version))
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
-    """Champion and previous change places; why and who are tags of the version that is champion no
-    more.
+    """Swap champion and previous; `by` and `reason` become tags of the former champion.
 
-    So a second call takes the first one back: it does not go on to older versions.
+    A second call undoes the first one; it does not go back to older versions.
 
     Raises:
-        BadInput: no reason, no champion, or none before it.
+        BadInput: there is no reason, no champion, or no champion before it.
     """
     if not reason.strip():
         raise BadInput(
-            '--rollback needs --reason: say why, e.g. --reason "one ending for all prompts, seen by hand"'
+            "--rollback needs --reason, "
+            'e.g. --reason "one ending for all prompts, found by reading samples"'
         )
-    held = holders(client)
-    _check_champion(held)
-    if PREVIOUS not in held or held[PREVIOUS].version == held[CHAMPION].version:
+    by_alias = versions_by_alias(client)
+    _check_champion(by_alias)
+    champion, previous = by_alias[CHAMPION], by_alias.get(PREVIOUS)
+    if previous is None or previous.version == champion.version:
         raise BadInput(
-            f"nothing to roll back to: version {held[CHAMPION].version} of {NAME} is the only champion there was; improve on it"
+            f"nothing to roll back to: version {champion.version} of {NAME} is the only champion "
+            "so far; train a better policy instead"
         )
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    _tag(client, held[CHAMPION], {"rollback.at": now, "rollback.by": by, "rollback.reason": reason})
-    _give(client, CHAMPION, held[PREVIOUS])
-    _give(client, PREVIOUS, held[CHAMPION])
-    _tell_the_next_round(held, by, reason)
+    _tag(client, champion, {"rollback.at": now, "rollback.by": by, "rollback.reason": reason})
+    _set_alias(client, CHAMPION, previous)
+    _set_alias(client, PREVIOUS, champion)
+    _write_rollback(champion, previous, by, reason)
 
 
-def _tell_the_next_round(before: dict[str, ModelVersion], by: str, reason: str) -> None:
-    """Later rounds of this folder meet the champion that is one now (stages/gate/champion.py),
-    where these policies are its rounds'.
+def _write_rollback(champion: ModelVersion, previous: ModelVersion, by: str, reason: str) -> None:
+    """Record a rollback in approvals/, where stage `champion` of later rounds reads it.
+
+    `champion` and `previous` are those before the rollback. A policy whose files are not in this
+    folder is no champion of a round here, so nothing is written for it.
     """
-    here = {alias: version.tags["round"] for alias, version in before.items() if _is_here(version)}
-    if CHAMPION in here and _opened(before[PREVIOUS]) < _opened(
-        before[CHAMPION]
-    ):  # else it takes a rollback back
-        word = Rollback(by=by, reason=reason, policy=file_hash(Path(before[CHAMPION].tags["path"])))
-        write_json(taken_back_path(here[CHAMPION]), word.model_dump())
-    if PREVIOUS in here:
-        taken_back_path(here[PREVIOUS]).unlink(missing_ok=True)
+    # If `previous` is the newer one, this call undoes a rollback, and only its file is removed.
+    if _is_here(champion) and _gate_time(previous) < _gate_time(champion):
+        policy = file_hash(Path(champion.tags["path"]))
+        rollback = Rollback(by=by, reason=reason, policy=policy)
+        write_json(taken_back_path(champion.tags["round"]), rollback.model_dump())
+    if _is_here(previous):
+        taken_back_path(previous.tags["round"]).unlink(missing_ok=True)
 
 
 def _is_here(version: ModelVersion) -> bool:
+    """Whether the files of a policy in this folder are those of the version."""
     path = version.tags["path"]
     return Path(path).exists() and digests(version.tags["round"]).get(path) == version.tags["md5"]
 
 
-def _check_champion(held: dict[str, ModelVersion]) -> None:
-    if CHAMPION not in held:
+def _check_champion(by_alias: dict[str, ModelVersion]) -> None:
+    if CHAMPION not in by_alias:
         raise BadInput(
-            f"MLflow has no champion of {NAME}: a policy becomes it when its promotion gate passes in `rondo run`, or when a person "
-            "approves (gates.promote.policy `ask`, `rondo approve promote ROUND`); `warn` is not enough"
+            f"MLflow has no champion of {NAME}: a policy becomes champion when its promotion gate "
+            "passes in `rondo run`, or when a person approves it (gates.promote.policy `ask`, "
+            "`rondo approve promote ROUND`); `warn` is not enough"
         )
 
 
-def told(client: MlflowClient) -> str:
-    """Champion, previous and challenger with their evidence, for a terminal.
+def describe(client: MlflowClient) -> str:
+    """Champion, previous and challenger with their evidence, as text for a terminal.
 
     Raises:
         BadInput: there is no champion.
     """
-    held = holders(client)
-    _check_champion(held)
-    return "\n".join(line for alias, version in held.items() for line in _lines(alias, version))
+    by_alias = versions_by_alias(client)
+    _check_champion(by_alias)
+    return "\n".join(line for alias, version in by_alias.items() for line in _lines(alias, version))
 
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
@@ -181,24 +197,24 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
         key: version.tags.get(key, "-")
         for key in ("round", "gate_opened", "path", "md5", "revision", "seed")
     }
-    spoke = "not promoted" if alias == CHALLENGER else "gate opened"
+    result = "not promoted" if alias == CHALLENGER else "promoted"
     lines = [
-        f"{alias}: version {version.version}, {tags['round']}, {spoke} {tags['gate_opened']:.16}",
-        f"  win rate against SFT {_measured(version.tags, 'win_rate')}",
-        f"  win rate against the champion before {_measured(version.tags, 'win_rate_champion')}",
+        f"{alias}: version {version.version}, {tags['round']}, {result} {tags['gate_opened']:.16}",
+        f"  win rate against SFT {_format_metric(version.tags, 'win_rate')}",
+        "  win rate against the champion before "
+        f"{_format_metric(version.tags, 'win_rate_champion')}",
         f"  {tags['path']}, md5 {tags['md5']}, git {tags['revision']}, seed {tags['seed']}",
     ]
     if "approval.reason" in version.tags:
-        lines.append(
-            f"  approved by {version.tags['approval.by']}: {version.tags['approval.reason']}"
-        )
+        by, reason = version.tags["approval.by"], version.tags["approval.reason"]
+        lines.append(f"  approved by {by}: {reason}")
     if "rollback.reason" in version.tags:
-        when, who = version.tags["rollback.at"], version.tags["rollback.by"]
-        lines.append(f"  taken back {when:.16} by {who}: {version.tags['rollback.reason']}")
+        time, by = version.tags["rollback.at"], version.tags["rollback.by"]
+        lines.append(f"  rolled back {time:.16} by {by}: {version.tags['rollback.reason']}")
     return lines
 
 
-def _measured(tags: dict[str, Any], name: str) -> str:
+def _format_metric(tags: dict[str, Any], name: str) -> str:
     mean, low, high = (
         json.loads(tags.get(f"evaluate.{name}{end}", "null")) for end in ("", "_low", "_high")
     )

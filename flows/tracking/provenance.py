@@ -1,8 +1,8 @@
-"""Which run made what a stage has left: `.rondo/work/<round>/<stage>/made.json`, beside its clock,
-since ids and times are not DVC's.
+"""Provenance: which pipeline run produced the outputs of a stage, and from which commit.
 
-A note is kept under what was made, by the md5s in dvc.lock: a stage that DVC restores finds the
-note of the run that made it, and one that was made elsewhere finds none.
+It is stored in `.rondo/work/<round>/<stage>/made.json`, outside DVC, because ids and times differ
+in each run. The key of an entry is a hash of the outputs' md5s in dvc.lock. So a stage that DVC
+restored has the entry of the run that produced it, and outputs from another folder have none.
 """
 
 import hashlib
@@ -22,15 +22,18 @@ from stages.lib.core.files import read_json, work_dir, write_json
 
 
 class RunRef(NamedTuple):
-    """A run of the pipeline, and the commit that it started from."""
+    """The name of a pipeline run, and the commit that it started from."""
 
     run: str
     revision: str
 
 
 class StageProvenance(BaseModel):
-    """flow_run: Prefect's id. mlflow: where its page was. watt_hours: None where they cannot be
-    read.
+    """The run that produced a stage's outputs, and what it took.
+
+    run: its name. revision: its commit. flow_run: its id in Prefect. mlflow: the URL of the stage's
+    page. ended: when the stage ended. seconds, watt_hours: of the stage; watt_hours is None if the
+    energy counters cannot be read.
     """
 
     run: str
@@ -43,8 +46,13 @@ class StageProvenance(BaseModel):
 
 
 def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter) -> None:
-    """A stage has run, and dvc.lock has what it made."""
-    made = StageProvenance(
+    """Record that the run `by` produced the outputs of a stage; call it after dvc.lock is written.
+
+    Args:
+        mlflow: the URL of the stage's page in MLflow.
+        meter: measured the time and energy of the stage.
+    """
+    provenance = StageProvenance(
         **by._asdict(),
         flow_run=flow_run.id,
         mlflow=mlflow,
@@ -52,29 +60,32 @@ def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter
         seconds=meter.seconds,
         watt_hours=meter.watt_hours(),
     )
-    write_json(
-        place(address), known(address) | {digest(read_lock(address)): made.model_dump(mode="json")}
-    )
+    entry = {digest(read_lock(address)): provenance.model_dump(mode="json")}
+    write_json(place(address), read_entries(address) | entry)
 
 
 def read(address: str, lock: Mapping[str, Any]) -> StageProvenance | None:
-    """The note of what `lock`, its entry in dvc.lock, says of a stage; None where that was made
-    elsewhere, or not yet.
+    """The provenance of the outputs in `lock`, the stage's entry in dvc.lock.
+
+    None if they were not produced in this folder, or do not exist yet.
     """
-    told = known(address).get(digest(lock))
-    return StageProvenance.model_validate(told) if told else None
+    entry = read_entries(address).get(digest(lock))
+    return StageProvenance.model_validate(entry) if entry else None
 
 
 def place(address: str) -> Path:
+    """The file with a stage's provenance."""
     stage, round_ = split_address(address)
     return work_dir(round_, stage) / "made.json"
 
 
-def known(address: str) -> dict[str, Any]:
+def read_entries(address: str) -> dict[str, Any]:
+    """All entries of a stage, by the hash of its outputs."""
     path = place(address)
     return dict(read_json(path, "rondo run")) if path.exists() else {}
 
 
 def digest(lock: Mapping[str, Any]) -> str:
+    """A hash of the paths and md5s of the outputs in a stage's entry of dvc.lock."""
     outs = {out["path"]: out["md5"] for out in lock.get("outs", [])}
     return hashlib.sha256(json.dumps(outs, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""What MLflow is told about a stage, read from the stage's files: files first, tracker second.
+"""Records for MLflow, read from the files of a stage: files first, tracker second.
 
-A `Record` is complete in itself, so that one which could not be sent waits in `.rondo/unsent.jsonl`
-and is sent later, even when the files have changed by then. `flows/tracking/mlflow_store.py` sends
-it; here nothing imports MLflow.
+A `Record` contains everything that is sent about a stage. If it cannot be sent, it is kept in
+`.rondo/unsent.jsonl` and sent later, even if the stage's files have changed since.
+`flows/tracking/mlflow_store.py` sends records; this module does not import MLflow.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from stages.lib.core.files import REPORTS, metric_name, read_json, read_jsonl, s
 from stages.lib.core.params import flatten
 
 MAX_ARTIFACT_BYTES = 1_000_000
-HEALTH = (
+HEALTH = (  # metrics of PPO per update that the pipeline run shows too
     "score_mean",
     "judge_mean",
     "kl",
@@ -31,7 +31,7 @@ HEALTH = (
     "distinct_2",
     "repetition_3",
     "entropy",
-)  # of PPO, by update
+)
 ARTIFACTS = (
     "metrics.json",
     "manifest.json",
@@ -44,7 +44,7 @@ ARTIFACTS = (
 
 
 class Step(BaseModel):
-    """One value of one metric; `time` in milliseconds since the epoch."""
+    """One value of one metric at one step; `time`: milliseconds since the epoch."""
 
     key: str
     value: float
@@ -53,15 +53,17 @@ class Step(BaseModel):
 
 
 class Data(BaseModel):
-    """An input data set: its path, and as digest the md5 that DVC has of it."""
+    """An input data set; `digest`: its md5 in dvc.lock."""
 
     path: str
     digest: str
 
 
 class Checkpoint(BaseModel):
-    """A model that was evaluated: `step` in PPO updates, `path` where its weights are, `stage` what
-    made it: base, sft or ppo.
+    """An evaluated model.
+
+    stage: which stage produced it (base, sft or ppo). path: of its weights. digest: their md5.
+    step: PPO updates.
     """
 
     name: str
@@ -73,17 +75,24 @@ class Checkpoint(BaseModel):
 
 
 class Promotion(BaseModel):
-    """A policy that came to its promotion gate: its DVC md5, and what the gate saw. vouched: it
-    passed, or a person let it through.
+    """A policy that reached its promotion gate.
+
+    digest: its md5 in dvc.lock. vouched: the gate passed, or a person approved the policy; a
+    policy that got through only because of `policy: warn` is not. evidence: the gate's numbers, and
+    where the policy comes from.
     """
 
     digest: str
-    vouched: bool = True  # of a record that waits since before there were challengers
+    vouched: bool = True  # unsent records of older versions do not contain it
     evidence: dict[str, str]
 
 
 class Record(BaseModel):
-    """One stage of one pipeline run, or (address ``) the pipeline run itself."""
+    """One stage of a pipeline run, or, with the empty address ``, the pipeline run itself.
+
+    started, ended: milliseconds since the epoch. final: the metrics at the end, by name. texts:
+    artifacts by file name.
+    """
 
     run: str
     address: str = ""
@@ -102,33 +111,37 @@ class Record(BaseModel):
 
 
 def milliseconds() -> int:
+    """The current time in milliseconds since the epoch, as MLflow counts it."""
     return int(time.time() * 1000)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among nested metrics, by flat name."""
     return {key: float(value) for key, value in flatten(values) if isinstance(value, int | float)}
 
 
 def read_locks() -> dict[str, dict[str, Any]]:
-    """The stages in dvc.lock by address: params, deps and outs with their md5."""
+    """The stages in dvc.lock by address: params, and deps and outs with their md5."""
     path = Path("dvc.lock")
     return dict(yaml.safe_load(path.read_text())["stages"]) if path.exists() else {}
 
 
 def read_lock(address: str) -> dict[str, Any]:
-    """The stage's entry in dvc.lock, empty when there is none."""
+    """The stage's entry in dvc.lock; empty if there is none."""
     return read_locks().get(address, {})
 
 
 def read_steps(address: str, start: int = 0) -> list[Step]:
-    """metrics.jsonl from line `start` on, with the wall clock that the stage kept beside it;
-    without one, with the time now.
+    """The metrics of a stage by step, from metrics.jsonl, with the times in its clock.jsonl.
+
+    If there is no clock for these steps, they get the current time.
+
+    Args:
+        start: how many lines of metrics.jsonl to skip.
     """
     stage, round_ = split_address(address)
-    path, clock_path = (
-        stage_dir(round_, stage) / "metrics.jsonl",
-        work_dir(round_, stage) / "clock.jsonl",
-    )
+    path = stage_dir(round_, stage) / "metrics.jsonl"
+    clock_path = work_dir(round_, stage) / "clock.jsonl"
     if not path.exists():
         return []
     rows = read_jsonl(path, f"dvc repro {address}")
@@ -138,16 +151,17 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     else:  # the stage ran on another machine, or in another workspace
         times = [milliseconds()] * len(rows)
     return [
-        Step(key=key, value=value, time=moment, step=row["step"])
-        for row, moment in list(zip(rows, times, strict=True))[start:]
+        Step(key=key, value=value, time=step_time, step=row["step"])
+        for row, step_time in list(zip(rows, times, strict=True))[start:]
         for key, value in numbers(row).items()
         if key != "step"
     ]
 
 
 def health(address: str, steps: Iterable[Step]) -> list[Step]:
-    """What the pipeline run shows of a stage's steps: PPO's health with the round, `r0/kl`; nothing
-    of other stages.
+    """The steps that the pipeline run shows too: PPO's HEALTH with the round in the key, `r0/kl`.
+
+    Empty for other stages than PPO.
     """
     stage, round_ = split_address(address)
     return [
@@ -158,17 +172,29 @@ def health(address: str, steps: Iterable[Step]) -> list[Step]:
 
 
 def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
-    """Everything that the files say about a stage that ran, was restored, was unchanged, or failed."""
+    """The record of a stage, from its files.
+
+    Args:
+        run: the name of the pipeline run.
+        address: the stage in DVC, e.g. `sft@r0`.
+        outcome: `ran`, `restored`, `unchanged` or `failed`. Files of a failed stage may belong to
+            an earlier run, so only its steps and texts are read.
+        tags: of the pipeline run; they become tags of the stage.
+    """
     stage, round_ = split_address(address)
     folder, failed = stage_dir(round_, stage), outcome == "failed"
-    lock = {} if failed else read_lock(address)
-    metrics = (
-        {}
-        if failed or not (folder / "metrics.json").exists()
-        else read_json(folder / "metrics.json", "")
-    )
+    lock: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
+    samples: list[dict[str, Any]] = []
+    if not failed:
+        lock = read_lock(address)
+        if (folder / "metrics.json").exists():
+            metrics = read_json(folder / "metrics.json", "")
+        if (folder / "samples.jsonl").exists():
+            samples = read_jsonl(folder / "samples.jsonl", "")
     steps, now = read_steps(address), milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
+    params_hash = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12]
     times = [step.time for step in steps]
     return Record(
         run=run,
@@ -182,9 +208,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
             "stage": stage,
             "round": round_,
             "dvc": outcome,
-            "params_hash": hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[
-                :12
-            ],
+            "params_hash": params_hash,
             **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
             **_decision(stage, round_),
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
@@ -196,9 +220,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
             for dep in lock.get("deps", [])
             if dep["path"].endswith("/data")
         ],
-        samples=[]
-        if failed or not (folder / "samples.jsonl").exists()
-        else read_jsonl(folder / "samples.jsonl", ""),
+        samples=samples,
         texts=dict(_texts(folder, stage, round_)),
         checkpoints=list(_checkpoints(round_, metrics)) if stage == "evaluate" else [],
         promotion=_promotion(round_, tags, failed) if stage == "gate_promote" else None,
@@ -206,21 +228,23 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
 
 
 def _texts(folder: Path, stage: str, round_: str) -> Iterator[tuple[str, str]]:
+    """Name and content of the small files that MLflow keeps as artifacts."""
     reports = ("data.json", "data.html") if stage == "prepare" else (f"{stage}.json",)
-    for path in (
-        *(folder / name for name in ARTIFACTS),
-        *(REPORTS / round_ / name for name in reports),
-    ):
+    paths = [folder / name for name in ARTIFACTS] + [REPORTS / round_ / name for name in reports]
+    for path in paths:
         if path.exists() and path.stat().st_size <= MAX_ARTIFACT_BYTES:
             yield path.name, path.read_text(encoding="utf-8")
 
 
 def _decision(stage: str, round_: str) -> dict[str, str]:
-    """Of a gate: whether it passed and opened, and who decided otherwise, why."""
+    """Tags of a gate: whether it passed, whether the run continues, who approved it and why.
+
+    Empty for a stage that is no gate, or a gate without a verdict.
+    """
     verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
     if verdict is None:
         return {}
-    said = {
+    approval = {
         f"approval.{key}": str(value)
         for key, value in (verdict["approval"] or {}).items()
         if key != "failed"
@@ -229,30 +253,25 @@ def _decision(stage: str, round_: str) -> dict[str, str]:
         "passed": str(verdict["passed"]),
         "opened": str(verdict["opened"]),
         "policy": verdict["policy"],
-        **said,
+        **approval,
     }
 
 
 def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion | None:
-    """None where the gate did not come to a verdict. Nobody vouches for a policy that `warn` let
-    pass.
-    """
+    """The policy at its promotion gate; None if the gate has no verdict."""
     verdict, known = read_gate(round_, "promote"), digests(round_)
-    policy, sft = (
-        str(stage_dir(round_, stage) / name)
-        for stage, name in (("ppo", "policy"), ("sft", "model"))
-    )
-    if (
-        not verdict or policy not in known or (failed and verdict["opened"])
-    ):  # of a run before this one, which failed
+    policy = str(stage_dir(round_, "ppo") / "policy")
+    sft = str(stage_dir(round_, "sft") / "model")
+    # A stage that failed although its verdict is good: the verdict is an earlier run's.
+    if not verdict or policy not in known or (failed and verdict["opened"]):
         return None
-    measured = read_json(
+    evaluation = read_json(
         stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}"
     )
-    told = {
-        f"evaluate.{key}": value for key, value in measured.items() if key.startswith("win_rate")
+    metrics = {
+        f"evaluate.{key}": value for key, value in evaluation.items() if key.startswith("win_rate")
     }
-    told |= {check["metric"]: check["value"] for check in verdict["checks"]}
+    metrics |= {check["metric"]: check["value"] for check in verdict["checks"]}
     evidence = {
         **{key: tags[key] for key in ("revision", "seed") if key in tags},
         "round": round_,
@@ -260,13 +279,13 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
         "md5": known[policy],
         "md5.sft": known.get(sft, ""),
         **_decision("gate_promote", round_),
-        **{key: json.dumps(value) for key, value in told.items()},
+        **{key: json.dumps(value) for key, value in metrics.items()},
     }
     return Promotion(digest=known[policy], vouched=passed_or_approved(verdict), evidence=evidence)
 
 
 def digests(round_: str) -> dict[str, str]:
-    """md5 of the models that a round works with, by path, from dvc.lock."""
+    """md5 of the models of a round (base, SFT, policy) by path, from dvc.lock."""
     return {
         out["path"]: out["md5"]
         for name in ("assets", f"sft@{round_}", f"ppo@{round_}")
@@ -275,59 +294,60 @@ def digests(round_: str) -> dict[str, str]:
 
 
 def digest_of(path: str, known: Mapping[str, str]) -> str:
-    """A model's md5, or that of the folder that DVC has it in."""
+    """A model's md5; if DVC tracks only its parent folder, that folder's; else empty."""
     return known.get(path) or known.get(str(Path(path).parent), "")
 
 
 def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """The models of evaluate's metrics.json, each with the hash of its weights from dvc.lock."""
+    """The models in evaluate's metrics.json, with the hashes of their weights from dvc.lock."""
     known, ppo = digests(round_), stage_dir(round_, "ppo")
     paths = {
         "base": Path("assets/model"),
         "sft": stage_dir(round_, "sft") / "model",
         "ppo": ppo / "policy",
     }
-    found = {name: metrics[name] for name in paths if name in metrics}
+    metrics_by_name = {name: metrics[name] for name in paths if name in metrics}
     for name, values in metrics.get("checkpoints", {}).items():
-        paths[name], found[name] = ppo / "checkpoints" / name, values
-    last = (
-        read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}").get("policy_update", 0)
-        if (ppo / "metrics.json").exists()
-        else 0
-    )
+        paths[name], metrics_by_name[name] = ppo / "checkpoints" / name, values
+    policy_update = 0
+    if (ppo / "metrics.json").exists():
+        ppo_metrics = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")
+        policy_update = ppo_metrics.get("policy_update", 0)
+    # The metrics at the top level compare the policy with SFT.
     against_sft = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-    for name, values in found.items():
-        path = paths[name]
+    for name, values in metrics_by_name.items():
+        path = str(paths[name])
         yield Checkpoint(
             name=f"{round_}-{name}",
             stage=name if name in ("base", "sft") else "ppo",
-            path=str(path),
-            digest=digest_of(str(path), known),
-            step=last if name == "ppo" else update_of(name),
+            path=path,
+            digest=digest_of(path, known),
+            step=policy_update if name == "ppo" else update_of(name),
             metrics=numbers({**values, **against_sft} if name == "ppo" else values),
         )
 
 
 def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
-    """What stages/evaluate/checkpoint.py has told about a checkpoint; its md5 is DVC's where PPO's
-    files are those of dvc.lock.
+    """The record of a checkpoint, from the report that stages/evaluate/checkpoint.py wrote.
+
+    Its digest is the md5 in dvc.lock if the files of PPO are up to date, else the report's hash.
     """
-    told, now = read_json(report, "the flow evaluate-checkpoint"), milliseconds()
-    path, round_ = Path(told["path"]), told["round"]
+    results, now = read_json(report, "the flow evaluate-checkpoint"), milliseconds()
+    path, round_ = Path(results["path"]), results["round"]
     name = metric_name(path.name)
-    against_sft = {f"win_rate{end}": told[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
+    against_sft = {f"win_rate{end}": results[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
+    known = digests(round_) if up_to_date(f"ppo@{round_}") else {}
     checkpoint = Checkpoint(
         name=f"{round_}-{name}",
         stage="ppo",
         path=str(path),
-        digest=digest_of(str(path), digests(round_) if up_to_date(f"ppo@{round_}") else {})
-        or told["hash"],
+        digest=digest_of(str(path), known) or results["hash"],
         step=update_of(name),
-        metrics=numbers(told["checkpoint"] | against_sft),
+        metrics=numbers(results["checkpoint"] | against_sft),
     )
     return Record(
         run=run,
-        address=f"{name}-{told['hash'][:8]}-{told['evaluation_id'][:8]}@{round_}",
+        address=f"{name}-{results['hash'][:8]}-{results['evaluation_id'][:8]}@{round_}",
         status="FINISHED",
         started=now,
         ended=now,
@@ -336,9 +356,9 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
             "stage": "checkpoint",
             "round": round_,
             "path": str(path),
-            "evaluation_id": told["evaluation_id"],
+            "evaluation_id": results["evaluation_id"],
         },
-        final=numbers(told),
+        final=numbers(results),
         samples=read_jsonl(report.with_suffix(".jsonl"), "the flow evaluate-checkpoint"),
         texts={report.name: report.read_text(encoding="utf-8")},
         checkpoints=[checkpoint],
@@ -346,31 +366,32 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
 
 
 def update_of(name: str) -> int:
-    """PPO's update that a checkpoint is named after; 0 where it has another name."""
+    """The PPO update in a checkpoint's name, `step_00009` -> 9; 0 for other names."""
     number = name.removeprefix("step_")
     return int(number) if number.isdecimal() else 0
 
 
 class NullTracker:
-    """Tracking switched off."""
+    """A tracker that does nothing, for runs without tracking; the interface of MlflowTracker."""
 
     def start(self, address: str) -> None:
-        """A stage begins."""
+        """Call when a stage begins."""
 
     def progress(self) -> None:
-        """The stage printed a line."""
+        """Call after each line that the stage printed."""
 
     def finish(self, outcome: str) -> None:
-        """The stage ended: `ran`, `restored`, `unchanged` or `failed`."""
+        """Call when the stage ended: `ran`, `restored`, `unchanged` or `failed`."""
 
     def page(self, address: str = "", text: str = "") -> str | None:
-        """Where a browser finds what was told of a stage, or of the pipeline run, or one of its
-        texts; None where it does not.
+        """The URL of a stage's page, or of the pipeline run, or of one of its texts.
+
+        None if there is no page.
         """
         return None
 
     def send(self, record: Record) -> None:
-        """Something beside the pipeline's stages."""
+        """Send a record that is not a stage of the pipeline."""
 
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
-        """The pipeline run ended; texts: by file name, what it leaves to be read."""
+        """Call when the pipeline run ended; `texts`: its report and summary by file name."""

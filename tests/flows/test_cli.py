@@ -241,7 +241,7 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
     failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
     assert failed.returncode == 3
     assert "[sft@r0] unchanged" in failed.stdout
-    assert "Ended at gate_sft@r0: what is shown of the stages after it" in failed.stdout
+    assert "Ended at gate_sft@r0: results of later stages" in failed.stdout
     assert (
         "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
         in failed.stderr

@@ -23,7 +23,7 @@ def params_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_only_what_is_set_changes_and_comments_stay(params_yaml: Path) -> None:
+def test_settings_change_only_their_keys_and_comments_stay(params_yaml: Path) -> None:
     config.write_params(config.resolve())
     before = params_yaml.read_text()
     changes = config.write_params(config.resolve(settings=["ppo.gamma=0.5", "seed=7"]))
@@ -34,19 +34,19 @@ def test_only_what_is_set_changes_and_comments_stay(params_yaml: Path) -> None:
     assert "# no discount" in params_yaml.read_text()
 
 
-def test_a_preset_leaves_nothing_of_the_one_before(params_yaml: Path) -> None:
+def test_a_preset_keeps_no_value_of_the_preset_before_it(params_yaml: Path) -> None:
     config.write_params(config.resolve("tiny"))
     config.write_params(config.resolve("smoke"))
     values = yaml.safe_load(params_yaml.read_text())
     assert values["assets"]["model"] == "embedded"
-    assert list(values["rounds"]) == ["r0"]  # those of the preset, and no others
+    assert list(values["rounds"]) == ["r0"]  # the rounds of the preset alone
     assert values["ppo"]["response_length"] == Params().ppo.response_length
     assert config.write_params(config.resolve("default")) != []
     assert yaml.safe_load(params_yaml.read_text()) == Params().model_dump(mode="json")
     assert config.write_params(config.resolve("default")) == []
 
 
-def test_rounds_settings_and_sections_go_over_the_preset_in_this_order(params_yaml: Path) -> None:
+def test_settings_override_sections_and_sections_override_the_preset(params_yaml: Path) -> None:
     sections = config.Sections.model_validate({"ppo": {"gamma": 0.9, "lam": 0.8}})
     params = config.resolve("tiny", 3, ["ppo.gamma=0.7"], sections)
     assert (params.ppo.gamma, params.ppo.lam, params.ppo.response_length) == (0.7, 0.8, 8)
@@ -60,16 +60,15 @@ def test_rounds_settings_and_sections_go_over_the_preset_in_this_order(params_ya
     assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0"]
 
 
-def test_sections_of_the_form_are_those_of_params() -> None:
-    assert list(config.Sections.model_fields) == [
-        name for name in Params.model_fields if name != "rounds"
-    ]
+def test_the_form_has_the_sections_of_params() -> None:
+    sections = [name for name in Params.model_fields if name != "rounds"]
+    assert list(config.Sections.model_fields) == sections
 
 
 @pytest.mark.parametrize(
-    ("preset", "number", "settings", "said"),
+    ("preset", "number", "settings", "message"),
     [
-        ("nope", None, [], "there are keep, default"),
+        ("nope", None, [], "expected one of keep, default"),
         ("keep", None, ["ppo.gama=1"], "ppo.gama"),
         ("keep", None, ["ppo.gamma"], "section.key=value"),
         ("keep", None, ["ppo.gamma=2"], "less than or equal to 1"),
@@ -91,23 +90,20 @@ def test_sections_of_the_form_are_those_of_params() -> None:
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(
-    params_yaml: Path, preset: str, number: int | None, settings: list[str], said: str
+    params_yaml: Path, preset: str, number: int | None, settings: list[str], message: str
 ) -> None:
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         config.resolve(preset, number, settings)
     assert params_yaml.read_text() == COMMENTED
 
 
-def test_one_more_round_and_the_files_that_it_depends_on(params_yaml: Path) -> None:
-    assert config.one_more_round() == 2  # r1 has not ended
+def test_one_more_round_and_the_badcase_files_that_it_depends_on(params_yaml: Path) -> None:
+    assert config.one_more_round() == 2  # r1 has no replay results
     write_json(Path("rounds/r1/replay/metrics.json"), {})
     config.write_params(config.resolve(number=config.one_more_round()))
     assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0", "r1", "r2"]
-    assert sorted(path.name for path in Path("badcases").iterdir()) == [
-        "r0.jsonl",
-        "r1.jsonl",
-        "r2.jsonl",
-    ]
+    names = sorted(path.name for path in Path("badcases").iterdir())
+    assert names == ["r0.jsonl", "r1.jsonl", "r2.jsonl"]
     Path("badcases/r1.jsonl").write_text("kept\n")
     config.write_params(config.resolve())
     assert Path("badcases/r1.jsonl").read_text() == "kept\n"

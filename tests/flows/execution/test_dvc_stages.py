@@ -1,4 +1,4 @@
-"""Against a real DVC project with small stages (see conftest)."""
+"""`dvc_stages` in a real DVC project with small stages (see conftest)."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def run_to(last: str, lines: list[str] | None = None) -> dvc_stages.Outcome:
     return outcome
 
 
-def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
+def test_a_stage_runs_is_unchanged_or_restored_and_its_lines_are_streamed(project: Path) -> None:
     lines: list[str] = []
     assert run_to("prepare@r0", lines) == dvc_stages.Outcome.ran
     assert lines == [
@@ -44,46 +44,44 @@ def test_ran_unchanged_restored_with_lines_as_they_come(project: Path) -> None:
     assert dvc_stages.run("prepare@r0", lines.append) == dvc_stages.Outcome.ran
     set_params("seed=0")
     assert dvc_stages.run("prepare@r0", lines.append) == dvc_stages.Outcome.restored
-    assert (
-        project / "rounds/r0/prepare/data/rows.jsonl"
-    ).read_text() == '{"id": "r0", "seed": 0}\n'
+    rows = project / "rounds/r0/prepare/data/rows.jsonl"
+    assert rows.read_text() == '{"id": "r0", "seed": 0}\n'
 
 
-def test_a_failed_gate_says_its_numbers_and_bars_the_way(project: Path) -> None:
+def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path) -> None:
     set_params("gates.sft.loss_drop=0.9")
-    with pytest.raises(
-        GateFailed,
-        match=r"gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little",
-    ):
+    message = (
+        r"gate sft of r0 failed:\n"
+        r"sft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
+    )
+    with pytest.raises(GateFailed, match=message):
         run_to("gate_sft@r0")
     with pytest.raises(RondoError, match=r"gates/r0/sft\.ok"):
         dvc_stages.run("evaluate@r0", print)
     set_params("gates.sft.loss_drop=0.4")
-    everything = dvc_stages.stage_order(["r0"])
-    assert dvc_stages.waiting(everything) == {"gate_sft@r0", "evaluate@r0"}
+    addresses = dvc_stages.stage_order(["r0"])
+    assert dvc_stages.waiting(addresses) == {"gate_sft@r0", "evaluate@r0"}
     assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
-    assert not dvc_stages.waiting(everything)
+    assert not dvc_stages.waiting(addresses)
     set_params("seed=1")
-    assert dvc_stages.waiting(everything) == {*everything} - {"assets"}
+    assert dvc_stages.waiting(addresses) == {*addresses} - {"assets"}
 
 
-def test_bad_input_no_network_and_crash_keep_their_kind_and_last_lines(project: Path) -> None:
+def test_a_failed_stage_keeps_its_kind_of_error_and_last_lines(project: Path) -> None:
     set_params("sft.max_steps=1")
     with pytest.raises(BadInput, match="rows missing") as raised:
         run_to("sft@r0")
-    assert str(raised.value).count("sft@r0: ") == 1 and "BadInput" not in str(raised.value)
+    message = str(raised.value)
+    assert message.count("sft@r0: ") == 1 and "BadInput" not in message
     set_params("sft.max_steps=8")
     with pytest.raises(Unreachable, match="no answer") as raised:
         run_to("sft@r0")
-    assert (
-        str(raised.value).count("sft@r0: ") == 1
-        and "Unreachable" not in str(raised.value)
-        and raised.value.exit_code == 4
-    )
+    message = str(raised.value)
+    assert message.count("sft@r0: ") == 1 and "Unreachable" not in message
+    assert raised.value.exit_code == 4
     set_params("sft.max_steps=3")
-    with pytest.raises(
-        RondoError, match=r"sft@r0 ended with 1:\n(.|\n)*ValueError: no such thing"
-    ) as raised:
+    crash = r"sft@r0 ended with exit code 1:\n(.|\n)*ValueError: no such thing"
+    with pytest.raises(RondoError, match=crash) as raised:
         run_to("sft@r0")
     assert raised.value.exit_code == 1
     with pytest.raises(BadInput, match="nope"):
@@ -91,14 +89,14 @@ def test_bad_input_no_network_and_crash_keep_their_kind_and_last_lines(project: 
 
 
 def stage_processes(folder: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        if "stage.py" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder):
-            found.append(process)
-    return found
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if "stage.py" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder)
+    ]
 
 
-def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
+def test_an_interrupt_ends_the_stage(project: Path) -> None:
     set_params("sft.max_steps=2")  # sleeps for ten minutes
     run_to("prepare@r0")
 
@@ -106,24 +104,22 @@ def test_an_interrupt_takes_the_stage_with_it(project: Path) -> None:
         until(lambda: stage_processes(project))
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # the tests may be a background job, whose SIGINT is ignored
+    # The tests may be a background job, whose SIGINT is ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             dvc_stages.run("sft@r0", print)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
     assert stage_processes(project) == []
 
 
 def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
     set_params("sft.max_steps=2")
     run_to("prepare@r0")
-    parent = subprocess.Popen(
-        [sys.executable, "-c", "from flows import dag; dag.run('sft@r0', print)"]
-    )
+    code = "from flows.execution import dvc_stages; dvc_stages.run('sft@r0', print)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
     until(lambda: stage_processes(project))
     parent.kill()
     parent.wait()

@@ -14,67 +14,67 @@ def params(**sections: dict[str, object]) -> Params:
     return Params.model_validate(sections)
 
 
-def test_sft_time_is_four_flops_a_weight_and_token() -> None:
+def test_sft_time_is_four_flops_per_weight_and_token() -> None:
     """10 steps of 16 rows of 64 / 3 tokens (a third of max_length), 135e6 weights, 4 FLOP each, at
-    0.24 of 1e12 a second.
+    0.24 of 1e12 FLOP/s.
     """
-    guess = estimate.estimate(params(sft={"max_steps": 10, "lora": {"top_layers": None}}), MACHINE)
+    lora = estimate.estimate(params(sft={"max_steps": 10, "lora": {"top_layers": None}}), MACHINE)
     expected = 10 * 16 * 64 / 3 * 135e6 * 4 / 0.24e12
-    assert guess.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(expected, rel=1e-6)
+    assert lora.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(expected, rel=1e-6)
     full = estimate.estimate(params(sft={"max_steps": 10, "lora": {"r": 0}}), MACHINE)
     assert full.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(1.5 * expected, rel=1e-6)
 
 
-def test_labels_by_a_judge_take_time_and_peoples_take_none() -> None:
-    """100 prompts, 4 samples each of 6 + 24 tokens by 135e6 weights at 2 FLOP and 0.28 of 1e12 a
-    second; 12 answers a prompt, 2 for each of 64 human pairs, 2 s an answer, 8 at once."""
-    asked = {"annotator": "judge", "prompts": 100, "samples": 4}
+def test_labels_by_a_judge_take_time_and_human_labels_take_none() -> None:
+    """100 prompts, 4 samples each of 6 + 24 tokens by 135e6 weights at 2 FLOP and 0.28 of 1e12
+    FLOP/s; 12 answers per prompt, 2 per human pair (64), 2 s per answer, 8 at once."""
+    section = {"annotator": "judge", "prompts": 100, "samples": 4}
     endpoint = {"base_url": "http://localhost/v1", "model": "wise", "concurrency": 8}
-    drawn = 100 * 4 * 30 * 135e6 * 2 / 0.28e12
-    lexicon = estimate.estimate(params(annotate=asked), MACHINE).seconds["annotate"]
-    wise = estimate.estimate(
-        params(annotate={**asked, "judge": "endpoint", "endpoint": endpoint}), MACHINE
+    sampling = 100 * 4 * 30 * 135e6 * 2 / 0.28e12
+    lexicon = estimate.estimate(params(annotate=section), MACHINE).seconds["annotate"]
+    language_model = estimate.estimate(
+        params(annotate={**section, "judge": "endpoint", "endpoint": endpoint}), MACHINE
     ).seconds["annotate"]
-    assert lexicon - estimate.STAGE_SECONDS == pytest.approx(drawn)
-    assert wise - lexicon == pytest.approx((100 * 12 + 128) * 2 / 8)
+    assert lexicon - estimate.STAGE_SECONDS == pytest.approx(sampling)
+    assert language_model - lexicon == pytest.approx((100 * 12 + 128) * 2 / 8)
     assert "annotate" not in estimate.estimate(Params(), MACHINE).seconds
 
 
 def test_language_models_that_judge_take_time() -> None:
     """10 prompts, 2 samples of base, policy and champion against SFT's, 2 checkpoints with one; 5
-    badcases of 4 candidates, 6 matches and 3 comparisons more each. 2 orders, 2 s an answer, 4 at
+    badcases of 4 candidates, 6 matches and 3 comparisons more each. 2 orders, 2 s per answer, 4 at
     once."""
     endpoint = {"base_url": "http://localhost/v1", "model": "wise", "concurrency": 4}
     sizes: dict[str, Any] = {"prepare": {"max_eval_prompts": 10}, "replay": {"max_badcases": 5}}
-    free = estimate.estimate(params(**sizes), MACHINE).seconds
-    asked = estimate.estimate(
+    automatic = estimate.estimate(params(**sizes), MACHINE).seconds
+    judged = estimate.estimate(
         params(**sizes, evaluate={"judges": ["endpoint"]}, annotate={"endpoint": endpoint}), MACHINE
     ).seconds
-    assert asked["evaluate"] - free["evaluate"] == pytest.approx(10 * (3 * 2 + 2) * 2 * 2 / 4)
-    assert asked["replay"] - free["replay"] == pytest.approx(5 * (6 + 3) * 2 * 2 / 4)
+    evaluate, replay = (judged[stage] - automatic[stage] for stage in ("evaluate", "replay"))
+    assert evaluate == pytest.approx(10 * (3 * 2 + 2) * 2 * 2 / 4)
+    assert replay == pytest.approx(5 * (6 + 3) * 2 * 2 / 4)
 
 
-def test_a_sample_more_a_prompt_and_an_epoch_more_of_pairs_take_what_they_are_worth() -> None:
-    """Best-of-n: 483 prompts, each sample 6 + 24 tokens at 2 FLOP generated (0.28) and twice read
-    (0.7). DPO: 1195 pairs' worth of steps of 16, two texts a pair, at 2 FLOP forward and 2 for the
+def test_one_more_sample_per_prompt_and_one_more_epoch_of_pairs_add_their_flops() -> None:
+    """Best-of-n: 483 prompts, each sample 6 + 24 tokens at 2 FLOP generated (0.28) and read twice
+    (0.7). DPO: 1195 pairs in steps of 16, two texts per pair, at 2 FLOP forward and 2 for the
     adapted half (0.24), read once by the reference."""
 
     def seconds(**sections: object) -> float:
         return estimate.estimate(params(**sections), MACHINE).seconds["ppo"]
 
     lora = {"lora": {"top_layers": 15}, "validation_updates": 1000}
-    one, two = (seconds(algorithm="best_of_n", best_of_n={"n": n}, ppo=lora) for n in (4, 5))
-    assert two - one == pytest.approx(483 * 30 * 135e6 * (2 / 0.28 + 4 / 0.7) / 1e12)
+    four, five = (seconds(algorithm="best_of_n", best_of_n={"n": n}, ppo=lora) for n in (4, 5))
+    assert five - four == pytest.approx(483 * 30 * 135e6 * (2 / 0.28 + 4 / 0.7) / 1e12)
     one, two = (
         seconds(algorithm="dpo", dpo={"num_train_epochs": epochs}, ppo=lora) for epochs in (1, 2)
     )
-    assert two - one == pytest.approx(
-        (149 - 74) * 16 * 2 * 30 * 135e6 * (3 / 0.24 + 2 / 0.7) / 1e12
-    )
+    flops = (149 - 74) * 16 * 2 * 30 * 135e6 * (3 / 0.24 + 2 / 0.7)
+    assert two - one == pytest.approx(flops / 1e12)
     assert seconds(algorithm="rloo", ppo=lora) > seconds(ppo={**lora, "num_ppo_epochs": 1})
 
 
-def test_auto_is_what_the_stages_choose() -> None:
+def test_auto_is_the_dtype_that_the_stages_choose() -> None:
     from stages.lib.core.params.shared import Dtype
     from stages.lib.lm.loading import resolve_dtype
 
@@ -82,13 +82,13 @@ def test_auto_is_what_the_stages_choose() -> None:
     assert estimate.dtype_of(params(model={"dtype": "float32"}), MACHINE) == "float32"
 
 
-def test_the_report_counts_what_is_left_and_warns_of_what_does_not_fit() -> None:
+def test_the_report_counts_waiting_stages_and_memory_grows_with_the_model() -> None:
     addresses = ["assets", "sft@r0", "ppo@r0"]
-    everything, rest = (
+    all_waiting, one_waiting = (
         estimate.report(Params(), addresses, waiting) for waiting in (set(addresses), {"sft@r0"})
     )
-    assert "to do: 3 of 3 stages" in everything[1]
-    assert "to do: 1 of 3 stages" in rest[1]
+    assert "to do: 3 of 3 stages" in all_waiting[1]
+    assert "to do: 1 of 3 stages" in one_waiting[1]
     big = params(assets={"model": "Qwen/Qwen2.5-0.5B-Instruct"}, model={"dtype": "float32"})
     assert estimate.estimate(big, MACHINE).memory == pytest.approx(3 * 494e6 * 4 + 2.8e9)
     full = params(ppo={"lora": {"r": 0}, "critic_lora": {"r": 0}})

@@ -1,5 +1,5 @@
-"""The real server and its stand-in for the interpreter: a module must not be able to tell the
-difference, but by its start.
+"""The real server and its stand-in: a module behaves as under the real interpreter, but starts
+faster.
 """
 
 import signal
@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="flows/execution/fork_server.py forks on Linux only"
 )
 
-PRINT = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ.get('SAID'), 'torch' in sys.modules, __name__)"
+PRINT = (
+    "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ.get('WORD'), "
+    "'torch' in sys.modules, __name__)"
+)
 WAIT = """
 import signal, subprocess, sys, time
 child = subprocess.Popen(["sleep", "60"])
@@ -36,7 +39,7 @@ def python() -> Iterator[str]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes the module `job`; returns its folder."""
+    """A function that writes the module `job` and returns its folder."""
 
     def write(code: str) -> Path:
         (tmp_path / "job.py").write_text(code)
@@ -62,28 +65,26 @@ def servers() -> list[psutil.Process]:
     ]
 
 
-def test_a_module_gets_what_it_was_started_with_and_is_read_anew(python, job):
+def test_a_module_gets_arguments_folder_and_environment_and_is_read_again(python, job):
     folder = job(f"{PRINT}; sys.exit(7)")
     done = subprocess.run(
         [python, "-m", "job", "a", "b c"],
         cwd=folder,
-        env={"SAID": "x"},
+        env={"WORD": "x"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (done.stdout, done.returncode) == (f"['a', 'b c'] {folder} x True __main__\n", 7)
     job("print('edited')")
-    assert (
-        subprocess.run(
-            [python, "-m", "job"], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout
-        == "edited\n"
+    done = subprocess.run(
+        [python, "-m", "job"], cwd=folder, capture_output=True, text=True, check=True
     )
+    assert done.stdout == "edited\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "ends", "says"),
+    ("code", "exit_code", "message"),
     [
         ("", 0, ""),
         ("import sys; sys.exit('no')", 1, "no"),
@@ -91,17 +92,16 @@ def test_a_module_gets_what_it_was_started_with_and_is_read_anew(python, job):
         ("import os; os.kill(os.getpid(), 9)", 137, ""),
     ],
 )
-def test_it_ends_as_the_module_ends(python, job, code, ends, says):
+def test_it_ends_with_the_exit_code_and_errors_of_the_module(python, job, code, exit_code, message):
     done = subprocess.run(
         [python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=False
     )
-    assert done.returncode == ends and says in done.stderr
+    assert done.returncode == exit_code and message in done.stderr
 
 
-def test_anything_but_a_module_is_the_interpreters(python):
-    assert subprocess.run(
-        [python, "-c", PRINT, "a"], capture_output=True, text=True, check=True
-    ).stdout.endswith("False __main__\n")
+def test_without_a_module_the_real_interpreter_runs(python):
+    done = subprocess.run([python, "-c", PRINT, "a"], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False __main__\n")
 
 
 def test_a_signal_is_passed_on(python, job):
@@ -123,22 +123,21 @@ def test_nothing_outlives_a_killed_client(python, job):
     assert all(gone(pid) for pid in pids)
 
 
-def test_what_a_module_leaves_behind_ends_with_it(python, job):
-    """Else who reads its output would wait for the child, which holds it open."""
+def test_children_of_a_module_end_with_it(python, job):
+    """A child that stayed would keep the output open, and its reader waiting."""
     code = (
-        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
-        + "{}"
+        "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); {}"
     )
-    for ending, ends in (("", 0), ("os.abort()", 134)):
+    for last_statement, exit_code in (("", 0), ("os.abort()", 134)):
         done = subprocess.run(
             [python, "-m", "job"],
-            cwd=job(code.format(ending)),
+            cwd=job(code.format(last_statement)),
             capture_output=True,
             text=True,
             check=False,
             timeout=120,
         )
-        assert done.returncode == ends and gone(int(done.stdout))
+        assert done.returncode == exit_code and gone(int(done.stdout))
 
 
 def test_threads_and_exit_handlers_are_waited_for(python, job):
@@ -152,19 +151,19 @@ def test_threads_and_exit_handlers_are_waited_for(python, job):
     assert done.stdout == "thread\nlast\n"
 
 
-def test_a_signal_before_the_server_is_there_is_not_lost(job):
+def test_a_signal_before_the_server_is_ready_is_not_lost(job):
     with (
         fork_server.fork_server({}),
         subprocess.Popen(
             [fork_server.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")
         ) as client,
     ):
-        time.sleep(0.5)  # it has asked; the server is still importing
+        time.sleep(0.5)  # the request is sent; the server is still importing
         client.send_signal(signal.SIGTERM)
         assert client.wait(30) == 128 + signal.SIGTERM
 
 
-def test_a_server_that_dies_before_it_answers_is_not_missed(job):
+def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(job):
     before = set(servers())
     with fork_server.fork_server({}):
         [server] = set(servers()) - before
@@ -176,7 +175,7 @@ def test_a_server_that_dies_before_it_answers_is_not_missed(job):
             assert "False __main__" in client.communicate(timeout=120)[0]
 
 
-def test_a_client_that_goes_before_it_is_taken_in_does_not_end_the_server(job):
+def test_a_client_that_dies_before_it_is_accepted_does_not_end_the_server(job):
     with fork_server.fork_server({}):
         with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
             time.sleep(0.5)
@@ -191,7 +190,7 @@ def test_a_client_that_goes_before_it_is_taken_in_does_not_end_the_server(job):
     assert "True __main__" in done.stdout
 
 
-def test_what_a_module_starts_after_the_server_has_died_is_the_real_interpreters(job):
+def test_a_module_started_by_a_module_after_the_server_died_runs_in_the_real_interpreter(job):
     before = set(servers())
     start = "subprocess.run([os.environ['RONDO_PYTHON'], '-m', 'inner'], check=True, timeout=120)"
     folder = job(
@@ -207,10 +206,10 @@ def test_what_a_module_starts_after_the_server_has_died_is_the_real_interpreters
             [server] = set(servers()) - before
             server.kill()
             server.wait()
-            assert "False __main__" in client.communicate("go on\n", timeout=120)[0]
+            assert "False __main__" in client.communicate("continue\n", timeout=120)[0]
 
 
-def test_where_no_socket_can_be_the_real_interpreter_is_used(tmp_path, monkeypatch):
+def test_if_no_socket_is_possible_the_real_interpreter_is_used(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
@@ -219,7 +218,7 @@ def test_where_no_socket_can_be_the_real_interpreter_is_used(tmp_path, monkeypat
         assert fork_server.python() == sys.executable
 
 
-def test_without_the_server_the_real_interpreter_runs_it(job):
+def test_without_the_server_the_real_interpreter_runs_the_module(job):
     before = set(servers())
     with fork_server.fork_server({}):
         [server] = set(servers()) - before
@@ -237,8 +236,10 @@ def test_without_the_server_the_real_interpreter_runs_it(job):
 
 def test_the_server_ends_with_the_process_that_started_it():
     code = (
-        "import time, psutil; from flows import warm\n"
-        "with warm.started({}): print(psutil.Process().children()[0].pid, flush=True); time.sleep(60)"
+        "import time, psutil; from flows.execution.fork_server import fork_server\n"
+        "with fork_server({}):\n"
+        "    print(psutil.Process().children()[0].pid, flush=True)\n"
+        "    time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
         server = int(owner.stdout.readline())

@@ -27,15 +27,13 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
         assert dvc_stages.run("prepare@r0", print) == dvc_stages.Outcome.ran
         Path(".rondo/judge_cache/answers").touch()
         write_json(Path("reports/r0/gate_sft.json"), {"passed": True})
-    assert (
-        Path.cwd() == project and (project / ".rondo/judge_cache/answers").exists()
-    )  # what a judge was paid for stays
+    assert Path.cwd() == project
+    assert (project / ".rondo/judge_cache/answers").exists()  # paid answers of a judge stay
     assert git("status", "--porcelain", "--untracked-files=no") == ""
     assert git("show", "--name-only", "--format=%s", "runs/one").split() == [
         "Run",
         "one",
-        # which the project's replay depends on, and which the run's params brought along
-        "badcases/r0.jsonl",
+        "badcases/r0.jsonl",  # write_params creates it, because replay depends on it
         "dvc.lock",
         "params.yaml",
         "records/one/r0/gate_sft.json",
@@ -56,15 +54,13 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     assert changed.stdout == ""
 
 
-def test_a_run_that_was_cut_off_goes_on_where_it_was(project: Path) -> None:
+def test_an_interrupted_run_resumes_in_its_workspace(project: Path) -> None:
     Path("pairs.jsonl").write_text("{}\n")
     with suppress(KeyboardInterrupt), workspace("one", project / ".rondo") as folder:
-        assert (
-            Path("pairs.jsonl").read_text() == "{}\n"
-        )  # what nobody committed and params.yaml may name
-        Path("params.yaml").write_text(
-            Path("params.yaml").read_text().replace("seed: 0", "seed: 4")
-        )
+        # untracked data, which params.yaml may name, are linked
+        assert Path("pairs.jsonl").read_text() == "{}\n"
+        params = Path("params.yaml").read_text()
+        Path("params.yaml").write_text(params.replace("seed: 0", "seed: 4"))
         raise KeyboardInterrupt
     assert git("rev-parse", "runs/one") == git("rev-parse", "HEAD")
     Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed since\n")
@@ -73,7 +69,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(project: Path) -> None:
     assert "seed: 4" in git("show", "runs/one:params.yaml")
 
 
-def test_workspaces_are_collected_when_their_runs_have_ended_long_ago(project: Path) -> None:
+def test_workspaces_are_removed_a_week_after_their_runs_have_ended(project: Path) -> None:
     home = project / ".rondo"
     with workspace("old", home), workspace("new", home):
         Path("rounds").mkdir(exist_ok=True)
@@ -85,44 +81,44 @@ def test_workspaces_are_collected_when_their_runs_have_ended_long_ago(project: P
     assert git("branch", "--list", "runs/old").strip() == "runs/old"
 
 
-def test_in_one_folder_runs_wait_for_each_other(project: Path) -> None:
-    said: list[str] = []
+def test_runs_in_one_folder_wait_for_each_other(project: Path) -> None:
+    messages: list[str] = []
     order: list[str] = []
 
     def second() -> None:
-        with working_tree(project / ".rondo", said.append):
+        with working_tree(project / ".rondo", messages.append):
             order.append("second")
 
-    with working_tree(project / ".rondo", said.append) as folder:
-        assert folder == project and said == []
+    with working_tree(project / ".rondo", messages.append) as folder:
+        assert folder == project and messages == []
         waiting = threading.Thread(target=second)
         waiting.start()
-        while not said:
+        while not messages:
             time.sleep(0.01)
         order.append("first")
     waiting.join()
-    assert order == ["first", "second"] and "another run works in this folder" in said[0]
+    assert order == ["first", "second"] and "another run is using this folder" in messages[0]
 
 
 def test_code_that_is_not_committed_is_refused(project: Path) -> None:
     (project / "dvc.yaml").write_text((project / "dvc.yaml").read_text() + "# mine\n")
     with (
-        pytest.raises(BadInput, match=r"commit them first\n.*dvc\.yaml"),
+        pytest.raises(BadInput, match=r"commit them first:\n.*dvc\.yaml"),
         workspace("two", project / ".rondo"),
     ):
         pass
     assert not (project / ".rondo/workspaces").exists()
 
 
-@pytest.mark.parametrize("given", ["slices/mine.jsonl", "badcases/r0.jsonl"])
-def test_what_people_gave_and_nobody_committed_is_refused(project: Path, given: str) -> None:
-    (project / given).parent.mkdir(exist_ok=True)
-    (project / given).touch()  # an empty file is nothing
+@pytest.mark.parametrize("name", ["slices/mine.jsonl", "badcases/r0.jsonl"])
+def test_user_files_that_are_not_committed_are_refused(project: Path, name: str) -> None:
+    (project / name).parent.mkdir(exist_ok=True)
+    (project / name).touch()  # an empty file is accepted
     with workspace("two", project / ".rondo"):
         pass
-    (project / given).write_text("{}\n")
+    (project / name).write_text("{}\n")
     with (
-        pytest.raises(BadInput, match=f"commit them first\n.*{given}"),
+        pytest.raises(BadInput, match=f"commit them first:\n.*{name}"),
         workspace("three", project / ".rondo"),
     ):
         pass

@@ -1,6 +1,4 @@
-"""Champion and previous in a real MLflow database, from the files that two rounds leave behind;
-gates are the real ones.
-"""
+"""Champion and previous in a real MLflow database, from the files of two rounds and real gates."""
 
 import json
 import shutil
@@ -37,9 +35,7 @@ FIRST = dict.fromkeys(CHAMPION)
 
 
 def make_round(round_: str, policy: str, evaluate: dict[str, Any], gate: str = "block") -> None:
-    """What DVC and the stages leave behind, up to the verdict; `policy` is what its md5 begins
-    with.
-    """
+    """Write the files of DVC and the stages, up to the verdict; `policy`: its md5 less `.dir`."""
     write_json(stage_dir(round_, "evaluate") / "metrics.json", GOOD | evaluate)
     write_json(stage_dir(round_, "ppo") / "metrics.json", {"dangers": 0, "policy_update": 12})
     write_json(stage_dir(round_, "replay") / "metrics.json", {"regressed": 0})
@@ -62,17 +58,16 @@ def make_round(round_: str, policy: str, evaluate: dict[str, Any], gate: str = "
 
 
 def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran") -> list[str]:
-    """A run of the flow, as far as MLflow is told of it; what it said."""
-    said: list[str] = []
-    tracker = MlflowTracker(
-        run, uri, Path(".rondo").absolute(), {"revision": "c0ffee", "seed": "7"}, said.append
-    )
+    """Send the gates of `rounds` to MLflow, as a pipeline run does; returns the messages."""
+    messages: list[str] = []
+    tags = {"revision": "c0ffee", "seed": "7"}
+    tracker = MlflowTracker(run, uri, Path(".rondo").absolute(), tags, messages.append)
     for round_ in rounds:
         for stage in ("evaluate", "gate_promote"):
             tracker.start(f"{stage}@{round_}")
             tracker.finish("ran" if stage == "evaluate" and outcome == "failed" else outcome)
     tracker.close(True, {"summary.md": "the table"})
-    return said
+    return messages
 
 
 def two_rounds(database: str) -> MlflowClient:
@@ -82,9 +77,10 @@ def two_rounds(database: str) -> MlflowClient:
     return MlflowClient(database)
 
 
-def held(client: MlflowClient) -> dict[str, str]:
+def aliases(client: MlflowClient) -> dict[str, str]:
     """Alias -> DVC's md5 of the policy."""
-    return {alias: version.tags["md5"] for alias, version in model_registry.holders(client).items()}
+    by_alias = model_registry.versions_by_alias(client)
+    return {alias: version.tags["md5"] for alias, version in by_alias.items()}
 
 
 def versions(client: MlflowClient) -> list[str]:
@@ -93,13 +89,13 @@ def versions(client: MlflowClient) -> list[str]:
     )
 
 
-def test_a_policy_whose_gate_opened_becomes_champion_with_its_evidence(database: str) -> None:
+def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database: str) -> None:
     client = two_rounds(database)
-    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
     champion, previous = (
-        model_registry.holders(client)[alias] for alias in ("champion", "previous")
+        model_registry.versions_by_alias(client)[alias] for alias in ("champion", "previous")
     )
-    wanted = {
+    tags = {
         "round": "r1",
         "path": "rounds/r1/ppo/policy",
         "md5": "bbb.dir",
@@ -107,71 +103,72 @@ def test_a_policy_whose_gate_opened_becomes_champion_with_its_evidence(database:
         "revision": "c0ffee",
         "seed": "7",
     }
-    wanted |= {
+    tags |= {
         "passed": "True",
         "policy": "block",
         "evaluate.win_rate": "0.8",
         "evaluate.win_rate_champion_high": "0.63",
     }
-    wanted |= {"evaluate.win_rate_low": "0.7", "evaluate.ppo.kl": "5.0", "ppo.dangers": "0.0"}
-    wanted |= {"evaluate.ppo.repetition_3 - evaluate.sft.repetition_3": "0.0"}
-    assert champion.tags.items() >= wanted.items()
+    tags |= {"evaluate.win_rate_low": "0.7", "evaluate.ppo.kl": "5.0", "ppo.dangers": "0.0"}
+    tags |= {"evaluate.ppo.repetition_3 - evaluate.sft.repetition_3": "0.0"}
+    assert champion.tags.items() >= tags.items()
     assert previous.tags["evaluate.win_rate_champion_low"] == "null"
-    assert (
-        champion.run_id is not None
-        and client.get_run(champion.run_id).data.tags["rondo.address"] == "gate_promote@r1"
-    )
+    assert champion.run_id is not None
+    assert client.get_run(champion.run_id).data.tags["rondo.address"] == "gate_promote@r1"
     model = client.get_logged_model(champion.source.removeprefix("models:/"))
     assert (model.name, model.params["path"], model.params["step"]) == (
         "r1-ppo",
         "rounds/r1/ppo/policy",
         "12",
     )
-    assert model_registry.told(client).splitlines() == [
-        f"champion: version 2, r1, gate opened {champion.tags['gate_opened'][:16]}",
+    assert model_registry.describe(client).splitlines() == [
+        f"champion: version 2, r1, promoted {champion.tags['gate_opened'][:16]}",
         "  win rate against SFT 0.800 [0.700, 0.900]",
         "  win rate against the champion before 0.570 [0.510, 0.630]",
         "  rounds/r1/ppo/policy, md5 bbb.dir, git c0ffee, seed 7",
-        f"previous: version 1, r0, gate opened {previous.tags['gate_opened'][:16]}",
+        f"previous: version 1, r0, promoted {previous.tags['gate_opened'][:16]}",
         "  win rate against SFT 0.800 [0.700, 0.900]",
         "  win rate against the champion before not measured",
         "  rounds/r0/ppo/policy, md5 aaa.dir, git c0ffee, seed 7",
     ]
 
 
-def test_the_same_policies_again_change_nothing_in_any_order(database: str) -> None:
+def test_sending_the_same_policies_again_in_any_order_changes_nothing(database: str) -> None:
     make_round("r0", "aaa", FIRST)
     first = read_record("both", "gate_promote@r0", "ran", {})
     client = two_rounds(database)
     mirror("again", database, "r0", "r1", outcome="unchanged")
-    mirror("the first alone", database, "r0")
+    mirror("only the first", database, "r0")
     MlflowStore(database, None).send(first)
     assert versions(client) == ["aaa.dir", "bbb.dir"]
-    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
 
 
-def test_what_was_cut_off_between_version_and_alias_is_finished_when_sent_again(
+def test_a_promotion_interrupted_before_its_alias_is_completed_when_sent_again(
     database: str,
 ) -> None:
     client = two_rounds(database)
     client.set_registered_model_alias("rondo-policy", "champion", "1")
     client.delete_registered_model_alias("rondo-policy", "previous")
     mirror("again", database, "r1")
-    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
 
 
-def test_a_policy_that_nobody_vouches_for_is_not_promoted(database: str) -> None:
+def test_a_policy_that_neither_passed_nor_was_approved_is_not_promoted(database: str) -> None:
     bad = {"win_rate_low": 0.4, **FIRST}
     make_round("r0", "aaa", bad, gate="warn")
     assert Path("gates/r0/promote.ok").exists()
     make_round("r1", "bbb", bad)
-    make_round("r2", "ccc", FIRST)  # its verdict is from before a run that failed
+    make_round("r2", "ccc", FIRST)  # its verdict is from a run before the failed one
     mirror("warned", database, "r0", "r1")
     mirror("failed", database, "r2", outcome="failed")
     client = MlflowClient(database)
-    assert held(client) == {"challenger": "bbb.dir"} and versions(client) == ["aaa.dir", "bbb.dir"]
+    assert aliases(client) == {"challenger": "bbb.dir"} and versions(client) == [
+        "aaa.dir",
+        "bbb.dir",
+    ]
     with pytest.raises(BadInput, match="`warn` is not enough"):
-        model_registry.told(client)
+        model_registry.describe(client)
 
     write_approval(
         "r0",
@@ -180,17 +177,17 @@ def test_a_policy_that_nobody_vouches_for_is_not_promoted(database: str) -> None
     )
     make_round("r0", "aaa", bad, gate="ask")
     mirror("refused", database, "r0")
-    assert held(client) == {"challenger": "bbb.dir"}
+    assert aliases(client) == {"challenger": "bbb.dir"}
 
 
-def test_a_challenger_becomes_champion_when_a_person_lets_it_through(database: str) -> None:
+def test_a_challenger_becomes_champion_when_a_person_approves_it(database: str) -> None:
     make_round("r0", "aaa", FIRST)
     make_round("r1", "bbb", {"win_rate_low": 0.4, **CHAMPION}, gate="ask")
-    mirror("asked", database, "r0")
-    mirror("asked", database, "r1", outcome="failed")
+    mirror("undecided", database, "r0")
+    mirror("undecided", database, "r1", outcome="failed")
     client = MlflowClient(database)
-    assert held(client) == {"champion": "aaa.dir", "challenger": "bbb.dir"}
-    assert "challenger: version 2, r1, not promoted" in model_registry.told(client)
+    assert aliases(client) == {"champion": "aaa.dir", "challenger": "bbb.dir"}
+    assert "challenger: version 2, r1, not promoted" in model_registry.describe(client)
     write_approval(
         "r1",
         "promote",
@@ -200,11 +197,11 @@ def test_a_challenger_becomes_champion_when_a_person_lets_it_through(database: s
     )
     make_round("r1", "bbb", {"win_rate_low": 0.4, **CHAMPION}, gate="ask")
     mirror("approved", database, "r1")
-    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
-    assert model_registry.holders(client)["champion"].tags["approval.by"] == "Ada"
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert model_registry.versions_by_alias(client)["champion"].tags["approval.by"] == "Ada"
 
 
-def test_a_policy_that_a_person_let_through_is_promoted_with_who_and_why(database: str) -> None:
+def test_an_approved_policy_is_promoted_with_the_approver_and_the_reason(database: str) -> None:
     write_approval(
         "r0",
         "promote",
@@ -215,29 +212,26 @@ def test_a_policy_that_a_person_let_through_is_promoted_with_who_and_why(databas
     make_round("r0", "aaa", {"win_rate_low": 0.4, **FIRST}, gate="ask")
     mirror("approved", database, "r0")
     client = MlflowClient(database)
-    (champion,) = model_registry.holders(client).values()
-    told = {
-        key: champion.tags[key]
-        for key in ("passed", "approval.by", "approval.reason", "evaluate.win_rate_low")
-    }
-    assert told == {
+    (champion,) = model_registry.versions_by_alias(client).values()
+    keys = ("passed", "approval.by", "approval.reason", "evaluate.win_rate_low")
+    assert {key: champion.tags[key] for key in keys} == {
         "passed": "False",
         "approval.by": "Ada",
         "approval.reason": "read them all",
         "evaluate.win_rate_low": "0.4",
     }
-    assert "approved by Ada: read them all" in model_registry.told(client)
+    assert "approved by Ada: read them all" in model_registry.describe(client)
 
 
-def test_what_a_dead_server_missed_is_promoted_later_and_the_last_one_is_champion(
+def test_policies_that_a_dead_server_missed_are_promoted_later_and_the_last_is_champion(
     database: str,
 ) -> None:
     make_round("r0", "aaa", FIRST)
     make_round("r1", "bbb", CHAMPION)
     assert NOWHERE in mirror("offline", NOWHERE, "r0", "r1")[0]
-    shutil.rmtree("rounds")  # the records are complete
+    shutil.rmtree("rounds")  # the unsent records contain all that is needed
     unsent = Path(".rondo/unsent.jsonl")
-    # gates before evaluations, for which they wait, and r1 before r0
+    # gates before the evaluations that they need, and r1 before r0
     lines = sorted(
         unsent.read_text().splitlines(),
         key=lambda line: str(json.loads(line)["address"]),
@@ -249,48 +243,48 @@ def test_what_a_dead_server_missed_is_promoted_later_and_the_last_one_is_champio
     assert not unsent.exists()
     client = MlflowClient(database)
     assert versions(client) == ["aaa.dir", "bbb.dir"]
-    assert model_registry.holders(client)["champion"].version == 1  # r1's came first
-    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert (
+        model_registry.versions_by_alias(client)["champion"].version == 1
+    )  # r1's record was sent first
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
 
 
-def test_a_rollback_stays_and_a_second_one_takes_it_back(database: str) -> None:
+def test_a_rollback_stays_and_a_second_one_undoes_it(database: str) -> None:
     client = two_rounds(database)
     model_registry.roll_back(client, "Ada", "one ending for all")
-    assert held(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
-    bad = model_registry.holders(client)["previous"]
-    assert (bad.tags["rollback.by"], bad.tags["rollback.reason"]) == ("Ada", "one ending for all")
-    assert (
-        f"taken back {bad.tags['rollback.at'][:16]} by Ada: one ending for all"
-        in model_registry.told(client)
-    )
+    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
+    tags = model_registry.versions_by_alias(client)["previous"].tags
+    assert (tags["rollback.by"], tags["rollback.reason"]) == ("Ada", "one ending for all")
+    line = f"rolled back {tags['rollback.at'][:16]} by Ada: one ending for all"
+    assert line in model_registry.describe(client)
     mirror("again", database, "r0", "r1", outcome="unchanged")
-    assert held(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
+    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
 
     model_registry.roll_back(client, "Bob", "it was the judge")
-    assert held(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
     model_registry.roll_back(client, "Ada", "it was not")
     make_round("r1", "ccc", CHAMPION)
-    mirror("mended", database, "r1")
-    assert held(client) == {"champion": "ccc.dir", "previous": "aaa.dir"}
+    mirror("improved", database, "r1")
+    assert aliases(client) == {"champion": "ccc.dir", "previous": "aaa.dir"}
     assert versions(client) == ["aaa.dir", "bbb.dir", "ccc.dir"]
 
 
-def test_a_rollback_reaches_the_next_round_where_these_are_the_policies_of_this_folder(
+def test_a_rollback_of_policies_in_this_folder_reaches_the_next_round(
     database: str,
 ) -> None:
     client = two_rounds(database)
     for name in ("r0", "r1"):
         write_text(Path(f"rounds/{name}/ppo/policy/adapter.bin"), name)
     model_registry.roll_back(client, "Ada", "one ending for all")
-    word = read_rollback("r1")
-    assert word and (word.by, word.reason, word.policy) == (
+    rollback = read_rollback("r1")
+    assert rollback and (rollback.by, rollback.reason, rollback.policy) == (
         "Ada",
         "one ending for all",
         file_hash(Path("rounds/r1/ppo/policy")),
     )
     model_registry.roll_back(client, "Bob", "it was the judge")
     assert read_rollback("r1") is None and read_rollback("r0") is None
-    make_round("r1", "ccc", CHAMPION)  # in this folder is another policy by now than the champion
+    make_round("r1", "ccc", CHAMPION)  # r1 of this folder is no longer the champion
     model_registry.roll_back(client, "Ada", "it was not")
     assert read_rollback("r1") is None
 
@@ -307,22 +301,21 @@ def test_nothing_to_roll_back_to(database: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "error", "said"),
+    ("uri", "error", "message"),
     [
         ("off", BadInput, "unset it"),
         (NOWHERE, RondoError, "start it"),
         ("", BadInput, "`rondo run`"),
     ],
 )
-def test_without_an_mlflow_the_next_step_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, error: type[RondoError], said: str
+def test_without_mlflow_the_error_names_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, error: type[RondoError], message: str
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(
-        "flows.tracking.mlflow_store.MLFLOW_URL", NOWHERE
-    )  # a server may run on this machine
-    with pytest.raises(error, match=said), registry(tmp_path) as client:
-        model_registry.told(client)
+    # An MLflow server may be running on this machine.
+    monkeypatch.setattr("flows.tracking.mlflow_store.MLFLOW_URL", NOWHERE)
+    with pytest.raises(error, match=message), registry(tmp_path) as client:
+        model_registry.describe(client)
     assert not (tmp_path / "mlflow.db").exists()
 
 
@@ -333,19 +326,15 @@ def test_the_command(database: str, capsys: pytest.CaptureFixture[str]) -> None:
     def rondo(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
             cli.main(["promote", *arguments])
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
 
     code, out, _ = rondo()
-    assert (
-        code == 0 and out.startswith("champion: version 2, r1") and "previous: version 1, r0" in out
-    )
+    assert code == 0
+    assert out.startswith("champion: version 2, r1") and "previous: version 1, r0" in out
     assert rondo("--rollback")[0] == rondo("--reason", "why")[0] == 2
     code, out, _ = rondo("--rollback", "--reason", "one ending for all", "--by", "Ada")
-    assert (
-        code == 0
-        and out.startswith("champion: version 1, r0")
-        and "by Ada: one ending for all" in out
-    )
+    assert code == 0
+    assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
     Path(".rondo/unsent.jsonl").write_text("{}")
-    assert "waits to be sent" in rondo()[1]
+    assert "is sent with the next run" in rondo()[1]

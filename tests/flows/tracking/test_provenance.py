@@ -1,4 +1,4 @@
-"""Notes of which run made what, in a real DVC project, with a real MLflow database."""
+"""Provenance of stages in a real DVC project, with a real MLflow database."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +17,8 @@ from stages.lib.core.files import read_json
 FIRST, SECOND = provenance.RunRef("first", "abc"), provenance.RunRef("second", "def-dirty")
 
 
-def ran(address: str, by: provenance.RunRef) -> str:
-    """Bring a stage up to date, as flows/pipeline.py does; returns how."""
+def run_stage(address: str, by: provenance.RunRef) -> str:
+    """Bring a stage up to date, as flows/pipeline.py does; returns the outcome."""
     with Meter([]) as meter:
         outcome = dvc_stages.run(address, lambda _: None).value
     if outcome == "ran":
@@ -26,47 +26,45 @@ def ran(address: str, by: provenance.RunRef) -> str:
     return outcome
 
 
-def made_by(address: str) -> str | None:
-    found = provenance.read(address, read_lock(address))
-    return found.run if found else None
+def producer(address: str) -> str | None:
+    """The run that produced the current outputs of a stage."""
+    entry = provenance.read(address, read_lock(address))
+    return entry.run if entry else None
 
 
-def test_a_stage_that_is_restored_has_the_note_of_the_run_that_made_it(project: Path) -> None:
-    assert made_by("assets") is None
-    assert [ran(address, FIRST) for address in ("assets", "prepare@r0")] == ["ran", "ran"]
+def test_a_restored_stage_has_the_provenance_of_the_run_that_produced_it(project: Path) -> None:
+    assert producer("assets") is None
+    assert [run_stage(address, FIRST) for address in ("assets", "prepare@r0")] == ["ran", "ran"]
     seed, other = "seed: 0\n", "seed: 5\n"
     settings = Path("params.yaml")
     settings.write_text(settings.read_text().replace(seed, other))
-    assert (ran("assets", SECOND), ran("prepare@r0", SECOND)) == ("unchanged", "ran")
-    assert (made_by("assets"), made_by("prepare@r0")) == ("first", "second")
-    settings.write_text(settings.read_text().replace(other, seed))
-    assert ran("prepare@r0", SECOND) == "restored"
-    assert made_by("prepare@r0") == "first"
-
-
-def test_what_a_note_says_and_where_it_is(project: Path) -> None:
-    before = datetime.now(UTC)
-    ran("assets", SECOND)
-    told = provenance.read("assets", read_lock("assets"))
-    assert told is not None
-    assert (told.run, told.revision, told.flow_run, told.mlflow, told.watt_hours) == (
-        "second",
-        "def-dirty",
-        None,
-        None,
-        None,
-    )
-    assert before <= told.ended <= datetime.now(UTC)
-    assert 0 < told.seconds < (datetime.now(UTC) - before).total_seconds() + 1
-    assert list(read_json(Path(".rondo/work/assets/made.json"), "")) == [
-        provenance.digest(read_lock("assets"))
+    assert [run_stage(address, SECOND) for address in ("assets", "prepare@r0")] == [
+        "unchanged",
+        "ran",
     ]
-    ran("prepare@r0", SECOND)
+    assert (producer("assets"), producer("prepare@r0")) == ("first", "second")
+    settings.write_text(settings.read_text().replace(other, seed))
+    assert run_stage("prepare@r0", SECOND) == "restored"
+    assert producer("prepare@r0") == "first"
+
+
+def test_the_content_and_path_of_provenance(project: Path) -> None:
+    before = datetime.now(UTC)
+    run_stage("assets", SECOND)
+    entry = provenance.read("assets", read_lock("assets"))
+    assert entry is not None
+    assert (entry.run, entry.revision) == ("second", "def-dirty")
+    assert (entry.flow_run, entry.mlflow, entry.watt_hours) == (None, None, None)
+    assert before <= entry.ended <= datetime.now(UTC)
+    assert 0 < entry.seconds < (datetime.now(UTC) - before).total_seconds() + 1
+    keys = list(read_json(Path(".rondo/work/assets/made.json"), ""))
+    assert keys == [provenance.digest(read_lock("assets"))]
+    run_stage("prepare@r0", SECOND)
     assert Path(".rondo/work/r0/prepare/made.json").exists()
 
 
-def test_a_stage_made_elsewhere_has_none(project: Path) -> None:
-    ran("assets", FIRST)
+def test_outputs_of_another_folder_have_no_provenance(project: Path) -> None:
+    run_stage("assets", FIRST)
     lock = read_lock("assets")
     assert provenance.read("assets", lock) is not None
     assert provenance.read("assets", {"outs": [lock["outs"][0] | {"md5": "0" * 32}]}) is None
@@ -85,8 +83,6 @@ def test_the_page_of_a_stage_in_mlflow(
     experiment = client.get_experiment_by_name("rondo")
     assert experiment is not None
     (stage,) = client.search_runs([experiment.experiment_id], "tags.`rondo.address` = 'assets'")
-    assert (
-        tracker.page("assets")
-        == f"{MLFLOW_URL}/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}?workflowType=machine_learning"
-    )
+    page = f"/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}"
+    assert tracker.page("assets") == f"{MLFLOW_URL}{page}?workflowType=machine_learning"
     assert NullTracker().page() is None

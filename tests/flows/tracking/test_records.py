@@ -1,4 +1,4 @@
-"""Against a real MLflow database, and a port where nothing listens."""
+"""Records and trackers with a real MLflow database, and with a port that nothing listens on."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from pandas import DataFrame
 
 from flows.execution import dvc_stages
 from flows.tracking import records
@@ -20,11 +21,12 @@ from tests.paths import ROOT
 
 DOCS = ROOT / "docs/running.md"
 NOWHERE = "http://127.0.0.1:9"
+ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
 
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests here: making one takes seconds. Runs differ by their name."""
+    """One database for all tests here, because creating one takes seconds; run names differ."""
     return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
 
 
@@ -40,34 +42,23 @@ def runs(database: str, run: str) -> dict[str, Run]:
     client = MlflowClient(database)
     experiment = client.get_experiment_by_name("rondo")
     assert experiment is not None
-    found = client.search_runs([experiment.experiment_id], f"tags.`rondo.run` = '{run}'")
-    return {found.data.tags["rondo.address"]: found for found in found}
+    matches = client.search_runs([experiment.experiment_id], f"tags.`rondo.run` = '{run}'")
+    return {match.data.tags["rondo.address"]: match for match in matches}
 
 
 def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
     project: Path, database: str
 ) -> None:
-    said: list[str] = []
-    run_all(MlflowTracker("full", database, project / ".rondo", {"seed": "0"}, said.append))
-    assert said == []
-    found, client = runs(database, "full"), MlflowClient(database)
-    assert set(found) == {
-        "pipeline",
-        "assets",
-        "prepare@r0",
-        "sft@r0",
-        "gate_sft@r0",
-        "evaluate@r0",
-    }
-    parent, sft, evaluate = found["pipeline"], found["sft@r0"], found["evaluate@r0"]
+    messages: list[str] = []
+    run_all(MlflowTracker("full", database, project / ".rondo", {"seed": "0"}, messages.append))
+    assert messages == []
+    by_address, client = runs(database, "full"), MlflowClient(database)
+    assert set(by_address) == ADDRESSES
+    parent, sft, evaluate = (by_address[name] for name in ("pipeline", "sft@r0", "evaluate@r0"))
     assert parent.info.status == sft.info.status == "FINISHED"
     assert sft.data.tags["mlflow.parentRunId"] == parent.info.run_id
-    assert (
-        sft.data.tags["stage"],
-        sft.data.tags["round"],
-        sft.data.tags["dvc"],
-        sft.data.tags["seed"],
-    ) == ("sft", "r0", "ran", "0")
+    tags = [sft.data.tags[name] for name in ("stage", "round", "dvc", "seed")]
+    assert tags == ["sft", "r0", "ran", "0"]
     assert sft.data.params["sft.lora.r"] == "16"
     assert curve(client, sft.info.run_id, "loss") == [
         (1, 1.0, 1001000),
@@ -75,12 +66,9 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
         (3, 1 / 3, 1003000),
     ]
     assert sft.data.metrics["final/loss_after"] == 4.67
-    (data,) = [used.dataset for used in sft.inputs.dataset_inputs]
-    locked = records.read_lock("prepare@r0")["outs"]
-    assert (data.name, data.digest) == (
-        "rounds/r0/prepare/data",
-        next(out["md5"] for out in locked if out["path"] == data.name),
-    )
+    (data,) = [entry.dataset for entry in sft.inputs.dataset_inputs]
+    outs = {out["path"]: out["md5"] for out in records.read_lock("prepare@r0")["outs"]}
+    assert data.name == "rounds/r0/prepare/data" and data.digest == outs[data.name]
     table = json.loads(client_text(client, sft, "samples.json"))
     assert table["columns"] == ["id", "prompt", "base", "sft"]
     models = {
@@ -98,7 +86,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
         model.model_id for model in models.values()
     }
 
-    run_all(MlflowTracker("again", database, project / ".rondo", {}, said.append))
+    run_all(MlflowTracker("again", database, project / ".rondo", {}, messages.append))
     assert {
         run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"
     } == {"unchanged"}
@@ -106,19 +94,20 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
 
 
 def search_of_the_docs(database: str) -> list[str]:
-    """What docs/running.md searches for, in our database, as it is written there; names."""
+    """Run the Python block of docs/running.md in this database; names of the models it returns."""
     (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    written = "sqlite:///.rondo/mlflow.db"
-    assert written in block
-    names: dict[str, Any] = {}
-    exec(block.replace(written, database), names)
-    return list(names["found"]["name"])
+    uri = "sqlite:///.rondo/mlflow.db"
+    assert uri in block
+    variables: dict[str, Any] = {}
+    exec(block.replace(uri, database), variables)
+    (models,) = [value for value in variables.values() if isinstance(value, DataFrame)]
+    return list(models["name"])
 
 
-def test_where_records_go_is_nobody_s_wish(project: Path, database: str) -> None:
-    """MLflow itself would have every process to come send theirs there."""
+def test_a_tracker_leaves_the_environment_variable_as_it_is(project: Path, database: str) -> None:
+    """MLflow itself sets it, which would redirect the records of later processes."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
-    MlflowTracker("wish", database, project / ".rondo", {}, print)
+    MlflowTracker("environment", database, project / ".rondo", {}, print)
     assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
@@ -126,19 +115,21 @@ def client_text(client: MlflowClient, run: Run, name: str) -> str:
     return Path(client.download_artifacts(run.info.run_id, name)).read_text()
 
 
-def test_what_a_dead_server_missed_is_sent_later_as_it_was(project: Path, database: str) -> None:
-    said: list[str] = []
-    run_all(MlflowTracker("offline", NOWHERE, project / ".rondo", {}, said.append, local=False))
-    assert len(said) == 2
-    assert NOWHERE in said[0]
-    assert "sent with the next run" in said[1]
+def test_records_that_a_dead_server_missed_are_sent_later_unchanged(
+    project: Path, database: str
+) -> None:
+    messages: list[str] = []
+    run_all(MlflowTracker("offline", NOWHERE, project / ".rondo", {}, messages.append, local=False))
+    assert len(messages) == 2
+    assert NOWHERE in messages[0]
+    assert "sent with the next run" in messages[1]
     steps = project / "rounds/r0/sft/metrics.jsonl"
     steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
 
-    MlflowTracker("next", database, project / ".rondo", {}, said.append)
+    MlflowTracker("next", database, project / ".rondo", {}, messages.append)
     assert not (project / ".rondo/unsent.jsonl").exists()
     sent = runs(database, "offline")
-    assert set(sent) == {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
+    assert set(sent) == ADDRESSES
     assert sent["pipeline"].info.status == "FINISHED"
     history = MlflowClient(database).get_metric_history(sent["sft@r0"].info.run_id, "loss")
     assert [point.value for point in history] == [1.0, 0.5, 1 / 3]
@@ -154,15 +145,11 @@ def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
     assert set(before) == set(after)
     run_id = after["evaluate@r0"].info.run_id
     assert len(client.get_metric_history(run_id, "loss")) == 3
-    assert before["evaluate@r0"].outputs is not None and after["evaluate@r0"].outputs is not None
-    assert (
-        len(after["evaluate@r0"].outputs.model_outputs)
-        == len(before["evaluate@r0"].outputs.model_outputs)
-        == 5
-    )
+    for run in (before["evaluate@r0"], after["evaluate@r0"]):
+        assert run.outputs is not None and len(run.outputs.model_outputs) == 5
 
 
-def test_the_health_of_each_round_is_the_pipeline_run_s_too(
+def test_the_pipeline_run_has_the_health_of_each_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,17 +173,10 @@ def test_the_health_of_each_round_is_the_pipeline_run_s_too(
     live = curve(client, parent.run_id, "r0/kl")
     tracker.close(True, {"summary.md": "the table"})
     assert tracker.store is not None
-    waited = Record.model_validate(
-        {
-            "run": "health",
-            "address": "ppo@r0",
-            "started": 0,
-            "ended": 0,
-            "steps": read_steps("ppo@r0"),
-        }
-    )
-    for _ in range(2):  # the rest of what was sent while it ran, or waited
-        tracker.store.send(waited)
+    values = {"run": "health", "address": "ppo@r0", "started": 0, "ended": 0}
+    record = Record.model_validate(values | {"steps": read_steps("ppo@r0")})
+    for _ in range(2):  # as at the end of the stage, and again as an unsent record
+        tracker.store.send(record)
     assert (
         live
         == curve(client, parent.run_id, "r0/kl")
@@ -215,7 +195,7 @@ def curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float,
     ]
 
 
-def test_ppo_measures_what_is_its_health() -> None:
+def test_ppo_measures_its_health_metrics() -> None:
     row = {
         "score": 0.0,
         "kl": 0.0,
@@ -224,12 +204,11 @@ def test_ppo_measures_what_is_its_health() -> None:
         "response": "Fine day",
         "judge": 0.5,
     }
-    assert (
-        set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()
-    )  # entropy is of the rollout's tensors
+    # entropy comes from the tensors of the rollout, not from its rows
+    assert set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()
 
 
-def test_steps_without_a_clock_of_their_own_get_the_time_now(project: Path) -> None:
+def test_steps_without_a_clock_get_the_current_time(project: Path) -> None:
     folder = project / "rounds/r0/sft"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(
@@ -263,7 +242,7 @@ def test_the_pages_of_prepare_are_mirrored(tmp_path: Path, monkeypatch: pytest.M
     }
 
 
-def test_who_let_a_gate_open_and_why_are_tags(
+def test_the_approver_of_a_gate_and_the_reason_are_tags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -277,18 +256,7 @@ def test_who_let_a_gate_open_and_why_are_tags(
     write_json(Path("reports/r0/gate_sft.json"), verdict)
     record = records.read_record("run", "gate_sft@r0", "ran", {})
     assert json.loads(record.texts["gate_sft.json"]) == verdict
-    told = {
-        key: record.tags[key]
-        for key in (
-            "passed",
-            "opened",
-            "policy",
-            "approval.approved",
-            "approval.by",
-            "approval.reason",
-        )
-    }
-    assert told == {
+    tags = {
         "passed": "False",
         "opened": "True",
         "policy": "ask",
@@ -296,3 +264,4 @@ def test_who_let_a_gate_open_and_why_are_tags(
         "approval.by": "Ada",
         "approval.reason": "seen by hand",
     }
+    assert record.tags.items() >= tags.items()
