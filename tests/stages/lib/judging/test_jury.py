@@ -139,6 +139,6 @@ def test_an_endpoint_has_to_be_named():
     with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):
         check_params({"evaluate": {"judges": ["apart"]}}, "test")
     assert Params().evaluate.judges == ["lexicon", "fluency"]
-    with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is there more than once"):
+    with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is listed more than once"):
         check_params({"evaluate": {"judges": ["lexicon", "fluency", "lexicon"]}}, "test")
     assert metric_name("models/other rm") == "models_other_rm"
