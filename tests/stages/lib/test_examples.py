@@ -5,7 +5,13 @@ import importlib
 
 import pytest
 
-MODULES = ["core.files", "core.params", "core.user_functions"]
+MODULES = [
+    "core.files",
+    "core.params",
+    "core.user_functions",
+    "metrics.stats",
+    "metrics.text",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -52,7 +52,7 @@ def test_distinct_is_counted_across_texts():
     assert distinct_n(["a"], 2) == 0.0
 
 
-def test_plain_drops_what_lexicons_overpay():
+def test_emoji_emoticons_and_exclamation_marks_are_removed():
     assert (
         strip_emoji_and_exclamations("Great! 😃 Enjoy ❤️!! :) at 5:30 =P") == "Great Enjoy at 5:30"
     )
