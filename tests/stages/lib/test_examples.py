@@ -11,6 +11,9 @@ MODULES = [
     "core.user_functions",
     "metrics.stats",
     "metrics.text",
+    "data.prompts",
+    "data.splits",
+    "dedup.contamination",
 ]
 
 
