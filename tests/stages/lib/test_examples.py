@@ -14,6 +14,7 @@ MODULES = [
     "data.prompts",
     "data.splits",
     "dedup.contamination",
+    "lm.packing",
 ]
 
 
