@@ -15,6 +15,8 @@ MODULES = [
     "data.splits",
     "dedup.contamination",
     "lm.packing",
+    "judging.jury",
+    "judging.pairwise",
 ]
 
 
