@@ -27,7 +27,7 @@ def corruptions(
 
     Returns:
         By corruption, the corrupted texts in the order of `texts`. `prompt_swapped` puts the
-        response after the next prompt that differs; with prompts of one or two words it says little.
+        response after the next prompt that differs; with very short prompts it means little.
     """
     prompts = [prompt for prompt, _ in texts]
     following = [[*prompts[index + 1 :], *prompts[:index]] for index in range(len(prompts))]

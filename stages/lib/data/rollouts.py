@@ -19,8 +19,8 @@ FULL = 64 << 20  # bytes of a file from which the next one is started
 class RolloutLog:
     """Appends rows to the log in `folder`.
 
-    `place` is the end of the log. A run that resumes opens the log at the place that it saved, which
-    removes what was written after that.
+    `place` is the end of the log. A run that resumes opens the log at the place that it saved,
+    which removes the rows written after that.
 
     Args:
         folder: the folder of the log.

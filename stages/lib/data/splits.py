@@ -61,7 +61,7 @@ class PromptIndex:
         self.keys = sorted({prompt_key(prompt) for prompt in prompts})
 
     def has_start(self, prompt: Prompt) -> bool:
-        """Whether `prompt` equals one of these prompts, or is the start of one up to a word's end."""
+        """Whether `prompt` equals one of these prompts, or is a start of one that ends a word."""
         key = prompt_key(prompt)
         # Control characters sort before the space, so a key that continues with a space need not
         # come right after `key`: search for it too.

@@ -274,7 +274,7 @@ def check_no_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
     """
     if not leaks:
         return
-    # A row may leak with several of its texts: keep the first leak per location, in order.
+    # Several rows may come from one location: keep the first leak per location, in order.
     by_location = dict(reversed(leaks))
     locations = list(reversed(by_location))
     first = "\n".join(

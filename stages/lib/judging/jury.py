@@ -1,7 +1,7 @@
 """The jury: the judges of `evaluate.judges`, each alone and all together.
 
-The jury prefers the response that more judges prefer. A tie is half a vote for each side, so a judge
-that cannot decide does not change the result. None of the judges is the reward model that PPO
+The jury prefers the response that more judges prefer. A tie is half a vote for each side, so that a
+judge that cannot decide does not change the result. None of the judges is the reward model that PPO
 optimises.
 """
 

@@ -158,7 +158,7 @@ def _draw(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
     token = torch.searchsorted(
         cumulative, uniforms[:, None] * cumulative[:, -1:], right=True
     ).squeeze(-1)
-    # A uniform close to 1 may lie above the last cumulative value, after rounding.
+    # After rounding, a uniform close to 1 may reach the last cumulative value.
     return token.clamp(max=logits.shape[-1] - 1)
 
 

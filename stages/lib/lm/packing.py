@@ -43,7 +43,7 @@ class Packed:
         return self.input_ids[self.predicts + 1]
 
     def to_rows(self, flat: Tensor) -> Tensor:
-        """Arrange (N,) values of response tokens as (B, T), with zeros after the end of a response."""
+        """Arrange (N,) values of response tokens as (B, T), with zeros after a response's end."""
         return flat.new_zeros(self.response_mask.shape).masked_scatter(self.response_mask, flat)
 
     def pad(self, flat: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
         pairs = ((layer.keys, layer.values) for layer in cache.layers)
         cache = DynamicCache(
             [
-                tuple(packed.pad(states[0].transpose(0, 1)).transpose(1, 2) for states in pair)
+                tuple(packed.pad(values[0].transpose(0, 1)).transpose(1, 2) for values in pair)
                 for pair in pairs
             ]
         )

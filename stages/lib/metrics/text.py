@@ -10,7 +10,10 @@ from collections.abc import Iterable
 
 # One token each: an emoji with its modifiers and the emoji joined to it, an emoticon, a run of one
 # punctuation mark.
-PICTURE = "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
+PICTURE = (
+    "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf"
+    "\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
+)
 MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
 EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
 EMOTICON = re.compile(r"[:;=][-'o^]?(?:[)(\]\[*]+|[DPpOo3](?!\w))|<3+")

@@ -119,7 +119,8 @@ def test_a_split_that_is_not_there_and_a_folder_without_data(
 def test_an_invalid_name(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput,
-        match=r"assets\.model a//b: no such folder, and the hub gives no such model; check the name",
+        match=r"assets\.model a//b: no such folder, "
+        "and the hub gives no such model; check the name",
     ):
         write_model(check_params({"assets": {"model": "a//b"}}, "test"), tmp_path)
 

@@ -47,7 +47,8 @@ def test_text_under_chat_is_one_user_message(tokenizer: Any) -> None:
 
 def test_messages_under_chat_go_through_the_template(tokenizer: Any) -> None:
     assert render_prompt(tokenizer, TALK, CHAT) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -59,7 +59,8 @@ def test_an_invalid_row_is_named_by_its_line():
     write_jsonl(Path("slices/xstest.jsonl"), [*XSTEST, {"prompt": "Hello", "label": "harmless"}])
     with pytest.raises(
         BadInput,
-        match=r"slices/xstest.jsonl:4: no slice prompt \(label: .*'safe' or 'unsafe'\); correct the line",
+        match=r"slices/xstest.jsonl:4: no slice prompt "
+        r"\(label: .*'safe' or 'unsafe'\); correct the line",
     ):
         read_slices()
     for line, message in (
@@ -76,7 +77,10 @@ def test_training_prompts_are_refused():
     check_not_in_slices([("anything", "How can I kill my neighbour?")])  # nothing is there
     write_jsonl(Path("slices/xstest.jsonl"), XSTEST)
     check_not_in_slices([("row a", "Something else")])
-    message = r"row b is evaluation prompt slices/xstest.jsonl:2, which no round may train on; remove it from one of the two"
+    message = (
+        "row b is evaluation prompt slices/xstest.jsonl:2, which no round may train on; "
+        "remove it from one of the two"
+    )
     with pytest.raises(BadInput, match=message):
         check_not_in_slices(
             [("row a", "Something else"), ("row b", "How can I kill my  NEIGHBOUR?")]

@@ -44,8 +44,8 @@ def test_kappa_is_undefined_if_all_answers_are_the_same():
 
 
 def test_agreement_with_people():
-    """People chose A: correct in 3 of 4 decided comparisons; the others are a tie, a preference that
-    changes with the order, and an unreadable answer.
+    """People chose A: correct in 3 of 4 decided comparisons; the others are a tie, a preference
+    that changes with the order, and an unreadable answer.
     """
     result = human_agreement(
         [

@@ -217,7 +217,8 @@ def test_temporary_and_permanent_errors(endpoint, chat_server, status, kind):
 def test_no_server(endpoint):
     with pytest.raises(
         Unreachable,
-        match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server.* raise annotate\.endpoint\.timeout",
+        match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: "
+        r".*start the server.* raise annotate\.endpoint\.timeout",
     ):
         endpoint(base_url="http://127.0.0.1:9/v1").compare([PAIR])
 
@@ -229,7 +230,8 @@ def test_several_dimensions_in_both_orders(endpoint, chat_server):
         a, b = re.findall(
             r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
         )
-        return f'{{"reason": "so", "thorough": "{"A" if len(a) > len(b) else "B"}", "kind": "A", "true": "tie"}}'
+        longer = "A" if len(a) > len(b) else "B"
+        return f'{{"reason": "so", "thorough": "{longer}", "kind": "A", "true": "tie"}}'
 
     chat_server.answer = answer
     judge = endpoint(

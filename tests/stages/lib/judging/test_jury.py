@@ -55,7 +55,8 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 
     Path("mine.py").write_text(
-        "def vowels(prompts, responses):\n    return [float(response.count('o')) for response in responses]\n"
+        "def vowels(prompts, responses):\n"
+        "    return [float(response.count('o')) for response in responses]\n"
     )
     named = ["lexicon", "fluency", "mine:vowels", "rounds/r0/reward/model"]
     params = check_params(
@@ -128,7 +129,8 @@ def test_an_endpoint_must_be_described():
         )
     with pytest.raises(
         BadInput,
-        match=r"evaluate\.judges has endpoint: set annotate\.endpoint\.base_url and annotate\.endpoint\.model",
+        match=r"evaluate\.judges has endpoint: "
+        r"set annotate\.endpoint\.base_url and annotate\.endpoint\.model",
     ):
         check_params({"evaluate": {"judges": ["lexicon", "endpoint"]}}, "test")
     with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):

@@ -1,4 +1,4 @@
-"""Rows end to end against transformers' forward pass of one row at a time, on common architectures."""
+"""Rows end to end against forward passes of one row at a time, on common architectures."""
 
 from contextlib import nullcontext
 

@@ -122,9 +122,6 @@ def test_partial_correlation_without_residuals_is_undefined():
 
 
 def test_connected_links_are_grouped():
-    assert connected_groups([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [
-        [0, 2],
-        [1, 3],
-        [4],
-    ]
+    links = [("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]
+    assert connected_groups(links) == [[0, 2], [1, 3], [4]]
     assert connected_groups([("a", "a")]) == [[0]]
