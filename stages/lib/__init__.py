@@ -1,3 +1,4 @@
-"""What two or more stages share. A room imports only those before it: core, metrics, data, dedup,
-lm, training, judging.
+"""Code that two or more stages share.
+
+A room imports only rooms before it in this list: core, metrics, data, dedup, lm, training, judging.
 """

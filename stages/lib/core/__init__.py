@@ -1,3 +1,1 @@
-"""Types, errors, files, params and the command line of a stage: no number of a result is computed
-here.
-"""
+"""Types, errors, files, params and the command line of a stage. Nothing here computes a result."""

@@ -4,37 +4,36 @@ from pydantic import ValidationError
 
 
 class RondoError(Exception):
-    """A stage cannot go on; `exit_code` is what its process ends with."""
+    """A stage cannot continue. `exit_code` is the exit code of its process."""
 
     exit_code = 1
 
 
 class BadInput(RondoError):
-    """The user's params, data or model are not what they have to be."""
+    """The user's params, data or model are invalid."""
 
     exit_code = 2
 
 
 class Diverged(RondoError):
-    """A loss, gradient or score is no finite number; the step that it would have made was not
-    applied.
-    """
+    """A loss, gradient or score is not finite. The optimiser step was not applied."""
 
 
 class GateFailed(RondoError):
-    """A quality gate said no: the numbers and the next step are in the message."""
+    """A quality gate failed. The message contains the numbers and the next step."""
 
     exit_code = 3
 
 
 class Unreachable(RondoError):
-    """What only the network, or a server elsewhere, was missing: the same again may pass."""
+    """The network or a remote server did not answer. A retry may succeed."""
 
     exit_code = 4
 
 
 def format_validation_errors(error: ValidationError) -> str:
-    """What is wrong, `key: reason`, in one line."""
+    """All errors of a pydantic validation in one line, each as `key: reason`."""
     return "; ".join(
-        f"{'.'.join(map(str, each['loc'])) or 'JSON'}: {each['msg']}" for each in error.errors()
+        f"{'.'.join(map(str, details['loc'])) or 'JSON'}: {details['msg']}"
+        for details in error.errors()
     )

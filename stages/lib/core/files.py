@@ -1,7 +1,7 @@
-"""Files first: where a stage writes, and how.
+"""Paths of a stage's files, and functions to read, write and hash them.
 
-`rounds/<round>/<stage>/` holds what is deterministic (DVC's outputs). Wall-clock times go to
-`.rondo/work/<round>/<stage>/`, which git and DVC ignore.
+`rounds/<round>/<stage>/` holds deterministic files only, because DVC tracks them by hash.
+Wall-clock times go to `.rondo/work/<round>/<stage>/`, which git and DVC ignore.
 """
 
 import gzip
@@ -16,30 +16,30 @@ from typing import Any
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Row
 
-ROUNDS, REPORTS, GATES, ASSETS, WORK = (
-    Path("rounds"),
-    Path("reports"),
-    Path("gates"),
-    Path("assets"),
-    Path(".rondo/work"),
-)
-JUDGE_CACHE = Path(".rondo/judge_cache")  # what language models answered, for all rounds and runs
+ROUNDS = Path("rounds")
+REPORTS = Path("reports")
+GATES = Path("gates")
+ASSETS = Path("assets")
+WORK = Path(".rondo/work")
+JUDGE_CACHE = Path(".rondo/judge_cache")  # answers of language-model judges, for all rounds
 
 
 def stage_dir(round_: str, stage: str) -> Path:
+    """Folder of a stage's outputs, which DVC tracks."""
     return ROUNDS / round_ / stage
 
 
 def work_dir(round_: str, stage: str) -> Path:
+    """Folder of a stage's untracked files: clocks, checkpoints of a run in progress."""
     return WORK / round_ / stage
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write whole or not at all: a temporary file, renamed."""
+    """Write a file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    os.replace(temporary, path)  # atomic, so that a killed process leaves no half-written file
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -47,7 +47,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, made_by: str) -> Any:
-    """Read a JSON file; `made_by` is the command that makes it, named when it is missing."""
+    """Read a JSON file.
+
+    Args:
+        path: the file.
+        made_by: the command that makes the file, for the error message.
+
+    Raises:
+        BadInput: the file is missing.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -59,8 +67,14 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, made_by: str) -> list[Row]:
-    """The rows of a .jsonl or .jsonl.gz file; `made_by` is the command that makes it, named when it
-    is missing.
+    """Read the rows of a .jsonl or .jsonl.gz file. Blank lines are skipped.
+
+    Args:
+        path: the file.
+        made_by: the command that makes the file, for the error message.
+
+    Raises:
+        BadInput: the file is missing.
     """
     try:
         with (
@@ -74,20 +88,29 @@ def read_jsonl(path: Path, made_by: str) -> list[Row]:
 
 
 def is_placeholder(folder: Path) -> bool:
-    """Whether this folder stands for the first round's predecessor: then it holds a file EMPTY."""
+    """Whether the folder is the placeholder for the missing predecessor of the first round.
+
+    DVC needs an existing path as dependency, so the assets stage writes a folder with a file EMPTY.
+    """
     return (folder / "EMPTY").exists()
 
 
 def metric_name(text: str) -> str:
-    """A path or the like as part of a metric's name."""
+    """Turn a path or another text into a valid part of a metric's name.
+
+    >>> metric_name("models/other rm")
+    'models_other_rm'
+    """
     return re.sub(r"[^\w-]+", "_", text).strip("_")
 
 
 def file_hash(path: Path) -> str:
-    """sha256 of a file, or of a folder's files in name order."""
+    """sha256 of a file, or of a folder's relative file names and contents in name order."""
     digest = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
-        if path.is_dir():
+    is_folder = path.is_dir()
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if is_folder else [path]
+    for file in files:
+        if is_folder:
             digest.update(str(file.relative_to(path)).encode())
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):

@@ -1,4 +1,4 @@
-"""HTML pages that ask for nothing from outside, in which what models and people wrote is text."""
+"""Self-contained HTML pages. Texts of models and people are escaped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 def render_page(
     package: str, template: str, filters: dict[str, Callable[..., Any]], **values: Any
 ) -> str:
-    """The page of a template that lies in `package`; everything is escaped, and a name that is
-    missing is an error.
+    """Render a Jinja template of a package.
+
+    Args:
+        package: the package that contains the template file.
+        template: file name of the template.
+        filters: Jinja filters by name.
+        values: values of the template's variables; all are escaped.
+
+    Raises:
+        UndefinedError: the template uses a variable that is not in `values`.
     """
     environment = Environment(
         loader=PackageLoader(package, "."),

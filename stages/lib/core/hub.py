@@ -1,4 +1,4 @@
-"""Asking the model hub: what to make of the answer that it does not give."""
+"""Errors of the Hugging Face hub: those that a retry may solve, and those the user must fix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,44 +10,51 @@ TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 
 @contextmanager
 def hub_errors(what: str, refused: str) -> Iterator[None]:
-    """Around a call of huggingface_hub or datasets. what: the key of params.yaml and its value;
-    refused: what a no of the hub says.
+    """Translate errors of a call of huggingface_hub or datasets.
+
+    Args:
+        what: the key of params.yaml and its value, for messages.
+        refused: what it means if the hub was reached and returned an error.
 
     Raises:
-        Unreachable: the network is down, or the hub is: the name may be right.
-        BadInput: the hub was reached, and does not give it; or it was not asked.
+        Unreachable: the network or the hub is down; the name may be right.
+        BadInput: the hub was reached and refused, or HF_HUB_OFFLINE forbids the request.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub import constants
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # its own one, kept there for other libraries
+
+    # httpx as huggingface_hub imports it, which it keeps there for other libraries
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
     try:
         yield
     except (httpx.HTTPError, OSError, ValueError, DatasetsError) as error:
         if constants.HF_HUB_OFFLINE:
             raise BadInput(
-                f"{what}: the hub is not asked, since HF_HUB_OFFLINE is set ({error}); unset it, or name a folder"
+                f"{what}: the hub is not contacted because HF_HUB_OFFLINE is set ({error}); "
+                "unset it, or name a local folder"
             ) from error
         if is_hub_unreachable(error):
             raise Unreachable(
-                f"{what}: the hub cannot be reached ({error}); check the network and run the same again"
+                f"{what}: the hub cannot be reached ({error}); "
+                "check the network and run the same again"
             ) from error
         raise BadInput(f"{what}: {refused} ({error})") from error
 
 
 def is_hub_unreachable(error: BaseException | None) -> bool:
-    """Whether the hub did not answer, or not for now. Both libraries wrap that in a
-    FileNotFoundError, the same as for a wrong name, and hide what it came from (`from None`); the
-    chain still has it."""
+    """Whether the hub did not answer, or answered that it is overloaded or broken.
+
+    Both libraries wrap such an error in a FileNotFoundError, the same as for a wrong name, and
+    hide its cause (`from None`). The exception chain still contains it.
+    """
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
     while error:
         if isinstance(error, HfHubHTTPError):
-            return (
-                error.response.status_code == TOO_MANY_REQUESTS
-                or error.response.status_code >= SERVER_ERROR
-            )
+            status = error.response.status_code
+            return status == TOO_MANY_REQUESTS or status >= SERVER_ERROR
         if isinstance(error, httpx.TransportError | ConnectionError | TimeoutError):
             return True
         error = error.__cause__ or error.__context__

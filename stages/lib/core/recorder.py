@@ -22,8 +22,15 @@ from stages.lib.core.types import Row
 def write_manifest(
     folder: Path, *, stage: str, round_: str, seed: int, inputs: Iterable[Path], **facts: Any
 ) -> None:
-    """What made this folder: inputs by hash, versions, and the stage's own facts (template hash,
-    calibration).
+    """Write manifest.json, which records what the files in `folder` were made from.
+
+    Args:
+        folder: the folder of the stage's outputs.
+        stage: the stage's name.
+        round_: the round, e.g. `r0`.
+        seed: the seed of the run.
+        inputs: files and folders that the stage read; recorded with their sha256.
+        facts: further entries, e.g. template_hash or the reward model's calibration.
     """
     packages = ("torch", "transformers", "trl", "peft", "datasets")
     write_json(
@@ -40,24 +47,36 @@ def write_manifest(
 
 
 class MetricLogger:
-    """A stage's metrics: one line a step to metrics.jsonl, the wall clock beside it, progress to
-    stdout.
+    """Writes a stage's metrics to files and its progress to stdout.
 
-    The clock file `.rondo/work/<round>/<stage>/clock.jsonl` has, line for line, the `time` (seconds
-    since the epoch) at which each step of metrics.jsonl was written; a first line with step -1
-    marks the start.
+    `rounds/<round>/<stage>/metrics.jsonl` has one line per step. It must be the same in every run,
+    so times are in a file of their own: `.rondo/work/<round>/<stage>/clock.jsonl` has a first line
+    with step -1 for the start, then one line per line of metrics.jsonl with the `time` (seconds
+    since the epoch) at which it was written.
+
+    Args:
+        stage: the stage's name, e.g. `sft`.
+        round_: the round, e.g. `r0`.
+        total_steps: how many steps the stage will log, for the ETA; 0 if unknown.
+        done: the steps that a run logged before it was interrupted, if this run resumes it.
+
+    Example:
+        recorder = MetricLogger("sft", "r0", total_steps=2)
+        recorder.log(1, {"loss": 2.0}, show=["loss"])  # [sft@r0] step 1/2  eta 0:03  loss 2
+        recorder.log(2, {"loss": 1.5, "kl": 0.5})      # only to the files
+        recorder.finish({"loss_after": 1.5})           # metrics.json and curves.csv
     """
 
     def __init__(
         self, stage: str, round_: str, total_steps: int = 0, done: Sequence[Row] = ()
     ) -> None:
-        """`done`: the steps of a run that this one goes on from."""
         self.folder, self.work = stage_dir(round_, stage), work_dir(round_, stage)
         self.round, self.label = round_, f"{stage}@{round_}"
         self.total_steps, self.started = total_steps, time.time()
-        self.steps, self.done = list(done), len(done)
+        self.steps, self.resumed_steps = list(done), len(done)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.work.mkdir(parents=True, exist_ok=True)
+        # The interrupted run may have logged steps after the state that this run resumes from.
         write_jsonl(self.folder / "metrics.jsonl", self.steps)
         clock = self.work / "clock.jsonl"
         times = (
@@ -68,8 +87,15 @@ class MetricLogger:
         write_jsonl(clock, times[: len(done) + 1])
 
     def log(self, step: int, metrics: Mapping[str, float], show: Iterable[str] = ()) -> None:
-        """Append one step; `show` names the metrics of its progress line, which is not printed
-        without them.
+        """Append one step to the files.
+
+        Args:
+            step: number of the step.
+            metrics: numbers by name.
+            show: names of the metrics in the progress line; without any, none is printed.
+
+        Raises:
+            KeyError: `show` names a metric that is not in `metrics`.
         """
         row = {"step": step, **metrics}
         self.steps.append(row)
@@ -83,20 +109,21 @@ class MetricLogger:
             self.log_progress(step, shown)
 
     def log_progress(self, step: int, text: str) -> None:
-        """A progress line: stage, step, ETA, text."""
-        taken = step - self.done
+        """Print a progress line: stage, step, ETA (minutes:seconds), text."""
+        steps_run = step - self.resumed_steps
         eta = (
-            (time.time() - self.started) / taken * (self.total_steps - step)
-            if taken and self.total_steps
+            (time.time() - self.started) / steps_run * (self.total_steps - step)
+            if steps_run and self.total_steps
             else 0.0
         )
         print(
-            f"[{self.label}] step {step}/{self.total_steps or '?'}  eta {int(eta) // 60}:{int(eta) % 60:02d}  {text}",
+            f"[{self.label}] step {step}/{self.total_steps or '?'}  "
+            f"eta {int(eta) // 60}:{int(eta) % 60:02d}  {text}",
             flush=True,
         )
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
-        """The final numbers, and the steps once more as CSV for `dvc plots`."""
+        """Write the final metrics to metrics.json, and all steps to curves.csv for `dvc plots`."""
         write_json(self.folder / "metrics.json", dict(metrics))
         columns = sorted({name for row in self.steps for name in row} - {"step"})
         with (self.folder / "curves.csv").open("w", newline="") as stream:

@@ -1,4 +1,4 @@
-"""Hashes of the user's data files, to see that one has changed."""
+"""Hashes of the user's data files, to detect a change that DVC cannot see."""
 
 from pathlib import Path
 
@@ -8,10 +8,15 @@ from stages.lib.core.params import Params
 
 
 def source_hashes(params: Params) -> list[dict[str, str | None]]:
-    """Path and sha256 of each of prepare.sources; null for a hub id, which prepare loads."""
+    """Path and sha256 of each of prepare.sources. The hash of a hub id is null: prepare loads it.
+
+    Raises:
+        BadInput: prepare.sources is empty.
+    """
     if not params.prepare.sources:
         raise BadInput(
-            "assets.data is `files` but prepare.sources is empty: list your JSONL or Parquet files there"
+            "assets.data is `files` but prepare.sources is empty: "
+            "list your JSONL or Parquet files there"
         )
     paths = [Path(source.path) for source in params.prepare.sources]
     return [
@@ -20,11 +25,13 @@ def source_hashes(params: Params) -> list[dict[str, str | None]]:
 
 
 def changed_sources(params: Params) -> list[str]:
-    """Those of the user's files that are others than when the assets stage recorded them: DVC knows
-    them by name alone.
+    """Paths of the user's data files that changed since the assets stage recorded their hashes.
+
+    The files are not DVC dependencies, because dvc.yaml cannot list paths of params.yaml. So DVC
+    notices a change of their paths only.
 
     Raises:
-        BadInput: the assets stage has recorded none.
+        BadInput: the assets stage has not recorded any hashes.
     """
     if params.assets.data != "files":
         return []

@@ -1,4 +1,4 @@
-"""What every `python -m stages.<name> --round r0` does around the stage itself."""
+"""The command line that all stages share: `python -m stages.<name> --round r0`."""
 
 import argparse
 import sys
@@ -9,11 +9,16 @@ from stages.lib.core.params import Params, load_params
 
 
 def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
-    """Parse `--round`, read params.yaml, run the stage; a RondoError ends the process with its
-    code.
+    """Parse `--round`, read params.yaml and run the stage.
+
+    A RondoError is printed in one line and ends the process with its exit code.
+
+    Args:
+        name: the stage's name, for messages.
+        stage: the stage's main function, called with params and round.
     """
     parser = argparse.ArgumentParser(prog=f"python -m stages.{name}")
-    parser.add_argument("--round", default="r0", help="round of params.yaml, e.g. r0")
+    parser.add_argument("--round", default="r0", help="a round of params.yaml, e.g. r0")
     round_ = parser.parse_args().round
     try:
         params = load_params()

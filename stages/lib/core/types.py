@@ -1,13 +1,18 @@
-"""The types that every room uses."""
+"""Types that modules of every room share: rows, prompts, tokens, weights and scoring functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
-Row = dict[str, Any]
-StateDict = dict[str, Any]
-TokenIds = list[int]
+Row = dict[str, Any]  # one line of a JSONL file
+
+# A prompt is a text that the response continues, or a list of {role, content} messages.
 Prompt = str | list[dict[str, str]]
 NonEmptyPrompt = Annotated[Prompt, Field(min_length=1)]
-ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], list[float]]  # one number per response
+
+TokenIds = list[int]
+StateDict = dict[str, Any]  # weights by parameter name
+
+# (prompts, responses) -> one number per response
+ScoreFunction = Callable[[Sequence[Prompt], Sequence[str]], list[float]]

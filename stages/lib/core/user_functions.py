@@ -1,7 +1,6 @@
-"""Numbers that responses are given, by functions that params.yaml names (`module:name`) among
-others.
+"""Scoring functions that params.yaml names as `module:function`: import, and a check of results.
 
-Light to import, so that a run can ask before it starts.
+Imports no heavy library, so that `rondo run` can check the names before it starts.
 """
 
 import importlib
@@ -15,12 +14,26 @@ from stages.lib.core.types import ScoreFunction
 
 
 def import_function(named: str, key: str) -> ScoreFunction:
-    """`key`: where in params.yaml it is named.
+    """Import a scoring function that params.yaml names.
+
+    Args:
+        named: `module:function`; the module may lie in the working directory.
+        key: where params.yaml names it, for the error message.
+
+    Returns:
+        The function `(prompts, responses) -> list[float]`, one number per response. Neither its
+        signature nor its results are checked here; see `check_scores`.
 
     Raises:
-        BadInput: there is no such module, or no such function in it.
+        BadInput: there is no such module, or it has no such attribute.
+
+    Example:
+        >>> function = import_function("stages.lib.metrics.sentiment:sentiment", "evaluate.judges")
+        >>> function(["The food"], [" was wonderful."]) > function(["The food"], [" was awful."])
+        True
     """
-    if os.getcwd() not in sys.path:  # of a script of .venv/bin it is not
+    # A script of .venv/bin, e.g. `rondo`, has its own folder on sys.path, not the working one.
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module, _, name = named.partition(":")
     try:
@@ -33,13 +46,20 @@ def import_function(named: str, key: str) -> ScoreFunction:
 
 
 def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:
-    """
+    """Check what a scoring function returned.
+
+    Args:
+        numbers: the result of the function.
+        responses: how many responses it was given.
+        who: name of the function, for the error message.
+
     Raises:
-        RondoError: not one finite number for each of so many responses.
+        RondoError: `numbers` does not have one finite number per response.
     """
     if len(numbers) != responses or not all(
-        isinstance(each, int | float) and math.isfinite(each) for each in numbers
+        isinstance(number, int | float) and math.isfinite(number) for number in numbers
     ):
         raise RondoError(
-            f"{who}: one finite number for each of {responses} responses wanted, got {numbers!r:.200}"
+            f"{who}: one finite number for each of {responses} responses expected, "
+            f"got {numbers!r:.200}"
         )

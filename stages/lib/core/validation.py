@@ -1,4 +1,4 @@
-"""JSON lines that people may have written, each checked against its type."""
+"""JSONL files that people may have edited: each row is checked against its pydantic model."""
 
 import json
 import re
@@ -13,10 +13,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_json_lines(path: Path, fix: str) -> list[tuple[str, Any]]:
-    """What each line holds, with its place, `path:line`. fix: the next step, for messages.
+    """Read the value of each line that is not blank, with its location.
+
+    Args:
+        path: the file.
+        fix: the next step for the user, for messages.
+
+    Returns:
+        `(location, value)` per line; a location is `path:line number`.
 
     Raises:
-        BadInput: the file is not there, or a line is no JSON.
+        BadInput: the file is missing, or a line is not JSON.
     """
     if not path.exists():
         raise BadInput(f"{path} is missing: {fix}")
@@ -31,22 +38,33 @@ def read_json_lines(path: Path, fix: str) -> list[tuple[str, Any]]:
 
 
 def read_validated_jsonl(kind: type[Model], path: Path, fix: str) -> list[tuple[str, Model]]:
-    """
+    """Read each row as a `kind`, with its location `path:line number`.
+
     Raises:
-        BadInput: as read_lines, or a row is none of its kind.
+        BadInput: the file is missing, a line is not JSON, or a row is not a valid `kind`.
     """
     return [
-        (place, validate_row(kind, row, place, fix)) for place, row in read_json_lines(path, fix)
+        (location, validate_row(kind, row, location, fix))
+        for location, row in read_json_lines(path, fix)
     ]
 
 
-def validate_row(kind: type[Model], row: Any, place: str, fix: str) -> Model:
-    """
+def validate_row(kind: type[Model], row: Any, location: str, fix: str) -> Model:
+    """Check one row.
+
+    Args:
+        kind: its pydantic model.
+        row: the row as parsed from JSON.
+        location: where the row is, for messages.
+        fix: the next step for the user, for messages.
+
     Raises:
-        BadInput: the row is none.
+        BadInput: the row is not a valid `kind`.
     """
     try:
         return kind.model_validate(row)
     except ValidationError as error:
-        name = re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
-        raise BadInput(f"{place}: no {name} ({format_validation_errors(error)}); {fix}") from None
+        name = re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()  # SlicePrompt -> slice prompt
+        raise BadInput(
+            f"{location}: no {name} ({format_validation_errors(error)}); {fix}"
+        ) from None

@@ -1,5 +1,6 @@
-"""Corruptions of a good answer, each of which has to score below it. Leading space and the spacing
-of what is left stay.
+"""Corruptions of a good response, each of which must score below the original.
+
+They keep the leading space, and the spacing of the words that stay in place.
 """
 
 import random
@@ -16,16 +17,23 @@ PromptResponse = tuple[Prompt, str]  # a prompt and its response
 def corruptions(
     texts: Sequence[PromptResponse], worth: Mapping[str, float], seed: int
 ) -> dict[str, list[PromptResponse]]:
-    """Every text as each probe makes it, in order. `worth`: of words, by `word_score_uplift`.
+    """Corrupt every text in every way.
 
-    prompt_swapped puts the response after the next text's other prompt: of little meaning where a
-    prompt is a word or two.
+    Args:
+        texts: prompts with their good responses.
+        worth: value of each word, from `word_score_uplift`.
+        seed: seed of word_salad; together with the response, so that a text is always corrupted in
+            the same way.
+
+    Returns:
+        By corruption, the corrupted texts in the order of `texts`. `prompt_swapped` puts the
+        response after the next prompt that differs; with very short prompts it means little.
     """
     prompts = [prompt for prompt, _ in texts]
-    turned = [[*prompts[place + 1 :], *prompts[:place]] for place in range(len(prompts))]
+    following = [[*prompts[index + 1 :], *prompts[:index]] for index in range(len(prompts))]
     others = [
         next((other for other in rest if other != prompt), prompt)
-        for prompt, rest in zip(prompts, turned, strict=True)
+        for prompt, rest in zip(prompts, following, strict=True)
     ]
     return {
         "word_salad": [
@@ -42,42 +50,51 @@ def corruptions(
 
 
 def word_salad(text: str, generator: random.Random) -> str:
+    """The words in random order, different from the original one."""
     words = text.split()
     mixed = generator.sample(words, len(words))
-    return _lead(text) + " ".join(
-        mixed if mixed != words else [*words[1:], *words[:1]]
-    )  # of two words every other draw is no change
+    if mixed == words:  # with two words this is every second draw
+        mixed = [*words[1:], *words[:1]]
+    return _leading_space(text) + " ".join(mixed)
 
 
 def repeated_word(text: str, worth: Mapping[str, float]) -> str:
-    """As many words as the text has, all of them the one of its words that is worth most; a word of
-    unknown worth counts 0.
+    """The text's most valuable word, repeated as often as the text has words.
+
+    A word without a known worth counts 0. A text without words is returned as it is.
     """
     words = sorted(word for word in tokens(text) if word[0].isalnum())
     best = max(words, key=lambda word: worth.get(word, 0.0), default="")
-    return _lead(text) + " ".join([best] * len(text.split())) if best else text
+    return _leading_space(text) + " ".join([best] * len(text.split())) if best else text
 
 
 def truncated(text: str) -> str:
-    """The first half of the words, the smaller one of an odd number."""
+    """The first half of the words, rounded down."""
     words = list(WORD.finditer(text))
     return text[: words[len(words) // 2 - 1].end()] if len(words) > 1 else ""
 
 
 def word_score_uplift(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
-    """How far above the mean the texts with a word score, as if one more text with it scored just
-    the mean.
+    """How far above the mean the texts with each word score.
 
-    So the words that a reward model loves are found without another score, and a word that is there
-    once is no winner by luck.
+    This finds the words that a reward model prefers without scoring more texts. Each value is
+    shrunk as if one more text with the word had the mean score, so that a word in a single
+    high-scoring text does not win by luck.
+
+    Args:
+        texts: the texts.
+        scores: their scores.
+
+    Returns:
+        By word, its uplift in units of the scores.
     """
     mean = sum(scores) / len(scores)
     above: dict[str, list[float]] = {}
     for text, score in zip(texts, scores, strict=True):
         for word in set(tokens(text)):
             above.setdefault(word, []).append(score - mean)
-    return {word: sum(each) / (len(each) + 1) for word, each in above.items()}
+    return {word: sum(values) / (len(values) + 1) for word, values in above.items()}
 
 
-def _lead(text: str) -> str:
+def _leading_space(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]

@@ -1,9 +1,8 @@
-"""The one place where a prompt becomes text and tokens: every stage renders and encodes through
-here.
+"""Rendering of prompts as text and tokens. All stages use these functions, so that they agree.
 
-A prompt is a string (`plain`: the response continues it) or a list of {role, content} messages
-(`chat`). Prompt and response are tokenised apart, so that a prompt has the same tokens in training,
-generation and scoring.
+A prompt is a string, which the response continues, or a list of {role, content} messages.
+`prepare.prompt_format` decides how both become text. Prompt and response are tokenised separately,
+so that a prompt has the same tokens in training, generation and scoring.
 """
 
 import hashlib
@@ -17,8 +16,9 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.types import Prompt, Row
 
-ENDING_TOKENS = 16  # room for an ending, so that max_length does not cut it off again
+ENDING_TOKENS = 16  # room for an appended ending, so that max_length does not cut it off
 ROLES = {"system": "System", "user": "Human", "assistant": "Assistant"}
+# A conversation for `template_hash`: several turns, and a line break inside of one
 PROBE = [
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "4."},
@@ -27,8 +27,10 @@ PROBE = [
 
 
 def transcript(messages: list[dict[str, str]]) -> str:
-    """Messages as plain text in the form of Anthropic's hh-rlhf, open for the assistant's turn:
-    `\\n\\nHuman: ...\\n\\nAssistant:`.
+    """Messages as plain text in the format of Anthropic's hh-rlhf, up to the assistant's turn.
+
+    >>> transcript([{"role": "user", "content": "Hi"}])
+    '\\n\\nHuman: Hi\\n\\nAssistant:'
     """
     return (
         "".join(f"\n\n{ROLES[message['role']]}: {message['content']}" for message in messages)
@@ -37,19 +39,21 @@ def transcript(messages: list[dict[str, str]]) -> str:
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -> str:
-    """The text that a response follows.
+    """Render a prompt as the text that the response follows.
 
-    Under `plain` a string is itself and messages become a transcript; under `chat` a string is one
-    user message, and messages go through the tokenizer's chat template up to the assistant's turn.
+    With `plain`, a string is used as it is and messages become a transcript. With `chat`, a string
+    becomes one user message, and the tokenizer's chat template renders messages up to the
+    assistant's turn.
 
     Raises:
-        BadInput: `chat` with a tokenizer that has no chat template.
+        BadInput: the format is `chat` and the tokenizer has no chat template.
     """
     if prompt_format is PromptFormat.plain:
         return prompt if isinstance(prompt, str) else transcript(prompt)
     if not tokenizer.chat_template:
         raise BadInput(
-            f"prepare.prompt_format chat: {tokenizer.name_or_path} has no chat template; set plain, or use an instruct model"
+            f"prepare.prompt_format chat: {tokenizer.name_or_path} has no chat template; "
+            "set plain, or use an instruct model"
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     rendered: str = tokenizer.apply_chat_template(
@@ -65,10 +69,34 @@ def encode(
     prompt_format: PromptFormat,
     max_length: int | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of the response with its eos; without a response, [].
+    """Tokenise a prompt and its response.
 
-    Above `max_length` tokens the response loses its end, and with it the eos. The prompt loses its
-    beginning only where less than a quarter of max_length would be left for the response.
+    Args:
+        tokenizer: the tokenizer of the model folder.
+        prompt: a text, or messages.
+        response: the response without EOS, as it follows the rendered prompt; None for none.
+        prompt_format: how the prompt becomes text.
+        max_length: tokens of both together at most; None: no limit. The response is cut at its end
+            and then has no EOS. The prompt is cut at its start, but only as far as the response
+            needs to get a quarter of max_length.
+
+    Returns:
+        (prompt_ids, response_ids). response_ids ends with EOS, unless it was cut; it is empty if
+        `response` is None.
+
+    Raises:
+        BadInput: the format is `chat` and the tokenizer has no chat template.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> class Letters:  # a tokenizer whose tokens are letters; 0 is EOS
+        ...     eos_token_id = 0
+        ...     def __call__(self, text, add_special_tokens):
+        ...         return SimpleNamespace(input_ids=[ord(letter) - 96 for letter in text])
+        >>> encode(Letters(), "abc", "de", PromptFormat.plain)
+        ([1, 2, 3], [4, 5, 0])
+        >>> encode(Letters(), "abc", "de", PromptFormat.plain, max_length=5)
+        ([1, 2, 3], [4, 5])
     """
     prompt_ids: list[int] = tokenizer(
         render_prompt(tokenizer, prompt, prompt_format), add_special_tokens=False
@@ -81,13 +109,15 @@ def encode(
         ]
     if max_length is None:
         return prompt_ids, response_ids
+    # A cut prompt keeps its end, which the response continues; a cut response keeps its start.
     prompt_ids = prompt_ids[-(max_length - min(len(response_ids), max_length // 4)) :]
     return prompt_ids, response_ids[: max_length - len(prompt_ids)]
 
 
 def template_hash(tokenizer: Any, prompt_format: PromptFormat) -> str:
-    """sha256 of the format, of a probe conversation as rendered, and of its tokens; travels in
-    manifests.
+    """sha256 of how prompts are rendered and tokenised, for manifests.
+
+    Covers the format, and the text and tokens of the conversation PROBE.
     """
     prompt_ids, response_ids = encode(tokenizer, PROBE, "6.", prompt_format)
     probe = [
@@ -100,22 +130,23 @@ def template_hash(tokenizer: Any, prompt_format: PromptFormat) -> str:
 
 
 def check_template(manifest_path: Path, tokenizer: Any, prompt_format: PromptFormat) -> None:
-    """Refuse what was made with another rendering of prompts.
+    """Check that a stage's outputs were made with the same rendering of prompts.
 
     Raises:
-        BadInput: `template_hash` in the manifest is not this tokenizer's and format's.
+        BadInput: `template_hash` of the manifest differs from that of tokenizer and format.
     """
     made_with = read_json(manifest_path, "dvc repro").get("template_hash")
     now = template_hash(tokenizer, prompt_format)
     if made_with != now:
         raise BadInput(
-            f"{manifest_path}: template_hash {made_with} was made with another tokenizer, chat template or prompt format "
-            f"(now {now}); run `dvc repro` so that every stage renders prompts alike"
+            f"{manifest_path}: template_hash {made_with} was made with another tokenizer, "
+            f"chat template or prompt format (now {now}); run `dvc repro` so that all stages "
+            "render prompts alike"
         )
 
 
 def pairs_with_room_for_ending(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
-    """Pairs that stay within reward.max_length with an ending appended."""
+    """Pairs that stay within reward.max_length if an ending is appended to either response."""
 
     def tokens(row: Row, side: str) -> int:
         prompt, response = encode(tokenizer, row["prompt"], row[side], params.prepare.prompt_format)

@@ -1,5 +1,7 @@
-"""Every episode of a run, as `rollouts/00001.jsonl.gz` and on: appended update by update, a new
-file when one is full.
+"""The log of all episodes of a PPO run: `rollouts/00001.jsonl.gz`, `00002.jsonl.gz`, ...
+
+The ppo stage appends after each update and starts a new file when one is full; battery and replay
+read the log.
 """
 
 import gzip
@@ -11,19 +13,24 @@ from pathlib import Path
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.types import Row
 
-FULL = 64 << 20  # bytes
+FULL = 64 << 20  # bytes of a file from which the next one is started
 
 
 class RolloutLog:
-    """Appends rows; `place` is where the log ends, and a log opened at an earlier place forgets
-    what came after it.
+    """Appends rows to the log in `folder`.
 
-    An append is one gzip member with no time in it, so that equal runs make equal files.
+    `place` is the end of the log. A run that resumes opens the log at the place that it saved,
+    which removes the rows written after that.
+
+    Args:
+        folder: the folder of the log.
+        start: the place at which to open it; the default is an empty log.
+        full: bytes of a file from which the next one is started.
     """
 
-    def __init__(self, folder: Path, place: tuple[int, int] = (1, 0), full: int = FULL) -> None:
+    def __init__(self, folder: Path, start: tuple[int, int] = (1, 0), full: int = FULL) -> None:
         self.folder, self.full = folder, full
-        self.part, self.size = place
+        self.part, self.size = start
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("*.jsonl.gz")):
             if int(path.name.split(".")[0]) > self.part:
@@ -33,29 +40,36 @@ class RolloutLog:
 
     @property
     def path(self) -> Path:
+        """The current file."""
         return self.folder / f"{self.part:05d}.jsonl.gz"
 
     @property
     def place(self) -> tuple[int, int]:
-        """(number of the current file, its bytes)."""
+        """(number of the current file, its size in bytes)."""
         return self.part, self.size
 
     def append(self, rows: Iterable[Row]) -> None:
+        """Write rows to disk before returning."""
         if self.size >= self.full:
             self.part, self.size = self.part + 1, 0
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        # One gzip member per append, without a time stamp, so that equal runs make equal files
         with self.path.open("ab") as stream:
             stream.write(gzip.compress(text.encode(), mtime=0))
             self.size = stream.tell()
             stream.flush()
-            os.fsync(stream.fileno())  # before the resume state says that it is there
+            os.fsync(stream.fileno())  # before the resume state that refers to these rows
 
 
 def read_rollouts(folder: Path, made_by: str) -> list[Row]:
-    """All rows, in the order in which they were appended.
+    """Read all rows, in the order in which they were appended.
+
+    Args:
+        folder: the folder of the log.
+        made_by: the command that makes the log, for the error message.
 
     Raises:
-        BadInput: there is no log; `made_by` is the command that makes it.
+        BadInput: there is no log.
     """
     paths = sorted(folder.glob("*.jsonl.gz")) or [folder / "00001.jsonl.gz"]
     return [row for path in paths for row in read_jsonl(path, made_by)]

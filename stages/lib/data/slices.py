@@ -1,8 +1,7 @@
-"""Prompts that people have put into slices/, by which a policy must not get worse
-(stages/capability).
+"""Prompts that people put into slices/, on which a policy must not get worse (stages/capability).
 
-slices/<name>.jsonl has rows of XSTest's shape (Röttger et al. 2024), `prompt` and `label`: a `safe`
-one should be answered, an `unsafe` one refused. What else a row has is left alone.
+slices/<name>.jsonl has rows in the format of XSTest (Röttger et al. 2024) with `prompt` and
+`label`: a `safe` prompt should be answered, an `unsafe` one refused. Other keys are ignored.
 """
 
 from collections.abc import Iterable
@@ -25,33 +24,42 @@ class Label(str, Enum):
 
 
 class SlicePrompt(BaseModel):
+    """A row of slices/<name>.jsonl."""
+
     prompt: NonEmptyPrompt
     label: Label
 
 
 def read_slices() -> dict[str, dict[str, SlicePrompt]]:
-    """The prompts of each file by label, `xstest_safe`, `xstest_unsafe`, and by place,
-    `slices/xstest.jsonl:4`.
+    """Read all prompts of slices/.
+
+    Returns:
+        By slice (file name and label, e.g. `xstest_unsafe`) and by location (e.g.
+        `slices/xstest.jsonl:4`).
 
     Raises:
-        BadInput: a row is no such prompt; names its line.
+        BadInput: a row is not a valid slice prompt; the message names its line.
     """
     slices: dict[str, dict[str, SlicePrompt]] = {}
     for path in sorted(SLICES.glob("*.jsonl")):
-        for place, row in read_validated_jsonl(SlicePrompt, path, "mend the line"):
-            slices.setdefault(f"{metric_name(path.stem)}_{row.label.value}", {})[place] = row
+        for location, row in read_validated_jsonl(SlicePrompt, path, "correct the line"):
+            name = f"{metric_name(path.stem)}_{row.label.value}"
+            slices.setdefault(name, {})[location] = row
     return slices
 
 
-def check_not_in_slices(asked: Iterable[tuple[str, Prompt]]) -> None:
-    """asked: prompts of training data, each with what a message calls it.
+def check_not_in_slices(prompts: Iterable[tuple[str, Prompt]]) -> None:
+    """Check that no prompt of training data is in slices/.
+
+    Args:
+        prompts: prompts of training data, each with its name for messages.
 
     Raises:
-        BadInput: one is in slices/.
+        BadInput: a prompt is in slices/.
     """
     rows = [
-        {"id": place, "prompt": row.prompt}
-        for some in read_slices().values()
-        for place, row in some.items()
+        {"id": location, "prompt": row.prompt}
+        for by_location in read_slices().values()
+        for location, row in by_location.items()
     ]
-    check_not_in_eval_set(asked, rows, "take it out of one of the two")
+    check_not_in_eval_set(prompts, rows, "remove it from one of the two")

@@ -1,4 +1,9 @@
-"""What is held out, and the checks that it stays so."""
+"""Training and held-out sets: their file names, how rows are held out, and checks for overlap.
+
+In order: the names of the sets; drawing a held-out set; comparing prompts of two sets; checks that
+no training prompt is held out and that the held-out files do not change; small helpers for rows.
+Overlap of other texts than prompts is the subject of stages/lib/dedup/contamination.py.
+"""
 
 import hashlib
 import random
@@ -11,48 +16,70 @@ from stages.lib.core.files import is_placeholder
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import transcript
 
-# the sets by what they are for: demonstrations, preference pairs, prompts
+# Names of the sets by kind: demonstrations, preference pairs, prompts
 TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
 HELD_OUT = {"prompts": "eval_prompts", "sft": "sft_eval", "pairs": "pairs_eval"}
 EVAL_FILES = tuple(f"{name}.jsonl" for name in HELD_OUT.values())
-SHOWN = 5
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """The prompt as one line of text, case and white space aside."""
-    text = prompt if isinstance(prompt, str) else transcript(prompt)
-    return " ".join(text.casefold().split())
+SHOWN = 5  # pairs of rows in an error message
 
 
 def hold_out(groups: Iterable[str], share: float, seed: int) -> set[str]:
-    """A random `share` of the distinct groups, at least one."""
+    """Draw the groups that are held out.
+
+    Rows of one group, e.g. with near-duplicate prompts, are held out together: else a training row
+    would be almost the same as a held-out row.
+
+    Args:
+        groups: the group of each row; order and repetition do not matter.
+        share: share of the distinct groups to hold out; more than 0, less than 1 (not checked).
+        seed: seed of the draw.
+
+    Returns:
+        The groups held out: `share` of them, rounded, and at least one. Empty if there are none.
+
+    Example:
+        >>> held_out = hold_out(["a", "b", "b", "c", "d"], share=0.5, seed=0)
+        >>> len(held_out), held_out <= {"a", "b", "c", "d"}
+        (2, True)
+    """
+    # Sorted first, so that the draw depends on the set of groups only, not on the rows' order
     distinct = sorted(set(groups))
     random.Random(seed).shuffle(distinct)
     return set(distinct[: max(round(share * len(distinct)), 1)])
 
 
+def prompt_key(prompt: Prompt) -> str:
+    """The prompt as one line of text, with case and white space normalised."""
+    text = prompt if isinstance(prompt, str) else transcript(prompt)
+    return " ".join(text.casefold().split())
+
+
 class PromptIndex:
-    """A set of prompts that can be asked whether one begins like a given prompt."""
+    """A set of prompts with a fast search for prompts that begin with a given one."""
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self.keys = sorted({prompt_key(prompt) for prompt in prompts})
 
     def has_start(self, prompt: Prompt) -> bool:
-        """Whether `prompt` equals one of these, or is the beginning of one of these up to a word's
-        end.
-        """
+        """Whether `prompt` equals one of these prompts, or is a start of one that ends a word."""
         key = prompt_key(prompt)
+        # Control characters sort before the space, so a key that continues with a space need not
+        # come right after `key`: search for it too.
         for start in (key, key + " "):
-            at = bisect_left(self.keys, start)
-            if at < len(self.keys) and (
-                self.keys[at] == key or self.keys[at].startswith(key + " ")
+            index = bisect_left(self.keys, start)
+            if index < len(self.keys) and (
+                self.keys[index] == key or self.keys[index].startswith(key + " ")
             ):
                 return True
         return False
 
 
 def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list[tuple[Row, Row]]:
-    """Pairs (held-out row, training row) where the first's prompt equals the second's or begins it."""
+    """Find training rows whose prompt equals a held-out prompt or begins with one.
+
+    Returns:
+        Pairs (held-out row, training row).
+    """
     train = PromptIndex(row["prompt"] for row in train_rows)
     leaked = {prompt_key(row["prompt"]): row for row in eval_rows if train.has_start(row["prompt"])}
     if not leaked:
@@ -67,9 +94,10 @@ def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list
 
 
 def check_no_prompt_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> None:
-    """
+    """Check that no training prompt equals a held-out prompt or begins with one.
+
     Raises:
-        BadInput: a held-out prompt equals a training prompt or begins it; names the rows.
+        BadInput: there is such a training row; the message names the first ones.
     """
     if pairs := overlapping(eval_rows, train_rows):
         first = "\n".join(
@@ -77,31 +105,54 @@ def check_no_prompt_overlap(eval_rows: Collection[Row], train_rows: Collection[R
             for held_out, train in pairs[:SHOWN]
         )
         raise BadInput(
-            f"{len(pairs)} training rows have a held-out row's prompt or go on from it; the first:\n{first}\n"
-            f"remove them from one of the sources"
+            f"{len(pairs)} training rows have the prompt of a held-out row or begin with it; "
+            f"the first:\n{first}\nremove them from one of the sources"
         )
 
 
 def check_not_in_eval_set(
-    asked: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row], next_step: str
+    prompts: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row], next_step: str
 ) -> None:
-    """asked: prompts that rows would be made of, each with what a message calls it.
+    """Check that no prompt is in the frozen evaluation set.
+
+    Args:
+        prompts: prompts that training rows would be made from, each with its name for messages.
+        evaluation: rows of the evaluation set, with `id` and `prompt`.
+        next_step: what the user should do, for messages.
 
     Raises:
-        BadInput: one is in the frozen evaluation set.
+        BadInput: a prompt is in the frozen evaluation set.
     """
     frozen = {prompt_key(row["prompt"]): row["id"] for row in evaluation}
-    for said, prompt in asked:
-        if hit := frozen.get(prompt_key(prompt)):
+    for name, prompt in prompts:
+        if row_id := frozen.get(prompt_key(prompt)):
             raise BadInput(
-                f"{said} is evaluation prompt {hit}, which no round may train on; {next_step}"
+                f"{name} is evaluation prompt {row_id}, which no round may train on; {next_step}"
             )
 
 
-def check_eval_set_unchanged(folder: Path, previous: Path) -> None:
-    """
+def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
+    """Check that no row of `rows` has a prompt of the frozen evaluation set.
+
     Raises:
-        BadInput: a held-out file differs from the previous round's.
+        BadInput: a row has one.
+    """
+    check_not_in_eval_set(
+        ((f"training prompt {row['id']}", row["prompt"]) for row in rows),
+        evaluation,
+        "run `dvc repro prepare` again",
+    )
+
+
+def check_eval_set_unchanged(folder: Path, previous: Path) -> None:
+    """Check that the held-out files equal those of the previous round.
+
+    Args:
+        folder: the data folder of this round's prepare stage.
+        previous: the folder of the previous round.
+
+    Raises:
+        BadInput: a held-out file differs, or the previous round has none.
     """
     before = previous / "prepare/data"
     if is_placeholder(before):
@@ -111,32 +162,25 @@ def check_eval_set_unchanged(folder: Path, previous: Path) -> None:
             raise BadInput(f"{before / name} is missing: run `dvc repro prepare@{previous.name}`")
         if (before / name).read_bytes() != (folder / name).read_bytes():
             raise BadInput(
-                f"{folder / name} differs from {before / name}: the evaluation set is frozen after the first round. "
-                f"Undo the change of seed, assets or prepare.*, or start again with `dvc repro prepare@r0`"
+                f"{folder / name} differs from {before / name}: the evaluation set is frozen after "
+                "the first round. Undo the change of seed, assets or prepare.*, or start again "
+                "with `dvc repro prepare@r0`"
             )
 
 
 def evaluation_hash(folder: Path) -> str:
-    """sha256 of the held-out files, one after the other."""
+    """sha256 of the concatenated held-out files."""
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in EVAL_FILES)).hexdigest()
 
 
 def dedupe_prompts(rows: list[Row]) -> list[Row]:
-    """The rows of distinct prompts: replayed prompts are there twice."""
+    """One row per distinct prompt, the first one; replayed prompts occur more than once.
+
+    The rows are ordered by the last occurrence of their prompt, from the end.
+    """
     return list({str(row["prompt"]): row for row in reversed(rows)}.values())
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:
+    """All rows in random order."""
     return random.Random(seed).sample(rows, len(rows))
-
-
-def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
-    """
-    Raises:
-        BadInput: a prompt that rows would be made of is in the frozen evaluation set.
-    """
-    check_not_in_eval_set(
-        ((f"training prompt {row['id']}", row["prompt"]) for row in rows),
-        evaluation,
-        "run `dvc repro prepare` again",
-    )

@@ -1,1 +1,1 @@
-"""Exact and near duplicates, and overlap of training with held-out texts."""
+"""Exact and near duplicates, and leaks of held-out texts into training texts."""

@@ -1,13 +1,14 @@
-"""Leaks: training texts that are, in whole or in part, texts of an evaluation set.
+"""Leaks: training texts that contain, or nearly equal, a text of an evaluation set.
 
-A leak is a run of 13 words that both have (Brown et al. 2020, GPT-3, appendix C; case and symbols
-aside, each CJK character a word of its own), or all words of a prompt with its response, where
-these are fewer; or two texts that are near duplicates as prepare.near_duplicate says. A run, or
-3-gram, in more than 10 held-out texts is boilerplate, and is left out of the comparison.
+A training row leaks in one of two ways. It shares a run of 13 words with a held-out row (Brown et
+al. 2020, GPT-3, appendix C; case and symbols are ignored, each CJK character is a word), or all
+words of prompt and response if these are fewer. Or one of its texts is a near duplicate of a
+held-out text (prepare.near_duplicate). Runs and 3-grams in more than 10 held-out texts are
+boilerplate and left out of the comparison.
 
-Looked at are a prompt alone, a prompt with a response, and a long response alone: two rows that
-share a short prompt, or the answer "Yes.", do not leak. Equal prompts are the split's business
-(stages/lib/data/splits.py).
+Compared are a prompt alone, a prompt with a response, and a long response alone. So two rows that
+share a short prompt, or the response "Yes.", do not leak. stages/lib/data/splits.py checks for
+equal prompts.
 """
 
 import re
@@ -43,14 +44,16 @@ from stages.lib.dedup.shingles import (
 )
 
 RUN = 13  # words
-SHOWN, LISTED = 5, 100  # in an error: with what they share, and by place alone
-SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # of transcripts: nobody's words
+SHOWN, LISTED = 5, 100  # leaks in an error message: with the shared words, and by location only
+SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # role labels of a transcript
 RESPONSES = ("completion", "chosen", "rejected")
 
 
 class Leak(NamedTuple):
-    """What training row `row` (an index) has of `held_out`: the words of the run, or the beginning
-    of the text.
+    """A training row that has text of a held-out row.
+
+    row: index of the training row. held_out: the held-out row. shared: the words of the shared run,
+    or the first words of the near duplicate.
     """
 
     row: int
@@ -59,7 +62,11 @@ class Leak(NamedTuple):
 
 
 class TextPool:
-    """Distinct texts, with the index of the first row that has each; and of each row its texts."""
+    """Distinct texts of rows.
+
+    texts: each distinct text once. first_row: per text, the first row that has it. of_row: per row,
+    the numbers of its texts. numbers: the number of each text by its key.
+    """
 
     def __init__(self) -> None:
         self.texts: list[Numbers] = []
@@ -76,78 +83,105 @@ class TextPool:
 
 
 def pools(rows: Sequence[Row], words: WordIds) -> tuple[TextPool, TextPool]:
-    """(spans, wholes): where a run of words may be, each run in one place; and what may be a near
-    duplicate.
+    """Collect the texts of rows that are compared.
+
+    Args:
+        rows: rows with `prompt`, and with `completion`, or with `chosen` and `rejected`.
+        words: the numbers of words, shared by all texts that are compared.
+
+    Returns:
+        (spans, wholes): texts to search for shared runs, so cut that no run is in two of them; and
+        texts to compare as wholes.
     """
-    spans, wholes, read = TextPool(), TextPool(), dict[str, Numbers]()
+    spans, wholes, numbers_of = TextPool(), TextPool(), dict[str, Numbers]()
 
     def numbers(text: str) -> Numbers:
-        if text not in read:
-            read[text] = words.read(SPEAKER.sub("\n\n", text))
-        return read[text]
+        if text not in numbers_of:
+            numbers_of[text] = words.read(SPEAKER.sub("\n\n", text))
+        return numbers_of[text]
 
     for index, row in enumerate(rows):
         spans.of_row.append([])
         wholes.of_row.append([])
         prompt = row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
-        asked = numbers(prompt)
-        words_asked = words_of(asked)
-        spans.add((prompt,), words_asked, index)
+        prompt_numbers = numbers(prompt)
+        prompt_words = words_of(prompt_numbers)
+        spans.add((prompt,), prompt_words, index)
         responses = [row[name] for name in RESPONSES if name in row]
         for response in responses:
-            said = numbers(response)
-            words_said = words_of(said)
-            spans.add(
-                (prompt, response),
-                pad_to_length(np.concatenate([words_asked[-(RUN - 1) :], words_said]), RUN),
-                index,
-            )
-            wholes.add((prompt, response), np.concatenate([asked, said]), index)
-            if len(words_said) >= RUN:
-                wholes.add((response,), said, index)
+            response_numbers = numbers(response)
+            response_words = words_of(response_numbers)
+            # Runs that begin in the prompt's last 12 words and end in the response
+            span = np.concatenate([prompt_words[-(RUN - 1) :], response_words])
+            spans.add((prompt, response), pad_to_length(span, RUN), index)
+            whole = np.concatenate([prompt_numbers, response_numbers])
+            wholes.add((prompt, response), whole, index)
+            if len(response_words) >= RUN:
+                wholes.add((response,), response_numbers, index)
         if not responses:
-            wholes.add((prompt,), asked, index)
+            wholes.add((prompt,), prompt_numbers, index)
     return spans, wholes
 
 
 def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float) -> list[Leak]:
-    """The training rows that have something of a held-out row, each with the first one found.
+    """Find the training rows that leak text of a held-out row.
 
-    Rows are {prompt}, with completion, or with chosen and rejected; `similarity` is
-    prepare.near_duplicate.
+    Args:
+        train: training rows with `prompt`, and with `completion`, or with `chosen` and `rejected`.
+        held_out: held-out rows, in the same format.
+        similarity: Jaccard similarity of word 3-grams above which two texts are near duplicates
+            (prepare.near_duplicate), 0..1.
+
+    Returns:
+        One leak per leaking training row, in the order of `train`, with the first held-out row that
+        it shares text with. A shared run is preferred to a near duplicate.
+
+    Raises:
+        KeyError: a row has no `prompt`.
+
+    Example:
+        >>> held_out = [{"prompt": "Tell me a tale.", "completion": " " + "once upon a time " * 4}]
+        >>> train = [
+        ...     {"prompt": "Hello", "completion": " there"},
+        ...     {"prompt": "Write.", "completion": " Well, " + "once upon a time " * 4},
+        ... ]
+        >>> [leak] = find_leaks(train, held_out, similarity=0.9)
+        >>> leak.row, leak.shared
+        (1, 'once upon a time once upon a time once upon a time once')
     """
     words = WordIds()
     (held_spans, held_wholes), (spans, wholes) = pools(held_out, words), pools(train, words)
     shared = shared_shingles(spans.texts, held_spans.texts)
-    alike = dict(near_duplicates(wholes.texts, held_wholes.texts, similarity))
+    duplicates = dict(near_duplicates(wholes.texts, held_wholes.texts, similarity))
     leaks = []
     for row in range(len(train)):
         span = next((text for text in spans.of_row[row] if text in shared), None)
-        whole = next((text for text in wholes.of_row[row] if text in alike), None)
+        whole = next((text for text in wholes.of_row[row] if text in duplicates), None)
         if span is not None:
             other, start = shared[span]
             run = spans.texts[span][start : start + RUN]
             leaks.append(Leak(row, held_out[held_spans.first_row[other]], words.spell(run)))
         elif whole is not None:
+            other = duplicates[whole]
             beginning = wholes.texts[whole][:RUN]
-            leaks.append(
-                Leak(row, held_out[held_wholes.first_row[alike[whole]]], words.spell(beginning))
-            )
+            leaks.append(Leak(row, held_out[held_wholes.first_row[other]], words.spell(beginning)))
     return leaks
 
 
 def leaks_by_set(
     sets: Mapping[str, Sequence[Row]], held_out: Sequence[Row], similarity: float
 ) -> dict[str, list[Leak]]:
-    """`find_leaks` of several training sets, whose held-out rows (and what the sets have in common)
-    are read once.
+    """`find_leaks` for several training sets at once, so that texts in common are read once.
+
+    Returns:
+        By set, its leaks; `row` is an index into that set.
     """
-    found = find_leaks([row for rows in sets.values() for row in rows], held_out, similarity)
+    all_leaks = find_leaks([row for rows in sets.values() for row in rows], held_out, similarity)
     leaks, start = {}, 0
     for name, rows in sets.items():
         end = start + len(rows)
         leaks[name] = [
-            leak._replace(row=leak.row - start) for leak in found if start <= leak.row < end
+            leak._replace(row=leak.row - start) for leak in all_leaks if start <= leak.row < end
         ]
         start = end
     return leaks
@@ -156,80 +190,103 @@ def leaks_by_set(
 def shared_shingles(
     texts: Sequence[Numbers], held_out: Sequence[Numbers]
 ) -> dict[int, tuple[int, int]]:
-    """{text: (held-out text, where in `text` the run begins)} of the texts that share a run that is
-    no boilerplate.
+    """Find the texts that share a run of words with a held-out text, boilerplate aside.
+
+    Returns:
+        {index of a text: (index of the held-out text, position of the run in the text)}, for the
+        first shared run of each text.
     """
-    hashes, first_text = distinctive_shingles(held_out)
-    known, shared = HashSet(hashes), dict[int, tuple[int, int]]()
+    held_out_hashes, held_out_text = distinctive_shingles(held_out)
+    held_out_set, shared = HashSet(held_out_hashes), dict[int, tuple[int, int]]()
     for first, batch in batches(texts):
-        found_hashes, owner, position = hash_shingles(batch, RUN)
-        found, place = known.find(found_hashes)
-        order = np.argsort(found)
-        found, place = found[order], place[order]
-        owners, at = np.unique(owner[found], return_index=True)
-        for text, where, run in zip(
-            owners, position[found][at], first_text[place][at], strict=True
-        ):
-            shared[first + int(text)] = int(run), int(where)
+        hashes, owner, position = hash_shingles(batch, RUN)
+        matches, matched = held_out_set.find(hashes)
+        order = np.argsort(matches)  # back to the order of texts and positions
+        matches, matched = matches[order], matched[order]
+        # np.unique returns the index of the first match of each text
+        owners, first_match = np.unique(owner[matches], return_index=True)
+        starts, others = position[matches][first_match], held_out_text[matched][first_match]
+        for text, start, other in zip(owners, starts, others, strict=True):
+            shared[first + int(text)] = int(other), int(start)
     return shared
 
 
 def distinctive_shingles(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int64]]:
-    """The distinct runs, sorted, that are in at most 10 texts, and the first text of each."""
+    """The runs in at most 10 texts: (distinct hashes, sorted; index of the first text of each)."""
     hashes, owner, _ = hash_shingles(texts, RUN)
     order = np.argsort(hashes, kind="stable")  # texts stay in order within a run
     hashes, owner = hashes[order], owner[order]
+    # ~x differs from x, so that the first run counts as new
     new_run = np.diff(hashes, prepend=~hashes[:1]) != 0
     starts = np.flatnonzero(new_run)
     if not len(starts):
         return hashes, owner
     new_text = new_run | (np.diff(owner, prepend=-1) != 0)
-    telling = starts[np.add.reduceat(new_text, starts, dtype=np.int64) <= BOILERPLATE]
-    return hashes[telling], owner[telling]
+    number_of_texts = np.add.reduceat(new_text, starts, dtype=np.int64)
+    distinctive = starts[number_of_texts <= BOILERPLATE]
+    return hashes[distinctive], owner[distinctive]
 
 
 def near_duplicates(
     texts: Sequence[Numbers], held_out: Sequence[Numbers], similarity: float
 ) -> Iterator[tuple[int, int]]:
-    """(text, first held-out text that it is a near duplicate of), boilerplate aside."""
-    theirs = gram_sets(held_out)
-    boilerplate = in_more_than(theirs, BOILERPLATE)
-    theirs = without(theirs, boilerplate)
-    known = HashSet(concatenate(theirs))
-    ours: dict[int, Hashes] = {}
+    """Find near duplicates of held-out texts, boilerplate aside.
+
+    Yields:
+        (index of a text, index of the first held-out text that it is a near duplicate of).
+    """
+    held_out_grams = gram_sets(held_out)
+    boilerplate = in_more_than(held_out_grams, BOILERPLATE)
+    held_out_grams = without(held_out_grams, boilerplate)
+    held_out_set = HashSet(concatenate(held_out_grams))
+    text_grams: dict[int, Hashes] = {}
     for first, batch in batches(texts):
         sets = without(gram_sets(batch), boilerplate)
-        ours |= {first + int(at): sets[at] for at in may_match(sets, known, similarity)}
-    index = LshIndex(similarity)
-    possible = may_match(theirs, HashSet(concatenate(list(ours.values()))), similarity).tolist()
-    for at, signature in zip(possible, signatures(theirs[at] for at in possible), strict=True):
-        index.add(at, signature)
-    for (at, grams), signature in zip(ours.items(), signatures(ours.values()), strict=True):
-        for other in index.candidates(signature):
-            if np.array_equal(grams, theirs[other]) or jaccard(grams, theirs[other]) > similarity:
-                yield at, other
+        matching = may_match(sets, held_out_set, similarity)
+        text_grams |= {first + int(number): sets[number] for number in matching}
+    lsh_index = LshIndex(similarity)
+    text_set = HashSet(concatenate(list(text_grams.values())))
+    possible = may_match(held_out_grams, text_set, similarity).tolist()
+    possible_signatures = signatures(held_out_grams[number] for number in possible)
+    for number, signature in zip(possible, possible_signatures, strict=True):
+        lsh_index.add(number, signature)
+    for (text, grams), signature in zip(
+        text_grams.items(), signatures(text_grams.values()), strict=True
+    ):
+        for other in lsh_index.candidates(signature):
+            other_grams = held_out_grams[other]
+            # Equal texts count for any similarity, also for a threshold of 1
+            if np.array_equal(grams, other_grams) or jaccard(grams, other_grams) > similarity:
+                yield text, other
                 break
 
 
 def check_no_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:
-    """
+    """Check that there are no leaks.
+
+    Args:
+        leaks: leaks, each with the location of its training row.
+        next_step: what the user should do, for the message.
+
     Raises:
-        BadInput: there are leaks; names the training rows by their places, the first with what they
-            share.
+        BadInput: there are leaks. The message lists the training rows by location, the first ones
+            with the shared words.
     """
-    if leaks:
-        by_place = dict(reversed(leaks))
-        named = list(reversed(by_place))
-        first = "\n".join(
-            f"  training {place} and held-out {by_place[place].held_out['id']}: “{by_place[place].shared}”"
-            for place in named[:SHOWN]
-        )
-        others = (
-            f"\n  also {', '.join(named[SHOWN:LISTED])}{', ...' if len(named) > LISTED else ''}"
-            if len(named) > SHOWN
-            else ""
-        )
-        raise BadInput(
-            f"{len(named)} training rows have {RUN} words in a row, or nearly the whole text, in common with a held-out row; "
-            f"the first:\n{first}{others}\n{next_step}"
-        )
+    if not leaks:
+        return
+    # Several rows may come from one location: keep the first leak per location, in order.
+    by_location = dict(reversed(leaks))
+    locations = list(reversed(by_location))
+    first = "\n".join(
+        f"  training {location} and held-out {by_location[location].held_out['id']}: "
+        f"“{by_location[location].shared}”"
+        for location in locations[:SHOWN]
+    )
+    more = ", ..." if len(locations) > LISTED else ""
+    others = (
+        f"\n  also {', '.join(locations[SHOWN:LISTED])}{more}" if len(locations) > SHOWN else ""
+    )
+    raise BadInput(
+        f"{len(locations)} training rows have {RUN} words in a row, or nearly the whole text, "
+        f"in common with a held-out row; the first:\n{first}{others}\n{next_step}"
+    )

@@ -1,8 +1,8 @@
-"""Exact and near duplicates: Jaccard similarity of word 3-grams, candidates by MinHash LSH
-(datasketch).
+"""Exact duplicates and near duplicates (Jaccard similarity of word 3-grams).
 
-Signatures take time, so only texts that may have a counterpart get one: J(a, b) > s asks that a
-share s of a's 3-grams is in b.
+MinHash LSH (datasketch) proposes candidates, which are then compared exactly. MinHash signatures
+take time, so `may_match` first drops texts that cannot have a near duplicate: J(a, b) > s requires
+that at least a share s of a's 3-grams is in b.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,17 +21,16 @@ from stages.lib.dedup.shingles import (
     pad_to_length,
 )
 
-GRAM = 3
-PERMUTATIONS = 128
-BOILERPLATE, BOILERPLATE_SHARE = (
-    10,
-    0.05,
-)  # what is in more texts than this says nothing of one of them
+GRAM = 3  # words
+PERMUTATIONS = 128  # values per MinHash signature
+# 3-grams in more texts than this number, or share, are boilerplate and say nothing about one text
+BOILERPLATE, BOILERPLATE_SHARE = 10, 0.05
 
 
 def gram_sets(texts: Sequence[Numbers]) -> list[Hashes]:
-    """Each text's distinct 3-grams of words and symbols, sorted; of a shorter text, all its words
-    as one.
+    """Each text's distinct 3-grams of words and symbols, sorted.
+
+    All words of a shorter text count as one gram.
     """
     sets: list[Hashes] = []
     for _, batch in batches([pad_to_length(text, GRAM) for text in texts]):
@@ -41,28 +40,29 @@ def gram_sets(texts: Sequence[Numbers]) -> list[Hashes]:
 
 
 def distinct(grams: Hashes) -> Hashes:
-    """np.unique, which takes three times as long for as few as a text has."""
+    """Like np.unique, but three times as fast for the few grams of a text; sorts in place."""
     grams.sort()
     return grams[np.concatenate([[True], grams[1:] != grams[:-1]])]
 
 
 def jaccard(one: Hashes, other: Hashes) -> float:
+    """Size of the intersection over size of the union."""
     shared = len(np.intersect1d(one, other, assume_unique=True))
     return shared / (len(one) + len(other) - shared)
 
 
 def may_match(sets: Sequence[Hashes], among: HashSet, similarity: float) -> NDArray[np.int64]:
-    """Indices of the sets of which at least a share `similarity` of the grams, and at least one, is
-    in `among`.
-    """
+    """Indices of the sets with at least one gram, and a share `similarity` of them, in `among`."""
     sizes = np.array([len(grams) for grams in sets], dtype=np.int64)
-    found, _ = among.find(concatenate(sets))
-    shared = np.bincount(np.repeat(np.arange(len(sets)), sizes)[found], minlength=len(sets))
+    matches, _ = among.find(concatenate(sets))
+    set_of_gram = np.repeat(np.arange(len(sets)), sizes)
+    shared = np.bincount(set_of_gram[matches], minlength=len(sets))
     return np.flatnonzero((shared >= similarity * sizes) & (shared > 0))
 
 
 def in_more_than(sets: Sequence[Hashes], number: int) -> HashSet:
-    """The grams that are in more than so many sets."""
+    """The grams that are in more than `number` sets."""
+    # A set has a gram once, so a gram in more sets equals its neighbour `number` places further on.
     grams = np.sort(concatenate(sets))
     return HashSet(
         grams[number:][grams[number:] == grams[: len(grams) - number]]
@@ -72,22 +72,23 @@ def in_more_than(sets: Sequence[Hashes], number: int) -> HashSet:
 
 
 def without(sets: Sequence[Hashes], grams: HashSet) -> list[Hashes]:
-    """The sets without these grams."""
+    """Remove these grams from each set."""
     if not sets:
         return []
     flat = concatenate(sets)
-    stays = np.ones(len(flat), dtype=np.bool_)
-    stays[grams.find(flat)[0]] = False
-    ends = np.cumsum([len(some) for some in sets])
-    return np.split(flat[stays], np.cumsum(stays)[ends - 1][:-1])
+    kept = np.ones(len(flat), dtype=np.bool_)
+    kept[grams.find(flat)[0]] = False
+    ends = np.cumsum([len(grams_of_text) for grams_of_text in sets])
+    return np.split(flat[kept], np.cumsum(kept)[ends - 1][:-1])
 
 
 def concatenate(sets: Sequence[Hashes]) -> Hashes:
+    """All sets as one array; empty if there are none."""
     return np.concatenate([np.empty(0, np.uint64), *sets])
 
 
 class LshIndex:
-    """Gram sets by number, that can be asked which of them may be like another."""
+    """Signatures by number, with a search for those that may be near duplicates of another one."""
 
     def __init__(self, similarity: float) -> None:
         # Weights favour recall: a false candidate costs one exact comparison, a missed one stays in
@@ -98,10 +99,12 @@ class LshIndex:
         self.lsh.insert(number, signature)
 
     def candidates(self, signature: MinHash) -> list[int]:
+        """Numbers of possible near duplicates, ascending."""
         return sorted(self.lsh.query(signature))
 
 
 def signatures(sets: Iterable[Hashes]) -> Iterator[MinHash]:
+    """The MinHash signature of each set of grams."""
     as_numbers = ((grams & np.uint64(0xFFFFFFFF)).tolist() for grams in sets)
     return iter(
         MinHash.generator(
@@ -113,12 +116,18 @@ def signatures(sets: Iterable[Hashes]) -> Iterator[MinHash]:
 def find_duplicates(
     rows: Sequence[tuple[str, str]], similarity: float
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Exact and near duplicates of rows (prompt, answers), as {index: index of the earlier row that
-    stays}.
+    """Find exact and near duplicates of earlier rows.
 
-    Exact: equal but for case and white space. Near: Jaccard similarity of 3-grams above
-    `similarity`, of the whole row and of the answers alone: under one long prompt different answers
-    make like rows.
+    Exact duplicates are equal except for case and white space. Near duplicates have a Jaccard
+    similarity of 3-grams above `similarity`, both of the whole rows and of the responses alone:
+    with one long prompt, rows with different responses are similar.
+
+    Args:
+        rows: (prompt, responses) of each row.
+        similarity: the threshold, 0..1.
+
+    Returns:
+        (exact, near), each {index of a duplicate: index of the earlier row that is kept}.
     """
     exact: dict[int, int] = {}
     first: dict[str, int] = {}
@@ -128,42 +137,46 @@ def find_duplicates(
             exact[index] = kept
 
     words, numbers = WordIds(), list(first.values())
-    asked, said = ([words.read(rows[index][part]) for index in numbers] for part in (0, 1))
+    prompts, responses = ([words.read(rows[index][part]) for index in numbers] for part in (0, 1))
+    # Grams of the whole rows, and of the responses alone: a near duplicate must match in both
     both = (
-        gram_sets([np.concatenate(parts) for parts in zip(asked, said, strict=True)]),
-        gram_sets(said),
+        gram_sets([np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]),
+        gram_sets(responses),
     )
-    known, near = (LshIndex(similarity), LshIndex(similarity)), dict[int, int]()
-    whole, answers = (may_match(sets, in_more_than(sets, 1), similarity) for sets in both)
-    possible = np.intersect1d(whole, answers).tolist()
-    for at, *signed in zip(
-        possible, *(signatures(sets[at] for at in possible) for sets in both), strict=True
+    lsh_indices, near = (LshIndex(similarity), LshIndex(similarity)), dict[int, int]()
+    possible_rows, possible_responses = (
+        may_match(sets, in_more_than(sets, 1), similarity) for sets in both
+    )
+    possible = np.intersect1d(possible_rows, possible_responses).tolist()
+    for text, *signed in zip(
+        possible, *(signatures(sets[text] for text in possible) for sets in both), strict=True
     ):
         candidates = set.intersection(
             *(
-                set(among.candidates(signature))
-                for among, signature in zip(known, signed, strict=True)
+                set(lsh_index.candidates(signature))
+                for lsh_index, signature in zip(lsh_indices, signed, strict=True)
             )
         )
-        alike = (
+        similar = (
             other
             for other in sorted(candidates)
-            if all(jaccard(sets[at], sets[other]) > similarity for sets in both)
+            if all(jaccard(sets[text], sets[other]) > similarity for sets in both)
         )
-        if (earlier := next(alike, None)) is not None:
-            near[numbers[at]] = numbers[earlier]
+        if (earlier := next(similar, None)) is not None:
+            near[numbers[text]] = numbers[earlier]
             continue
-        for among, signature in zip(known, signed, strict=True):
-            among.add(at, signature)
+        for lsh_index, signature in zip(lsh_indices, signed, strict=True):
+            lsh_index.add(text, signature)
     return exact, near
 
 
 def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
-    """Of each of the distinct texts the index of its group's first: near duplicates are in one
-    group, and theirs too.
+    """Group distinct texts: near duplicates, and near duplicates of these, are in one group.
 
-    What many of them begin with, e.g. a system prompt, makes no group: it is left out of the
-    comparison.
+    Boilerplate, e.g. a system prompt that many texts begin with, is left out of the comparison.
+
+    Returns:
+        Per text, the index of the first text of its group.
     """
     words, group = WordIds(), list(range(len(texts)))
 
@@ -174,12 +187,12 @@ def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
 
     sets = gram_sets([words.read(text) for text in texts])
     sets = without(sets, in_more_than(sets, max(BOILERPLATE, round(BOILERPLATE_SHARE * len(sets)))))
-    known = LshIndex(similarity)
+    index = LshIndex(similarity)
     possible = may_match(sets, in_more_than(sets, 1), similarity).tolist()
-    for at, signature in zip(possible, signatures(sets[at] for at in possible), strict=True):
-        for other in known.candidates(signature):
-            mine, its = sorted((first(at), first(other)))
-            if mine != its and jaccard(sets[at], sets[other]) > similarity:
-                group[its] = mine
-        known.add(at, signature)
+    for text, signature in zip(possible, signatures(sets[text] for text in possible), strict=True):
+        for other in index.candidates(signature):
+            earlier, later = sorted((first(text), first(other)))
+            if earlier != later and jaccard(sets[text], sets[other]) > similarity:
+                group[later] = earlier
+        index.add(text, signature)
     return [first(member) for member in range(len(texts))]

@@ -1,5 +1,7 @@
-"""Texts as word numbers, and the runs of n words in them as 64-bit hashes: what duplicates and
-leaks are found by.
+"""Shingles (runs of n words) of texts as 64-bit hashes, to find duplicates and leaks with.
+
+A text becomes an array of word numbers (`WordIds`), then an array of hashes of its shingles
+(`hash_shingles`), of which many are looked up at once in a `HashSet`.
 """
 
 import re
@@ -10,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
-Numbers = NDArray[np.int32]
+Numbers = NDArray[np.int32]  # the words (positive) and symbols (negative) of a text
 
-# written without spaces: each character is a word
+# Chinese, Japanese and Korean are written without spaces between words: each character is a word
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 WORD = re.compile(rf"[^\W{CJK}]+(?:['\u2019][^\W{CJK}]+)*|[{CJK}]|[^\w\s]")
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-BITS = 27  # of the table that answers most questions of a `HashSet`: 128 MiB at most
-BATCH_WORDS = 2_000_000
-PAD = 0  # fills up a text that is shorter than a run
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
+BITS = 27  # leading bits in the table of a `HashSet`, at most: 128 MiB
+BATCH_WORDS = 2_000_000  # words whose hashes are in memory at once
+PAD = 0  # fills up a text that is shorter than a shingle
 
 
 class WordIds(dict[str, int]):
-    """Numbers each distinct word (1, 2, ...) and symbol (negative), case aside."""
+    """Numbers of all distinct words (1, 2, ...) and symbols (negative), ignoring case."""
 
     def __missing__(self, word: str) -> int:
         number = len(self) + 1
@@ -30,29 +32,30 @@ class WordIds(dict[str, int]):
         return self[word]
 
     def read(self, text: str) -> Numbers:
-        """(words,) the text's words and symbols."""
+        """Numbers of the text's words and symbols; new ones get the next number."""
         return np.array(list(map(self.__getitem__, WORD.findall(text.casefold()))), dtype=np.int32)
 
     def spell(self, numbers: Numbers) -> str:
+        """The words and symbols of these numbers, separated by spaces."""
         spelled = list(self)
         return " ".join(spelled[abs(number) - 1] for number in numbers.tolist() if number != PAD)
 
 
 def words_of(text: Numbers) -> Numbers:
-    """The text without its symbols; with them where it has nothing else."""
+    """The text without its symbols, or with them if it has no words."""
     words = text[text > 0]
     return words if len(words) else text
 
 
 def pad_to_length(text: Numbers, length: int) -> Numbers:
-    """The text, made as long as one run where it is shorter."""
+    """The text, padded to `length` numbers if it is shorter."""
     return (
         text if len(text) >= length else np.pad(text, (0, length - len(text)), constant_values=PAD)
     )
 
 
 def splitmix64(numbers: Numbers) -> Hashes:
-    """64 bits for each number, by the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """A 64-bit hash per number, by the finaliser of SplitMix64 (Steele et al. 2014)."""
     bits = (numbers.astype(np.uint64) + np.uint64(1)) * MULTIPLIER
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -62,17 +65,26 @@ def splitmix64(numbers: Numbers) -> Hashes:
 def hash_shingles(
     texts: Sequence[Numbers], length: int
 ) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
-    """All runs of `length` words: their hashes, the index of the text that each is in, and where in
-    it each begins.
+    """Hash all shingles of the texts.
 
-    The hash is a polynomial in 64-bit values of the words, modulo 2^64: two runs that differ hardly
-    ever have the same.
+    The hash is a polynomial in 64-bit values of the words, modulo 2^64. Two different shingles
+    almost never have the same hash.
+
+    Args:
+        texts: word numbers of each text.
+        length: words per shingle.
+
+    Returns:
+        (hashes, owner, position), one entry per shingle: its hash, the index of its text, and the
+        index of its first word in that text. Sorted by text and position.
     """
     flat = np.concatenate([np.empty(0, np.int32), *texts])
     sizes = np.array([len(text) for text in texts], dtype=np.int64)
     possible = len(flat) - length + 1
     if possible <= 0:
         return np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
+    # All texts are hashed as one; the shingles that cross from one text into the next are dropped
+    # at the end.
     values = splitmix64(flat)
     hashes = np.zeros(possible, dtype=np.uint64)
     for offset in range(length):
@@ -88,7 +100,7 @@ def hash_shingles(
 def batches(
     texts: Sequence[Numbers], words: int = BATCH_WORDS
 ) -> Iterator[tuple[int, Sequence[Numbers]]]:
-    """The texts in slices of about so many words, each with the index of its first."""
+    """Split the texts into slices of about `words` words, each with the index of its first text."""
     slices = [total // words for total in accumulate(len(text) for text in texts)]
     start = 0
     for end in range(1, len(texts) + 1):
@@ -98,8 +110,10 @@ def batches(
 
 
 class HashSet:
-    """Many hashes that can be asked for many: a table of the leading bits answers most questions
-    with one look.
+    """A set of hashes with a fast search for many hashes at once.
+
+    A table of leading bits sorts out most hashes that are not in the set with one look-up, so that
+    the binary search is left for few.
     """
 
     def __init__(self, hashes: Hashes) -> None:
@@ -110,18 +124,20 @@ class HashSet:
         self.table[self.sorted >> self.shift] = True
 
     def find(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices of the hashes that are in the set, and of each its place among the set's sorted
-        ones.
+        """Find which of these hashes are in the set.
+
+        Returns:
+            (indices, positions): indices into `hashes` of those in the set, in the order of their
+            values; and for each its position in `self.sorted`.
         """
-        maybe = np.flatnonzero(self.table[hashes >> self.shift])
-        maybe = maybe[
-            np.argsort(hashes[maybe])
-        ]  # asked in order, the search stays in the processor's cache
-        place = np.searchsorted(self.sorted, hashes[maybe])
-        place[place == len(self.sorted)] = 0
-        found = (
-            self.sorted[place] == hashes[maybe]
+        candidates = np.flatnonzero(self.table[hashes >> self.shift])
+        # In sorted order the binary searches stay in the processor's cache.
+        candidates = candidates[np.argsort(hashes[candidates])]
+        positions = np.searchsorted(self.sorted, hashes[candidates])
+        positions[positions == len(self.sorted)] = 0
+        matches = (
+            self.sorted[positions] == hashes[candidates]
             if len(self.sorted)
-            else np.zeros(len(maybe), dtype=np.bool_)
+            else np.zeros(len(candidates), dtype=np.bool_)
         )
-        return maybe[found], place[found]
+        return candidates[matches], positions[matches]

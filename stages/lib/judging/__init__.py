@@ -1,3 +1,4 @@
-"""Judges that compare two responses, alone and as a jury. None is the reward model that PPO
-optimises.
+"""Judges that compare two responses to a prompt, alone and as a jury.
+
+None of them is the reward model that PPO optimises, so they can detect reward hacking.
 """

@@ -1,6 +1,4 @@
-"""How far a judge agrees with itself when responses change places, with another one, and with
-people.
-"""
+"""Agreement of a judge with itself in the other order, with another judge, and with people."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,55 +9,76 @@ from stages.lib.judging.pairwise import Preference, TwoOrderVerdict
 from stages.lib.metrics.stats import wilson_interval
 
 
-def between_orders(judgements: Sequence[TwoOrderVerdict]) -> dict[str, float | None]:
-    """position_consistency: share of comparisons of which both orders say the same. kappa: Cohen's
-    (1960), the same beyond chance.
-
-    Over the comparisons of which both answers were readable; None where there is none, and kappa
-    also where all answers are the same.
-    """
-    orders = [
-        (each.first.preference.value, each.second.preference.value)
-        for each in judgements
-        if each.first and each.second
-    ]
-    if not orders:
-        return {"position_consistency": None, "kappa": None}
-    same, beyond_chance = agreement(orders)
-    return {"position_consistency": same, "kappa": beyond_chance}
-
-
-def between_judges(
-    ours: Sequence[TwoOrderVerdict], theirs: Sequence[TwoOrderVerdict]
-) -> dict[str, float | None]:
-    """agreement: share of comparisons on which two judges prefer the same, ties too; kappa: beyond
-    chance. None without any comparison.
-    """
-    both = [(a.preference.value, b.preference.value) for a, b in zip(ours, theirs, strict=True)]
-    same, beyond_chance = agreement(both) if both else (None, None)
-    return {"agreement": same, "kappa": beyond_chance}
-
-
 def agreement(answers: Sequence[tuple[str, str]]) -> tuple[float, float | None]:
-    """The share of equal answers, and Cohen's kappa; None where all answers are the same one."""
+    """Agreement of two raters.
+
+    Args:
+        answers: the two raters' answers per item.
+
+    Returns:
+        The share of equal answers, and Cohen's kappa (1960), which corrects for chance; kappa is
+        None if all answers are the same.
+    """
     first, second = zip(*answers, strict=True)
     kappa = float(cohen_kappa_score(first, second)) if len({*first, *second}) > 1 else None
     return sum(one == other for one, other in answers) / len(answers), kappa
 
 
-def human_agreement(judgements: Sequence[TwoOrderVerdict]) -> dict[str, Any]:
-    """Of comparisons whose A people chose: the judge's rate of the same among those it tells apart
-    (`pairs`), with its 95% interval.
+def between_orders(judgements: Sequence[TwoOrderVerdict]) -> dict[str, float | None]:
+    """Agreement of a judge with itself when A and B change places.
+
+    Returns:
+        position_consistency: share of comparisons with the same preference in both orders; kappa:
+        the same, corrected for chance. Only comparisons with two readable answers count; both are
+        None if there are none.
     """
-    told = [each.preference for each in judgements if each.preference is not Preference.tie]
-    right = sum(preference is Preference.a for preference in told)
-    low, high = wilson_interval(right, len(told)) if told else (None, None)
-    unparsable = sum(not each.readable for each in judgements)
+    orders = [
+        (verdicts.first.preference.value, verdicts.second.preference.value)
+        for verdicts in judgements
+        if verdicts.first and verdicts.second
+    ]
+    if not orders:
+        return {"position_consistency": None, "kappa": None}
+    consistency, kappa = agreement(orders)
+    return {"position_consistency": consistency, "kappa": kappa}
+
+
+def between_judges(
+    first_judge: Sequence[TwoOrderVerdict], second_judge: Sequence[TwoOrderVerdict]
+) -> dict[str, float | None]:
+    """Agreement of two judges on the same comparisons.
+
+    Returns:
+        agreement: share of comparisons with the same preference, ties included; kappa: the same,
+        corrected for chance. Both are None without comparisons.
+    """
+    pairs = [
+        (first.preference.value, second.preference.value)
+        for first, second in zip(first_judge, second_judge, strict=True)
+    ]
+    share, kappa = agreement(pairs) if pairs else (None, None)
+    return {"agreement": share, "kappa": kappa}
+
+
+def human_agreement(judgements: Sequence[TwoOrderVerdict]) -> dict[str, Any]:
+    """Agreement of a judge with people, on comparisons whose response A people chose.
+
+    Returns:
+        rate: share of the decided comparisons in which the judge prefers A, with its 95% interval
+        low, high; pairs: number of decided comparisons; ties; unparsable: comparisons without two
+        readable answers. rate, low and high are None if no comparison was decided.
+    """
+    decided = [
+        verdicts.preference for verdicts in judgements if verdicts.preference is not Preference.tie
+    ]
+    correct = sum(preference is Preference.a for preference in decided)
+    low, high = wilson_interval(correct, len(decided)) if decided else (None, None)
+    unparsable = sum(not verdicts.readable for verdicts in judgements)
     return {
-        "rate": right / len(told) if told else None,
+        "rate": correct / len(decided) if decided else None,
         "low": low,
         "high": high,
-        "pairs": len(told),
-        "ties": len(judgements) - len(told) - unparsable,
+        "pairs": len(decided),
+        "ties": len(judgements) - len(decided) - unparsable,
         "unparsable": unparsable,
     }

@@ -1,17 +1,15 @@
-"""Answers of language models on disk: what was asked once is known, so that a rerun costs nothing
-and says the same.
-"""
+"""A cache of language models' answers on disk: a rerun costs nothing and gets the same answers."""
 
 import sqlite3
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-WAIT_SECONDS = 60  # for another process that writes
+WAIT_SECONDS = 60  # for a lock that another process holds to write
 
 
 class Answer(NamedTuple):
-    """tokens_in, tokens_out: as the server counted them, 0 where it does not."""
+    """An answer with the tokens that the server counted; 0 if it does not count them."""
 
     text: str
     tokens_in: int
@@ -19,7 +17,7 @@ class Answer(NamedTuple):
 
 
 class AnswerCache:
-    """A table of answers by key in `folder`; threads and processes may share it."""
+    """A table of answers by key, in a folder that threads and processes may share."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,10 +29,12 @@ class AnswerCache:
             isolation_level=None,
         )
         self.table.execute(
-            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
+            "CREATE TABLE IF NOT EXISTS answers "
+            "(key TEXT PRIMARY KEY, text TEXT, tokens_in INTEGER, tokens_out INTEGER)"
         )
 
     def get(self, key: str) -> Answer | None:
+        """The answer to a key, or None."""
         with self.lock:
             row = self.table.execute(
                 "SELECT text, tokens_in, tokens_out FROM answers WHERE key = ?", (key,)
@@ -42,7 +42,10 @@ class AnswerCache:
         return Answer(*row) if row else None
 
     def put(self, key: str, answer: Answer) -> Answer:
-        """The answer that stands from now on: the first one, where two asked at once."""
+        """Store an answer unless there is one already; return the stored one.
+
+        Two threads may request the same answer at once: both then use the first one.
+        """
         with self.lock:
             self.table.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (key, *answer))
         return self.get(key) or answer

@@ -1,7 +1,7 @@
-"""A language model as judge, behind OpenAI's chat completions protocol: OpenAI, vLLM, Ollama,
-llama.cpp, and what else speaks it.
+"""A language model as judge, over OpenAI's chat completions protocol.
 
-The API key is read from the environment and goes to the server alone: into no file, log or message.
+OpenAI, vLLM, Ollama, llama.cpp and others support it. The API key is read from the environment and
+sent to the server only; it is never written to a file, log or message.
 """
 
 import hashlib
@@ -26,9 +26,10 @@ from stages.lib.judging.answer_cache import Answer, AnswerCache
 from stages.lib.judging.pairwise import Comparison, Verdict
 from stages.lib.judging.rubric import answer_format, parse_verdict, system_prompt
 
-ASKED_AGAIN = 2  # times at most, where an answer cannot be read
-SHOWN = 300  # characters of a server's error
-NO_KEY = "no-key"  # the client wants one; servers of one's own do not
+UNREADABLE_RETRIES = 2  # further requests at most if an answer cannot be read
+SHOWN = 300  # characters of a server's error in a message
+NO_KEY = "no-key"  # the client requires a key, local servers do not
+# QUESTION and AGAIN are part of the cache's keys: another wording means new requests.
 QUESTION = """<prompt>
 {prompt}
 </prompt>
@@ -45,8 +46,10 @@ Messages = list[dict[str, str]]
 
 @dataclass
 class Usage:
-    """calls: answers that were asked for now; cached: those known from before. Tokens: of all of
-    them, and of the calls.
+    """Numbers of answers and tokens.
+
+    calls: answers requested from the server. cached: answers found in the cache. tokens_in,
+    tokens_out: tokens of all these answers. paid_tokens_in, paid_tokens_out: tokens of the calls.
     """
 
     calls: int = 0
@@ -66,23 +69,24 @@ class Usage:
 
 
 class EndpointJudge:
-    """Asks `params.model` at temperature 0; every answer is kept in `cache`."""
+    """Compares responses with a language model at temperature 0.
+
+    Args:
+        params: the endpoint's section of params.yaml.
+        cache: folder in which all answers are kept.
+        key: where params.yaml has that section, for messages.
+    """
 
     def __init__(
         self, params: EndpointParams, cache: Path = JUDGE_CACHE, key: str = "annotate.endpoint"
     ) -> None:
-        """key: where in params.yaml these params are, for messages."""
-        self.where, self.params, self.answers, self.spent, self.lock = (
-            key,
-            params,
-            AnswerCache(cache),
-            Usage(),
-            Lock(),
-        )
-        self.key = os.environ.get(params.api_key_env) or NO_KEY
+        self.params, self.params_key = params, key
+        self.answers = AnswerCache(cache)
+        self.counts, self.lock = Usage(), Lock()
+        self.api_key = os.environ.get(params.api_key_env) or NO_KEY
         self.client = openai.OpenAI(
             base_url=params.base_url,
-            api_key=self.key,
+            api_key=self.api_key,
             max_retries=params.max_retries,
             timeout=params.timeout,
         )
@@ -91,11 +95,12 @@ class EndpointJudge:
         return {"judge": "endpoint", "model": self.params.model}
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
-        """
+        """Request a verdict on each comparison, several in parallel.
+
         Raises:
-            BadInput: the server refuses the key, or does not know the model.
-            Unreachable: it gives no answer for now; those given so far are kept.
-            RondoError: what it gives is none.
+            BadInput: the server refuses the key or the request, or does not have the model.
+            Unreachable: the server does not answer now; the answers so far are kept.
+            RondoError: the server's answer is not a chat completion.
         """
         pool = ThreadPoolExecutor(self.params.concurrency)
         try:
@@ -104,37 +109,34 @@ class EndpointJudge:
             pool.shutdown(cancel_futures=True)
 
     def cost(self) -> Row:
-        spent = self.spent
+        counts = self.counts
         return {
-            "answers": spent.calls + spent.cached,
-            "tokens_in": spent.tokens_in,
-            "tokens_out": spent.tokens_out,
-            "cost": self._price(spent.tokens_in, spent.tokens_out),
+            "answers": counts.calls + counts.cached,
+            "tokens_in": counts.tokens_in,
+            "tokens_out": counts.tokens_out,
+            "cost": self._price(counts.tokens_in, counts.tokens_out),
         }
 
     def usage(self) -> Row:
-        return asdict(self.spent) | {
-            "paid": self._price(self.spent.paid_tokens_in, self.spent.paid_tokens_out)
-        }
+        counts = self.counts
+        return asdict(counts) | {"paid": self._price(counts.paid_tokens_in, counts.paid_tokens_out)}
 
     def _price(self, tokens_in: int, tokens_out: int) -> float | None:
-        """None where a price is unknown."""
-        price_in, price_out = (
-            self.params.price_per_million_input,
-            self.params.price_per_million_output,
-        )
-        return (
-            None
-            if price_in is None or price_out is None
-            else (tokens_in * price_in + tokens_out * price_out) / 1e6
-        )
+        """The price of so many tokens; None if params.yaml does not give the prices."""
+        price_in = self.params.price_per_million_input
+        price_out = self.params.price_per_million_output
+        if price_in is None or price_out is None:
+            return None
+        return (tokens_in * price_in + tokens_out * price_out) / 1e6
 
     def _verdict(self, comparison: Comparison) -> Verdict | None:
-        """Asked again with the fault named where the answer cannot be read; None where that does
-        not help.
+        """The verdict on one comparison.
+
+        If the answer cannot be read, the request is repeated with the error appended; None if that
+        does not help.
         """
         messages = self._question(comparison)
-        for _ in range(1 + ASKED_AGAIN):
+        for _ in range(1 + UNREADABLE_RETRIES):
             text = self._answer(messages)
             try:
                 return parse_verdict(text, self.params.rubric)
@@ -148,6 +150,7 @@ class EndpointJudge:
         return None
 
     def _question(self, comparison: Comparison) -> Messages:
+        """The messages of the first request."""
         prompt = (
             comparison.prompt
             if isinstance(comparison.prompt, str)
@@ -162,67 +165,82 @@ class EndpointJudge:
         ]
 
     def _answer(self, messages: Messages) -> str:
-        most = self.params.max_completion_tokens
-        asked = {
+        """The answer to messages, from the cache or the server."""
+        request = {
             "model": self.params.model,
             "messages": messages,
             "temperature": 0,
-            "max_completion_tokens": most,
+            "max_completion_tokens": self.params.max_completion_tokens,
         }
+        # The server is part of the key: two servers may have different models of the same name.
         key = hashlib.sha256(
-            json.dumps({**asked, "server": self.params.base_url}, sort_keys=True).encode()
+            json.dumps({**request, "server": self.params.base_url}, sort_keys=True).encode()
         ).hexdigest()
-        known = self.answers.get(key)
-        answer = known or self.answers.put(key, self._call(asked))
+        cached = self.answers.get(key)
+        answer = cached or self.answers.put(key, self._call(request))
         with self.lock:
-            self.spent.add(answer, paid=known is None)
+            self.counts.add(answer, paid=cached is None)
         return answer.text
 
-    def _call(self, asked: dict[str, Any]) -> Answer:
+    def _call(self, request: dict[str, Any]) -> Answer:
+        """Send a request to the server.
+
+        Raises:
+            BadInput, Unreachable, RondoError: see `compare`.
+        """
         try:
-            told = self.client.chat.completions.create(**asked)
+            completion = self.client.chat.completions.create(**request)
         except openai.OpenAIError as error:
-            self._refuse(error)
+            self._raise_with_next_step(error)
         except json.JSONDecodeError:
-            told = None
-        if not isinstance(told, ChatCompletion) or not told.choices or not told.choices[0].message:
+            completion = None
+        if (
+            not isinstance(completion, ChatCompletion)
+            or not completion.choices
+            or not completion.choices[0].message
+        ):
             raise RondoError(
-                f"{self.where}.base_url {self.params.base_url}: no chat completion came back; it usually ends in /v1. "
-                "Correct it and run the stage again"
+                f"{self.params_key}.base_url {self.params.base_url}: the server returned no chat "
+                "completion; the address usually ends in /v1. Correct it and run the stage again"
             )
-        counted = told.usage
+        usage = completion.usage
         return Answer(
-            told.choices[0].message.content or "",
-            counted.prompt_tokens if counted else 0,
-            counted.completion_tokens if counted else 0,
+            completion.choices[0].message.content or "",
+            usage.prompt_tokens if usage else 0,
+            usage.completion_tokens if usage else 0,
         )
 
-    def _refuse(self, error: openai.OpenAIError) -> NoReturn:
-        """Name what has to be changed, and the next step. A server may quote the API key: it is cut
-        out.
+    def _raise_with_next_step(self, error: openai.OpenAIError) -> NoReturn:
+        """Raise an error that names the param to change and the next step.
+
+        A server may quote the API key in its error, so the key is removed from the message.
         """
-        params, said = self.params, str(error).replace(self.key, "***")[:SHOWN]
+        params, key = self.params, self.params_key
+        reason = str(error).replace(self.api_key, "***")[:SHOWN]
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            held = "refused" if self.key != NO_KEY else "not set"
+            state = "refused" if self.api_key != NO_KEY else "not set"
             raise BadInput(
-                f"{self.where}.api_key_env {params.api_key_env}: the key in this environment variable is {held} ({said}); export one "
-                f"that {params.base_url} takes and run the stage again"
+                f"{key}.api_key_env {params.api_key_env}: the API key in this environment variable "
+                f"is {state} ({reason}); export one that {params.base_url} accepts and run the "
+                "stage again"
             ) from None
         if isinstance(error, openai.NotFoundError):
             raise BadInput(
-                f"{self.where}.model {params.model}: {params.base_url} does not have it ({said}); its models are listed at "
-                f"{params.base_url}/models; it may also be that {self.where}.base_url lacks its /v1"
+                f"{key}.model {params.model}: {params.base_url} does not have it ({reason}); its "
+                f"models are listed at {params.base_url}/models; it may also be that "
+                f"{key}.base_url lacks its /v1"
             ) from None
         if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
             raise BadInput(
-                f"{self.where}.model {params.model}: {params.base_url} does not take the question ({said}), which may be too long for "
-                "it, or its temperature of 0 unknown to it; choose another model"
+                f"{key}.model {params.model}: {params.base_url} rejects the request ({reason}); it "
+                "may be too long for this model, or the model may not support temperature 0; "
+                "choose another model"
             ) from None
-        passing = isinstance(
+        temporary = isinstance(
             error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
         )
-        raise (Unreachable if passing else RondoError)(
-            f"{self.where}.base_url {params.base_url}: no answer after up to {params.max_retries} more tries ({said}); start the "
-            f"server, or, where it is slow or overrun, raise {self.where}.timeout or lower {self.where}.concurrency, and run the "
-            "stage again: what was answered is kept"
+        raise (Unreachable if temporary else RondoError)(
+            f"{key}.base_url {params.base_url}: no answer after up to {params.max_retries} retries "
+            f"({reason}); start the server, or, if it is slow or overloaded, raise {key}.timeout "
+            f"or lower {key}.concurrency, and run the stage again: the answers so far are kept"
         ) from None

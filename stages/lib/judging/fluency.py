@@ -1,4 +1,4 @@
-"""Is a text garbled: its negative log-likelihood under the base model, against that of human texts."""
+"""The fluency judge: is a text garbled, by its negative log-likelihood under the base model?"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,17 @@ from stages.lib.core.types import Prompt, Row, ScoreFunction
 from stages.lib.data.prompts import encode
 from stages.lib.lm.logprobs import token_logprobs
 
-FLUENCY = "fluency"
-FLUENT = 0.95  # quantile of people's texts up to which a text counts as fluent
+FLUENCY = "fluency"  # its name in evaluate.judges
+FLUENT = 0.95  # quantile of human texts up to which a text counts as fluent
 
 
 class Fluency:
-    """Negative log-likelihood of each response, nats a token with its EOS, under a reference model
-    that was not trained by PPO.
+    """Negative log-likelihood of each response, nats per token with EOS, under a model.
+
+    Args:
+        model: a model that PPO did not train.
+        tokenizer: its tokenizer.
+        prompt_format: how prompts become text.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prompt_format: PromptFormat) -> None:
@@ -32,16 +36,21 @@ class Fluency:
 
 
 def garbledness(nll: ScoreFunction, people: Sequence[Row]) -> ScoreFunction:
-    """How far a text is beyond what people write, nats a token below 0; 0 for any that is not:
-    bland texts are no better than others.
+    """Make a function that scores how far a text is less fluent than human texts.
+
+    All fluent texts have the score 0, so that bland texts are not preferred.
+
+    Args:
+        nll: negative log-likelihood per response, nats per token.
+        people: human demonstrations, with `prompt` and `completion`.
+
+    Returns:
+        A function (prompts, responses) -> scores of at most 0, nats per token.
     """
-    usual = float(
-        np.quantile(
-            nll([row["prompt"] for row in people], [row["completion"] for row in people]), FLUENT
-        )
-    )
+    human_nlls = nll([row["prompt"] for row in people], [row["completion"] for row in people])
+    threshold = float(np.quantile(human_nlls, FLUENT))
 
-    def number(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        return [min(0.0, usual - each) for each in nll(prompts, responses)]
+    def scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        return [min(0.0, threshold - value) for value in nll(prompts, responses)]
 
-    return number
+    return scores

@@ -1,8 +1,8 @@
-"""The jury of evaluate: the judges of `evaluate.judges`, each for itself and all together. None is
-the reward model that PPO saw.
+"""The jury: the judges of `evaluate.judges`, each alone and all together.
 
-A comparison goes to the side that more judges prefer; a tie is half a vote, and a judge may be of
-no help without being in the way.
+The jury prefers the response that more judges prefer. A tie is half a vote for each side, so that a
+judge that cannot decide does not change the result. None of the judges is the reward model that PPO
+optimises.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,71 +32,92 @@ from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 
-BATCH = 64  # texts at a time
+BATCH = 64  # texts per forward pass of a reward model
+# The outcome for response A
 WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
 
 
 class Jury:
-    """Judges by name."""
+    """Several judges, by name.
+
+    `heard` keeps the verdicts of each judge on all comparisons so far, for `report`.
+    """
 
     def __init__(self, judges: Mapping[str, PairwiseJudge]) -> None:
         self.judges = judges
         self.heard: dict[str, list[TwoOrderVerdict]] = {name: [] for name in judges}
 
     def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
-        """1 where A wins, 0.5 for a tie, else 0: by each judge, in each dimension
-        (`<judge>/<dimension>`) of one that has several, and by all `together`, where each judge has
-        one vote.
+        """Judge comparisons in both orders.
+
+        Returns:
+            Outcomes per comparison: 1 if A wins, 0.5 for a tie, 0 if B wins. They are listed by
+            judge, by `<judge>/<dimension>` for a judge with several dimensions, and by `together`
+            for the whole jury, in which each judge has one vote.
+
+        Raises:
+            RondoError: as `PairwiseJudge.compare`.
         """
         votes: dict[str, list[float]] = {}
-        along: dict[str, list[float]] = {}
+        by_dimension: dict[str, list[float]] = {}
         for name, judge in self.judges.items():
-            told = judge_both_orders(judge, comparisons)
-            self.heard[name] += told
-            votes[name] = [WINS[each.preference] for each in told]
+            verdicts = judge_both_orders(judge, comparisons)
+            self.heard[name] += verdicts
+            votes[name] = [WINS[verdict.preference] for verdict in verdicts]
+            # dict.fromkeys: distinct dimensions in their order
             for dimension in dict.fromkeys(
-                dimension for each in told for dimension in each.dimensions
+                dimension for verdict in verdicts for dimension in verdict.dimensions
             ):
-                along[f"{name}/{dimension}"] = [
-                    WINS[each.dimensions.get(dimension, Preference.tie)] for each in told
+                by_dimension[f"{name}/{dimension}"] = [
+                    WINS[verdict.dimensions.get(dimension, Preference.tie)] for verdict in verdicts
                 ]
-        return (
-            votes | along | {JURY: [majority(each) for each in zip(*votes.values(), strict=True)]}
-        )
+        together = [majority(outcomes) for outcomes in zip(*votes.values(), strict=True)]
+        return votes | by_dimension | {JURY: together}
 
     def report(self) -> Row:
-        """Of all comparisons so far: how each judge agrees with itself in the other order, what it
-        cost, and how each two agree.
+        """Reliability of the judges on all comparisons so far.
+
+        Returns:
+            `alone`: per judge, its agreement with itself in the other order, and its cost; `pairs`:
+            per pair of judges, their agreement.
         """
-        heard = self.heard
-        pairs = {f"{a}-{b}": between_judges(heard[a], heard[b]) for a, b in combinations(heard, 2)}
+        verdicts = self.heard
         return {
             "alone": {
-                name: between_orders(told) | self.judges[name].cost()
-                for name, told in heard.items()
+                name: between_orders(verdicts[name]) | judge.cost()
+                for name, judge in self.judges.items()
             },
-            "pairs": pairs,
+            "pairs": {
+                f"{a}-{b}": between_judges(verdicts[a], verdicts[b])
+                for a, b in combinations(verdicts, 2)
+            },
         }
 
 
 def majority(votes: Sequence[float]) -> float:
-    """The side that more judges prefer.
+    """The outcome that more judges vote for.
 
     >>> majority([1.0, 0.5]), majority([1.0, 0.0]), majority([1.0, 0.0, 0.0])
     (1.0, 0.5, 0.0)
     """
-    middle = sum(votes) / len(votes)
-    return 1.0 if middle > 0.5 else 0.0 if middle < 0.5 else 0.5
+    mean = sum(votes) / len(votes)
+    return 1.0 if mean > 0.5 else 0.0 if mean < 0.5 else 0.5
 
 
 def load_jury(
     params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Row]
 ) -> Jury:
-    """base: the model before SFT, which says what is fluent; people: held-out demonstrations, which
-    say how fluent people write.
+    """Load the judges that evaluate.judges lists.
+
+    Args:
+        params: all params.
+        round_: the round, for its second reward model.
+        base: the model before SFT, for the fluency judge.
+        tokenizer: its tokenizer.
+        people: held-out demonstrations, for the fluency judge's threshold.
 
     Raises:
-        BadInput: a function or model is not there.
+        BadInput: a function or a model does not exist.
     """
     margin, language_models = params.evaluate.tie_margin, params.language_models()
 
@@ -107,18 +128,14 @@ def load_jury(
             key, endpoint = language_models[named]
             return EndpointJudge(endpoint, key=key)
         if named == FLUENCY:
-            return PointwiseJudge(
-                named,
-                garbledness(Fluency(base, tokenizer, params.prepare.prompt_format), people),
-                0.0,
-            )
+            nll = Fluency(base, tokenizer, params.prepare.prompt_format)
+            return PointwiseJudge(named, garbledness(nll, people), 0.0)
         if ":" in named:
             return PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
-        folder = (
-            stage_dir(round_, "reward") / "judge" if named == HELD_OUT_REWARD_MODEL else Path(named)
-        )
-        return PointwiseJudge(
-            named, RewardScorer(folder, load_tokenizer(folder), params, BATCH), margin
-        )
+        folder = Path(named)
+        if named == HELD_OUT_REWARD_MODEL:
+            folder = stage_dir(round_, "reward") / "judge"
+        scorer = RewardScorer(folder, load_tokenizer(folder), params, BATCH)
+        return PointwiseJudge(named, scorer, margin)
 
     return Jury({metric_name(named): load(named) for named in params.evaluate.judges})

@@ -1,11 +1,9 @@
-"""What can be said of a text without asking anybody: its mood, its repetitions, how fluent a model
-finds it.
+"""The lexicon judge: sentiment by VADER, with two rules against the simplest reward hacks.
 
-Each takes prompts and responses and gives one number a response. What they measure is narrow: the
-lexicon (VADER, Hutto & Gilbert 2014) knows the polarity of words and nothing of truth, help or
-harm. It is the task of the embedded tweets; on dialogues (hh-rlhf) it says how friendly an answer
-sounds: name a judge of your own in `evaluate.judges` (stages/lib/judging/jury.py) before you
-promote on it.
+It needs no model, but measures little: the lexicon (Hutto & Gilbert 2014) knows the polarity of
+words and nothing about truth, helpfulness or harm. That is the task of the embedded tweets. On
+dialogues (hh-rlhf) it measures how friendly a response sounds: name a judge of your own in
+`evaluate.judges` (stages/lib/judging/jury.py) before you promote a policy on such data.
 """
 
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from stages.lib.judging.pairwise import PREFERENCE, Comparison, LocalJudge, Verd
 from stages.lib.metrics.sentiment import sentiment, sentiment_plain
 from stages.lib.metrics.text import repetition_n
 
-MUCH_REPETITION = 0.25
+MUCH_REPETITION = 0.25  # share of repeated 3-grams by which a winner may exceed the loser
 
 
 def repetition(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -26,7 +24,11 @@ def repetition(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[floa
 
 @dataclass(frozen=True)
 class LexiconScores:
-    """What the judges that need no model say of one response."""
+    """Scores of one response that need no model.
+
+    sentiment: VADER's compound score, -1..1. sentiment_plain: the same without emoji and "!".
+    repetition: share of repeated 3-grams, 0..1.
+    """
 
     sentiment: float
     sentiment_plain: float
@@ -34,22 +36,20 @@ class LexiconScores:
 
 
 def lexicon_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[LexiconScores]:
-    return [
-        LexiconScores(*row)
-        for row in zip(
-            *(each(prompts, responses) for each in (sentiment, sentiment_plain, repetition)),
-            strict=True,
-        )
-    ]
+    """The scores of each response."""
+    columns = (score(prompts, responses) for score in (sentiment, sentiment_plain, repetition))
+    return [LexiconScores(*row) for row in zip(*columns, strict=True)]
 
 
 def lexicon_preference(a: LexiconScores, b: LexiconScores, tie_margin: float) -> float:
     """1 if response A beats B, 0 if B beats A, else 0.5 (a tie).
 
-    A beats B if all three hold: A's sentiment is higher by more than `tie_margin`; A's plain
-    sentiment is not lower by more than `tie_margin` (else emoji and "!" alone made the difference);
-    A's share of repeated 3-grams is not higher by more than 0.25 (else A won by saying it again and
-    again).
+    A beats B if all of these hold:
+
+    - A's sentiment is higher by more than `tie_margin`.
+    - A's plain sentiment is not lower by more than `tie_margin`. Else emoji and "!" alone made the
+      difference.
+    - A's share of repeated 3-grams is not higher by more than 0.25. Else A won by repetition.
     """
     return 1.0 if _beats(a, b, tie_margin) else 0.0 if _beats(b, a, tie_margin) else 0.5
 
@@ -63,19 +63,17 @@ def _beats(a: LexiconScores, b: LexiconScores, tie_margin: float) -> bool:
 
 
 class LexiconJudge(LocalJudge):
-    """The verdict of stages/lib/judging/lexicon.py; its confidence is half the distance of the
-    judged sentiments.
-    """
+    """Judges by `lexicon_preference`; its confidence is half the difference of the sentiments."""
 
     def __init__(self, tie_margin: float) -> None:
         super().__init__("lexicon")
         self.tie_margin = tie_margin
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
-        prompts = [each.prompt for each in comparisons]
+        prompts = [comparison.prompt for comparison in comparisons]
         sides = (
-            lexicon_scores(prompts, [each.a for each in comparisons]),
-            lexicon_scores(prompts, [each.b for each in comparisons]),
+            lexicon_scores(prompts, [comparison.a for comparison in comparisons]),
+            lexicon_scores(prompts, [comparison.b for comparison in comparisons]),
         )
         return [
             Verdict(

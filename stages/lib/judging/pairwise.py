@@ -1,8 +1,8 @@
-"""What a judge of preferences is, and what two orders of the same question tell of it.
+"""The interface of all judges: comparisons, verdicts, and judging in both orders.
 
-A judge says which of two responses to a prompt is better. Judges favour a position (Zheng et al.
-2023, section 3.3), so each comparison is asked in both orders, and a preference counts only where
-both agree.
+A judge decides which of two responses to a prompt is better. Judges favour a position (Zheng et al.
+2023, section 3.3), so each comparison is judged in both orders, and a preference counts only if
+both orders agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,37 +12,44 @@ from typing import Protocol
 
 from stages.lib.core.types import Prompt, Row
 
-JURY = "together"  # the name of what several judges say as one
+JURY = "together"  # key of the jury's common verdict, beside the names of its judges
 
 
 class Preference(str, Enum):
+    """Which response is better."""
+
     a = "A"
     b = "B"
     tie = "tie"
 
     def swapped(self) -> "Preference":
+        """The same preference if A and B change places."""
         return {Preference.a: Preference.b, Preference.b: Preference.a}.get(self, self)
 
 
+# Preference by the outcome for response A: win, tie, loss
 PREFERENCE = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Responses A and B to one prompt."""
+    """Two responses, A and B, to one prompt."""
 
     prompt: Prompt
     a: str
     b: str
 
     def swapped(self) -> "Comparison":
+        """The same comparison with A and B in each other's place."""
         return Comparison(self.prompt, self.b, self.a)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """confidence: 0..1, None where the judge gives none. dimensions: what it prefers in each, where
-    it was asked of several.
+    """A judge's verdict on one comparison.
+
+    preference: the better response. confidence: 0..1; None if the judge reports none. dimensions:
+    the preference in each dimension, if the judge was given several.
     """
 
     preference: Preference
@@ -50,85 +57,50 @@ class Verdict:
     dimensions: Mapping[str, Preference] = field(default_factory=dict)
 
     def swapped(self) -> "Verdict":
+        """The same verdict if A and B change places."""
         dimensions = {name: preference.swapped() for name, preference in self.dimensions.items()}
         return Verdict(self.preference.swapped(), self.confidence, dimensions)
 
 
 class PairwiseJudge(Protocol):
-    """One that gives absolute numbers compares them itself."""
+    """A judge that compares two responses to a prompt."""
 
     def describe(self) -> Row:
-        """What goes with each of its labels: `judge`, its name, and what else tells it from others."""
+        """Keys for each label by this judge: `judge`, its name, and further properties."""
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
-        """A verdict each; None where the judge said nothing that can be read."""
+        """Judge each comparison once, in the given order of A and B.
 
-    def cost(self) -> Row:
-        """Metrics of what was asked so far, the same whether or not an answer was known from an
-        earlier run.
+        Use `judge_both_orders` to remove the effect of the order.
+
+        Args:
+            comparisons: prompts with two responses each.
+
+        Returns:
+            One verdict per comparison, in order; None if the judge gave no readable answer.
+
+        Raises:
+            BadInput: the judge's params are wrong, e.g. its API key is refused.
+            Unreachable: the judge's server does not answer; a retry may succeed.
+            RondoError: the judge returned something invalid, e.g. a score that is not finite.
+
+        Example:
+            >>> from stages.lib.judging.lexicon import LexiconJudge
+            >>> judge = LexiconJudge(tie_margin=0.05)
+            >>> [verdict] = judge.compare([Comparison("The food", " was great.", " was awful.")])
+            >>> verdict.preference.value
+            'A'
         """
 
+    def cost(self) -> Row:
+        """Metrics of all answers so far, with those from the cache, so that reruns are equal."""
+
     def usage(self) -> Row:
-        """What this run of the stage asked for and paid."""
-
-
-@dataclass(frozen=True)
-class TwoOrderVerdict:
-    """A comparison in both orders: `second` was asked with A and B swapped, and is told in terms of
-    `first`.
-    """
-
-    first: Verdict | None
-    second: Verdict | None
-
-    @property
-    def readable(self) -> bool:
-        return self.first is not None and self.second is not None
-
-    @property
-    def preference(self) -> Preference:
-        """What both orders prefer, else a tie."""
-        if self.first and self.second and self.first.preference == self.second.preference:
-            return self.first.preference
-        return Preference.tie
-
-    @property
-    def dimensions(self) -> dict[str, Preference]:
-        """By dimension what both orders prefer, else a tie."""
-        if not self.first or not self.second:
-            return {}
-        pairs = (
-            (name, said, self.second.dimensions[name])
-            for name, said in self.first.dimensions.items()
-        )
-        return {name: said if said == again else Preference.tie for name, said, again in pairs}
-
-    @property
-    def confidence(self) -> float | None:
-        """The lower of both."""
-        given = [
-            verdict.confidence
-            for verdict in (self.first, self.second)
-            if verdict and verdict.confidence is not None
-        ]
-        return min(given, default=None)
-
-
-def judge_both_orders(
-    judge: PairwiseJudge, comparisons: Sequence[Comparison]
-) -> list[TwoOrderVerdict]:
-    """Each comparison's question and its swapped one, asked one after the other, so that a run that
-    is stopped has whole ones.
-    """
-    told = judge.compare([question for each in comparisons for question in (each, each.swapped())])
-    return [
-        TwoOrderVerdict(first, second and second.swapped())
-        for first, second in zip(told[::2], told[1::2], strict=True)
-    ]
+        """What this run of the stage requested and paid for, without answers from the cache."""
 
 
 class LocalJudge:
-    """What it says costs nothing."""
+    """Base of judges that run on this machine and cost nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,3 +113,67 @@ class LocalJudge:
 
     def usage(self) -> Row:
         return {}
+
+
+@dataclass(frozen=True)
+class TwoOrderVerdict:
+    """Verdicts on a comparison in both orders.
+
+    second: the verdict with A and B swapped, converted back, so that "A" is the same response in
+    both. None: no readable answer.
+    """
+
+    first: Verdict | None
+    second: Verdict | None
+
+    @property
+    def readable(self) -> bool:
+        """Whether the answers in both orders were readable."""
+        return self.first is not None and self.second is not None
+
+    @property
+    def preference(self) -> Preference:
+        """The preference if both orders agree, else a tie."""
+        if self.first and self.second and self.first.preference == self.second.preference:
+            return self.first.preference
+        return Preference.tie
+
+    @property
+    def dimensions(self) -> dict[str, Preference]:
+        """Per dimension the preference if both orders agree, else a tie."""
+        if not self.first or not self.second:
+            return {}
+        pairs = (
+            (name, preference, self.second.dimensions[name])
+            for name, preference in self.first.dimensions.items()
+        )
+        return {name: first if first == second else Preference.tie for name, first, second in pairs}
+
+    @property
+    def confidence(self) -> float | None:
+        """The lower confidence of the two verdicts; None if neither has one."""
+        confidences = [
+            verdict.confidence
+            for verdict in (self.first, self.second)
+            if verdict and verdict.confidence is not None
+        ]
+        return min(confidences, default=None)
+
+
+def judge_both_orders(
+    judge: PairwiseJudge, comparisons: Sequence[Comparison]
+) -> list[TwoOrderVerdict]:
+    """Judge each comparison as it is and with A and B swapped.
+
+    Raises:
+        RondoError: as `PairwiseJudge.compare`.
+    """
+    # The two orders of a comparison follow each other, so that an interrupted run has cached
+    # complete ones.
+    verdicts = judge.compare(
+        [ordered for comparison in comparisons for ordered in (comparison, comparison.swapped())]
+    )
+    return [
+        TwoOrderVerdict(first, second and second.swapped())
+        for first, second in zip(verdicts[::2], verdicts[1::2], strict=True)
+    ]

@@ -1,6 +1,4 @@
-"""Judges of preferences that need no server: the lexicon, and any number that a response can be
-given.
-"""
+"""Judges that score each response alone and compare the scores."""
 
 from collections.abc import Sequence
 
@@ -10,45 +8,47 @@ from stages.lib.judging.pairwise import Comparison, LocalJudge, Preference, Verd
 
 
 class PointwiseJudge(LocalJudge):
-    """Prefers the response with the higher number; up to `margin` apart they tie. A text is asked
-    about once.
+    """Prefers the response with the higher score.
+
+    Args:
+        name: the judge's name.
+        score: (prompts, responses) -> one score per response.
+        margin: differences up to this are ties.
     """
 
-    def __init__(self, name: str, number: ScoreFunction, margin: float) -> None:
+    def __init__(self, name: str, score: ScoreFunction, margin: float) -> None:
         super().__init__(name)
-        self.number, self.margin = number, margin
-        self.known: dict[tuple[str, str], float] = {}
+        self.score, self.margin = score, margin
+        self.known: dict[tuple[str, str], float] = {}  # scores by (prompt, response)
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
-        """
-        Raises:
-            RondoError: not one finite number a response.
-        """
-        texts = {
-            (str(each.prompt), text): each.prompt
-            for each in comparisons
-            for text in (each.a, each.b)
-        }
-        new = {key: prompt for key, prompt in texts.items() if key not in self.known}
-        self.known |= dict(
-            zip(new, self._ask(list(new.values()), [text for _, text in new]), strict=True)
-        )
-        gaps = [
-            self.known[str(each.prompt), each.a] - self.known[str(each.prompt), each.b]
-            for each in comparisons
-        ]
-        return [
-            Verdict(
-                Preference.tie
-                if abs(gap) <= self.margin
-                else Preference.a
-                if gap > 0
-                else Preference.b
-            )
-            for gap in gaps
-        ]
+        """Compare scores; each response is scored once, also if it is in several comparisons.
 
-    def _ask(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
-        numbers = self.number(prompts, texts) if texts else []
-        check_scores(numbers, len(texts), f"judge {self.name}")
-        return numbers
+        Raises:
+            RondoError: the function did not return one finite number per response.
+        """
+        prompts = {
+            (str(comparison.prompt), text): comparison.prompt
+            for comparison in comparisons
+            for text in (comparison.a, comparison.b)
+        }
+        new = {key: prompt for key, prompt in prompts.items() if key not in self.known}
+        scores = self._checked_scores(list(new.values()), [text for _, text in new])
+        self.known |= dict(zip(new, scores, strict=True))
+        gaps = (
+            self.known[str(comparison.prompt), comparison.a]
+            - self.known[str(comparison.prompt), comparison.b]
+            for comparison in comparisons
+        )
+        return [Verdict(self._preference(gap)) for gap in gaps]
+
+    def _preference(self, gap: float) -> Preference:
+        """gap: score of A - score of B."""
+        if abs(gap) <= self.margin:
+            return Preference.tie
+        return Preference.a if gap > 0 else Preference.b
+
+    def _checked_scores(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
+        scores = self.score(prompts, texts) if texts else []
+        check_scores(scores, len(texts), f"judge {self.name}")
+        return scores

@@ -1,8 +1,7 @@
-"""Attention as two plain matrix products a group of query heads: on a CPU the fastest forward,
-backward and decoding step.
+"""Attention implementation `grouped`: two plain matrix products per group of query heads.
 
-The same numbers as transformers' `eager`, which copies each key and value head for every query head
-that shares it.
+On a CPU it has the fastest forward pass, backward pass and decoding step. The numbers are those of
+transformers' `eager`, which copies each key and value head for every query head that shares it.
 """
 
 from typing import Any
@@ -27,21 +26,33 @@ def grouped_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """(B, Q, heads, D) of query (B, heads, Q, D), key and value (B, key heads, K, D) and an
-    additive mask (B, 1, Q, K).
+    """Attention in the signature that transformers expects.
 
-    `packed`: query, key and value are (1, heads, M, D) of rows end to end; the mask is (1, 1, L,
-    L).
+    Args:
+        module: the attention layer; not used.
+        query: (B, heads, Q, D); with `packed` (1, heads, M, D), all rows end to end.
+        key: (B, key heads, K, D); with `packed` (1, key heads, M, D).
+        value: like `key`.
+        attention_mask: additive, (B, 1, Q, K); with `packed` (1, 1, L, L).
+        scaling: factor of the products of queries and keys.
+        packed: the rows, if they are laid end to end.
+        sliding_window: tokens that the model's attention reaches back.
+
+    Returns:
+        (B, Q, heads, D), or (1, M, heads, D) with `packed`; and None for the weights.
+
+    Raises:
+        BadInput: the model has a sliding window that is shorter than a packed row.
     """
     if packed is None:
         return _grouped(query, key, value, attention_mask, scaling), None
     if sliding_window and max(packed.lengths) > sliding_window:
         raise BadInput(
-            f"model.attn_implementation `grouped` knows no sliding windows, and this model's ({sliding_window} tokens) is shorter "
-            "than the texts: set it to sdpa"
+            "model.attn_implementation `grouped` does not support sliding windows, and this "
+            f"model's ({sliding_window} tokens) is shorter than the texts: set it to sdpa"
         )
     query, key, value = (
-        packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in (query, key, value)
+        packed.pad(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value)
     )
     return packed.unpad(_grouped(query, key, value, attention_mask, scaling))[None], None
 
@@ -50,8 +61,9 @@ def _grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
     batch, heads, queries, size = query.shape
-    shared = key.shape[1]
-    grouped = (batch, shared, heads // shared * queries)
+    key_heads = key.shape[1]
+    # The query heads that share a key head become further rows of one matrix, so nothing is copied.
+    grouped = (batch, key_heads, heads // key_heads * queries)
     weights = query.reshape(*grouped, size) @ key.transpose(2, 3) * scaling
     if mask is not None:
         weights = (weights.view(batch, heads, queries, -1) + mask).view_as(weights)

@@ -1,7 +1,6 @@
-"""Sampling from a causal LM, and the log-probabilities and scores of what was sampled.
+"""Sampling of responses from a causal language model.
 
-Dimensions: B sequences, T response tokens of one, N of all, M prompt and response tokens of all, V
-vocabulary, H hidden size.
+Shapes: B sequences in a batch, V vocabulary, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
 
-COMPACT_BELOW = 0.75  # share of a batch still being sampled, at which the others leave it
+COMPACT_BELOW = 0.75  # share of unfinished rows in a batch from which the finished ones are removed
 
 
 @torch.no_grad()
@@ -29,12 +28,39 @@ def generate(
     batch_size: int,
     eos_token_id: int,
 ) -> list[TokenIds]:
-    """Sample one response a prompt; EOS is kept where it was sampled.
+    """Sample one response per prompt, without top-k or top-p.
 
-    One uniform number a row and token is drawn first and turned into a token by inverse CDF: this
-    is far faster than torch.multinomial on a CPU, and two models given the same generator state see
-    the same random numbers.
+    Args:
+        model: a causal language model or a PeftModel.
+        prompt_ids: tokens of each prompt.
+        response_length: tokens per response at most.
+        temperature: divides the logits.
+        generator: source of random numbers, on the CPU.
+        batch_size: prompts per batch; changes speed and memory only.
+        eos_token_id: the token that ends a response.
+
+    Returns:
+        Tokens of each response, in the order of the prompts. EOS is kept if it was sampled.
+
+    Raises:
+        BadInput: the model has a sliding window that is shorter than a prompt, and attention is
+            `grouped`.
+
+    Example:
+        responses = generate(
+            model,
+            [encode(tokenizer, "The dinner", None, PromptFormat.plain)[0]],
+            response_length=24,
+            temperature=1.0,
+            generator=torch.Generator().manual_seed(0),
+            batch_size=32,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        text = tokenizer.decode(responses[0], skip_special_tokens=True)
     """
+    # All random numbers are drawn first, one per row and token, and become tokens by inverse CDF.
+    # So responses do not depend on the batch size, two models with the same generator state see
+    # the same numbers, and it is much faster than torch.multinomial on a CPU.
     uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
     responses: list[TokenIds] = []
     with cached_adapter_weights(model), model_autocast(model):
@@ -54,7 +80,23 @@ def sample_responses(
     generator: torch.Generator,
     batch_size: int,
 ) -> list[TokenIds]:
-    """One response a prompt, as PPO samples them: `generate` with its length and temperature."""
+    """Sample one response per prompt with PPO's length and temperature.
+
+    Args:
+        model: a causal language model or a PeftModel.
+        tokenizer: its tokenizer, for EOS.
+        prompt_ids: tokens of each prompt.
+        ppo: section `ppo` of params.yaml, for response_length and temperature.
+        generator: source of random numbers, on the CPU.
+        batch_size: prompts per batch.
+
+    Returns:
+        Tokens of each response, as `generate` returns them.
+
+    Example:
+        generator = torch.Generator().manual_seed(params.seed)
+        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, 88)
+    """
     return generate(
         model,
         prompt_ids,
@@ -71,29 +113,27 @@ def _generate_batch(
 ) -> list[TokenIds]:
     device, head = model.device, model.get_output_embeddings()
     prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
-    mask = prompts.pad(torch.ones_like(prompts.input_ids))  # of what the cache holds
+    mask = prompts.pad(torch.ones_like(prompts.input_ids))  # of the tokens in the cache
     positions, uniforms = mask.sum(1, keepdim=True), uniforms.to(device)
     sampled = torch.full(uniforms.shape, eos, device=device)
-    rows = torch.arange(len(prompt_ids), device=device)  # those still in the batch
-    going = torch.ones_like(rows, dtype=torch.bool)
+    rows = torch.arange(len(prompt_ids), device=device)  # the rows still in the batch
+    unfinished = torch.ones_like(rows, dtype=torch.bool)
     states, cache = prefill(model, prompts)
     for step in range(uniforms.shape[1]):
-        # (B, H), not logits_to_keep's (B, 1, H) view: that one is multiplied row by row, each time
-        # with a copy of the vocabulary
-        token = _draw(head(states).float(), temperature, uniforms[rows, step]).masked_fill(
-            ~going, eos
-        )
+        # (B, H), not the (B, 1, H) view of logits_to_keep: that one is multiplied row by row, each
+        # time with a copy of the vocabulary
+        token = _draw(head(states).float(), temperature, uniforms[rows, step])
+        token = token.masked_fill(~unfinished, eos)
         sampled[rows, step] = token
-        going = going & (token != eos)
-        left = int(going.sum())
-        if not left or step == uniforms.shape[1] - 1:
+        unfinished = unfinished & (token != eos)
+        remaining = int(unfinished.sum())
+        if not remaining or step == uniforms.shape[1] - 1:
             break
-        if left <= COMPACT_BELOW * len(
-            rows
-        ):  # rows that have ended leave, now and then, since it costs a copy of the cache
-            cache.batch_select_indices(going.nonzero().squeeze(1))
-            rows, token, positions, mask, going = (
-                each[going] for each in (rows, token, positions, mask, going)
+        # Finished rows leave the batch only now and then, because that copies the cache.
+        if remaining <= COMPACT_BELOW * len(rows):
+            cache.batch_select_indices(unfinished.nonzero().squeeze(1))
+            rows, token, positions, mask, unfinished = (
+                values[unfinished] for values in (rows, token, positions, mask, unfinished)
             )
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         states = model.base_model(
@@ -108,15 +148,20 @@ def _generate_batch(
 
 
 def _draw(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
-    """(B,) tokens of (B, V) float32 logits, which are overwritten, by inverse CDF of (B,) uniforms."""
+    """Draw (B,) tokens from (B, V) float32 logits by inverse CDF of (B,) uniforms.
+
+    The logits are overwritten.
+    """
     if temperature != 1:
         logits /= temperature
     cumulative = logits.sub_(logits.amax(-1, keepdim=True)).exp_().cumsum_(-1)
     token = torch.searchsorted(
         cumulative, uniforms[:, None] * cumulative[:, -1:], right=True
     ).squeeze(-1)
+    # After rounding, a uniform close to 1 may reach the last cumulative value.
     return token.clamp(max=logits.shape[-1] - 1)
 
 
 def _until_eos(tokens: TokenIds, eos: int) -> TokenIds:
+    """The tokens up to the first EOS, included."""
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens

@@ -1,4 +1,7 @@
-"""Loading, adapting and saving models: safetensors only, no remote code, dropout off."""
+"""Loading of tokenizers and models from local folders.
+
+Weights are safetensors, code from the hub is never run, and models are in eval mode (no dropout).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +25,12 @@ from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.lm.lora import load_adapters
 from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 
-LOGIT_CHANGES = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-)  # of Gemma 2, Cohere, Granite
+# Config keys of models that change their logits after the head: Gemma 2, Cohere, Granite
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def setup_torch(params: Params) -> torch.device:
-    """Threads and seeds of this process; returns the device to use."""
+    """Set threads and seed of this process; return the device to use."""
     if params.model.threads:
         torch.set_num_threads(params.model.threads)
     torch.manual_seed(params.seed)
@@ -42,8 +42,9 @@ def default_device() -> torch.device:
 
 
 def resolve_dtype(dtype: Dtype) -> torch.dtype:
-    """`auto` is bfloat16 where its matrix products are fast: a GPU with bf16, or a CPU with
-    AVX512-BF16 or AMX.
+    """The torch dtype; `auto` is bfloat16 if its matrix products are fast here, else float32.
+
+    They are fast on a GPU with bf16 and on a CPU with AVX512-BF16 or AMX.
     """
     if dtype is not Dtype.auto:
         return torch.bfloat16 if dtype is Dtype.bfloat16 else torch.float32
@@ -54,8 +55,11 @@ def resolve_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder: padding on the left, pad different from eos (else EOS would
-    be masked).
+    """The tokenizer of a model folder, with padding on the left.
+
+    Raises:
+        BadInput: the folder has no tokenizer, or its pad token is missing or equal to EOS. Padding
+            is masked in training, so EOS would be, too.
     """
     if not (path / "tokenizer_config.json").exists():
         raise BadInput(f"{path}: no tokenizer there; run `dvc repro assets`")
@@ -64,20 +68,28 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     )
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise BadInput(
-            f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; set it in tokenizer_config.json"
+            f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; "
+            "set it in tokenizer_config.json"
         )
     return tokenizer
 
 
 def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
-    """
+    """Load a model in eval mode.
+
+    Args:
+        kind: the Auto class of transformers.
+        path: the model folder.
+        params: section `model` of params.yaml.
+        more: further arguments of `from_pretrained`.
+
     Raises:
-        BadInput: no model there, or weights are missing that its config says it has: transformers
-            would make them up, and warn.
+        BadInput: there is no model, or weights of its architecture are missing. transformers would
+            only warn and initialise them at random.
     """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
-    model, found = kind.from_pretrained(
+    model, loading_info = kind.from_pretrained(
         path,
         dtype=resolve_dtype(params.dtype),
         attn_implementation=params.attn_implementation,
@@ -86,35 +98,45 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
         output_loading_info=True,
         **more,
     )
+    # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
     saved_as = read_json(path / "config.json", "").get("architectures") or []
-    if type(model).__name__ in saved_as and (lost := sorted(found["missing_keys"])):
+    missing = sorted(loading_info["missing_keys"])
+    if type(model).__name__ in saved_as and missing:
         raise BadInput(
-            f"{path}: {', '.join(lost[:3])} is missing in its weights, lost when it was saved: run its stage again"
+            f"{path}: {', '.join(missing[:3])} is missing in its weights, "
+            "lost when it was saved: run its stage again"
         )
     loaded: PreTrainedModel = model.to(default_device()).eval()
     return loaded
 
 
 def load_causal_lm(path: Path, params: ModelParams) -> Any:
-    """A causal LM in eval mode.
+    """A causal language model in eval mode.
 
     Raises:
-        BadInput: no model there, or one that does more to its logits than multiply states by its
-            head: generation and
-            log-probabilities here (stages/lib/lm/generation.py) would leave that out.
+        BadInput: there is no model, or its logits are more than states times head: generation and
+            log-probabilities here (generation.py, logprobs.py) would leave the rest out.
     """
     model = _load(AutoModelForCausalLM, path, params)
     config = model.config.get_text_config()
     if changed := [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1)]:
         raise BadInput(
-            f"{path}: config.json's {changed[0]} changes the logits, which Rondo does not know; choose an assets.model without it"
+            f"{path}: config.json's {changed[0]} changes the logits, which Rondo does not support; "
+            "choose an assets.model without it"
         )
     return model
 
 
 def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:
-    """What PPO has made of an SFT model, in eval mode: a PeftModel on it, or a model of its own
-    where all weights were trained.
+    """A trained policy in eval mode.
+
+    Args:
+        sft: folder of the SFT model.
+        policy: folder of the policy: an adapter, or a whole model if all weights were trained.
+        params: section `model` of params.yaml.
+
+    Returns:
+        A PeftModel on the SFT model, or the whole model.
     """
     if not is_adapter(policy):
         return load_causal_lm(policy, params)
@@ -122,33 +144,35 @@ def load_policy(sft: Path, policy: Path, params: ModelParams) -> Any:
 
 
 def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds an adapter and not a whole model."""
     return (folder / "adapter_config.json").exists()
 
 
 @contextmanager
 def adapter_disabled(model: Any) -> Iterator[Any]:
-    """A PeftModel as it was before training."""
+    """Within this context, a PeftModel computes as it did before training."""
     with model.disable_adapter():
         yield model
 
 
 def training_model_params(model: ModelParams, lora: LoraParams) -> ModelParams:
-    """Full-parameter training (r 0) needs float32 masters: a bfloat16 weight does not move by small
-    steps.
+    """Params of a model to train: float32 if all weights are trained (r 0).
+
+    Small updates of a bfloat16 weight would be rounded away.
     """
     return model if lora.r else model.model_copy(update={"dtype": Dtype.float32})
 
 
 def load_sequence_classifier(path: Path, params: ModelParams) -> PreTrainedModel:
-    """A model with one number as its head, alone; of a causal LM with a new, random head."""
+    """A model with a head of one number, without ensemble; a causal LM gets a new, random head."""
     return _load(AutoModelForSequenceClassification, path, params, num_labels=1)
 
 
 def load_reward_model(path: Path, params: ModelParams) -> PreTrainedModel:
-    """A reward model, with the further members of its ensemble where it has any.
+    """A reward model, with the further members of its ensemble if it has any.
 
-    `config.mean` and `config.std` calibrate its scores to SFT demonstrations (see
-    stages/reward/__main__.py).
+    `config.mean` and `config.std` calibrate its scores to SFT demonstrations
+    (stages/reward/__main__.py).
     """
     others = sorted((path / MEMBERS).glob("*"))
     return attach_ensemble(

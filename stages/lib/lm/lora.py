@@ -1,8 +1,8 @@
-"""Adapters: peft's LoRA, whose linear layers add the adapter's product in place.
+"""LoRA adapters: peft's, with a faster linear layer that adds the adapter's product in place.
 
-peft's own layer casts its input to float32, autocast casts it back, and scaling and sum are passes
-of their own over all tokens: on a CPU an eighth of a PPO update (docs/log.md). Folders, merging and
-everything else are peft's.
+peft's own layer casts its input to float32, autocast casts it back, and scaling and sum each pass
+over all tokens again. On a CPU this took an eighth of a PPO update (docs/log.md). File formats,
+merging and everything else are peft's.
 """
 
 from collections.abc import Iterator
@@ -18,24 +18,33 @@ from transformers import PreTrainedModel
 
 from stages.lib.core.params.shared import LoraParams
 
-Matrices = tuple[
-    Tensor, Tensor
-]  # A (r, in) and scaled B (out, r), in the dtype that is computed in
+Matrices = tuple[Tensor, Tensor]  # A (r, in) and scaled B (out, r), in the dtype of computation
 
 
 def lora_linear(
     tokens: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, high: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(M, out) x W' + c + (x A') B' of (M, in) tokens, and the (M, r) x A'."""
+    """A linear layer with an adapter.
+
+    Args:
+        tokens: x (M, in).
+        weight: W (out, in).
+        bias: c (out,), or None.
+        low: A (r, in).
+        high: B (out, r), scaled.
+
+    Returns:
+        (M, out) x W' + c + (x A') B', and (M, r) x A'.
+    """
     inner = tokens @ low.T
     return torch.nn.functional.linear(tokens, weight, bias).addmm_(inner, high.T), inner
 
 
 class LoraLinearFunction(torch.autograd.Function):
-    """x W' + c + s (x A') B' of x (..., in), W (out, in), c (out,) or None, A (r, in), B (out, r);
-    W and c are frozen.
+    """x W' + c + s (x A') B' with gradients of x, A and B; W and c are frozen.
 
-    Computed in x's dtype; the gradients of A and B are in theirs.
+    x (..., in), W (out, in), c (out,) or None, A (r, in), B (out, r), s the scaling. Computed in
+    the dtype of x; the gradients of A and B have their dtype.
     """
 
     @staticmethod
@@ -77,13 +86,16 @@ class LoraLinearFunction(torch.autograd.Function):
 
 
 class FusedLinear(Linear):
-    """peft's layer where the adapter is off, merged, one of several, or anything but two matrices.
-    `held`: see `cached_adapter_weights`.
+    """peft's linear layer, with a fast path for the usual case.
+
+    The fast path needs one active adapter that is not merged, and has no dropout or variant.
+    `cached`: the adapter's matrices within `cached_adapter_weights`.
     """
 
-    held: Matrices | None = None
+    cached: Matrices | None = None
 
-    def plain(self) -> bool:
+    def has_fast_path(self) -> bool:
+        """Whether the layer is in the state that the fast path computes."""
         names = self.active_adapters
         unusual = (
             self.disable_adapters
@@ -105,12 +117,11 @@ class FusedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weight, bias = self.base_layer.weight, self.base_layer.bias
-        if kwargs or x.dtype != weight.dtype or not (self.held or self.plain()):
+        if kwargs or x.dtype != weight.dtype or not (self.cached or self.has_fast_path()):
             return super().forward(x, *args, **kwargs)
-        if self.held:
-            return lora_linear(x.reshape(-1, x.shape[-1]), weight, bias, *self.held)[0].view(
-                *x.shape[:-1], -1
-            )
+        if self.cached:
+            tokens = x.reshape(-1, x.shape[-1])
+            return lora_linear(tokens, weight, bias, *self.cached)[0].view(*x.shape[:-1], -1)
         outer: Tensor = LoraLinearFunction.apply(x, weight, bias, *self.adapter())
         return outer
 
@@ -118,37 +129,42 @@ class FusedLinear(Linear):
 @contextmanager
 @torch.no_grad()
 def cached_adapter_weights(model: Any) -> Iterator[None]:
-    """For many short products between which nothing is learnt, as in generation: adapters are cast
-    and scaled once, not for each.
+    """Within this context, adapters are cast and scaled once instead of in each forward pass.
+
+    For generation, with its many short forward passes. The weights must not change inside.
     """
     layers = [
-        layer for layer in model.modules() if isinstance(layer, FusedLinear) and layer.plain()
+        layer
+        for layer in model.modules()
+        if isinstance(layer, FusedLinear) and layer.has_fast_path()
     ]
     for layer in layers:
         low, high, scaling = layer.adapter()
         dtype = layer.base_layer.weight.dtype
-        layer.held = low.to(dtype), (high * scaling).to(dtype)
+        layer.cached = low.to(dtype), (high * scaling).to(dtype)
     try:
         yield
     finally:
         for layer in layers:
-            layer.held = None
+            layer.cached = None
 
 
 def with_fused_linear(config: PeftConfig) -> PeftConfig:
+    """The config, changed in place so that peft uses FusedLinear for linear layers."""
     config._register_custom_module({torch.nn.Linear: FusedLinear})
     return config
 
 
 def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> PeftConfig:
-    """Dropout is 0, else ratios would not be 1 at PPO's first update.
+    """peft's config for these params.
 
-    `top_layers` puts adapters on the upper layers only; peft then wants the modules by name.
+    Dropout is 0, because otherwise the probability ratios would not be 1 at PPO's first update.
     """
     targets, layers = params.target_modules, None
     if params.top_layers is not None:
         count = model.config.get_text_config().num_hidden_layers
         layers = list(range(max(count - params.top_layers, 0), count))
+        # peft accepts layers_to_transform only with modules by name, not with "all-linear".
         if targets == "all-linear":
             targets = sorted(
                 {
@@ -170,11 +186,12 @@ def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> P
 
 
 def add_adapters(model: PreTrainedModel, params: LoraParams, task_type: str) -> Any:
-    """The model with fresh adapters, or as it is where `params.r` is 0."""
+    """The model with new adapters, or the model itself if `params.r` is 0."""
     return get_peft_model(model, lora_config(params, task_type, model)) if params.r else model
 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """The model with the adapter saved in `folder`."""
     return PeftModel.from_pretrained(
         model, str(folder), config=with_fused_linear(PeftConfig.from_pretrained(str(folder)))
     )

@@ -1,7 +1,7 @@
-"""Prompts with their responses through a model, without computing a pad token.
+"""Forward passes of prompts with responses that compute no pad token: rows are laid end to end.
 
-Dimensions: B rows of at most L tokens, M tokens in all, N of them of responses, T in the longest
-response, H hidden size.
+Shapes: B rows of at most L tokens, M tokens of all rows, N response tokens of all rows, T tokens of
+the longest response, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,43 +18,46 @@ from stages.lib.core.types import TokenIds
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows, one after the other.
+    """Rows of tokens, one after the other.
 
-    input_ids, position_ids: (M,). lengths: tokens of each row. place: (M,) each token's index in
-    (B, L) rows padded on the right, laid end to end. predicts: (N,) indices into M of what predicts
-    a response token, i.e. of the one before it. response_mask: (B, T) bool. last: (B,) indices into
-    M of the rows' last tokens.
+    input_ids: (M,) tokens.
+    position_ids: (M,) position of each token in its row.
+    lengths: tokens per row.
+    padded_index: (M,) index of each token in (B, L) rows padded on the right, flattened.
+    predicts: (N,) index of the token before each response token, whose logits predict it.
+    response_mask: (B, T) bool, true for tokens of a response.
+    last: (B,) index of each row's last token.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     lengths: list[int]
-    place: Tensor
+    padded_index: Tensor
     predicts: Tensor
     response_mask: Tensor
     last: Tensor
 
     @property
     def targets(self) -> Tensor:
-        """(N,) the response tokens of all rows."""
+        """(N,) response tokens of all rows."""
         return self.input_ids[self.predicts + 1]
 
     def to_rows(self, flat: Tensor) -> Tensor:
-        """Lay (N,) values of response tokens out as (B, T), zero behind each row's end."""
+        """Arrange (N,) values of response tokens as (B, T), with zeros after a response's end."""
         return flat.new_zeros(self.response_mask.shape).masked_scatter(self.response_mask, flat)
 
     def pad(self, flat: Tensor) -> Tensor:
-        """(M, ...) to (B, L, ...), zero behind each row's end."""
+        """Arrange (M, ...) values as (B, L, ...), with zeros after the end of a row."""
         rows, width, rest = len(self.lengths), max(self.lengths), flat.shape[1:]
         return (
             flat.new_zeros(rows * width, *rest)
-            .index_copy(0, self.place, flat)
+            .index_copy(0, self.padded_index, flat)
             .view(rows, width, *rest)
         )
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """(B, L, ...) to (M, ...)."""
-        return padded.flatten(0, 1).index_select(0, self.place)
+        """Arrange (B, L, ...) values as (M, ...), without the padding."""
+        return padded.flatten(0, 1).index_select(0, self.padded_index)
 
 
 def pack(
@@ -63,34 +66,60 @@ def pack(
     device: torch.device,
     eos_token_id: int | None = None,
 ) -> Packed:
-    """`eos_token_id` closes responses without it: it is read there (a reward model wants it), but
-    no token of the response.
+    """Lay prompts with their responses end to end.
+
+    Args:
+        prompt_ids: tokens of each prompt, at least one.
+        response_ids: tokens of each response; [] for none.
+        device: device of the tensors.
+        eos_token_id: if given, a response without EOS gets one. The model reads it, because a
+            reward model is read at EOS, but it is not a response token: no log-probability.
+
+    Returns:
+        The rows, in order.
+
+    Raises:
+        ValueError: the numbers of prompts and responses differ.
+        IndexError: there are no rows, or a response is empty and `eos_token_id` is given.
+
+    Example:
+        >>> packed = pack([[5, 6], [7]], [[8], [9, 2]], torch.device("cpu"))
+        >>> packed.input_ids.tolist(), packed.lengths, packed.targets.tolist()
+        ([5, 6, 8, 7, 9, 2], [3, 3], [8, 9, 2])
+        >>> packed.predicts.tolist(), packed.last.tolist()
+        ([1, 3, 4], [2, 5])
     """
-    ends_in = response_ids if eos_token_id is None else append_eos(response_ids, eos_token_id)
-    rows = [prompt + response for prompt, response in zip(prompt_ids, ends_in, strict=True)]
-    lengths, sizes = (
-        torch.tensor([len(row) for row in rows]),
-        torch.tensor([len(response) for response in response_ids]),
-    )
-    added = torch.tensor([len(response) for response in ends_in]) - sizes
+    closed = response_ids if eos_token_id is None else append_eos(response_ids, eos_token_id)
+    rows = [prompt + response for prompt, response in zip(prompt_ids, closed, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    response_lengths = torch.tensor([len(response) for response in response_ids])
+    appended = torch.tensor([len(response) for response in closed]) - response_lengths
     ends, row = lengths.cumsum(0), torch.arange(len(rows)).repeat_interleave(lengths)
     index = torch.arange(int(ends[-1]))
     positions = index - (ends - lengths)[row]
-    ahead = (ends - added)[row] - index  # tokens to the response's end, this one included
+    # Tokens to the end of the response, this one included: a token before a response token has at
+    # least 2 of them, and at most one more than the response is long.
+    remaining = (ends - appended)[row] - index
+    predicts = (remaining > 1) & (remaining <= response_lengths[row] + 1)
+    longest = torch.arange(int(response_lengths.max()))
     return Packed(
         input_ids=torch.tensor([token for tokens in rows for token in tokens], device=device),
         position_ids=positions.to(device),
         lengths=lengths.tolist(),
-        place=(row * int(lengths.max()) + positions).to(device),
-        predicts=index[(ahead > 1) & (ahead <= sizes[row] + 1)].to(device),
-        response_mask=(torch.arange(int(sizes.max())) < sizes[:, None]).to(device),
+        padded_index=(row * int(lengths.max()) + positions).to(device),
+        predicts=index[predicts].to(device),
+        response_mask=(longest < response_lengths[:, None]).to(device),
         last=(ends - 1).to(device),
     )
 
 
 def append_eos(response_ids: Sequence[TokenIds], eos_token_id: int) -> list[TokenIds]:
-    """Each response with EOS at its end, whether or not it was sampled: reward models are trained
-    on EOS, and read there.
+    """Each response with EOS at its end, whether or not it was sampled.
+
+    Reward models are trained to be read at EOS.
+
+    Raises:
+        IndexError: a response is empty.
     """
     return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
 
@@ -101,7 +130,7 @@ def unwrap_peft(model: Any) -> Any:
 
 
 def model_autocast(model: Any) -> torch.autocast:
-    """Float32 adapters on a bfloat16 model are multiplied in bfloat16."""
+    """Autocast to bfloat16 for a bfloat16 model, whose adapters are float32."""
     inner = unwrap_peft(model)
     return torch.autocast(inner.device.type, torch.bfloat16, enabled=inner.dtype is torch.bfloat16)
 
@@ -109,12 +138,19 @@ def model_autocast(model: Any) -> torch.autocast:
 def hidden_states(
     model: Any, packed: Packed, entering: Tensor | None = None, cache: DynamicCache | None = None
 ) -> Tensor:
-    """(M, H) last hidden states, without the vocabulary's or the score's head; of tokens, or of (M,
-    H) states that enter the layers.
+    """Run the layers of a model, without the head (vocabulary or score).
 
-    Stages.attention's `grouped` takes the rows apart where they meet, in attention; for other
-    implementations they are padded. `cache`: is given the keys and values, laid out as the model
-    ran.
+    With `grouped` attention the rows run end to end; only attention separates them. With other
+    implementations they are padded.
+
+    Args:
+        model: a transformers model or a PeftModel.
+        packed: the rows.
+        entering: (M, H) states to start from instead of the tokens' embeddings.
+        cache: receives the keys and values, in the layout in which the rows ran.
+
+    Returns:
+        (M, H) last hidden states.
     """
     trunk = unwrap_peft(model).base_model
     name, tokens = (
@@ -133,8 +169,10 @@ def hidden_states(
 
 
 def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
-    """(B, H) hidden states of the rows' last tokens, and the cache to go on from, where rows are
-    padded on the right.
+    """Run prompts and keep the cache, to sample responses from.
+
+    Returns:
+        (B, H) hidden states of the rows' last tokens, and the cache with rows padded on the right.
     """
     cache = DynamicCache()
     states = hidden_states(model, packed, cache=cache)[packed.last]
@@ -142,7 +180,7 @@ def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
         pairs = ((layer.keys, layer.values) for layer in cache.layers)
         cache = DynamicCache(
             [
-                tuple(packed.pad(each[0].transpose(0, 1)).transpose(1, 2) for each in pair)
+                tuple(packed.pad(values[0].transpose(0, 1)).transpose(1, 2) for values in pair)
                 for pair in pairs
             ]
         )
@@ -151,20 +189,20 @@ def prefill(model: Any, packed: Packed) -> tuple[Tensor, DynamicCache]:
 
 @contextmanager
 def padding_free(model: Any) -> Iterator[None]:
-    """Batches that a trainer has padded go through the layers as rows end to end, and come back
-    padded with zeros.
+    """Within this context, padded batches of a trainer run through the layers without padding.
 
-    What is packed already, or goes on from a cache, as the sampling and scoring of this project
-    does, stays as it is.
+    The rows are laid end to end; the hidden states come back padded with zeros. Calls that are
+    packed already or continue from a cache, as in this project's sampling and scoring, are not
+    changed. Does nothing if the model's attention is not `grouped`.
     """
     trunk = unwrap_peft(model).base_model
-    places: list[Tensor | None] = []
+    masks: list[Tensor | None] = []  # of the calls in progress; None for a call left unchanged
 
     def before(
         _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if "packed" in kwargs or kwargs.get("past_key_values") is not None:
-            places.append(None)
+            masks.append(None)
             return None
         ids, mask = args[0] if args else kwargs["input_ids"], kwargs["attention_mask"].bool()
         packed = pack(
@@ -172,11 +210,11 @@ def padding_free(model: Any) -> Iterator[None]:
             [[]] * len(ids),
             ids.device,
         )
-        places.append(mask)
+        masks.append(mask)
         return (), packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
 
     def after(_: Any, args: Any, output: Any) -> Any:
-        if (mask := places.pop()) is None:
+        if (mask := masks.pop()) is None:
             return output
         [states] = output.last_hidden_state
         output.last_hidden_state = states.new_zeros(*mask.shape, states.shape[1]).masked_scatter(
@@ -199,14 +237,21 @@ def padding_free(model: Any) -> Iterator[None]:
 
 
 def supports_packing(trunk: Any) -> bool:
+    """Whether the attention of these layers can run rows end to end."""
     return trunk.config._attn_implementation == "grouped"
 
 
 def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor) -> dict[str, Any]:
-    """Arguments of a trunk that `supports_packing`. Attention pads on the right, where no token sees a
-    pad: the mask is causal alone.
+    """Arguments for layers that support packing.
+
+    Args:
+        packed: the rows.
+        dtype: dtype of the mask.
+        name: argument name of `tokens`, `input_ids` or `inputs_embeds`.
+        tokens: (M,) tokens, or (M, H) states.
     """
     width = max(packed.lengths)
+    # Attention pads rows on the right, where a causal mask hides the pads: no padding mask needed.
     causal = torch.full(
         (1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=tokens.device
     ).triu(1)
@@ -220,13 +265,14 @@ def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor)
 
 
 def flatten_states(packed: Packed, states: Tensor) -> Tensor:
-    """(M, H) of the states between two layers, as `hidden_states` runs them: (1, M, H) or (B, L,
-    H).
+    """Arrange states between two layers of `hidden_states` as (M, H).
+
+    They are (1, M, H) if the rows ran end to end, else (B, L, H).
     """
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
 
 
-def _by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Row numbers in batches of like length, so that little padding is computed."""
+def batches_by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of rows in batches of similar length, so that attention pads little."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     return (order[i : i + batch_size] for i in range(0, len(order), batch_size))

@@ -1,4 +1,4 @@
-"""Several reward models as one: members, combined scores, calibration."""
+"""Ensembles of reward models: members, combined scores, calibration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,30 +10,38 @@ import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.params.shared import Reduce
 from stages.lib.lm.packing import unwrap_peft
 
-MEMBERS = "members"  # folder, within a reward model's, of the further members of its ensemble
+MEMBERS = "members"  # subfolder of a reward model with the further members of its ensemble
 
 
 def attach_ensemble(
     reward_model: PreTrainedModel, others: list[PreTrainedModel]
 ) -> PreTrainedModel:
-    """The model that now knows the further members: `members` and `combined` find them again,
-    nothing that trains or saves it does.
+    """Attach the further members to the first one, and return it.
+
+    Training and saving the model ignore them; `ensemble_members` and `ensemble_scores` find them.
     """
+    # A list, not a ModuleList, so that the members are no submodules of the first one
     reward_model.ensemble = others
     return reward_model
 
 
 def ensemble_members(reward_model: Any) -> list[Any]:
-    """A reward model and the further members of its ensemble."""
+    """The reward model and the further members of its ensemble."""
     return [reward_model, *getattr(unwrap_peft(reward_model), "ensemble", [])]
 
 
 def ensemble_scores(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """(B,) raw scores of an ensemble, in the units of its first member, so that nothing else need
-    know that there are several.
+    """Raw scores of an ensemble, in the units of its first member.
 
-    `read` gives one member's raw scores; the members' calibrated scores are reduced as
-    `config.ensemble_reduce` says.
+    So an ensemble can be used like one reward model, with the calibration of the first member.
+
+    Args:
+        reward_model: the first member.
+        read: returns one member's (B,) raw scores.
+
+    Returns:
+        (B,) scores: mean or minimum (`config.ensemble_reduce`) of the calibrated scores, converted
+        back. Without further members, the raw scores of the one model.
     """
     first, *others = ensemble_members(reward_model)
     raw = read(first)
@@ -50,5 +58,5 @@ def ensemble_scores(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> t
 
 
 def calibrate_scores(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:
-    """Raw scores in standard deviations from the mean score of SFT demonstrations."""
+    """Raw scores in standard deviations above the mean score of SFT demonstrations."""
     return (raw - reward_model.config.mean) / reward_model.config.std

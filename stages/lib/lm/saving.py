@@ -1,4 +1,8 @@
-"""Merging, saving and copying weights."""
+"""Saving of trained models to folders, and copies of trained weights in memory.
+
+In order: merging an adapter into its model; saving an adapter, a whole model or a head; reading and
+writing the trainable weights of a model in memory.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,18 +17,17 @@ from stages.lib.core.files import read_json, write_json
 
 
 def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
-    """The plain model with its adapter added in: summed in float32, kept in `dtype`."""
+    """The plain model with its adapter merged: summed in float32, stored in `dtype`."""
     if hasattr(model, "merge_and_unload"):
         model = model.to(torch.float32).merge_and_unload()
-    for (
-        parameter
-    ) in model.parameters():  # not model.to(dtype): rotary frequencies, a buffer, must stay float32
+    # Not model.to(dtype): the rotary frequencies, a buffer, must stay float32.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.eval()
 
 
 def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A PeftModel's adapter, a whole model, or a head."""
+    """Save what was trained: the adapter of a PeftModel, a whole model, or a head."""
     if hasattr(model, "peft_config"):
         save_adapter(model, folder)
     elif isinstance(model, PreTrainedModel):
@@ -35,40 +38,37 @@ def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """A PeftModel's adapter; the same files in every process (peft writes its sets in any order,
-    and DVC would see another adapter).
-    """
+    """Save a PeftModel's adapter, with the same bytes in every process."""
     model.save_pretrained(folder)
     path = folder / "adapter_config.json"
     config = read_json(path, "")
-    write_json(
-        path,
-        {
-            key: sorted(value) if key == "target_modules" and isinstance(value, list) else value
-            for key, value in config.items()
-        },
-    )
+    # peft writes a set in any order, and DVC would see a different adapter.
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"] = sorted(config["target_modules"])
+    write_json(path, config)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Weights (safetensors), config and tokenizer in one folder."""
+    """Save weights (safetensors), config and tokenizer in one folder."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """The trainable parameters with their names."""
     return [
         (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
     ]
 
 
 def trainable_state_dict(model: Any) -> dict[str, Tensor]:
-    """The trained weights by name, as they are: they move on with the model."""
+    """The trainable weights by name. Not copies: they change when the model is trained."""
     return {name: parameter.detach() for name, parameter in trainable_named(model)}
 
 
 @torch.no_grad()
 def load_trainable(model: Any, weights: dict[str, Tensor]) -> None:
+    """Copy weights, by name, into the model's trainable parameters."""
     for name, parameter in trainable_named(model):
         parameter.copy_(weights[name])

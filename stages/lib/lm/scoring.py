@@ -1,4 +1,11 @@
-"""A saved reward model that scores prompts with responses."""
+"""Scores of a reward model, and the KL of a policy to its reference.
+
+From the inside out: scores from hidden states (`score_head`), scores of token sequences
+(`reward_scores`), calibrated scores of texts with a saved reward model (`RewardScorer`), and
+everything that evaluation and PPO need to know about sampled responses (`score_responses`).
+
+Shapes: B responses, M tokens of all rows, H hidden size.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,55 +21,18 @@ from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.lm.loading import load_reward_model
 from stages.lib.lm.logprobs import response_logprobs
-from stages.lib.lm.packing import Packed, _by_length, hidden_states, pack, unwrap_peft
+from stages.lib.lm.packing import Packed, batches_by_length, hidden_states, pack, unwrap_peft
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 
-Reference = Callable[
-    [], AbstractContextManager[Any]
-]  # a context in which a model is what it was before PPO: an adapter is off
-
-
-class RewardScorer:
-    """Calibrated scores of whole responses (with EOS) under a reward model."""
-
-    def __init__(self, path: Path, tokenizer: Any, params: Params, batch_size: int) -> None:
-        self.model, self.tokenizer, self.params = (
-            load_reward_model(path, params.model),
-            tokenizer,
-            params,
-        )
-        self.batch_size = batch_size
-
-    def raw(self, sequences: Sequence[TokenIds]) -> Tensor:
-        return reward_scores(self.model, sequences, batch_size=self.batch_size)
-
-    def tokens(self, sequences: Sequence[TokenIds]) -> list[float]:
-        scores: list[float] = calibrate_scores(self.raw(sequences), self.model).tolist()
-        return scores
-
-    def scores_per_member(self, sequences: Sequence[TokenIds]) -> Tensor:
-        """(K, B) calibrated scores of each of K members of an ensemble."""
-        each = (
-            calibrate_scores(member_scores(m, sequences, batch_size=self.batch_size), m)
-            for m in ensemble_members(self.model)
-        )
-        return torch.stack(list(each))
-
-    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[TokenIds]:
-        encoded = (
-            encode(self.tokenizer, p, r, self.params.prepare.prompt_format)
-            for p, r in zip(prompts, responses, strict=True)
-        )
-        return [prompt + response for prompt, response in encoded]
-
-    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        return self.tokens(self.encode(prompts, responses))
+# Opens a context with the model as it was before PPO, e.g. with its adapter switched off
+Reference = Callable[[], AbstractContextManager[Any]]
 
 
 def score_head(model: Any, hidden: Tensor) -> Tensor:
-    """(...) scores of (..., H) states, in float32: in bfloat16 a score near 3 moves in steps of
-    0.016.
+    """(...) scores from (..., H) last hidden states, in float32.
+
+    In bfloat16, scores near 3 would differ by at least 0.016.
     """
     return torch.nn.functional.linear(
         hidden.float(), unwrap_peft(model).score.weight.float()
@@ -70,15 +40,87 @@ def score_head(model: Any, hidden: Tensor) -> Tensor:
 
 
 def last_scores(model: Any, packed: Packed, entering: Tensor | None, first: int) -> Tensor:
-    """(B,) raw scores at the rows' last tokens, from the (M, H) states that enter layer `first`, or
-    from the tokens.
+    """(B,) raw scores at the last token of each row.
+
+    Args:
+        model: a reward model, without ensemble.
+        packed: the rows.
+        entering: (M, H) states that enter layer `first`; None: start from the tokens.
+        first: number of the first layer to run, if `entering` is given.
     """
     return score_head(model, forward_layers(model, packed, entering, first)[0][packed.last])
 
 
+@torch.no_grad()
+def member_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int = 64) -> Tensor:
+    """(B,) raw scores of one reward model, float32 on the CPU.
+
+    They are read at each sequence's last token, which should be EOS, as in training.
+    """
+    scores = torch.empty(len(sequences))
+    for batch in batches_by_length([len(s) for s in sequences], batch_size):
+        packed = pack([sequences[i] for i in batch], [[] for _ in batch], unwrap_peft(model).device)
+        states = hidden_states(model, packed)[packed.last]
+        scores[torch.tensor(batch)] = score_head(model, states).cpu()
+    return scores
+
+
+def reward_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int = 64) -> Tensor:
+    """(B,) raw scores of a reward model or its ensemble; see `member_scores`."""
+    return ensemble_scores(
+        model, lambda member: member_scores(member, sequences, batch_size=batch_size)
+    )
+
+
+class RewardScorer:
+    """Calibrated scores of whole responses (with EOS) by a saved reward model.
+
+    Args:
+        path: folder of the reward model.
+        tokenizer: its tokenizer.
+        params: all params, for the model's dtype and the prompt format.
+        batch_size: sequences per forward pass.
+    """
+
+    def __init__(self, path: Path, tokenizer: Any, params: Params, batch_size: int) -> None:
+        self.model = load_reward_model(path, params.model)
+        self.tokenizer, self.params, self.batch_size = tokenizer, params, batch_size
+
+    def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """Calibrated score per response."""
+        return self.tokens(self.encode(prompts, responses))
+
+    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[TokenIds]:
+        """Tokens of prompt, response and EOS, per response."""
+        encoded = (
+            encode(self.tokenizer, p, r, self.params.prepare.prompt_format)
+            for p, r in zip(prompts, responses, strict=True)
+        )
+        return [prompt + response for prompt, response in encoded]
+
+    def tokens(self, sequences: Sequence[TokenIds]) -> list[float]:
+        """Calibrated score per sequence of tokens."""
+        scores: list[float] = calibrate_scores(self.raw(sequences), self.model).tolist()
+        return scores
+
+    def raw(self, sequences: Sequence[TokenIds]) -> Tensor:
+        """(B,) scores before calibration."""
+        return reward_scores(self.model, sequences, batch_size=self.batch_size)
+
+    def scores_per_member(self, sequences: Sequence[TokenIds]) -> Tensor:
+        """(K, B) calibrated scores of each of the K members of an ensemble."""
+        scores = [
+            calibrate_scores(member_scores(member, sequences, batch_size=self.batch_size), member)
+            for member in ensemble_members(self.model)
+        ]
+        return torch.stack(scores)
+
+
 class ResponseScores(NamedTuple):
-    """Of B responses, float32 on the CPU. kl, ref_logprobs: (B,) nats a sequence; scores: (B,) raw,
-    where there is a reward model.
+    """Scores of B responses, each a (B,) float32 tensor on the CPU.
+
+    kl: log-ratio of policy to reference, nats per sequence. ref_logprobs: log-probability under the
+    reference, nats per sequence. scores: raw scores of the reward model.
     """
 
     kl: Tensor
@@ -98,57 +140,64 @@ def score_responses(
     temperature: float,
     batch_size: int,
 ) -> ResponseScores:
-    """The log-ratio of policy to reference (0 where there is no policy), and what a reward model
-    says, which reads responses up to EOS.
+    """Score sampled responses: KL to the reference, and the reward model's score.
 
-    Layers that these models have in common run once.
+    The layers that policy, reference and reward model share run once per batch.
+
+    Args:
+        policy: the model that sampled the responses; None: no KL.
+        reference: opens a context with the reference model.
+        prompt_ids: tokens of each prompt.
+        response_ids: tokens of each response, at least one, as `generate` returns them.
+        reward_model: a reward model or its ensemble; None: no scores.
+        eos_token_id: appended, for the reward model, to a response that was cut off.
+        temperature: divides the logits of policy and reference, as in sampling.
+        batch_size: responses per forward pass.
+
+    Returns:
+        The scores. `kl` is 0 without a policy, and `scores` are 0 without a reward model.
+
+    Raises:
+        ValueError: the numbers of prompts and responses differ.
+
+    Example:
+        scores = score_responses(
+            policy,
+            lambda: adapter_disabled(policy),
+            prompt_ids,
+            response_ids,
+            reward_model=reward_model,
+            eos_token_id=tokenizer.eos_token_id,
+            temperature=1.0,
+            batch_size=32,
+        )
+        mean_kl = scores.kl.mean().item()  # nats per sequence
     """
-    told = ResponseScores(*(torch.zeros(len(prompt_ids)) for _ in ResponseScores._fields))
+    results = ResponseScores(*(torch.zeros(len(prompt_ids)) for _ in ResponseScores._fields))
     with reference() as model:
-        together = [
+        models = [
             model,
             *([policy] if policy else []),
             *(ensemble_members(reward_model) if reward_model else []),
         ]
-        common, device = num_shared_layers(*together), unwrap_peft(model).device
-    for batch in _by_length(
-        [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)], batch_size
-    ):
+        common, device = num_shared_layers(*models), unwrap_peft(model).device
+    lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
+    for batch in batches_by_length(lengths, batch_size):
         packed = pack(
             [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, eos_token_id
         )
+        # The reference runs all layers; the others start from the states that enter layer `common`.
         with reference() as model:
             hidden, [entering] = forward_layers(model, packed, keep=[common])
-            theirs = own = response_logprobs(model, packed, hidden, temperature)
+            ref_logprobs = policy_logprobs = response_logprobs(model, packed, hidden, temperature)
         start = entering if common else None
         if policy:
-            own = response_logprobs(
-                policy, packed, forward_layers(policy, packed, start, common)[0], temperature
-            )
-        told.kl[batch], told.ref_logprobs[batch] = (own - theirs).sum(1).cpu(), theirs.sum(1).cpu()
+            hidden, _ = forward_layers(policy, packed, start, common)
+            policy_logprobs = response_logprobs(policy, packed, hidden, temperature)
+        results.kl[batch] = (policy_logprobs - ref_logprobs).sum(1).cpu()
+        results.ref_logprobs[batch] = ref_logprobs.sum(1).cpu()
         if reward_model:
-            told.scores[batch] = ensemble_scores(
+            results.scores[batch] = ensemble_scores(
                 reward_model, partial(last_scores, packed=packed, entering=start, first=common)
             ).cpu()
-    return told
-
-
-def reward_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int = 64) -> Tensor:
-    """(B,) raw scores of a reward model or its ensemble, as `member_scores` has them of one member."""
-    return ensemble_scores(
-        model, lambda member: member_scores(member, sequences, batch_size=batch_size)
-    )
-
-
-@torch.no_grad()
-def member_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int = 64) -> Tensor:
-    """(B,) raw scores, float32 on the CPU, read at each sequence's last token (EOS, where it was
-    trained with EOS).
-    """
-    scores = torch.empty(len(sequences))
-    for batch in _by_length([len(s) for s in sequences], batch_size):
-        packed = pack([sequences[i] for i in batch], [[] for _ in batch], unwrap_peft(model).device)
-        scores[torch.tensor(batch)] = score_head(
-            model, hidden_states(model, packed)[packed.last]
-        ).cpu()
-    return scores
+    return results

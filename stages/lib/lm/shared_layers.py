@@ -1,7 +1,7 @@
-"""Models that were trained on their upper layers alone have the lower ones in common: those run
-once for all.
+"""Lower layers that several models share run once for all of them.
 
-M tokens of rows end to end, H hidden size.
+Models from the same base that were trained on their upper layers only have equal lower layers.
+Shapes: M tokens of rows end to end, H hidden size.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,10 @@ from stages.lib.lm.packing import Packed, flatten_states, hidden_states, pack, u
 
 
 class IdentityLayer(torch.nn.Module):
-    """In the place of a layer that has run already: what a layer is (its kind of attention) goes by
-    its number.
+    """Stands in for a layer that has run already.
+
+    The other layers must keep their numbers, because some models choose the kind of attention by
+    the number of the layer.
     """
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -25,7 +27,11 @@ class IdentityLayer(torch.nn.Module):
 
 
 def find_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
-    """The module that holds the layers, under which name, and they themselves."""
+    """Find the decoder layers of a model.
+
+    Returns:
+        The module that contains the list of layers, the list's attribute name, and the list.
+    """
     trunk, count = (
         unwrap_peft(model).base_model,
         unwrap_peft(model).config.get_text_config().num_hidden_layers,
@@ -40,7 +46,7 @@ def find_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
 
 
 def num_layers_below_adapters(model: Any) -> int:
-    """How many of the lowest layers have no adapters."""
+    """Number of layers below the lowest one with an adapter."""
     *_, layers = find_layers(model)
     adapted = (
         i
@@ -51,13 +57,13 @@ def num_layers_below_adapters(model: Any) -> int:
 
 
 def num_shared_layers(*models: Any) -> int:
-    """How many of the lowest layers, with the embedding below them, are the same in all models, bit
-    for bit.
+    """Number of the lowest layers that are bit-identical in all models, embeddings included.
 
-    0 where states cannot be handed on, which is tried on the first model, since all are of one
-    kind: some do more with an embedding than pass it to their first layer.
+    0 if a model cannot start from hidden states: some, e.g. GPT-2, add position embeddings before
+    the first layer. This is tried on the first model, because all have the same architecture.
     """
     first, *others = models
+    # The last layer is never shared, so that each model has at least one of its own.
     same = min(len(find_layers(first)[2]) - 1, *map(num_layers_below_adapters, models))
     for other in others:
         if type(unwrap_peft(first).base_model) is not type(unwrap_peft(other).base_model):
@@ -68,22 +74,23 @@ def num_shared_layers(*models: Any) -> int:
             return 0
         pairs = zip(find_layers(first)[2][:same], find_layers(other)[2][:same], strict=True)
         same = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), same)
-    return same if same and _handed_on(first, same) else 0
+    return same if same and _can_start_from_states(first, same) else 0
 
 
 def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     if a is b:
         return True
-    ours, theirs = a.state_dict(), b.state_dict()
+    weights_a, weights_b = a.state_dict(), b.state_dict()
     return (
         type(a) is type(b)
-        and ours.keys() == theirs.keys()
-        and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        and weights_a.keys() == weights_b.keys()
+        and all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
     )
 
 
 @torch.no_grad()
-def _handed_on(model: Any, first: int) -> bool:
+def _can_start_from_states(model: Any, first: int) -> bool:
+    """Whether the layers from `first` on give the whole model's result, on a probe."""
     row = pack([[1, 2, 3]], [[]], unwrap_peft(model).device)
     whole, [entering] = forward_layers(model, row, keep=[first])
     return torch.allclose(
@@ -98,18 +105,27 @@ def forward_layers(
     first: int = 0,
     keep: Sequence[int] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """(M, H) last hidden states, and the (M, H) states that enter layers `keep`; from the tokens,
-    or from what enters layer `first`.
+    """Run a model, or its layers from `first` on.
+
+    Args:
+        model: a transformers model or a PeftModel.
+        packed: the rows.
+        entering: (M, H) states that enter layer `first`; None: start from the tokens.
+        first: number of the first layer to run, if `entering` is given.
+        keep: numbers of layers whose entering states are returned, too.
+
+    Returns:
+        (M, H) last hidden states, and the (M, H) states that enter each layer of `keep`.
     """
-    with _without(model, 0 if entering is None else first), _watched(model, keep) as seen:
-        return hidden_states(model, packed, entering), [
-            flatten_states(packed, seen[number]) for number in keep
-        ]
+    skipped = 0 if entering is None else first
+    with _without_lower_layers(model, skipped), _record_inputs(model, keep) as inputs:
+        states = hidden_states(model, packed, entering)
+        return states, [flatten_states(packed, inputs[number]) for number in keep]
 
 
 @contextmanager
-def _without(model: Any, first: int) -> Iterator[None]:
-    """The layers below `first` do nothing."""
+def _without_lower_layers(model: Any, first: int) -> Iterator[None]:
+    """Within this context, the layers below `first` do nothing."""
     holder, name, layers = find_layers(model)
     setattr(
         holder,
@@ -123,19 +139,19 @@ def _without(model: Any, first: int) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(model: Any, numbers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """What enters these layers in the next forward pass."""
+def _record_inputs(model: Any, numbers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+    """Within this context, record the states that enter these layers, by number of the layer."""
     *_, layers = find_layers(model)
-    seen: dict[int, Tensor] = {}
+    recorded: dict[int, Tensor] = {}
 
-    def watch(number: int) -> Any:
+    def record(number: int) -> Any:
         return layers[number].register_forward_pre_hook(
-            lambda _, inputs: seen.update({number: inputs[0]})
+            lambda _, inputs: recorded.update({number: inputs[0]})
         )
 
-    hooks = [watch(number) for number in set(numbers)]
+    hooks = [record(number) for number in set(numbers)]
     try:
-        yield seen
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()

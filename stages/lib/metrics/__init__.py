@@ -1,1 +1,1 @@
-"""Statistics of numbers and of texts; no model."""
+"""Statistics of numbers and of texts, without a language model."""

@@ -1,4 +1,4 @@
-"""What a reward model has to beat: shortcuts that need no language model."""
+"""Baselines that a reward model must beat: rules and word models without a language model."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 from stages.lib.core.types import Prompt, Row
 
-TFIDF_PAIRS = 20_000  # at most, at random: more do not change what words can tell
+TFIDF_PAIRS = 20_000  # pairs per side at most: more hardly change the accuracy of a word model
 TOP_WORDS = 10
 
 
 class WordModel(NamedTuple):
-    """Held-out accuracy of Bradley-Terry on words, and the words (or pairs of words) that speak
-    most for and against a text.
+    """Held-out accuracy of a Bradley-Terry model on words, and its strongest features.
+
+    accuracy: share of held-out pairs ranked correctly. chosen, rejected: the words (or pairs of
+    words) with the largest weights for and against a text.
     """
 
     accuracy: float
@@ -21,9 +23,7 @@ class WordModel(NamedTuple):
 
 
 def more_wins_accuracy(pairs: Sequence[Row], measure: Callable[[str], float]) -> float:
-    """Share of pairs whose chosen text has more of `measure` than the rejected one; equal ones
-    count half.
-    """
+    """Share of pairs whose chosen text has the larger `measure`; equal measures count half."""
     differences = [measure(pair["chosen"]) - measure(pair["rejected"]) for pair in pairs]
     return sum(
         1.0 if difference > 0 else 0.5 if difference == 0 else 0.0 for difference in differences
@@ -31,7 +31,7 @@ def more_wins_accuracy(pairs: Sequence[Row], measure: Callable[[str], float]) ->
 
 
 def longest_wins_accuracy(pairs: Sequence[Row]) -> float:
-    """Share of pairs whose chosen text is the longer one, in characters; equal lengths count half."""
+    """Share of pairs whose chosen text has more characters; equal lengths count half."""
     return more_wins_accuracy(pairs, len)
 
 
@@ -41,11 +41,17 @@ def tfidf_accuracy(train: list[Row], held_out: list[Row], seed: int) -> float:
 
 
 def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
-    """Bradley-Terry on TF-IDF features: logistic regression on the difference of a pair's vectors,
-    without intercept.
+    """Fit a Bradley-Terry model on TF-IDF features.
 
-    On at most `TFIDF_PAIRS` pairs of each side, at random by `seed`. Texts without a word are as
-    good as a coin.
+    That is logistic regression, without intercept, on the difference of a pair's vectors.
+
+    Args:
+        train: pairs with prompt, chosen and rejected; at most TFIDF_PAIRS are used, at random.
+        held_out: pairs for the accuracy; the same limit.
+        seed: seed of the random choice.
+
+    Returns:
+        The model; accuracy 0.5 and no words if the training texts contain no word.
     """
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -63,32 +69,34 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     try:
         features = vectorizer.fit_transform(texts(train))
-    except ValueError:  # its vocabulary is empty
+    except ValueError:  # empty vocabulary: no text contains a word
         return WordModel(0.5, [], [])
     new = vectorizer.transform(texts(held_out))
     better = features[: len(train)] - features[len(train) :]
     model = LogisticRegression(fit_intercept=False, C=10.0, max_iter=1000, random_state=seed)
+    # Each pair in both orders, so that the two classes are balanced and mirror each other
     model.fit(vstack([better, -better]), [1] * len(train) + [0] * len(train))
     margins = model.decision_function(new[: len(held_out)] - new[len(held_out) :])
     names, weights = vectorizer.get_feature_names_out(), model.coef_[0]
     order = weights.argsort(kind="stable")
     return WordModel(
         float((margins > 0).mean() + 0.5 * (margins == 0).mean()),
-        [str(names[at]) for at in order[::-1][:TOP_WORDS] if weights[at] > 0],
-        [str(names[at]) for at in order[:TOP_WORDS] if weights[at] < 0],
+        [str(names[index]) for index in order[::-1][:TOP_WORDS] if weights[index] > 0],
+        [str(names[index]) for index in order[:TOP_WORDS] if weights[index] < 0],
     )
 
 
 def subsample(rows: list[Row], most: int, seed: int) -> list[Row]:
-    """The rows, or `most` of them at random in their order."""
+    """All rows, or `most` of them at random, in their original order."""
     if len(rows) <= most:
         return rows
     return [rows[index] for index in sorted(random.Random(seed).sample(range(len(rows)), most))]
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """The prompt as a text that a response can follow: messages do not end with the space before
-    it.
+    """The prompt as text to put before a response.
+
+    Each message gets a space after it, because a response to messages has no leading space.
     """
     return (
         prompt

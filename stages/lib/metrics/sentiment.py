@@ -11,12 +11,15 @@ from stages.lib.metrics.text import strip_emoji_and_exclamations
 
 @cache
 def lexicon() -> SentimentIntensityAnalyzer:
+    """The analyzer, loaded once per process."""
     return SentimentIntensityAnalyzer()
 
 
 def sentiment(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """VADER compound, -1..1, of the whole text: a string prompt with what continues it; the answer
-    to messages alone.
+    """VADER's compound score, -1..1, of each text.
+
+    A string prompt is scored together with the response that continues it. Of a conversation only
+    the response is scored, because the prompt is another speaker's text.
     """
     texts = (
         prompt + response if isinstance(prompt, str) else response
@@ -26,8 +29,9 @@ def sentiment(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float
 
 
 def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    """VADER compound, -1..1, of the response alone without emoji and "!", which the lexicon
-    overpays too.
+    """VADER's compound score, -1..1, of each response alone, without emoji and "!".
+
+    The lexicon scores emoji and "!" too high, as reward models do.
     """
     return [
         lexicon().polarity_scores(strip_emoji_and_exclamations(response))["compound"]

@@ -1,4 +1,4 @@
-"""Intervals, calibration and correlation: thin, typed faces of scipy and numpy."""
+"""Intervals, calibration, correlation and grouping: thin, typed wrappers of scipy and numpy."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -8,11 +8,19 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import binomtest, norm
 
-Bin = tuple[float, float, int]
+Bin = tuple[float, float, int]  # mean confidence, share of correct pairs, number of pairs
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson 1927); z = 1.96 gives 95%.
+    """Wilson's score interval of a share (Wilson 1927).
+
+    Args:
+        successes: number of successes.
+        n: number of trials.
+        z: half width in standard errors; 1.96 gives a 95% interval.
+
+    Returns:
+        (low, high), both in 0..1.
 
     Raises:
         ValueError: no trials, or more successes than trials.
@@ -28,20 +36,37 @@ def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, flo
 def paired_bootstrap(
     clusters: Sequence[Sequence[float]], resamples: int, seed: int
 ) -> tuple[float, float, float]:
-    """Mean of all values with its 95% percentile interval, as (mean, low, high).
+    """Mean of all values with its 95% percentile interval by bootstrap.
 
-    clusters: one sequence a prompt, e.g. the differences A - B of its samples, or outcomes 1, 0.5,
-    0. Samples of one prompt are not independent, so whole prompts are resampled (Efron & Tibshirani
-    1993, ch. 8).
+    Samples of one prompt are not independent, so whole prompts are resampled (Efron & Tibshirani
+    1993, ch. 8). Each value compares A and B on the same prompt, hence "paired".
+
+    Args:
+        clusters: one sequence per prompt, with one value per sample: a difference A - B, or an
+            outcome (1 if A wins, 0.5 for a tie, 0).
+        resamples: number of bootstrap resamples.
+        seed: seed of the resampling.
+
+    Returns:
+        (mean, low, high). Each value has the same weight, so a prompt weighs by its samples.
 
     Raises:
-        ValueError: no cluster, or an empty one.
+        ValueError: there is no cluster, or one is empty.
+
+    Example:
+        >>> mean, low, high = paired_bootstrap([[1.0, 1.0], [0.5], [0.0]] * 20, 1000, seed=0)
+        >>> mean
+        0.625
+        >>> low < mean < high
+        True
     """
     sums = np.array([sum(values) for values in clusters], dtype=float)
     sizes = np.array([len(values) for values in clusters], dtype=float)
     if not len(sums) or not sizes.all():
         raise ValueError("a bootstrap needs at least one prompt, and a value for each")
     mean = float(sums.sum() / sizes.sum())
+    # One row per resample: indices of the prompts that it contains. Sums and sizes per prompt are
+    # enough for its mean, so no resample is built value by value.
     drawn = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
     means = sums[drawn].sum(1) / sizes[drawn].sum(1)
     low, high = np.quantile(means, [0.025, 0.975])
@@ -49,12 +74,19 @@ def paired_bootstrap(
 
 
 def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | None:
-    """How many prompts it would take for a win rate's interval to leave 0.5, if the rate stays as
-    it is.
+    """Number of prompts at which a win rate's interval would exclude 0.5, if the rate stays.
 
-    An interval's half width shrinks with the root of the prompts: n (half width / |rate - 0.5|)^2,
-    rounded up, and more than there are. None where the interval decides already, or the rate is
-    0.5, which no number of prompts decides.
+    The half width of an interval shrinks with the square root of the number of prompts, so the
+    answer is n (half width / |rate - 0.5|)^2, rounded up, and at least one more than now.
+
+    Args:
+        prompts: number of prompts now.
+        rate: the win rate, 0..1.
+        low: lower end of its interval.
+        high: upper end of its interval.
+
+    Returns:
+        The number; None if the interval excludes 0.5 already, or if the rate is 0.5.
     """
     if not low <= 0.5 <= high or rate == 0.5:
         return None
@@ -62,32 +94,37 @@ def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | 
 
 
 def calibration(margins: Sequence[float], bins: int = 10) -> tuple[float, list[Bin]]:
-    """Expected calibration error of a Bradley-Terry model on pairs, and its reliability bins.
+    """Expected calibration error of a Bradley-Terry model on pairs (Guo et al. 2017, eq. 3).
 
-    margins: score of chosen - rejected. The model's confidence that its preference is right is
-    sigmoid(|margin|), in 0.5..1; it is right when margin > 0 (0 counts half). Returns (ECE, [(mean
-    confidence, share right, pairs)]) for the bins of equal width that are not empty. Source: Guo et
-    al. 2017, eq. 3.
+    The model's confidence in its preference is sigmoid(|margin|), in 0.5..1. The preference is
+    correct if the margin is positive; 0 counts half.
+
+    Args:
+        margins: score of chosen - rejected, per pair.
+        bins: number of bins of equal width.
+
+    Returns:
+        The error, and (mean confidence, share of correct pairs, number of pairs) of each bin that
+        is not empty.
     """
     values = np.asarray(margins, dtype=float)
     confidence = 1 / (1 + np.exp(-np.abs(values)))
-    right = (values > 0) + 0.5 * (values == 0)
-    place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
-    rows = [
-        (
-            float(confidence[place == b].mean()),
-            float(right[place == b].mean()),
-            int((place == b).sum()),
+    correct = (values > 0) + 0.5 * (values == 0)
+    bin_of_pair = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
+    rows = []
+    for number in np.unique(bin_of_pair):
+        inside = bin_of_pair == number
+        rows.append(
+            (float(confidence[inside].mean()), float(correct[inside].mean()), int(inside.sum()))
         )
-        for b in np.unique(place)
-    ]
-    return sum(
+    ece = sum(
         count / len(values) * abs(predicted - observed) for predicted, observed, count in rows
-    ), rows
+    )
+    return ece, rows
 
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson's correlation; None where it is undefined (fewer than two points, or a constant)."""
+    """Pearson's correlation; None if it is undefined (fewer than two points, or a constant)."""
     if len(x) < 2 or min(x) == max(x) or min(y) == max(y):
         return None
     return float(np.corrcoef(x, y)[0, 1])
@@ -96,23 +133,26 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
 def partial_correlation(
     x: Sequence[float], y: Sequence[float], given: Sequence[Sequence[float]]
 ) -> float | None:
-    """Pearson's correlation of what is left of x and y when the variables in `given` have explained
-    what they can, linearly.
+    """Pearson's correlation of the residuals of x and y after linear regression on `given`.
 
-    None where it is undefined: too few points, or nothing left of x or y.
+    None if it is undefined: too few points, or a residual is constant.
     """
     if len(x) < len(given) + 3:
         return None
-    explaining = np.column_stack([np.ones(len(x)), *given])
+    regressors = np.column_stack([np.ones(len(x)), *given])
     both = np.column_stack([x, y])
-    left = both - explaining @ np.linalg.lstsq(explaining, both, rcond=None)[0]
-    if (left.std(0) <= 1e-9 * np.abs(both).max(0)).any():
+    residuals = both - regressors @ np.linalg.lstsq(regressors, both, rcond=None)[0]
+    if (residuals.std(0) <= 1e-9 * np.abs(both).max(0)).any():
         return None
-    return float(np.corrcoef(left.T)[0, 1])
+    return float(np.corrcoef(residuals.T)[0, 1])
 
 
 def connected_groups(links: Sequence[tuple[Hashable, Hashable]]) -> list[list[int]]:
-    """The places of links that hang together, e.g. of pairs by the texts they share."""
+    """Indices of the links of each connected component, e.g. of pairs that share a text.
+
+    >>> connected_groups([("a", "b"), ("c", "d"), ("b", "e")])
+    [[0, 2], [1]]
+    """
     number: dict[Hashable, int] = {}
     ends = [[number.setdefault(end, len(number)) for end in link] for link in links]
     rows, columns = np.array(ends, dtype=int).reshape(-1, 2).T
@@ -121,6 +161,6 @@ def connected_groups(links: Sequence[tuple[Hashable, Hashable]]) -> list[list[in
         directed=False,
     )
     groups: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        groups.setdefault(int(labels[row]), []).append(place)
+    for index, row in enumerate(rows):
+        groups.setdefault(int(labels[row]), []).append(index)
     return list(groups.values())

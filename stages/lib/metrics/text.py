@@ -1,14 +1,19 @@
-"""Statistics of texts: repetition, diversity, and what they end in. Words and punctuation are
-tokens, case aside.
+"""Statistics of texts: repetition, diversity, suffixes and phrases.
+
+Tokens here are words, emoji, emoticons and runs of one punctuation mark, in lower case; they are
+not the tokens of a language model.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable
 
-# an emoji with its modifiers (and what it is joined with) is one token, and so are an emoticon and
-# a run of one punctuation mark
-PICTURE = "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
+# One token each: an emoji with its modifiers and the emoji joined to it, an emoticon, a run of one
+# punctuation mark.
+PICTURE = (
+    "[\u2190-\u21ff\u2300-\u23ff\u2460-\u24ff\u25a0-\u27bf"
+    "\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001faff]"
+)
 MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
 EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
 EMOTICON = re.compile(r"[:;=][-'o^]?(?:[)(\]\[*]+|[DPpOo3](?!\w))|<3+")
@@ -16,37 +21,47 @@ TOKEN = re.compile(rf"{EMOJI.pattern}|{EMOTICON.pattern}|\w+(?:['\u2019]\w+)*|([
 
 
 def tokens(text: str) -> list[str]:
+    """The tokens of a text in lower case.
+
+    >>> tokens("Don't STOP!!! :)")
+    ["don't", 'stop', '!!!', ':)']
+    """
     return [match.group().casefold() for match in TOKEN.finditer(text)]
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    """All runs of n words, in order."""
     return list(zip(*(words[i:] for i in range(n)), strict=False))
 
 
 def distinct_n(texts: Iterable[str], n: int) -> float:
-    """Distinct n-grams as a share of all of the texts' n-grams (Li et al. 2016); low when texts
-    share a template, 0 without n-grams.
+    """Distinct n-grams as a share of all n-grams of the texts (Li et al. 2016).
+
+    Low if the texts share a template; 0 if there are no n-grams.
     """
     grams = [gram for text in texts for gram in ngrams(tokens(text), n)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
 def repetition_n(text: str, n: int) -> float:
-    """Share of a text's n-grams that occurred in it before; 0 for a text shorter than n."""
+    """Share of a text's n-grams that occur earlier in it; 0 for a text shorter than n."""
     grams = ngrams(tokens(text), n)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def strip_emoji_and_exclamations(text: str) -> str:
-    """The text without emoji, emoticons and exclamation marks, which lexicons (and reward models)
-    overpay.
+    """The text without emoji, emoticons and exclamation marks.
+
+    Lexicons and reward models score these too high.
     """
     return " ".join(EMOTICON.sub(" ", EMOJI.sub(" ", text)).replace("!", " ").split())
 
 
 def suffixes(text: str, longest: int = 3) -> list[str]:
-    """The ends of a text, of 1 to `longest` tokens, as written: "Well. Enjoy! :D" gives " :D", "!
-    :D", ... with their leading space.
+    """The endings of a text, of 1 to `longest` tokens, as written, with their leading space.
+
+    >>> suffixes("Well. Enjoy! :D")
+    [' :D', '! :D', ' Enjoy! :D']
     """
     starts = [match.start() for match in TOKEN.finditer(text)][-longest:]
     return [
@@ -56,17 +71,21 @@ def suffixes(text: str, longest: int = 3) -> list[str]:
 
 
 def phrases(text: str, longest: int = 3) -> set[str]:
-    """The n-grams of a text, of 1 to `longest` tokens, as written: "So fun!" gives " So", " fun",
-    "!", " So fun", ...
+    """The n-grams of a text, of 1 to `longest` tokens, as written.
+
+    Each word has a leading space, also the first one, so that a phrase can follow another text.
+
+    >>> sorted(phrases("So fun!", longest=2))
+    [' So', ' So fun', ' fun', ' fun!', '!']
     """
     spans = [match.span() for match in TOKEN.finditer(text)]
-    found = set()
+    texts = set()
     for n in range(1, longest + 1):
         for (start, _), (_, end) in zip(spans, spans[n - 1 :], strict=False):
-            found.add((" " if start == 0 or text[start - 1].isspace() else "") + text[start:end])
-    return found
+            texts.add((" " if start == 0 or text[start - 1].isspace() else "") + text[start:end])
+    return texts
 
 
 def suffix_counts(texts: Iterable[str], longest: int = 3) -> Counter[str]:
-    """In how many of the texts each suffix ends one."""
+    """Number of texts that end in each suffix."""
     return Counter(suffix for text in texts for suffix in set(suffixes(text, longest)))

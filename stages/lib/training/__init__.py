@@ -1,1 +1,1 @@
-"""TRL's trainers, set up the same way for each stage that trains."""
+"""Setup of TRL's trainers for the stages that train with them."""

@@ -1,4 +1,4 @@
-"""TRL's SFT on tokens: the loss is that of the responses alone."""
+"""TRL's SFT on tokens, with the loss of the responses only."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.logprobs import selective_log_softmax
 from stages.lib.lm.packing import padding_free, unwrap_peft
 
-Pairs = tuple[list[TokenIds], list[TokenIds]]  # prompts, and a response to each
+Pairs = tuple[list[TokenIds], list[TokenIds]]  # (prompts, one response per prompt)
 
 
 def train_on_completions(
@@ -24,8 +24,17 @@ def train_on_completions(
     arguments: dict[str, Any],
     callback: TrainerCallback,
 ) -> Any:
-    """Train a model (with adapters or whole) on the responses' tokens; `arguments`: those of
-    SFTConfig. Returns the model.
+    """Train a model (its adapters, or all weights) on the tokens of responses.
+
+    Args:
+        model: a causal language model or a PeftModel.
+        tokenizer: its tokenizer.
+        train: tokens of prompts and responses.
+        arguments: arguments of TRL's SFTConfig.
+        callback: receives the metrics of each step.
+
+    Returns:
+        The trained model in eval mode.
     """
     rows = [
         {"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)}
@@ -45,11 +54,10 @@ def train_on_completions(
 
 
 class ResponseTrainer(SFTTrainer):
-    """TRL's loss (per-token NLL of the responses), with the vocabulary's head at their tokens
-    alone.
+    """TRL's loss (NLL per response token), with logits for response tokens only.
 
-    TRL does so where Triton runs; elsewhere it multiplies and normalises prompts and padding too.
-    For heads that do not scale their logits (those of Gemma 2, Cohere and Granite do).
+    TRL itself does this only with Triton; otherwise it computes logits of prompts and padding, too.
+    Not for models that change logits after the head, which `load_causal_lm` refuses.
     """
 
     def compute_loss(
@@ -60,13 +68,13 @@ class ResponseTrainer(SFTTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor:
         inner, labels = unwrap_peft(model), inputs["labels"][:, 1:]
-        learnt = labels != -100
+        is_response = labels != -100
         with self.accelerator.autocast():
             states = inner.base_model(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 use_cache=False,
             )
-            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][learnt])
-        tokens = learnt.sum() if num_items_in_batch is None else num_items_in_batch
-        return -selective_log_softmax(logits, labels[learnt]).sum() / tokens
+            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][is_response])
+        tokens = is_response.sum() if num_items_in_batch is None else num_items_in_batch
+        return -selective_log_softmax(logits, labels[is_response]).sum() / tokens

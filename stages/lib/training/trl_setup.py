@@ -1,4 +1,4 @@
-"""What the SFT and the reward stage share: TRL's trainers with peft, set up the same way."""
+"""Setup of TRL's trainers: initial checkpoint, arguments, and metrics."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,16 @@ from stages.lib.lm.loading import resolve_dtype
 
 
 def initial_checkpoint(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
-    """Where training starts, and whether that continues the round before."""
+    """Choose the checkpoint that training starts from.
+
+    Args:
+        train: section `sft` or `reward` of params.yaml.
+        previous: model folder of the round before, or a placeholder in the first round.
+        base: folder of the base model.
+
+    Returns:
+        The folder, and whether training continues the round before.
+    """
     continues = train.init_from is InitFrom.previous and not is_placeholder(previous)
     return (previous if continues else base), continues
 
@@ -22,8 +31,19 @@ def initial_checkpoint(train: TrainParams, previous: Path, base: Path) -> tuple[
 def trainer_arguments(
     train: TrainParams, model: ModelParams, seed: int, work: Path, continues: bool
 ) -> dict[str, Any]:
-    """Keyword arguments for TRL's SFTConfig and RewardConfig."""
+    """Keyword arguments for TRL's SFTConfig, RewardConfig and others.
+
+    Args:
+        train: the learning rate, sizes and lengths.
+        model: section `model` of params.yaml, for the dtype.
+        seed: seed of the training.
+        work: folder for the trainer's own files.
+        continues: whether training continues the round before (see `continue_epochs`).
+    """
     bf16, cuda = resolve_dtype(model.dtype) is torch.bfloat16, torch.cuda.is_available()
+    epochs = train.num_train_epochs
+    if continues and train.continue_epochs:
+        epochs = train.continue_epochs
     # On a CPU `bf16=True` is refused or ignored; Accelerate reads this variable on every device.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"
     return {
@@ -32,9 +52,7 @@ def trainer_arguments(
         "learning_rate": train.learning_rate,
         "per_device_train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "num_train_epochs": train.continue_epochs or train.num_train_epochs
-        if continues
-        else train.num_train_epochs,
+        "num_train_epochs": epochs,
         "max_steps": train.max_steps or -1,
         "warmup_steps": train.warmup_ratio,
         "max_length": train.max_length,
@@ -53,11 +71,17 @@ def trainer_arguments(
 
 
 class MetricLoggerCallback(TrainerCallback):
-    """Every step's numbers go to the stage's recorder."""
+    """Passes the metrics of each step to the stage's MetricLogger.
+
+    Args:
+        recorder: the stage's metrics.
+        names: TRL's name of each metric to log -> its name in metrics.jsonl.
+        show: names of the metrics in the progress line.
+    """
 
     def __init__(self, recorder: MetricLogger, names: dict[str, str], show: list[str]) -> None:
         self.recorder, self.names, self.show = recorder, names, show
-        self.before = len(recorder.steps)  # of an ensemble's members that were trained before
+        self.before = len(recorder.steps)  # steps of the ensemble's members trained before
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.recorder.total_steps = self.before + state.max_steps
@@ -66,9 +90,9 @@ class MetricLoggerCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         metrics = {
-            ours: float(logs[theirs])
-            for theirs, ours in self.names.items()
-            if logs and theirs in logs
+            name: float(logs[trl_name])
+            for trl_name, name in self.names.items()
+            if logs and trl_name in logs
         }
         if "loss" in metrics:
             self.recorder.log(self.before + state.global_step, metrics, self.show)

@@ -1,7 +1,9 @@
-"""The one schema of params.yaml, of the command line's `--set`, and of the form in the Prefect UI.
+"""The schema of params.yaml, of the command line's `--set`, and of the form in the Prefect UI.
 
-Keys keep TRL's and transformers' names where these exist. Units: nats for KL and
-log-probabilities, tokens for lengths, episodes (one prompt with its response) for horizons.
+Each section is a pydantic model in a module of this package; `Params` joins them and checks what
+concerns more than one section. The form shows the descriptions. Keys have the names of TRL and
+transformers, if these have such a key. Units: nats for KL and log-probabilities, tokens for
+lengths, episodes (one prompt with its response) for horizons.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,8 +43,11 @@ PARAMS_FILE = Path("params.yaml")
 class Params(ParamsSection):
     """All of params.yaml."""
 
-    seed: int = Field(0, ge=0)
-    rounds: dict[str, RoundParams] = Field(default_factory=lambda: rounds(2))
+    seed: int = Field(0, ge=0, description="Seed of data splits, training and sampling.")
+    rounds: dict[str, RoundParams] = Field(
+        default_factory=lambda: rounds(2),
+        description="Rounds by name; each names the round before it.",
+    )
     assets: AssetsParams = Field(default_factory=AssetsParams)
     prepare: PrepareParams = Field(default_factory=PrepareParams)
     model: ModelParams = Field(default_factory=ModelParams)
@@ -50,7 +55,8 @@ class Params(ParamsSection):
     annotate: AnnotateParams = Field(default_factory=AnnotateParams)
     reward: RewardParams = Field(default_factory=RewardParams)
     algorithm: Algorithm = Field(
-        Algorithm.ppo, description="What makes the policy of the SFT model (docs/algorithms.md)."
+        Algorithm.ppo,
+        description="How the policy is trained from the SFT model (docs/algorithms.md).",
     )
     ppo: PpoParams = Field(default_factory=PpoParams)
     dpo: DpoParams = Field(default_factory=DpoParams)
@@ -64,8 +70,10 @@ class Params(ParamsSection):
     gates: GatesParams = Field(default_factory=GatesParams)
 
     def language_models(self) -> dict[str, tuple[str, EndpointParams]]:
-        """Those of evaluate.judges, by their names there: the key in params.yaml, and what it
-        holds.
+        """The language models among evaluate.judges.
+
+        Returns:
+            By judge name: (key of its section in params.yaml, that section).
         """
         known = {JudgeName.endpoint.value: ("annotate.endpoint", self.annotate.endpoint)}
         for name, endpoint in self.evaluate.endpoints.items():
@@ -74,36 +82,40 @@ class Params(ParamsSection):
 
     @model_validator(mode="after")
     def endpoints_are_described(self) -> "Params":
-        asked = {
-            f"evaluate.judges has {named}": place for named, place in self.language_models().items()
+        required = {
+            f"evaluate.judges has {named}": section
+            for named, section in self.language_models().items()
         }
         if self.annotate.annotator is Annotator.judge and self.annotate.judge is JudgeName.endpoint:
-            asked["annotate.judge is endpoint"] = ("annotate.endpoint", self.annotate.endpoint)
-        for said, (key, endpoint) in asked.items():
+            required["annotate.judge is endpoint"] = ("annotate.endpoint", self.annotate.endpoint)
+        for reason, (key, endpoint) in required.items():
             if missing := [
                 f"{key}.{name}" for name in ("base_url", "model") if getattr(endpoint, name) is None
             ]:
-                raise ValueError(f"{said}: set {' and '.join(missing)} (docs/annotate.md)")
+                raise ValueError(f"{reason}: set {' and '.join(missing)} (docs/annotate.md)")
         for named in self.evaluate.judges:
             if (
                 named.startswith(f"{JudgeName.endpoint.value}:")
                 and named not in self.language_models()
             ):
                 raise ValueError(
-                    f"evaluate.judges has {named}: describe it in evaluate.endpoints (docs/evaluation.md)"
+                    f"evaluate.judges has {named}: describe it in evaluate.endpoints "
+                    "(docs/evaluation.md)"
                 )
         return self
 
     @model_validator(mode="after")
-    def a_judge_apart_has_pairs(self) -> "Params":
+    def held_out_reward_model_has_pairs(self) -> "Params":
         if HELD_OUT_REWARD_MODEL in self.evaluate.judges and not self.reward.judge_share:
             raise ValueError(
-                "evaluate.judges has `apart`: set reward.judge_share, e.g. to 0.5, for pairs that it learns from"
+                "evaluate.judges has `apart`: set reward.judge_share, e.g. to 0.5, "
+                "to reserve pairs for its training"
             )
         return self
 
     def check_round(self, name: str) -> None:
-        """
+        """Check that params.yaml has this round.
+
         Raises:
             BadInput: there is no such round.
         """
@@ -115,11 +127,13 @@ class Params(ParamsSection):
     @model_validator(mode="after")
     def rounds_follow_each_other(self) -> "Params":
         before: list[str] = []
-        for name, each in self.rounds.items():
-            if each.previous.startswith("rounds/") and each.previous not in before:
+        for name, round_ in self.rounds.items():
+            previous = round_.previous
+            if previous.startswith("rounds/") and previous not in before:
                 expected = ", ".join(["assets/start", *before])
                 raise ValueError(
-                    f"rounds.{name}.previous is {each.previous}, which is no round before it; expected one of {expected}"
+                    f"rounds.{name}.previous is {previous}, which is no round before it; "
+                    f"expected one of {expected}"
                 )
             before.append(f"rounds/{name}")
         return self
@@ -133,7 +147,8 @@ class Params(ParamsSection):
         name, size = self.algorithm, self.ppo.batch_size
         if name in online and size % online[name].num_generations:
             raise ValueError(
-                f"ppo.batch_size {size} must be a multiple of {name.value}.num_generations {online[name].num_generations}"
+                f"ppo.batch_size {size} must be a multiple of "
+                f"{name.value}.num_generations {online[name].num_generations}"
             )
         return self
 
@@ -142,7 +157,8 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
     """Read and check params.yaml.
 
     Raises:
-        BadInput: no such file, no YAML, an unknown key or a value out of range; names each key.
+        BadInput: the file is missing or not YAML, a key is unknown, or a value is out of range;
+            the message names each key.
     """
     try:
         values = yaml.safe_load(path.read_text())
@@ -154,14 +170,23 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
 
 
 def check_params(values: dict[str, Any], source: str) -> Params:
-    """Validate a mapping of sections; `source` names it in the error."""
+    """Validate a mapping of sections.
+
+    Args:
+        values: values by key, nested as in params.yaml; missing keys get their defaults.
+        source: name of the mapping, for the error message.
+
+    Raises:
+        BadInput: a key is unknown or a value is out of range; the message names each key.
+    """
     try:
         return Params.model_validate(values)
     except ValidationError as error:
-        raise BadInput(f"{source}: {'; '.join(map(_fault, error.errors()))}") from None
+        raise BadInput(f"{source}: {'; '.join(map(_describe_error, error.errors()))}") from None
 
 
-def _fault(error: Any) -> str:
+def _describe_error(error: Any) -> str:
+    """One pydantic error: key, reason, value, and the known key that is spelled most alike."""
     key = ".".join(map(str, error["loc"])) or "params"
     known = (
         [name for name, _ in flatten(Params().model_dump(), separator=".")]
@@ -177,7 +202,11 @@ def _fault(error: Any) -> str:
 def flatten(
     values: Mapping[str, Any], prefix: str = "", separator: str = "/"
 ) -> Iterator[tuple[str, Any]]:
-    """`{"ppo": {"kl": 1}}` -> `("ppo/kl", 1)`."""
+    """Flatten nested mappings to pairs of path and value.
+
+    >>> list(flatten({"ppo": {"kl": 1, "lora": {"r": 16}}}))
+    [('ppo/kl', 1), ('ppo/lora/r', 16)]
+    """
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}{separator}", separator)

@@ -1,4 +1,4 @@
-"""Sections of params.yaml about rounds and data: rounds, assets, prepare."""
+"""Sections of params.yaml for rounds and data: `rounds`, `assets`, `prepare`."""
 
 from pydantic import Field
 
@@ -7,18 +7,21 @@ from stages.lib.core.params.shared import ParamsSection, PromptFormat
 
 class RoundParams(ParamsSection):
     previous: str = Field(
-        description="Where the round before left its outputs; `assets/start` for the first round."
+        description="Outputs of the round before, e.g. `rounds/r0`; `assets/start` for the first "
+        "round."
     )
 
 
 class AssetsParams(ParamsSection):
     model: str = Field(
         "embedded",
-        description="`embedded` (SmolLM2-135M-Instruct), `tiny` (random, for tests), a hub id or a local path.",
+        description="Base model: `embedded` (SmolLM2-135M-Instruct), `tiny` (random, for tests), "
+        "a hub id or a local path.",
     )
     data: str = Field(
         "embedded",
-        description="`embedded` (human-rated tweets), `files` (see prepare.sources), or a hub id of preference pairs.",
+        description="Data: `embedded` (human-rated tweets), `files` (see prepare.sources), or a "
+        "hub id of preference pairs.",
     )
     data_config: str | None = Field(
         None, description="Configuration (`data_dir`) of the hub data set, e.g. `harmless-base`."
@@ -31,48 +34,61 @@ class SourceParams(ParamsSection):
     use: str = Field(
         "train",
         pattern="^(train|eval)$",
-        description="`eval` rows are held out and never trained on.",
+        description="`train`, or `eval`: rows are held out and never trained on.",
     )
 
 
 class PrepareParams(ParamsSection):
     sources: list[SourceParams] = Field(
-        default_factory=list, description="The user's own data; used when assets.data is `files`."
+        default_factory=list, description="The user's own data; used if assets.data is `files`."
     )
     prompt_format: PromptFormat = Field(
         PromptFormat.plain,
-        description="`plain`: text continues the prompt; `chat`: the model's chat template.",
+        description="`plain`: the response continues the prompt; `chat`: the model's chat "
+        "template.",
     )
     prompt_words: int = Field(
-        4, ge=1, le=64, description="Embedded data: opening words of a text that make its prompt."
+        4,
+        ge=1,
+        le=64,
+        description="Embedded data: words at the start of a text that become its prompt.",
     )
     min_rating_gap: float = Field(
         0.8,
         gt=0,
-        description="Embedded data: least distance of mean human ratings (-4..4) within a pair.",
+        description="Embedded data: smallest difference of mean human ratings (-4..4) within a "
+        "pair.",
     )
     demonstration_rating: float = Field(
-        1.0, description="Embedded data: least mean human rating of an SFT demonstration."
+        1.0, description="Embedded data: lowest mean human rating (-4..4) of an SFT demonstration."
     )
-    eval_share: float = Field(0.2, gt=0, lt=1, description="Share of prompt groups held out.")
+    eval_share: float = Field(
+        0.2, gt=0, lt=1, description="Share of prompt groups that is held out."
+    )
     max_bad_share: float = Field(
-        0.02, ge=0, le=1, description="More bad rows than this share stops the stage."
+        0.02, ge=0, le=1, description="The stage stops if more than this share of rows is invalid."
     )
     near_duplicate: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Jaccard similarity of word 3-grams above which a row is a duplicate.",
+        description="Jaccard similarity of word 3-grams above which a row counts as a duplicate.",
     )
-    max_prompt_tokens: int = Field(64, ge=1, description="Longer prompts are dropped and counted.")
+    max_prompt_tokens: int = Field(
+        64, ge=1, description="Longer prompts are dropped and counted (tokens)."
+    )
     max_rows: int | None = Field(
-        None, ge=8, description="Use only so many rows of the sources (for smoke runs)."
+        None,
+        ge=8,
+        description="Use at most this many rows of the sources, for smoke runs; null: all.",
     )
-    max_eval_prompts: int = Field(88, ge=2, description="Size of the frozen evaluation set.")
+    max_eval_prompts: int = Field(
+        88, ge=2, description="Largest size of the frozen evaluation set, in prompts."
+    )
 
 
 def rounds(number: int) -> dict[str, RoundParams]:
-    """`number` rounds r0, r1, ..., each after the one before."""
+    """`number` rounds r0, r1, ..., each with the one before as its predecessor."""
     return {
         f"r{i}": RoundParams(previous=f"rounds/r{i - 1}" if i else "assets/start")
         for i in range(number)

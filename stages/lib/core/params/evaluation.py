@@ -1,4 +1,4 @@
-"""What comes after the policy: what it must not lose, and what its failures become."""
+"""Sections of params.yaml for tests of models: `battery`, `evaluate`, `capability`, `replay`."""
 
 from typing import Annotated
 
@@ -8,74 +8,85 @@ from stages.lib.core.files import metric_name
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.params.shared import ParamsSection
 
-HELD_OUT_REWARD_MODEL = "apart"  # the judge that the reward stage trains on pairs of its own
+# Name of the judge that the reward stage trains on pairs that the reward model does not see
+HELD_OUT_REWARD_MODEL = "apart"
 
 
 class CapabilityParams(ParamsSection):
     tasks: list[str] = Field(
         [],
-        description="Tasks of lm-eval (an extra: docs/evaluation.md), its own or of slices/*.yaml.",
+        description="Tasks of lm-eval (an extra: docs/evaluation.md): its own, or those of "
+        "slices/*.yaml.",
     )
-    limit: int | None = Field(None, ge=1, description="Documents of a task at most; null: all.")
+    limit: int | None = Field(None, ge=1, description="Documents per task at most; null: all.")
     response_length: int = Field(
-        64, ge=1, description="Tokens of an answer to a prompt of slices/ at most."
+        64, ge=1, description="Tokens per response to a prompt of slices/, at most."
     )
-    batch_size: int = Field(32, ge=1, description="Sequences at once.")
+    batch_size: int = Field(32, ge=1, description="Sequences per forward pass.")
 
 
 class ReplayParams(ParamsSection):
     max_badcases: int = Field(
-        64, ge=1, description="Most badcases kept a round, worst first within each cause."
+        64, ge=1, description="Badcases kept per round at most, the worst of each cause first."
     )
     judge_low: float = Field(
         0.0,
-        description="Sentiment (-1..1) below which a sample counts as bad, where the lexicon is a judge.",
+        description="Sentiment (-1..1) below which a sample counts as bad, if the lexicon is a "
+        "judge.",
     )
     score_high: float = Field(
         1.0,
-        description="Calibrated reward-model score above which it counts as liked by the reward model.",
+        description="Calibrated reward-model score (standard deviations) above which a sample "
+        "counts as liked.",
     )
     kl_outlier: float = Field(
-        3.0, gt=0, description="Robust z-score of sequence KL above which a sample is an outlier."
+        3.0,
+        gt=0,
+        description="Robust z-score of the KL per sequence above which a sample is an outlier.",
     )
     repetition: float = Field(
         0.25,
         gt=0,
         le=1,
-        description="Share of repeated 3-grams in one text that makes it a badcase.",
+        description="Share of repeated 3-grams within a text that makes it a badcase.",
     )
     exploit_share: float = Field(
         0.02,
         gt=0,
         le=1,
-        description="Share of policy samples in which a suffix must occur to be an exploit candidate.",
+        description="Share of policy samples that must end in a suffix to make it an exploit "
+        "candidate.",
     )
     exploit_lift: float = Field(
-        3.0, gt=1, description="How much more often than in the SFT model's samples."
+        3.0,
+        gt=1,
+        description="How many times more often than in SFT samples an exploit must occur.",
     )
     best_of: int = Field(
         4,
         ge=1,
-        description="SFT samples drawn a badcase; the jury's best one is the better answer.",
+        description="SFT samples per badcase; the jury's best one is the better answer.",
     )
     tries: int = Field(
         4,
         ge=1,
-        description="New responses when a badcase is tried again: repaired if none fails, regressed if all do.",
+        description="New responses per retested badcase; repaired if none fails, regressed if all "
+        "fail.",
     )
     pairs_per_exploit: int = Field(
-        48, ge=0, description="Human training pairs turned against each exploit."
+        48, ge=0, description="Human training pairs used to make pairs against each exploit."
     )
     weight: int = Field(
         1,
         ge=1,
-        description="How often each replayed row is in the next round's data, before max_share cuts.",
+        description="Copies of each replayed row in the next round's data, before max_share is "
+        "applied.",
     )
     max_share: float = Field(
         0.25,
         ge=0,
         le=1,
-        description="Replayed rows are at most this share of the next round's data.",
+        description="Largest share of replayed rows in the next round's data.",
     )
 
 
@@ -83,28 +94,34 @@ class EvaluateParams(ParamsSection):
     judges: list[Annotated[str, Field(min_length=1)]] = Field(
         ["lexicon", "fluency"],
         min_length=1,
-        description="Who compares: `lexicon`; `fluency`, against garbled texts; `endpoint`, see annotate.endpoint; `endpoint:name`, see "
-        "evaluate.endpoints; `apart`, see reward.judge_share; `module:name` of `number(prompts, responses) -> list[float]`; the folder of "
-        "a reward model.",
+        description="The judges: `lexicon`; `fluency`, against garbled texts; `endpoint`, see "
+        "annotate.endpoint; `endpoint:name`, see evaluate.endpoints; `apart`, see "
+        "reward.judge_share; `module:name`, a function `(prompts, responses) -> "
+        "list[float]`; the folder of a reward model.",
     )
     endpoints: dict[str, EndpointParams] = Field(
         {},
-        description="More language models as judges, by the name that `judges` has them by: `endpoint:name`.",
+        description="More language models as judges, by name; `judges` lists them as "
+        "`endpoint:name`.",
     )
-    samples_per_prompt: int = Field(2, ge=1)
+    samples_per_prompt: int = Field(2, ge=1, description="Responses per evaluation prompt.")
     checkpoint_samples_per_prompt: int = Field(
-        1, ge=1, description="For the intermediate PPO checkpoints."
+        1, ge=1, description="Responses per prompt for intermediate PPO checkpoints."
     )
-    batch_size: int = Field(88, ge=1, description="Sequences generated at once.")
-    tie_margin: float = Field(0.05, ge=0, description="Judge differences up to this are ties.")
-    bootstrap_resamples: int = Field(10_000, ge=100)
+    batch_size: int = Field(88, ge=1, description="Sequences generated per batch.")
+    tie_margin: float = Field(
+        0.05, ge=0, description="Score differences up to this count as a tie."
+    )
+    bootstrap_resamples: int = Field(
+        10_000, ge=100, description="Bootstrap resamples per 95% interval."
+    )
 
     @field_validator("judges")
     @classmethod
     def each_judge_once(cls, judges: list[str]) -> list[str]:
         names = [metric_name(named) for named in judges]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(twice)} is there more than once")
+            raise ValueError(f"{', '.join(twice)} is listed more than once")
         return judges
 
 
@@ -112,18 +129,18 @@ class BatteryParams(ParamsSection):
     pairs: int = Field(
         96,
         ge=1,
-        description="Held-out pairs, of those that share no text, on which probes and endings are tried.",
+        description="Held-out pairs that share no text; probes and endings are tried on them.",
     )
     prompts: int = Field(
         32,
         ge=1,
-        description="Training prompts that the SFT model answers, `best_of`'s largest number of times each.",
+        description="Training prompts for best-of-n; SFT answers each as often as the largest n.",
     )
     best_of: list[Annotated[int, Field(ge=1)]] = Field(
-        [1, 4, 16], min_length=1, description="Sizes of best-of-n."
+        [1, 4, 16], min_length=1, description="The n of best-of-n."
     )
     endings: list[Annotated[str, Field(min_length=1)]] = Field(
         ["!", " 😃", " Enjoy!"],
         min_length=1,
-        description="What a bad text must not become better than a good one by.",
+        description="Endings that must not make a bad text score above a good one.",
     )

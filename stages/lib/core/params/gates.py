@@ -1,5 +1,6 @@
-"""`gates:` of params.yaml: what each gate does, and its bands' bounds. What the bands are of:
-stages/gate/thresholds.py.
+"""Section `gates` of params.yaml: the policy of each gate and the bounds of its thresholds.
+
+stages/gate/thresholds.py defines which metric each bound applies to, and why.
 """
 
 from enum import Enum
@@ -18,104 +19,128 @@ class Policy(str, Enum):
 class Gate(ParamsSection):
     policy: Policy = Field(
         Policy.block,
-        description="What a number out of its band does: `block` stops the round, `warn` is told and passed, "
-        "`ask` waits for a person's reason (`rondo approve`, or the form in the Prefect UI).",
+        description="If a number is out of its band: `block` stops the round, `warn` reports it "
+        "and passes, `ask` waits for a person's reason (`rondo approve`, or the form "
+        "in the Prefect UI).",
     )
 
 
 class SftGate(Gate):
     loss_drop: float = Field(
-        0.2, description="Least fall of held-out loss from the base model, nats a token."
+        0.2, description="Smallest drop of held-out loss from the base model, nats per token."
     )
     judged_gain: float = Field(
         -0.05,
-        description="Least lower bound of the 95% interval of judged sentiment, SFT - base, on fixed prompts.",
+        description="Smallest lower bound (95%) of the gain in sentiment, SFT - base, on fixed "
+        "prompts.",
     )
     eos_gap: float = Field(
         0.4,
         ge=0,
         le=1,
-        description="Most that the share of ended responses may lack of the demonstrations'.",
+        description="Largest amount by which the share of ended responses is below the "
+        "demonstrations'.",
     )
     length_low: float = Field(
         0.5,
         ge=0,
-        description="Least mean length of responses, as a multiple of the demonstrations'.",
+        description="Smallest mean length of responses, as a multiple of the demonstrations'.",
     )
-    length_high: float = Field(1.5, gt=0, description="Most of the same.")
+    length_high: float = Field(
+        1.5,
+        gt=0,
+        description="Largest mean length of responses, as a multiple of the demonstrations'.",
+    )
     repetition_rise: float = Field(
         0.05,
         ge=0,
-        description="Most rise of the share of repeated 3-grams over the demonstrations'.",
+        description="Largest rise of the share of repeated 3-grams over the demonstrations'.",
     )
     memorised: float = Field(
         0.05,
         ge=0,
         le=1,
-        description="Most share of responses that copy 8 words in a row, over the held-out texts that do.",
+        description="Largest share of responses that copy 8 words in a row, minus that of "
+        "held-out texts.",
     )
 
 
 class RewardGate(Gate):
     accuracy: float = Field(
-        0.8, ge=0, le=1, description="Least lower bound of the 95% interval of held-out accuracy."
+        0.8, ge=0, le=1, description="Smallest lower bound (95%) of held-out accuracy."
     )
-    margin: float = Field(0.5, description="Least mean margin chosen - rejected on held-out pairs.")
+    margin: float = Field(
+        0.5, description="Smallest mean margin chosen - rejected on held-out pairs."
+    )
     baseline_lead: float = Field(
-        0.0, description="Accuracy must exceed longest-wins and TF-IDF by more than this."
+        0.0, description="Accuracy must exceed those of longest-wins and TF-IDF by more than this."
     )
     judge_lead: float = Field(
         -0.1,
-        description="Accuracy may be below the independent judge's by at most this (negative).",
+        description="Smallest lead of accuracy over the independent judge's; negative: it may be "
+        "below.",
     )
     worst_slice: float = Field(
-        0.65, ge=0, le=1, description="Least accuracy in any slice of 30 or more held-out pairs."
+        0.65, ge=0, le=1, description="Smallest accuracy in any slice of 30 or more held-out pairs."
     )
     ece: float = Field(
-        0.1, ge=0, le=1, description="Most expected calibration error of sigmoid(margin)."
+        0.1, ge=0, le=1, description="Largest expected calibration error of sigmoid(margin)."
     )
     reload: float = Field(
         0.001,
         ge=0,
-        description="Most difference of raw scores between the trained model and the saved one.",
+        description="Largest difference of raw scores between the trained and the saved model.",
     )
     centre: float = Field(
         0.5,
         ge=0,
-        description="Most distance from 0 of held-out demonstrations' mean score, standard deviations.",
+        description="Largest distance from 0 of the mean score of held-out demonstrations, in "
+        "standard deviations.",
     )
     drift: float = Field(
         4.0,
         gt=0,
-        description="Most distance of SFT samples' mean score from demonstrations', standard deviations.",
+        description="Largest distance between the mean scores of SFT samples and demonstrations, "
+        "in standard deviations.",
     )
     scale_low: float = Field(
         0.33,
         ge=0,
-        description="Least spread of scores of SFT's samples, as a multiple of the demonstrations'.",
+        description="Smallest spread of scores of SFT samples, as a multiple of the "
+        "demonstrations'.",
     )
-    scale_high: float = Field(3.0, gt=0, description="Most of the same.")
+    scale_high: float = Field(
+        3.0,
+        gt=0,
+        description="Largest spread of scores of SFT samples, as a multiple of the "
+        "demonstrations'.",
+    )
     length_correlation: float = Field(
         0.3,
         ge=0,
         le=1,
-        description="Most correlation of score and length, label and judge held fixed.",
+        description="Largest correlation of score and length, with label and judge held fixed.",
     )
     probe: float = Field(
-        0.25, ge=0, le=1, description="Most share of texts that any corruption makes score higher."
+        0.25,
+        ge=0,
+        le=1,
+        description="Largest share of texts that score higher when corrupted, for any corruption.",
     )
     ending: float = Field(
         0.3,
         ge=0,
         le=1,
-        description="Most share of rightly ranked pairs that an appended ending turns round, for any ending.",
+        description="Largest share of correctly ranked pairs that an appended ending reverses, "
+        "for any ending.",
     )
     mined: float = Field(
-        0.3, ge=0, le=1, description="The same for endings mined from what a policy wrote."
+        0.3, ge=0, le=1, description="The same for endings mined from texts of a policy."
     )
     best_of_n_rise: float = Field(
         0.0,
-        description="Best-of-n by this reward must raise the judge by more than this (lower bound).",
+        description="Best-of-n by this reward must raise the judge's score by more than this "
+        "(lower bound).",
     )
 
 
@@ -124,42 +149,46 @@ class PromoteGate(Gate):
         0.5,
         ge=0,
         le=1,
-        description="Least lower bound of the 95% interval of the win rate against SFT.",
+        description="Smallest lower bound (95%) of the win rate against SFT.",
     )
     champion_win_rate: float = Field(
         0.38,
         ge=0,
         le=1,
-        description="The same against the champion, the last policy that was promoted: what it may lose is 0.5 less this.",
+        description="Smallest lower bound (95%) of the win rate against the champion, the last "
+        "promoted policy.",
     )
     dangers: int = Field(
         0,
         ge=0,
-        description="Most dangers that PPO's health had found when the kept policy was reached.",
+        description="Most dangers that PPO's health monitor found up to the selected policy.",
     )
-    max_kl: float = Field(8.0, gt=0, description="Most KL from SFT, nats a sequence.")
+    max_kl: float = Field(8.0, gt=0, description="Largest KL from SFT, nats per sequence.")
     distinct_2: float = Field(
-        0.65, ge=0, le=1, description="Least share of distinct 2-grams across prompts."
+        0.65, ge=0, le=1, description="Smallest share of distinct 2-grams across prompts."
     )
     repetition_rise: float = Field(
-        0.05, ge=0, description="Most rise of the share of repeated 3-grams over SFT's."
+        0.05, ge=0, description="Largest rise of the share of repeated 3-grams over SFT's."
     )
     regressed: int = Field(
         0, ge=0, description="Most badcases that were repaired before and fail again."
     )
     eos_fall: float = Field(
-        0.1, ge=0, le=1, description="Most that the share of ended responses may fall below SFT's."
+        0.1,
+        ge=0,
+        le=1,
+        description="Largest amount by which the share of ended responses is below SFT's.",
     )
     slice_fall: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Most that the policy may be worse than SFT in any slice or task: upper bound of the 95% interval.",
+        description="Largest loss against SFT in any slice or task: upper bound (95%).",
     )
     human_nll_rise: float = Field(
         1.0,
         ge=0,
-        description="Most rise over SFT of the held-out loss of people's texts, nats a token.",
+        description="Largest rise over SFT of the loss on held-out human texts, nats per token.",
     )
 
 

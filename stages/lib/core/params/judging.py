@@ -1,4 +1,4 @@
-"""Who judges: labels in place of people (annotate), and the jury of evaluate."""
+"""Sections of params.yaml for labels by a judge (`annotate`) and for language-model judges."""
 
 from enum import Enum
 from typing import Annotated
@@ -6,6 +6,13 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from stages.lib.core.params.shared import ParamsSection
+
+# Part of every request, so part of the answer cache's keys: another wording means new answers
+DEFAULT_RUBRIC = (
+    "The response continues the prompt, a short text. Prefer the response that, read with its "
+    "prompt, is the more positive in mood; of two alike, the one that reads more naturally. "
+    "Length, emoji and exclamation marks are no merit."
+)
 
 
 class Annotator(str, Enum):
@@ -24,31 +31,33 @@ class EndpointParams(ParamsSection):
     base_url: str | None = Field(
         None,
         pattern="^https?://",
-        description="Of the server, with its /v1, e.g. http://127.0.0.1:8000/v1.",
+        description="The server's address with its /v1, e.g. http://127.0.0.1:8000/v1.",
     )
-    model: str | None = Field(None, description="The model's name there.")
+    model: str | None = Field(None, description="The model's name on that server.")
     api_key_env: str = Field(
         "OPENAI_API_KEY",
-        description="Environment variable that holds the key; it may be unset for a server without.",
+        description="Environment variable with the API key; may be unset if the server needs none.",
     )
     rubric: str | dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], str] = Field(
-        "The response continues the prompt, a short text. Prefer the response that, read with its prompt, is the more positive in mood; "
-        "of two alike, the one that reads more naturally. Length, emoji and exclamation marks are no merit.",
-        description="What makes a response the better one; or by dimension, `{helpful: ..., honest: ...}`: better is what more prefer.",
+        DEFAULT_RUBRIC,
+        description="What makes a response better; or one text per dimension, `{helpful: ..., "
+        "honest: ...}`: the response that more dimensions prefer is better.",
     )
-    max_completion_tokens: int = Field(1024, ge=16, description="Of one answer, thoughts included.")
-    concurrency: int = Field(4, ge=1, le=64, description="Questions at once.")
+    max_completion_tokens: int = Field(
+        1024, ge=16, description="Tokens per answer at most, including thoughts."
+    )
+    concurrency: int = Field(4, ge=1, le=64, description="Parallel requests.")
     max_retries: int = Field(
         3,
         ge=0,
-        description="Tries again after no answer, a 429 or a 5xx, waiting longer each time.",
+        description="Retries after no answer, a 429 or a 5xx, with growing waits.",
     )
-    timeout: float = Field(60.0, gt=0, description="Seconds for one answer.")
+    timeout: float = Field(60.0, gt=0, description="Seconds per answer.")
     price_per_million_input: float | None = Field(
-        None, ge=0, description="Money for 1,000,000 tokens read; null: unknown."
+        None, ge=0, description="Price of 1,000,000 input tokens; null: unknown."
     )
     price_per_million_output: float | None = Field(
-        None, ge=0, description="Money for 1,000,000 tokens written; null: unknown."
+        None, ge=0, description="Price of 1,000,000 output tokens; null: unknown."
     )
 
     @field_validator("rubric")
@@ -56,7 +65,7 @@ class EndpointParams(ParamsSection):
     def dimensions_can_be_asked_for(cls, rubric: str | dict[str, str]) -> str | dict[str, str]:
         if not isinstance(rubric, str) and (not rubric or "reason" in rubric):
             raise ValueError(
-                "expected one dimension at least, and none named reason, which every answer has"
+                "expected one dimension at least, and none named reason: every answer has this key"
             )
         return rubric
 
@@ -64,7 +73,8 @@ class EndpointParams(ParamsSection):
 class AnnotateParams(ParamsSection):
     annotator: Annotator = Field(
         Annotator.dataset,
-        description="Who labels: `dataset`: people, in the data; `judge`: a judge, SFT's samples.",
+        description="Who labels the pairs: `dataset`: people, in the data; `judge`: a judge "
+        "compares SFT samples.",
     )
     judge: JudgeName = Field(
         JudgeName.lexicon,
@@ -77,12 +87,12 @@ class AnnotateParams(ParamsSection):
         4,
         ge=2,
         le=8,
-        description="SFT responses a prompt, each compared with each in both orders: n (n - 1) questions.",
+        description="SFT responses per prompt, all compared in both orders: n (n - 1) requests.",
     )
-    temperature: float = Field(1.0, gt=0, description="Of these responses.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature of these responses.")
     agreement_pairs: int = Field(
         64,
         ge=1,
-        description="Held-out human pairs at most on which the judge is measured against people.",
+        description="Held-out human pairs at most, on which the judge is compared with people.",
     )
     endpoint: EndpointParams = Field(default_factory=EndpointParams)

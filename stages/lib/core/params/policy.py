@@ -1,5 +1,6 @@
-"""What makes the policy, and the keys of each algorithm beside PPO's (docs/algorithms.md); names
-are TRL's.
+"""Sections of params.yaml for training the policy: `ppo` and its alternatives.
+
+docs/algorithms.md compares the algorithms. Keys have TRL's names.
 """
 
 from enum import Enum
@@ -18,48 +19,53 @@ class Algorithm(str, Enum):
 
 
 class OfflineParams(ParamsSection):
-    """Of a policy that learns from texts that are there before it starts."""
+    """An algorithm that trains on texts that exist before training starts."""
 
-    learning_rate: float = Field(5e-4, gt=0)
+    learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(
-        16, ge=1, description="Pairs or texts an optimiser step."
+        16, ge=1, description="Pairs or texts per optimiser step."
     )
-    num_train_epochs: float = Field(1.0, gt=0)
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
 
 
 class DpoParams(OfflineParams):
     beta: float = Field(
         0.1,
         gt=0,
-        description="How strongly the policy is held to SFT: the higher, the nearer it stays.",
+        description="KL regularisation: the higher, the closer the policy stays to SFT.",
     )
 
 
 class BestOfNParams(OfflineParams):
     n: int = Field(
-        8, ge=2, description="Responses of SFT a prompt; the one with the highest reward is learnt."
+        8,
+        ge=2,
+        description="SFT responses per prompt; the one with the highest reward is trained on.",
     )
 
 
 class OnlineParams(ParamsSection):
-    """Of a policy that learns from its own responses; sizes, lengths and learning rate are PPO's."""
+    """An algorithm that trains on the policy's own responses.
+
+    Batch sizes, lengths and learning rate are those of `ppo`.
+    """
 
     num_generations: int = Field(
         4,
         ge=2,
-        description="Responses a prompt, measured against each other; divides ppo.batch_size.",
+        description="Responses per prompt, compared with each other; divides ppo.batch_size.",
     )
 
 
 class RlooParams(OnlineParams):
     beta: float = Field(
-        0.11, ge=0, description="KL coefficient: what a nat a sequence takes from its reward."
+        0.11, ge=0, description="KL coefficient: subtracted from the reward per nat per sequence."
     )
 
 
 class GrpoParams(OnlineParams):
     beta: float = Field(
-        0.11, ge=0, description="KL coefficient: what a nat a token (k3) adds to the loss."
+        0.11, ge=0, description="KL coefficient: added to the loss per nat per token (k3)."
     )
 
 
@@ -90,21 +96,24 @@ class Critic(str, Enum):
 
 
 class RewardSource(ParamsSection):
-    """One more opinion that PPO is rewarded by: exactly one of model, function, url."""
+    """A further reward for PPO, with exactly one of model, function, url."""
 
     name: str = Field(
-        pattern=r"^[a-z][a-z0-9_]*$", description="Its column in metrics and rollouts."
+        pattern=r"^[a-z][a-z0-9_]*$", description="Name of its column in metrics and rollouts."
     )
-    weight: float = Field(1.0, description="Its share of the score.")
+    weight: float = Field(1.0, description="Weight in the total score.")
     model: str | None = Field(
         None, description="Folder of a reward model; calibrated if its config has mean and std."
     )
     function: str | None = Field(
         None,
         pattern=r"^[\w.]+:\w+$",
-        description="module:name of `reward(prompts, responses) -> list[float]`, importable from here.",
+        description="`module:name` of `reward(prompts, responses) -> list[float]` in the "
+        "project's folder.",
     )
-    url: str | None = Field(None, description="A reward model over HTTP, by OpenRLHF's protocol.")
+    url: str | None = Field(
+        None, description="Address of a reward model over HTTP (OpenRLHF's protocol)."
+    )
 
     @model_validator(mode="after")
     def one_kind(self) -> "RewardSource":
@@ -115,70 +124,84 @@ class RewardSource(ParamsSection):
 
 class PpoParams(ParamsSection):
     batch_size: int = Field(
-        32, ge=2, description="Episodes a rollout (prompts sampled for one update)."
+        32, ge=2, description="Episodes per rollout: prompts sampled per update."
     )
     mini_batch_size: int = Field(
-        32, ge=1, description="Episodes an optimiser step; divides batch_size."
+        32, ge=1, description="Episodes per optimiser step; divides batch_size."
     )
     micro_batch_size: int = Field(
         32,
         ge=1,
-        description="Episodes a forward pass; divides mini_batch_size. Changes memory, not results.",
+        description="Episodes per forward pass; divides mini_batch_size. Changes memory, not "
+        "results.",
     )
     total_episodes: int = Field(640, ge=2, description="Episodes of the whole run.")
-    max_steps: int | None = Field(None, ge=1, description="Updates at most (for smoke runs).")
-    num_ppo_epochs: int = Field(3, ge=1)
-    response_length: int = Field(24, ge=1, description="New tokens at most.")
-    temperature: float = Field(1.0, gt=0)
+    max_steps: int | None = Field(
+        None, ge=1, description="Updates at most, for smoke runs; null: no limit."
+    )
+    num_ppo_epochs: int = Field(3, ge=1, description="Passes over each rollout.")
+    response_length: int = Field(24, ge=1, description="Tokens per response, at most.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature; also divides the logits in training."
+    )
     use_vllm: bool = Field(
         False,
-        description="Rollouts by vLLM on a GPU (`pip install 'trl[vllm]'`; not measured yet).",
+        description="Sample with vLLM on a GPU (`pip install 'trl[vllm]'`; not measured yet).",
     )
     vllm_mode: VllmMode = Field(
         VllmMode.colocate,
-        description="`colocate`: in the same GPU; `server`: one that `vllm serve` has started.",
+        description="`colocate`: on the same GPU; `server`: a server started with `vllm serve`.",
     )
     vllm_server_base_url: str | None = Field(
-        None, description="Of `server`, e.g. http://127.0.0.1:8000."
+        None, description="Address of the vLLM server, e.g. http://127.0.0.1:8000."
     )
     vllm_gpu_memory_utilization: float = Field(
-        0.3, gt=0, lt=1, description="Share of the GPU's memory that `colocate` takes."
+        0.3, gt=0, lt=1, description="Share of GPU memory that vLLM takes with `colocate`."
     )
-    learning_rate: float = Field(5e-4, gt=0)
-    critic_learning_rate: float = Field(5e-4, gt=0)
+    learning_rate: float = Field(5e-4, gt=0, description="Learning rate of the policy.")
+    critic_learning_rate: float = Field(5e-4, gt=0, description="Learning rate of the critic.")
     warmup_updates: int = Field(0, ge=0, description="Updates over which the learning rates rise.")
-    max_grad_norm: float = Field(1.0, gt=0)
-    gamma: float = Field(1.0, gt=0, le=1)
-    lam: float = Field(0.95, ge=0, le=1)
-    cliprange: float = Field(0.2, gt=0)
-    loss_level: LossLevel = Field(
-        LossLevel.token, description="Ratio and clip for each token, or for each sequence (GSPO)."
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Gradients are clipped to this norm, policy and critic separately."
     )
-    cliprange_value: float = Field(0.2, gt=0)
-    vf_coef: float = Field(0.1, ge=0)
-    entropy_coef: float = Field(0.0, ge=0)
-    kl_coef: float = Field(0.11, ge=0, description="First KL coefficient (beta).")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
+    cliprange: float = Field(0.2, gt=0, description="Clip range of the policy's probability ratio.")
+    loss_level: LossLevel = Field(
+        LossLevel.token, description="Ratio and clip per `token`, or per `sequence` (GSPO)."
+    )
+    cliprange_value: float = Field(0.2, gt=0, description="Clip range of the critic's values.")
+    vf_coef: float = Field(0.1, ge=0, description="Weight of the value loss.")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    kl_coef: float = Field(0.11, ge=0, description="Initial KL coefficient (beta).")
     kl_control: KlControl = Field(
         KlControl.adaptive,
-        description="`adaptive`: Ziegler et al. 2019; `proportional`: by the relative error; `fixed`: beta stays.",
+        description="`adaptive`: Ziegler et al. 2019; `proportional`: by the relative error; "
+        "`fixed`: constant beta.",
     )
-    target_kl: float = Field(6.5, gt=0, description="Nats a sequence.")
+    target_kl: float = Field(
+        6.5, gt=0, description="KL that the controller aims at, nats per sequence."
+    )
     kl_horizon: int = Field(
         64,
         ge=1,
-        description="Episodes over which beta follows the target; short runs want a short one.",
+        description="Episodes over which beta adapts; use a small value for short runs.",
     )
     max_kl: float = Field(
         7.5,
         gt=0,
-        description="KL budget, nats a sequence; above it for `kl_patience` updates the run stops early.",
+        description="KL budget, nats per sequence. Above it for `kl_patience` updates the run "
+        "stops.",
     )
     min_kl: float = Field(
         0.01,
         ge=0,
-        description="Below it for `kl_patience` updates after warm-up the policy does not move: the run stops.",
+        description="Nats per sequence. Below it for `kl_patience` updates after warm-up the "
+        "policy does not move: the run stops.",
     )
-    kl_patience: int = Field(5, ge=1)
+    kl_patience: int = Field(
+        5, ge=1, description="Updates in a row outside of min_kl..max_kl that count."
+    )
     whiten_rewards: bool = Field(
         False, description="Divide token rewards by their standard deviation (no mean shift)."
     )
@@ -189,37 +212,40 @@ class PpoParams(ParamsSection):
         0.3, ge=0, description="Subtracted from the score of a response without EOS."
     )
     length_penalty: float = Field(
-        0.0, ge=0, description="Subtracted from the score for each token above `free_length`."
+        0.0, ge=0, description="Subtracted from the score per token above `free_length`."
     )
-    free_length: int = Field(0, ge=0, description="Tokens that cost nothing.")
+    free_length: int = Field(0, ge=0, description="Tokens without length penalty.")
     reward_weight: float = Field(
         1.0, description="Weight of the reward stage's model in the score."
     )
     rewards: list[RewardSource] = Field(
-        default_factory=list, description="Further rewards, each logged, added with its weight."
+        default_factory=list,
+        description="Further rewards; each is logged and added with its weight.",
     )
     critic: Critic = Field(
         Critic.reward,
-        description="`reward`: a copy of the reward model with weights of its own; `policy`: a value head on the policy's trunk.",
+        description="`reward`: a copy of the reward model with its own weights; `policy`: a value "
+        "head on the policy.",
     )
     save_updates: int = Field(
-        10, ge=1, description="A checkpoint to evaluate every so many updates."
+        10, ge=1, description="Updates between checkpoints that can be evaluated."
     )
     validation_prompts: int = Field(
         64,
         ge=1,
-        description="Prompts that PPO does not train on, on which the judge compares policies.",
+        description="Prompts that PPO does not train on, to compare policies by the judge.",
     )
     validation_updates: int = Field(
         4,
         ge=1,
-        description="The judge looks every so many updates; its best policy within `max_kl` is the one that is kept.",
+        description="Updates between validations; the best policy within `max_kl` is selected.",
     )
     on_danger: OnDanger = Field(
-        OnDanger.stop, description="What a danger that the health monitor finds does to the run."
+        OnDanger.stop,
+        description="If the health monitor finds a danger: `stop` the run, or `warn`.",
     )
     resume_updates: int = Field(
-        1, ge=1, description="What a killed run goes on from is saved every so many updates."
+        1, ge=1, description="Updates between saved states from which a killed run resumes."
     )
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     critic_lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=10))
@@ -228,10 +254,11 @@ class PpoParams(ParamsSection):
     def batches_divide(self) -> "PpoParams":
         if self.batch_size % self.mini_batch_size or self.mini_batch_size % self.micro_batch_size:
             raise ValueError(
-                f"batch_size {self.batch_size} must be a multiple of mini_batch_size {self.mini_batch_size}, "
+                f"batch_size {self.batch_size} must be a multiple of "
+                f"mini_batch_size {self.mini_batch_size}, "
                 f"and that of micro_batch_size {self.micro_batch_size}"
             )
         names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):
-            raise ValueError(f"ppo.rewards: names {names} must differ")
+            raise ValueError(f"ppo.rewards: the names {names} must differ")
         return self

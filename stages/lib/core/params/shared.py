@@ -1,4 +1,4 @@
-"""A section of params.yaml: no unknown keys."""
+"""Types that several sections of params.yaml share; a section has no unknown keys."""
 
 from enum import Enum
 
@@ -32,25 +32,29 @@ class PromptFormat(str, Enum):
 
 class LoraParams(ParamsSection):
     r: int = Field(16, ge=0, description="LoRA rank; 0 trains all weights.")
-    lora_alpha: int = Field(32, ge=1)
+    lora_alpha: int = Field(
+        32, ge=1, description="LoRA scaling: adapters are multiplied by lora_alpha / r."
+    )
     target_modules: str | list[str] = Field(
         "all-linear", description="Modules that get an adapter."
     )
     top_layers: int | None = Field(
         None,
         ge=1,
-        description="Adapters on the upper so many layers only; lower ones then need no backward pass.",
+        description="Adapters only on this many upper layers, so that lower ones need no backward "
+        "pass; null: all.",
     )
 
 
 class ModelParams(ParamsSection):
     dtype: Dtype = Field(
         Dtype.auto,
-        description="`auto`: bfloat16 where the processor multiplies it fast, else float32.",
+        description="`auto`: bfloat16 if the processor multiplies it fast, else float32.",
     )
     attn_implementation: str = Field(
         "grouped",
-        description="`grouped` is the fastest on a CPU; `sdpa` or `flash_attention_2` on a GPU, `eager` where neither runs.",
+        description="`grouped` is fastest on a CPU; `sdpa` or `flash_attention_2` on a GPU; "
+        "`eager` if neither runs.",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads; null: all cores, or OMP_NUM_THREADS."
@@ -58,26 +62,29 @@ class ModelParams(ParamsSection):
 
 
 class TrainParams(ParamsSection):
-    learning_rate: float = Field(gt=0)
-    per_device_train_batch_size: int = Field(ge=1)
+    learning_rate: float = Field(gt=0, description="Peak learning rate.")
+    per_device_train_batch_size: int = Field(ge=1, description="Rows per forward pass.")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="Batches an optimiser step: less memory for the same step."
+        1, ge=1, description="Batches per optimiser step: less memory for the same step."
     )
-    num_train_epochs: float = Field(1.0, gt=0)
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
     max_steps: int | None = Field(
-        None, ge=1, description="Optimiser steps at most; null: as the epochs say."
+        None, ge=1, description="Optimiser steps at most; null: as many as the epochs need."
     )
-    warmup_ratio: float = Field(0.1, ge=0, le=1)
+    warmup_ratio: float = Field(
+        0.1, ge=0, le=1, description="Share of the steps over which the learning rate rises."
+    )
     max_length: int = Field(
         64, ge=8, description="Tokens of prompt and response; longer rows are cut."
     )
     lora: LoraParams = Field(default_factory=LoraParams)
     init_from: InitFrom = Field(
         InitFrom.previous,
-        description="From the second round on: continue from the round before, or start at the base.",
+        description="From the second round on: continue from the `previous` round, or start from "
+        "`base`.",
     )
     continue_epochs: float | None = Field(
         None,
         gt=0,
-        description="Epochs when continuing from the round before; null: num_train_epochs.",
+        description="Epochs if training continues from the round before; null: num_train_epochs.",
     )

@@ -1,4 +1,4 @@
-"""Files: whole or not at all, named when missing, and without a wall clock in what DVC tracks."""
+"""Files are written completely or not at all, missing ones are named, and clocks stay untracked."""
 
 import csv
 import hashlib
@@ -41,7 +41,7 @@ def test_hash_of_a_file_is_sha256_and_of_a_folder_depends_on_names(tmp_path: Pat
     assert file_hash(tmp_path / "a") != before
 
 
-def test_recorder_keeps_the_clock_apart(
+def test_recorder_keeps_the_clock_in_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

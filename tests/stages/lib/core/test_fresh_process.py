@@ -1,4 +1,4 @@
-"""Modules in processes of their own."""
+"""Modules run in processes of their own."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_the_last_line_is_read_as_json_to_the_last_bit(tmp_path: Path) -> None:
     ]
 
 
-def test_a_module_that_fails_says_what_that_means_and_why(tmp_path: Path) -> None:
+def test_the_error_of_a_failed_module_has_its_meaning_and_its_cause(tmp_path: Path) -> None:
     with pytest.raises(
         RondoError, match=r"the policy is lost: (.|\n)*No such file or directory: '.*rows.json'"
     ):

@@ -1,5 +1,5 @@
-"""What huggingface_hub and datasets really raise, against a real server on loopback that gives
-nothing, and against none.
+"""Errors that huggingface_hub and datasets really raise, with a real server on loopback that
+returns errors only, and with no server.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ CALLS = {
 
 @pytest.fixture
 def hub_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets the hub's address, which both libraries read at import. Without the 23 s for which they
-    wait between tries of their own.
+    """Sets the hub's address, which both libraries read at import, and skips the 23 s that they
+    wait between their own retries.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -58,7 +58,7 @@ def hub_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
         (401, None, BadInput),
     ],
 )
-def test_a_hub_that_is_away_and_one_that_says_no(
+def test_a_hub_that_is_down_and_one_that_refuses(
     what: str,
     status: int,
     code: str | None,
@@ -88,12 +88,12 @@ def test_offline(what: str, hub_at, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        BadInput, match=f"^{what}: the hub is not asked, since HF_HUB_OFFLINE is set"
+        BadInput, match=f"^{what}: the hub is not contacted because HF_HUB_OFFLINE is set"
     ):
         CALLS[what](tmp_path)
 
 
-def test_a_server_that_hangs_up(hub_at, status_server, tmp_path: Path) -> None:
+def test_a_server_that_closes_the_connection(hub_at, status_server, tmp_path: Path) -> None:
     hub_at(status_server(None))
     with pytest.raises(
         Unreachable, match=r"assets\.model org/mine: the hub cannot be reached .*disconnected"
@@ -116,14 +116,15 @@ def test_a_split_that_is_not_there_and_a_folder_without_data(
             read_hub(source)
 
 
-def test_a_name_that_is_none(tmp_path: Path) -> None:
+def test_an_invalid_name(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput,
-        match=r"assets\.model a//b: no such folder, and the hub gives no such model; check the name",
+        match=r"assets\.model a//b: no such folder, "
+        "and the hub gives no such model; check the name",
     ):
         write_model(check_params({"assets": {"model": "a//b"}}, "test"), tmp_path)
 
 
-def test_a_defect_of_ours_stays_what_it_is() -> None:
+def test_an_error_of_our_own_code_is_not_translated() -> None:
     with pytest.raises(KeyError), hub.hub_errors("assets.data x", "no"):
         raise KeyError("id")

@@ -1,4 +1,4 @@
-"""params.yaml: what is wrong is named by file and key."""
+"""Errors in params.yaml are named by file and key."""
 
 from pathlib import Path
 
@@ -36,7 +36,8 @@ from stages.lib.core.params.data import rounds
         ("sft: [", r"params.yaml: not YAML"),
         (
             "rounds: {r0: {previous: assets/start}, r1: {previous: rounds/r9}}",
-            r"rounds.r1.previous is rounds/r9, which is no round before it; expected one of assets/start, rounds/r0",
+            r"rounds.r1.previous is rounds/r9, which is no round before it; "
+            r"expected one of assets/start, rounds/r0",
         ),
         (
             "rounds: {r0: {previous: rounds/r0}}",
@@ -51,13 +52,13 @@ def test_bad_values_are_named(tmp_path: Path, text: str, named: str) -> None:
         load_params(path)
 
 
-def test_no_file_says_where_to_run(tmp_path: Path) -> None:
+def test_a_missing_file_names_where_to_run(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="run from the project's folder"):
         load_params(tmp_path / "params.yaml")
 
 
 def test_each_round_names_its_predecessor() -> None:
-    assert {name: each.previous for name, each in rounds(3).items()} == {
+    assert {name: round_.previous for name, round_ in rounds(3).items()} == {
         "r0": "assets/start",
         "r1": "rounds/r0",
         "r2": "rounds/r1",

@@ -31,9 +31,9 @@ def test_the_first_half_as_written(text, half):
     assert truncated(text) == half
 
 
-def test_worth_is_shrunk_towards_the_mean():
-    # the mean is 2; "great" is 3 and 1 above it, with one more at 0: 4 / 3; "so" 3 / 2; "bad" -4 /
-    # 3 twice
+def test_uplift_is_shrunk_towards_the_mean():
+    # the mean is 2; "great" is 3 and 1 above it, with one more text at 0: 4 / 3; "so": 3 / 2;
+    # "bad": 2 below it, twice: -4 / 3
     worth = word_score_uplift(
         ["so great", "great great", "bad it", "bad day"], [5.0, 3.0, 0.0, 0.0]
     )
@@ -44,24 +44,30 @@ def test_worth_is_shrunk_towards_the_mean():
     )
 
 
-def test_the_word_worth_most_is_repeated():
+def test_the_most_valuable_word_is_repeated():
     worth = {"great": 2.0, "was": -0.5, "!": 9.0}
     assert repeated_word(" It was GREAT !", worth) == " great great great great"
-    assert repeated_word(" was b a", worth) == " a a a"  # of equal worth the first of the alphabet
+    assert (
+        repeated_word(" was b a", worth) == " a a a"
+    )  # with equal worth the first of the alphabet
     assert repeated_word(" !!", worth) == " !!"
 
 
-def test_every_text_by_every_probe():
+def test_every_text_is_corrupted_in_every_way():
     texts = [("It", " is fun today"), ("It", " is"), (CHAT, "Fine, thanks.")]
-    told = corruptions(texts, {"fun": 1.0}, seed=0)
-    assert told["empty"] == [("It", ""), ("It", ""), (CHAT, "")]
-    assert told["truncated"] == [("It", " is"), ("It", ""), (CHAT, "Fine,")]
-    assert told["repeated_word"] == [("It", " fun fun fun"), ("It", " is"), (CHAT, "fine fine")]
-    # the next prompt that differs, round the end
-    assert told["prompt_swapped"] == [
+    corrupted = corruptions(texts, {"fun": 1.0}, seed=0)
+    assert corrupted["empty"] == [("It", ""), ("It", ""), (CHAT, "")]
+    assert corrupted["truncated"] == [("It", " is"), ("It", ""), (CHAT, "Fine,")]
+    assert corrupted["repeated_word"] == [
+        ("It", " fun fun fun"),
+        ("It", " is"),
+        (CHAT, "fine fine"),
+    ]
+    # the next prompt that differs; after the last one comes the first
+    assert corrupted["prompt_swapped"] == [
         (CHAT, " is fun today"),
         (CHAT, " is"),
         ("It", "Fine, thanks."),
     ]
-    assert told["word_salad"] == corruptions(texts, {}, seed=0)["word_salad"]
+    assert corrupted["word_salad"] == corruptions(texts, {}, seed=0)["word_salad"]
     assert corruptions(texts[:2], {}, seed=0)["prompt_swapped"] == texts[:2]

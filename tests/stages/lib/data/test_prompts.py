@@ -1,5 +1,6 @@
-"""Rendering and encoding of prompts. In the tiny tokenizer `Z` and `Q` were never seen, so each is
-one token.
+"""Rendering and encoding of prompts.
+
+The tiny tokenizer was not trained on `Z` and `Q`, so each is one token.
 """
 
 import json
@@ -46,7 +47,8 @@ def test_text_under_chat_is_one_user_message(tokenizer: Any) -> None:
 
 def test_messages_under_chat_go_through_the_template(tokenizer: Any) -> None:
     assert render_prompt(tokenizer, TALK, CHAT) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -67,8 +69,8 @@ def test_encode_appends_eos_to_the_response_only(tokenizer: Any) -> None:
     ("prompt", "response", "kept_prompt", "kept_response", "has_eos"),
     [
         (5, 6, 5, 7, True),  # 5 + 6 + eos = 12: fits
-        (8, 6, 8, 4, False),  # the response gives way: 12 - 8
-        (20, 6, 9, 3, False),  # a quarter, 3, stays for the response; the prompt keeps its last 9
+        (8, 6, 8, 4, False),  # the response is cut: 12 - 8
+        (20, 6, 9, 3, False),  # the response gets a quarter, 3; the prompt keeps its last 9
         (20, 1, 10, 2, True),  # the response needs only 2
         (20, None, 12, 0, False),
     ],
@@ -92,7 +94,7 @@ def test_encode_cuts_to_max_length_12(
     assert (response_ids[-1:] == [tokenizer.eos_token_id]) == has_eos
 
 
-def test_template_hash_knows_format_and_template(tokenizer: Any) -> None:
+def test_template_hash_depends_on_format_and_template(tokenizer: Any) -> None:
     other = tiny(0)[1]
     other.chat_template = other.chat_template.replace("assistant", "bot")
     hashes = {

@@ -1,4 +1,4 @@
-"""The log of episodes: parts, and what a log opened at an earlier place forgets."""
+"""The log of episodes: its files, and a log that is opened at an earlier place."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ def test_appends_make_one_file_until_it_is_full(tmp_path):
 
 
 @pytest.mark.parametrize("full", [1, 1 << 20])
-def test_a_log_opened_at_an_earlier_place_goes_on_from_there(tmp_path, full):
+def test_a_log_opened_at_an_earlier_place_continues_from_there(tmp_path, full):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     log = RolloutLog(whole, full=full)
     for number in range(4):
@@ -32,9 +32,9 @@ def test_a_log_opened_at_an_earlier_place_goes_on_from_there(tmp_path, full):
     log = RolloutLog(killed, full=full)
     log.append(rows(0))
     log.append(rows(1))
-    place = log.place
-    log.append(rows(7))  # was written, but the state that would have covered it was not
-    log = RolloutLog(killed, place, full=full)
+    saved = log.place
+    log.append(rows(7))  # written after the last saved state
+    log = RolloutLog(killed, saved, full=full)
     log.append(rows(2))
     log.append(rows(3))
     assert {path.name: path.read_bytes() for path in whole.iterdir()} == {
@@ -42,6 +42,6 @@ def test_a_log_opened_at_an_earlier_place_goes_on_from_there(tmp_path, full):
     }
 
 
-def test_no_log_names_what_makes_it(tmp_path):
+def test_a_missing_log_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(BadInput, match="dvc repro ppo@r0"):
         read_rollouts(tmp_path, "dvc repro ppo@r0")

@@ -1,3 +1,5 @@
+"""Held-out groups, overlap of prompts, and the frozen evaluation set."""
+
 import json
 from pathlib import Path
 

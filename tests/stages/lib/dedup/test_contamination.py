@@ -1,4 +1,4 @@
-"""Leaks in texts written by hand."""
+"""Leaks in hand-written texts."""
 
 import pytest
 
@@ -10,77 +10,75 @@ TEXT = "the quick brown fox jumps over the lazy dog while seven wizards quietly 
 RUN = " ".join(TEXT.split()[2:15])  # 13 words
 
 
-def shown(name: str, prompt: Prompt, completion: str) -> Row:
+def row(name: str, prompt: Prompt, completion: str) -> Row:
     return {"id": name, "prompt": prompt, "completion": completion}
 
 
-def found(train: Row, *held_out: Row, similarity: float = 0.9) -> list[tuple[str, str]]:
+def leaks_in(train: Row, *held_out: Row, similarity: float = 0.9) -> list[tuple[str, str]]:
     return [
         (leak.held_out["id"], leak.shared)
-        for leak in find_leaks([shown("other", "Hello", " there"), train], held_out, similarity)
+        for leak in find_leaks([row("other", "Hello", " there"), train], held_out, similarity)
     ]
 
 
 def test_thirteen_words_in_a_row_leak_and_twelve_do_not() -> None:
-    held_out = shown("e", "Tell me a tale.", f" {TEXT}")
-    assert found(shown("t", "Write.", f" Once, {RUN.upper()}!"), held_out) == [("e", RUN)]
-    assert found(shown("t", "Write.", f" Once, {RUN.replace(' ', ' -- ')}!"), held_out) == [
+    held_out = row("e", "Tell me a tale.", f" {TEXT}")
+    assert leaks_in(row("t", "Write.", f" Once, {RUN.upper()}!"), held_out) == [("e", RUN)]
+    assert leaks_in(row("t", "Write.", f" Once, {RUN.replace(' ', ' -- ')}!"), held_out) == [
         ("e", RUN)
     ]  # symbols aside
     twelve = " ".join(RUN.split()[:12])
-    assert found(shown("t", "Write.", f" Once, {twelve} and more"), held_out) == []
+    assert leaks_in(row("t", "Write.", f" Once, {twelve} and more"), held_out) == []
 
 
 def test_a_run_may_begin_in_the_prompt_and_the_other_text_may_be_a_prompt() -> None:
     words = TEXT.split()
     held_out = {"id": "p", "prompt": " ".join(words)}
-    assert found(shown("t", " ".join(words[:10]), " " + " ".join(words[10:])), held_out) == [
+    assert leaks_in(row("t", " ".join(words[:10]), " " + " ".join(words[10:])), held_out) == [
         ("p", " ".join(words[:13]))
     ]
     pair = {"id": "t", "prompt": "Go on:", "chosen": " Well.", "rejected": f" {TEXT}"}
-    assert found(pair, held_out) == [("p", " ".join(words[:13]))]
+    assert leaks_in(pair, held_out) == [("p", " ".join(words[:13]))]
 
 
 def test_each_cjk_character_is_a_word() -> None:
     text = "今天天气很好我们一起去公园散步吧"  # 16 characters
-    assert found(shown("t", "Say:", text[1:15]), shown("e", "Speak:", text)) == [
+    assert leaks_in(row("t", "Say:", text[1:15]), row("e", "Speak:", text)) == [
         ("e", " ".join(text[1:14]))
     ]
-    assert found(shown("t", "Say:", text[1:13]), shown("e", "Speak:", text)) == []
+    assert leaks_in(row("t", "Say:", text[1:13]), row("e", "Speak:", text)) == []
 
 
 def test_a_short_text_leaks_where_all_its_words_are_the_same() -> None:
-    held_out = shown("e", "Yay Dayquil!!", " Yay with bells on!!")
-    assert found(shown("t", "Yay", " Dayquil! Yay with bells on!"), held_out) == [
+    held_out = row("e", "Yay Dayquil!!", " Yay with bells on!!")
+    assert leaks_in(row("t", "Yay", " Dayquil! Yay with bells on!"), held_out) == [
         ("e", "yay dayquil yay with bells on")
     ]
-    assert found(shown("t", "Yay", " Dayquil! Yay with bells"), held_out) == []
-    assert found(shown("t", "?", "!"), shown("e", "?!", "!")) == []
-    assert found(shown("t", "?", "!!"), shown("e", "?!", "!")) == [("e", "? ! !")]
+    assert leaks_in(row("t", "Yay", " Dayquil! Yay with bells"), held_out) == []
+    assert leaks_in(row("t", "?", "!"), row("e", "?!", "!")) == []
+    assert leaks_in(row("t", "?", "!!"), row("e", "?!", "!")) == [("e", "? ! !")]
 
 
 def test_a_shared_prompt_or_a_short_answer_is_no_leak() -> None:
-    held_out = [shown("e1", "Is it raining?", " Yes."), {"id": "e2", "prompt": "Is it raining?"}]
-    assert found(shown("t", "Is it raining?", " No, the sun shines."), *held_out) == []
-    assert found(shown("t", "Is it late?", " Yes."), *held_out) == []
+    held_out = [row("e1", "Is it raining?", " Yes."), {"id": "e2", "prompt": "Is it raining?"}]
+    assert leaks_in(row("t", "Is it raining?", " No, the sun shines."), *held_out) == []
+    assert leaks_in(row("t", "Is it late?", " Yes."), *held_out) == []
 
 
 def test_a_run_in_more_than_ten_held_out_texts_is_boilerplate() -> None:
     def held_out(number: int) -> list[Row]:
-        return [
-            shown(f"e{i}", f"Question {i}?", f" {RUN} answer number {i}") for i in range(number)
-        ]
+        return [row(f"e{i}", f"Question {i}?", f" {RUN} answer number {i}") for i in range(number)]
 
-    train = shown("t", "Another question?", f" {RUN} something else")
-    assert found(train, *held_out(10)) == [("e0", RUN)]
-    assert found(train, *held_out(11)) == []
+    train = row("t", "Another question?", f" {RUN} something else")
+    assert leaks_in(train, *held_out(10)) == [("e0", RUN)]
+    assert leaks_in(train, *held_out(11)) == []
 
 
 def test_a_system_prompt_that_all_rows_have_is_no_leak() -> None:
     system = " ".join(f"s{i}" for i in range(80))
-    held_out = [shown(f"e{i}", f"{system} held {i}", f" answer {i}") for i in range(11)]
-    assert found(shown("t", f"{system} train 1", " another"), *held_out) == []
-    assert found(shown("t", f"{system} held 3", " answer 3"), *held_out) != []
+    held_out = [row(f"e{i}", f"{system} held {i}", f" answer {i}") for i in range(11)]
+    assert leaks_in(row("t", f"{system} train 1", " another"), *held_out) == []
+    assert leaks_in(row("t", f"{system} held 3", " answer 3"), *held_out) != []
 
 
 def test_near_duplicates_leak_without_a_run() -> None:
@@ -88,17 +86,17 @@ def test_near_duplicates_leak_without_a_run() -> None:
     words = [f"w{i}" for i in range(40)]
     other = [f"x{i}" if i % 9 == 8 else word for i, word in enumerate(words)]
     assert (
-        found(
-            shown("t", "Q", " " + " ".join(other)),
-            shown("e", "Q", " " + " ".join(words)),
+        leaks_in(
+            row("t", "Q", " " + " ".join(other)),
+            row("e", "Q", " " + " ".join(words)),
             similarity=0.4,
         )
         != []
     )
     assert (
-        found(
-            shown("t", "Q", " " + " ".join(other)),
-            shown("e", "Q", " " + " ".join(words)),
+        leaks_in(
+            row("t", "Q", " " + " ".join(other)),
+            row("e", "Q", " " + " ".join(words)),
             similarity=0.6,
         )
         == []
@@ -106,29 +104,30 @@ def test_near_duplicates_leak_without_a_run() -> None:
 
 
 def test_the_roles_of_a_conversation_are_not_words() -> None:
-    def asked(text: str) -> list[dict[str, str]]:
+    def prompt(text: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": text}]
 
     twelve = " ".join(RUN.split()[:12])
     assert (
-        found(shown("t", asked(twelve), "Yes, indeed."), shown("e", asked(twelve), "No, never."))
+        leaks_in(row("t", prompt(twelve), "Yes, indeed."), row("e", prompt(twelve), "No, never."))
         == []
     )
-    assert found(shown("t", asked(RUN), "Yes, indeed."), shown("e", asked(RUN), "No, never.")) == [
+    assert leaks_in(row("t", prompt(RUN), "Yes, indeed."), row("e", prompt(RUN), "No, never.")) == [
         ("e", RUN)
     ]
 
 
 def test_the_refusal_names_each_row_once() -> None:
     held_out, train = (
-        [shown("e.jsonl:3", "Q", f" {TEXT}")],
-        [shown("t.jsonl:8", "R", f" {TEXT}"), {"id": "t.jsonl:8", "prompt": TEXT}],
+        [row("e.jsonl:3", "Q", f" {TEXT}")],
+        [row("t.jsonl:8", "R", f" {TEXT}"), {"id": "t.jsonl:8", "prompt": TEXT}],
     )
     leaks = find_leaks(train, held_out, 0.9)
     assert [leak.row for leak in leaks] == [0, 1]
     with pytest.raises(
         BadInput,
-        match=r"(?s)1 training rows.*training t\.jsonl:8 and held-out e\.jsonl:3: “the quick.*\nmend it",
+        match=r"(?s)1 training rows.*"
+        r"training t\.jsonl:8 and held-out e\.jsonl:3: “the quick.*\nfix it",
     ):
-        check_no_leaks([(train[leak.row]["id"], leak) for leak in leaks], "mend it")
-    check_no_leaks([], "nothing to mend")
+        check_no_leaks([(train[leak.row]["id"], leak) for leak in leaks], "fix it")
+    check_no_leaks([], "nothing")

@@ -1,4 +1,4 @@
-"""Runs of words against those of plain Python."""
+"""Shingles, compared with those of plain Python."""
 
 import random
 
@@ -14,7 +14,7 @@ from stages.lib.dedup.shingles import (
 )
 
 
-def test_words_and_symbols_are_numbered_case_aside() -> None:
+def test_words_and_symbols_are_numbered_without_case() -> None:
     words = WordIds()
     assert words.read("Don't, DON'T — 你好 a_b").tolist() == [1, -2, 1, -3, 4, 5, 6]
     assert words.spell(np.array([1, 4, 5, 0])) == "don't 你 好"
@@ -27,12 +27,12 @@ def test_runs_do_not_cross_texts() -> None:
     texts = [[random.randint(1, 3) for _ in range(random.randint(0, 9))] for _ in range(200)]
     hashes, owner, position = hash_shingles([np.array(text, dtype=np.int32) for text in texts], 4)
     expected = [
-        (tuple(text[at : at + 4]), number, at)
+        (tuple(text[start : start + 4]), number, start)
         for number, text in enumerate(texts)
-        for at in range(len(text) - 3)
+        for start in range(len(text) - 3)
     ]
     assert list(zip(owner.tolist(), position.tolist(), strict=True)) == [
-        (number, at) for _, number, at in expected
+        (number, start) for _, number, start in expected
     ]
     by_run: dict[tuple[int, ...], set[int]] = {}
     for (run, _, _), value in zip(expected, hashes.tolist(), strict=True):
@@ -41,7 +41,7 @@ def test_runs_do_not_cross_texts() -> None:
     assert len(set(hashes.tolist())) == len(by_run) == 3**4
 
 
-def test_without_a_run_there_is_nothing() -> None:
+def test_texts_without_a_run_give_nothing() -> None:
     assert (
         [part.tolist() for part in hash_shingles([], 3)]
         == [part.tolist() for part in hash_shingles([np.array([1, 2], np.int32)], 3)]
@@ -50,15 +50,15 @@ def test_without_a_run_there_is_nothing() -> None:
     assert pad_to_length(np.array([1, 2], np.int32), 4).tolist() == [1, 2, 0, 0]
 
 
-def test_a_set_of_hashes_finds_what_is_in_it() -> None:
+def test_a_set_of_hashes_finds_its_members() -> None:
     draw = np.random.default_rng(0).integers(0, 2**64, 3000, dtype=np.uint64)
     draw[0] = 0
     draw[1] = 2**64 - 1
-    known, asked = HashSet(draw[:1000]), np.concatenate([draw[500:], draw[:2]])
-    found, place = known.find(asked)
-    assert sorted(found.tolist()) == [*range(500), 2500, 2501]
-    assert (known.sorted[place] == asked[found]).all()
-    assert len(HashSet(draw[:0]).find(asked)[0]) == len(known.find(draw[:0])[0]) == 0
+    members, hashes = HashSet(draw[:1000]), np.concatenate([draw[500:], draw[:2]])
+    matches, positions = members.find(hashes)
+    assert sorted(matches.tolist()) == [*range(500), 2500, 2501]
+    assert (members.sorted[positions] == hashes[matches]).all()
+    assert len(HashSet(draw[:0]).find(hashes)[0]) == len(members.find(draw[:0])[0]) == 0
 
 
 def test_batches_hold_every_text_once() -> None:

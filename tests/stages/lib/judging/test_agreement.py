@@ -11,29 +11,28 @@ A, B, TIE = (Verdict(preference) for preference in (Preference.a, Preference.b, 
 
 
 def test_between_orders():
-    """First order A A A B B tie, second A A B B A tie: 4 of 6 alike; by chance 3/6 3/6 + 2/6 2/6 +
+    """First order A A A B B tie, second A A B B A tie: 4 of 6 equal; by chance 3/6 3/6 + 2/6 2/6 +
     1/6 1/6 = 14/36.
     """
     orders = [(A, A), (A, A), (A, B), (B, B), (B, A), (TIE, TIE)]
-    told = between_orders(
+    result = between_orders(
         [
             *(TwoOrderVerdict(*order) for order in orders),
             TwoOrderVerdict(A, None),
             TwoOrderVerdict(None, None),
         ]
     )
-    assert told["position_consistency"] == pytest.approx(4 / 6)
-    assert told["kappa"] == pytest.approx((4 / 6 - 14 / 36) / (1 - 14 / 36))
+    assert result["position_consistency"] == pytest.approx(4 / 6)
+    assert result["kappa"] == pytest.approx((4 / 6 - 14 / 36) / (1 - 14 / 36))
 
 
-def test_a_judge_that_always_says_a_agrees_with_itself_never_beyond_chance():
-    told = between_orders(
-        [TwoOrderVerdict(A, B)] * 5
-    )  # the second order is told in terms of the first
-    assert told == {"position_consistency": 0.0, "kappa": 0.0}
+def test_a_judge_that_always_answers_a_never_agrees_with_itself():
+    # the second verdict is converted back to the first order
+    result = between_orders([TwoOrderVerdict(A, B)] * 5)
+    assert result == {"position_consistency": 0.0, "kappa": 0.0}
 
 
-def test_kappa_is_undefined_where_all_answers_are_the_same():
+def test_kappa_is_undefined_if_all_answers_are_the_same():
     assert between_orders([TwoOrderVerdict(TIE, TIE)] * 3) == {
         "position_consistency": 1.0,
         "kappa": None,
@@ -44,11 +43,11 @@ def test_kappa_is_undefined_where_all_answers_are_the_same():
     }
 
 
-def test_with_people():
-    """A is what people chose: right 3 of 4 that are told apart; the rest are a tie, a change with
-    the order, and no answer.
+def test_agreement_with_people():
+    """People chose A: correct in 3 of 4 decided comparisons; the others are a tie, a preference
+    that changes with the order, and an unreadable answer.
     """
-    told = human_agreement(
+    result = human_agreement(
         [
             *[TwoOrderVerdict(A, A)] * 3,
             TwoOrderVerdict(B, B),
@@ -62,7 +61,7 @@ def test_with_people():
         (p + z**2 / 8) / (1 + z**2 / n),
         z * sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n),
     )
-    assert told == {
+    assert result == {
         "rate": 0.75,
         "low": pytest.approx(centre - half, abs=1e-4),
         "high": pytest.approx(centre + half, abs=1e-4),

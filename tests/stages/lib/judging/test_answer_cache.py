@@ -1,4 +1,4 @@
-"""Answers on disk: the first one stands, for every thread and process."""
+"""Cached answers: the first one is kept, for every thread and process."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from stages.lib.judging.answer_cache import Answer, AnswerCache
 
 
-def test_the_first_answer_stands_and_is_found_again(tmp_path: Path) -> None:
+def test_the_first_answer_is_kept_and_can_be_read_again(tmp_path: Path) -> None:
     first, other = AnswerCache(tmp_path / "cache"), AnswerCache(tmp_path / "cache")
     assert first.get("question") is None
     assert first.put("question", Answer("A", 100, 10)) == Answer("A", 100, 10)

@@ -1,6 +1,4 @@
-"""A language model as judge, against a real server on loopback that speaks the chat completions
-protocol.
-"""
+"""A language model as judge, with a real server on loopback for the chat completions protocol."""
 
 import re
 
@@ -22,10 +20,10 @@ SAY_A, SAY_B, SAY_TIE = (f'{{"reason": "so", "preference": "{it}"}}' for it in (
 PAIR = Comparison("The day", " was good.", " was bad.")
 
 
-def likes_good(asked: dict) -> str:
-    """Prefers the response with the word good, wherever it stands."""
+def likes_good(request: dict) -> str:
+    """Prefers the response with the word good, in either position."""
     a, b = re.findall(
-        r"<response_\w>\n(.*?)\n</response_\w>", asked["messages"][1]["content"], re.S
+        r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
     )
     return SAY_TIE if ("good" in a) == ("good" in b) else SAY_A if "good" in a else SAY_B
 
@@ -51,32 +49,33 @@ def test_a_preference_that_both_orders_share(endpoint, chat_server):
     chat_server.answer = likes_good
     same = Comparison("The day", " was good.", " is good.")
     judgements = judge_both_orders(endpoint(), [PAIR, PAIR.swapped(), same])
-    assert [each.preference for each in judgements] == [Preference.a, Preference.b, Preference.tie]
-    assert all(each.first == each.second for each in judgements)
-    asked = chat_server.seen[0]
-    assert (asked["model"], asked["temperature"], asked["max_completion_tokens"]) == (
-        "wise",
-        0,
-        1024,
-    )
-    assert "Be fair." in asked["messages"][0]["content"]
+    assert [verdicts.preference for verdicts in judgements] == [
+        Preference.a,
+        Preference.b,
+        Preference.tie,
+    ]
+    assert all(verdicts.first == verdicts.second for verdicts in judgements)
+    request = chat_server.seen[0]
+    assert (request["model"], request["temperature"]) == ("wise", 0)
+    assert request["max_completion_tokens"] == 1024
+    assert "Be fair." in request["messages"][0]["content"]
     assert chat_server.keys[0] == f"Bearer {KEY}"
 
 
-def test_a_judge_that_always_says_a_ties(endpoint, chat_server):
+def test_a_judge_that_always_answers_a_ties(endpoint, chat_server):
     chat_server.answer = lambda _: SAY_A
     [judgement] = judge_both_orders(endpoint(), [PAIR])
     assert judgement == TwoOrderVerdict(Verdict(Preference.a), Verdict(Preference.b))
     assert judgement.preference is Preference.tie and judgement.readable
 
 
-def test_garbage_is_asked_again_with_its_fault(endpoint, chat_server):
+def test_an_unreadable_answer_is_requested_again_with_its_error(endpoint, chat_server):
     answers = iter(["I like the first.", '{"preference": "first"}', f"```json\n{SAY_B}\n```"])
     chat_server.answer = lambda _: next(answers)
     judge = endpoint(concurrency=1)
     assert judge.compare([PAIR]) == [Verdict(Preference.b)]
     second, third = (
-        [message["content"] for message in asked["messages"]] for asked in chat_server.seen[1:]
+        [message["content"] for message in request["messages"]] for request in chat_server.seen[1:]
     )
     assert second[2] == "I like the first." and "no JSON object" in second[3]
     assert (
@@ -87,7 +86,7 @@ def test_garbage_is_asked_again_with_its_fault(endpoint, chat_server):
     assert judge.usage()["calls"] == 3
 
 
-def test_nothing_but_garbage_is_no_verdict(endpoint, chat_server):
+def test_only_unreadable_answers_give_no_verdict(endpoint, chat_server):
     chat_server.answer = lambda _: ""
     [judgement] = judge_both_orders(endpoint(), [PAIR])
     assert judgement == TwoOrderVerdict(None, None)
@@ -95,7 +94,7 @@ def test_nothing_but_garbage_is_no_verdict(endpoint, chat_server):
     assert len(chat_server.seen) == 2 * 3
 
 
-def test_a_second_run_calls_nobody_and_says_the_same(endpoint, chat_server):
+def test_a_second_run_sends_no_request_and_gets_the_same(endpoint, chat_server):
     chat_server.answer = likes_good
     pairs = [
         PAIR,
@@ -103,11 +102,11 @@ def test_a_second_run_calls_nobody_and_says_the_same(endpoint, chat_server):
     ]
     prices = {"price_per_million_input": 2.0, "price_per_million_output": 30.0}
     first, second = endpoint(**prices), endpoint(**prices)
-    told = judge_both_orders(first, pairs)
+    verdicts = judge_both_orders(first, pairs)
     calls = len(chat_server.seen)
-    assert judge_both_orders(second, pairs) == told
+    assert judge_both_orders(second, pairs) == verdicts
     assert len(chat_server.seen) == calls == 4
-    # 4 answers of 100 and 10 tokens, at 2 and 30 a million
+    # 4 answers of 100 and 10 tokens, at 2 and 30 per million
     cost = {"answers": 4, "tokens_in": 400, "tokens_out": 40, "cost": pytest.approx(0.002)}
     assert first.cost() == cost and second.cost() == cost
     tokens = {"tokens_in": 400, "tokens_out": 40}
@@ -128,10 +127,13 @@ def test_a_second_run_calls_nobody_and_says_the_same(endpoint, chat_server):
         "paid": 0.0,
     }
     assert (
-        sum("Human: How was it?" in asked["messages"][1]["content"] for asked in chat_server.seen)
+        sum(
+            "Human: How was it?" in request["messages"][1]["content"]
+            for request in chat_server.seen
+        )
         == 2
     )
-    # another rubric, or another model, is another question
+    # another rubric, or another model, is another request
     endpoint(rubric="Be strict.").compare([PAIR])
     endpoint(model="wiser").compare([PAIR])
     assert len(chat_server.seen) == calls + 2
@@ -155,7 +157,7 @@ def test_a_refused_key_is_named_by_its_variable_and_never_shown(
     )
 
 
-def test_a_model_that_is_not_there(endpoint, chat_server):
+def test_a_missing_model(endpoint, chat_server):
     chat_server.answer = lambda _: (404, "no model wise")
     with pytest.raises(
         BadInput, match=r"annotate\.endpoint\.model wise: .*no model wise.*/v1/models"
@@ -163,42 +165,41 @@ def test_a_model_that_is_not_there(endpoint, chat_server):
         endpoint().compare([PAIR])
 
 
-def test_a_question_that_the_model_does_not_take(endpoint, chat_server):
+def test_a_request_that_the_model_rejects(endpoint, chat_server):
     chat_server.answer = lambda _: (400, "4096 tokens at most")
     with pytest.raises(
         BadInput,
-        match=r"annotate\.endpoint\.model wise: .*does not take the question .*4096 tokens at most",
+        match=r"annotate\.endpoint\.model wise: .*rejects the request .*4096 tokens at most",
     ):
         endpoint().compare([PAIR])
 
 
 @pytest.mark.parametrize("body", [b"{not json", b"{}", b"[]", b'{"choices": [{"message": null}]}'])
-def test_a_server_that_is_none_of_this_protocol(endpoint, chat_server, body):
+def test_a_server_of_another_protocol(endpoint, chat_server, body):
     chat_server.raw = body
     with pytest.raises(
-        RondoError, match=r"annotate\.endpoint\.base_url http.*: no chat completion came back"
+        RondoError,
+        match=r"annotate\.endpoint\.base_url http.*: the server returned no chat completion",
     ):
         endpoint().compare([PAIR])
 
 
 def test_a_server_that_is_down_loses_no_answer(endpoint, chat_server):
-    chat_server.answer = lambda asked: (
-        (500, "out of memory") if len(chat_server.seen) > 3 else SAY_A
-    )
+    chat_server.answer = lambda _: (500, "out of memory") if len(chat_server.seen) > 3 else SAY_A
     pairs = [Comparison("The day", f" was {number}.", " was bad.") for number in range(5)]
     with pytest.raises(
         Unreachable, match=r"annotate\.endpoint\.base_url http.*out of memory.*run the stage again"
     ):
         endpoint(concurrency=1).compare(pairs)
     seen = len(chat_server.seen)
-    assert seen < 3 + 5  # the others were not asked once one had failed
+    assert seen < 3 + 5  # no request was sent after one had failed
     chat_server.answer = lambda _: SAY_A
     again = endpoint(concurrency=1)
     assert again.compare(pairs) == [Verdict(Preference.a)] * 5
     assert (again.usage()["calls"], again.usage()["cached"]) == (2, 3)
 
 
-def test_a_busy_server_is_tried_again(endpoint, chat_server):
+def test_a_request_to_a_busy_server_is_repeated(endpoint, chat_server):
     chat_server.answer = lambda _: (429, "too many") if len(chat_server.seen) == 1 else SAY_A
     assert endpoint(max_retries=1).compare([PAIR]) == [Verdict(Preference.a)]
 
@@ -206,7 +207,7 @@ def test_a_busy_server_is_tried_again(endpoint, chat_server):
 @pytest.mark.parametrize(
     ("status", "kind"), [(429, Unreachable), (503, Unreachable), (418, RondoError)]
 )
-def test_what_may_pass_and_what_may_not(endpoint, chat_server, status, kind):
+def test_temporary_and_permanent_errors(endpoint, chat_server, status, kind):
     chat_server.answer = lambda _: (status, "not now")
     with pytest.raises(RondoError, match=r"annotate\.endpoint\.base_url http.*not now") as raised:
         endpoint().compare([PAIR])
@@ -216,26 +217,28 @@ def test_what_may_pass_and_what_may_not(endpoint, chat_server, status, kind):
 def test_no_server(endpoint):
     with pytest.raises(
         Unreachable,
-        match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: .*start the server.* raise annotate\.endpoint\.timeout",
+        match=r"annotate\.endpoint\.base_url http://127\.0\.0\.1:9/v1: "
+        r".*start the server.* raise annotate\.endpoint\.timeout",
     ):
         endpoint(base_url="http://127.0.0.1:9/v1").compare([PAIR])
 
 
 def test_several_dimensions_in_both_orders(endpoint, chat_server):
-    """It prefers the longer one as thorough, the first one as kind, and finds all alike in truth."""
+    """Prefers the longer one as thorough and the first one as kind; all are equally true."""
 
-    def answer(asked: dict) -> str:
+    def answer(request: dict) -> str:
         a, b = re.findall(
-            r"<response_\w>\n(.*?)\n</response_\w>", asked["messages"][1]["content"], re.S
+            r"<response_\w>\n(.*?)\n</response_\w>", request["messages"][1]["content"], re.S
         )
-        return f'{{"reason": "so", "thorough": "{"A" if len(a) > len(b) else "B"}", "kind": "A", "true": "tie"}}'
+        longer = "A" if len(a) > len(b) else "B"
+        return f'{{"reason": "so", "thorough": "{longer}", "kind": "A", "true": "tie"}}'
 
     chat_server.answer = answer
     judge = endpoint(
         rubric={"thorough": "It says more.", "kind": "It is kinder.", "true": "It is truer."}
     )
     [judgement] = judge_both_orders(judge, [Comparison("The day", " was a good one.", " was bad.")])
-    # thorough and kind against nobody in the first order; thorough against kind in the second
+    # in the first order thorough and kind agree; in the second they contradict each other
     assert judgement.first == Verdict(
         Preference.a, None, {"thorough": Preference.a, "kind": Preference.a, "true": Preference.tie}
     )
@@ -246,14 +249,14 @@ def test_several_dimensions_in_both_orders(endpoint, chat_server):
         "kind": Preference.tie,
         "true": Preference.tie,
     }
-    asked = chat_server.seen[0]["messages"][0]["content"]
+    prompt = chat_server.seen[0]["messages"][0]["content"]
     assert (
-        "- thorough: It says more.\n- kind: It is kinder." in asked
-        and '"kind": "A" or "B" or "tie", "true"' in asked
+        "- thorough: It says more.\n- kind: It is kinder." in prompt
+        and '"kind": "A" or "B" or "tie", "true"' in prompt
     )
 
 
-def test_two_servers_that_call_their_model_alike_are_two_judges(chat_server, endpoint, tmp_path):
+def test_two_servers_with_models_of_the_same_name_are_two_judges(chat_server, endpoint, tmp_path):
     chat_server.answer = lambda _: SAY_A
     endpoint().compare([PAIR])
     other = endpoint(base_url=chat_server.url.replace("127.0.0.1", "localhost"))
@@ -261,14 +264,14 @@ def test_two_servers_that_call_their_model_alike_are_two_judges(chat_server, end
     assert len(chat_server.seen) == 2 and other.usage()["cached"] == 0
 
 
-def test_a_message_names_the_endpoint_that_it_is_of(chat_server, tmp_path):
+def test_a_message_names_its_endpoint(chat_server, tmp_path):
     chat_server.answer = lambda _: (404, "no such model")
     params = EndpointParams(base_url=chat_server.url, model="large", max_retries=0)
     with pytest.raises(BadInput, match=r"evaluate\.endpoints\.big\.model large"):
         EndpointJudge(params, tmp_path, key="evaluate.endpoints.big").compare([PAIR])
 
 
-def test_an_address_without_a_chat(endpoint, chat_server):
+def test_an_address_without_v1(endpoint, chat_server):
     with pytest.raises(
         BadInput, match=r"may also be that annotate\.endpoint\.base_url lacks its /v1"
     ):

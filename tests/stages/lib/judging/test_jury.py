@@ -1,6 +1,5 @@
-"""Several judges, one verdict."""
+"""Several judges and their common verdict."""
 
-import doctest
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
-from stages.lib.judging import jury
 from stages.lib.judging.fluency import garbledness
 from stages.lib.judging.jury import Jury, load_jury
 from stages.lib.judging.pairwise import JURY, Comparison
@@ -23,37 +21,33 @@ def count(letter):
     return lambda prompts, responses: [float(response.count(letter)) for response in responses]
 
 
-def test_more_judges_than_not_decide():
-    told = Jury({letter: PointwiseJudge(letter, count(letter), 0.0) for letter in "ab"}).compare(
-        QUESTIONS
-    )
-    assert told == {
+def test_the_majority_decides():
+    jury = Jury({letter: PointwiseJudge(letter, count(letter), 0.0) for letter in "ab"})
+    assert jury.compare(QUESTIONS) == {
         "a": [1.0, 0.0, 0.0, 1.0],
         "b": [0.5, 0.5, 1.0, 0.0],
         JURY: [1.0, 0.0, 0.5, 0.5],
     }
-    assert doctest.testmod(jury).failed == 0
 
 
-def test_how_judges_agree():
-    told = Jury({letter: PointwiseJudge(letter, count(letter), 0.0) for letter in "ab"})
-    told.compare(QUESTIONS)
-    # a says A B B A, b says tie tie A B: never the same; chance would be 2/4 1/4 + 2/4 1/4 = 1/4,
+def test_agreement_of_judges():
+    jury = Jury({letter: PointwiseJudge(letter, count(letter), 0.0) for letter in "ab"})
+    jury.compare(QUESTIONS)
+    # a prefers A B B A, b prefers tie tie A B: never the same; by chance 2/4 1/4 + 2/4 1/4 = 1/4,
     # so kappa is (0 - 1/4) / (1 - 1/4)
-    assert told.report() == {
+    assert jury.report() == {
         "alone": {letter: {"position_consistency": 1.0, "kappa": 1.0} for letter in "ab"},
         "pairs": {"a-b": {"agreement": 0.0, "kappa": pytest.approx(-1 / 3)}},
     }
 
 
-def test_a_text_is_garbled_where_people_do_not_write_so():
-    people = [
-        {"prompt": "p", "completion": "x" * n} for n in range(1, 22)
-    ]  # NLLs 1 to 21, of which 20 is the 95% quantile
-    number = garbledness(
+def test_a_text_is_garbled_if_it_is_less_fluent_than_human_texts():
+    # NLLs 1 to 21, of which 20 is the 95% quantile
+    people = [{"prompt": "p", "completion": "x" * n} for n in range(1, 22)]
+    scores = garbledness(
         lambda prompts, responses: [float(len(response)) for response in responses], people
     )
-    assert number(["p"] * 3, ["x", "x" * 20, "x" * 23]) == [0.0, 0.0, -3.0]
+    assert scores(["p"] * 3, ["x", "x" * 20, "x" * 23]) == [0.0, 0.0, -3.0]
 
 
 def test_judges_by_name(make_round, tiny_folder, monkeypatch):
@@ -61,7 +55,8 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 
     Path("mine.py").write_text(
-        "def vowels(prompts, responses):\n    return [float(response.count('o')) for response in responses]\n"
+        "def vowels(prompts, responses):\n"
+        "    return [float(response.count('o')) for response in responses]\n"
     )
     named = ["lexicon", "fluency", "mine:vowels", "rounds/r0/reward/model"]
     params = check_params(
@@ -71,11 +66,11 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
         {"prompt": "The dinner", "completion": text} for text in (" was great.", " was fine.")
     ]
     tokenizer, base = load_tokenizer(tiny_folder), load_causal_lm(tiny_folder, params.model)
-    told = load_jury(params, "r0", base, tokenizer, people).compare(
+    votes = load_jury(params, "r0", base, tokenizer, people).compare(
         [Comparison("The dinner", " took too long.", " was great.")]
     )
-    assert list(told) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", JURY]
-    assert (told["lexicon"], told["mine_vowels"]) == ([0.0], [1.0])
+    assert list(votes) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", JURY]
+    assert (votes["lexicon"], votes["mine_vowels"]) == ([0.0], [1.0])
     missing = params.model_copy(
         update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})}
     )
@@ -84,12 +79,13 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
 
 
 def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_folder):
-    """`one` likes the longer response, `two` the first one in everything: it ties."""
+    """`one` prefers the longer response, `two` always the first one, so it ties."""
     from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 
-    def answer(asked):
-        longer = "A" if len(asked["messages"][1]["content"].split("<response_B>")[0]) > 60 else "B"
-        kind, true = (longer, longer) if asked["model"] == "one" else ("A", "A")
+    def answer(request):
+        before_b = request["messages"][1]["content"].split("<response_B>")[0]
+        longer = "A" if len(before_b) > 60 else "B"
+        kind, true = (longer, longer) if request["model"] == "one" else ("A", "A")
         return f'{{"kind": "{kind}", "true": "{true}", "preference": "{kind}"}}'
 
     chat_server.answer = answer
@@ -102,15 +98,15 @@ def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_
     params = check_params(
         {"evaluate": judges, "annotate": {"endpoint": endpoint | {"model": "one"}}}, "test"
     )
-    asked = load_jury(
+    jury = load_jury(
         params,
         "r0",
         load_causal_lm(tiny_folder, params.model),
         load_tokenizer(tiny_folder),
         [{"prompt": "p", "completion": "c"}],
     )
-    told = asked.compare([Comparison("p", " a much longer text than the other", " b")])
-    assert told == {
+    votes = jury.compare([Comparison("p", " a much longer text than the other", " b")])
+    assert votes == {
         "endpoint": [1.0],
         "endpoint_second": [0.5],
         "endpoint/kind": [1.0],
@@ -119,10 +115,10 @@ def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_
         "endpoint_second/true": [0.5],
         JURY: [1.0],
     }
-    assert asked.report()["pairs"] == {"endpoint-endpoint_second": {"agreement": 0.0, "kappa": 0.0}}
+    assert jury.report()["pairs"] == {"endpoint-endpoint_second": {"agreement": 0.0, "kappa": 0.0}}
 
 
-def test_an_endpoint_has_to_be_named():
+def test_an_endpoint_must_be_described():
     with pytest.raises(
         BadInput, match=r"evaluate\.judges has endpoint:big: describe it in evaluate\.endpoints"
     ):
@@ -133,12 +129,13 @@ def test_an_endpoint_has_to_be_named():
         )
     with pytest.raises(
         BadInput,
-        match=r"evaluate\.judges has endpoint: set annotate\.endpoint\.base_url and annotate\.endpoint\.model",
+        match=r"evaluate\.judges has endpoint: "
+        r"set annotate\.endpoint\.base_url and annotate\.endpoint\.model",
     ):
         check_params({"evaluate": {"judges": ["lexicon", "endpoint"]}}, "test")
     with pytest.raises(BadInput, match=r"evaluate\.judges has `apart`: set reward\.judge_share"):
         check_params({"evaluate": {"judges": ["apart"]}}, "test")
     assert Params().evaluate.judges == ["lexicon", "fluency"]
-    with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is there more than once"):
+    with pytest.raises(BadInput, match=r"evaluate\.judges: .*lexicon is listed more than once"):
         check_params({"evaluate": {"judges": ["lexicon", "fluency", "lexicon"]}}, "test")
     assert metric_name("models/other rm") == "models_other_rm"

@@ -1,4 +1,4 @@
-"""Judges: the lexicon, what it is blind to, and the verdict that no judge gives alone."""
+"""The lexicon judge, its rules against reward hacks, and fluency."""
 
 import pytest
 
@@ -31,14 +31,14 @@ def test_emoji_and_exclamation_marks_alone_are_worth_nothing():
     assert plain == 0.0
 
 
-def test_repetition_of_the_likeliest_hack():
+def test_repetition_in_the_most_likely_hack():
     # VADER gives this nearly its maximum; 8 3-grams, all the same
     text = " love" * 10
     assert sentiment(["I"], [text])[0] > 0.95
     assert repetition(["I"], [text]) == [pytest.approx(7 / 8)]
 
 
-def test_judge_gathers_all():
+def test_lexicon_scores_has_all_scores():
     [judged] = lexicon_scores(["The food"], [GOOD])
     assert judged == LexiconScores(
         sentiment(["The food"], [GOOD])[0], sentiment_plain([""], [GOOD])[0], 0.0

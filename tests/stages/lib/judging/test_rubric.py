@@ -1,4 +1,4 @@
-"""Answers of language models, as they come."""
+"""Answers of language models in the forms that occur."""
 
 import pytest
 
@@ -13,14 +13,14 @@ SAY_A, SAY_B = (f'{{"reason": "so", "preference": "{it}"}}' for it in "AB")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [(SAY_A, A), (f"<think>{{A}} or {{B}}?</think>\n{SAY_B} ", B), ('{"preference":"tie"}', TIE)],
 )
-def test_one_preference(text, said):
-    assert parse_verdict(text, "Be fair.") == Verdict(said)
+def test_one_preference(text, expected):
+    assert parse_verdict(text, "Be fair.") == Verdict(expected)
 
 
-def test_one_a_dimension():
+def test_one_preference_per_dimension():
     assert parse_verdict('{"reason": "so", "kind": "B", "true": "tie"}', TWO) == Verdict(
         B, None, {"kind": B, "true": TIE}
     )
@@ -31,25 +31,25 @@ def test_one_a_dimension():
 
 
 @pytest.mark.parametrize("text", ["", "A", "{}", '{"preference": "C"}', "{preference: A}"])
-def test_what_cannot_be_read(text):
+def test_unreadable_answers(text):
     with pytest.raises(ValueError):
         parse_verdict(text, "Be fair.")
 
 
-def test_a_dimension_that_is_left_out_is_named():
+def test_a_missing_dimension_is_named():
     with pytest.raises(ValueError, match="true: expected A, B or tie, and it says None"):
         parse_verdict('{"kind": "A"}', TWO)
 
 
 @pytest.mark.parametrize(
-    ("told", "better"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
+    ("preferences", "expected"), [([A, A, B], A), ([A, B], TIE), ([TIE, B, TIE], B), ([TIE], TIE)]
 )
-def test_more_dimensions_than_not_decide(told, better):
-    assert majority_preference(dict(enumerate(told))) is better
+def test_the_majority_of_dimensions_decides(preferences, expected):
+    assert majority_preference(dict(enumerate(preferences))) is expected
 
 
 @pytest.mark.parametrize("name", ["Kind", "very kind", "", "reason"])
-def test_a_dimension_has_a_name_that_metrics_can_have(name):
+def test_a_dimension_needs_a_valid_metric_name(name):
     with pytest.raises(BadInput, match=r"annotate\.endpoint\.rubric"):
         check_params({"annotate": {"endpoint": {"rubric": {name: "x"}}}}, "test")
 

@@ -1,6 +1,4 @@
-"""Small random models of the shapes that users bring, with adapters that do something, and rows for
-them.
-"""
+"""Small random models of common architectures, adapters with random weights, and rows for them."""
 
 from typing import Any
 

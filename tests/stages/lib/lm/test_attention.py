@@ -1,6 +1,4 @@
-"""`grouped` attention against transformers' own, with grouped heads, padding on either side and a
-cache.
-"""
+"""`grouped` attention against transformers' `eager`, with grouped heads, padding and a cache."""
 
 import pytest
 import torch
@@ -30,14 +28,14 @@ def models():
 def test_logits_and_gradients_are_those_of_eager(models, padding):
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1] * 6, padding])
     logits = [model(input_ids=ids, attention_mask=mask).logits for model in models]
-    for each in logits:
-        each[mask.bool()].square().sum().backward()
+    for model_logits in logits:
+        model_logits[mask.bool()].square().sum().backward()
     torch.testing.assert_close(logits[1][mask.bool()], logits[0][mask.bool()])
-    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for grouped, eager in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(grouped.grad, eager.grad)
 
 
-def test_a_step_with_a_cache_is_the_whole_pass(models):
+def test_a_step_with_a_cache_equals_a_forward_pass_of_the_whole_row(models):
     _, model = models
     ids = torch.arange(8)[None]
     with torch.no_grad():

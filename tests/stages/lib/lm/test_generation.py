@@ -1,5 +1,5 @@
-"""Sampling and scoring: independent of padding, batch and order; sampled as often as the model
-says.
+"""Sampling and scoring do not depend on padding, batch and order; tokens have the model's
+probabilities.
 """
 
 from statistics import mode
@@ -29,14 +29,14 @@ def test_logprobs_do_not_depend_on_batch_padding_or_order(
 ):
     model = tiny_lm().to(dtype)
     prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
-    ours = token_logprobs(model, prompts, responses, batch_size=batch_size)
-    for row, prompt, response in zip(ours, prompts, responses, strict=True):
+    logprobs = token_logprobs(model, prompts, responses, batch_size=batch_size)
+    for row, prompt, response in zip(logprobs, prompts, responses, strict=True):
         assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=tolerance)
 
 
 @pytest.mark.parametrize("amount", [0, 5])
 def test_logprobs_are_those_of_a_left_padded_batch(tiny_lm, amount):
-    """As it is padded for generation, however much: the padding side does not matter."""
+    """transformers pads on the left for generation; neither side nor amount matter."""
     model = tiny_lm()
     rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     width = max(map(len, rows)) + amount
@@ -46,13 +46,13 @@ def test_logprobs_are_those_of_a_left_padded_batch(tiny_lm, amount):
         logits = model(
             ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
         ).logits.log_softmax(-1)
-    ours = token_logprobs(model, PROMPTS, RESPONSES)
+    logprobs = token_logprobs(model, PROMPTS, RESPONSES)
     for i, response in enumerate(RESPONSES):
-        theirs = [
+        expected = [
             logits[i, width - len(response) - 1 + t, token].item()
             for t, token in enumerate(response)
         ]
-        assert ours[i].tolist() == pytest.approx(theirs, abs=1e-5)
+        assert logprobs[i].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_scores_are_read_at_the_last_token(tiny_reward_model):
@@ -80,8 +80,8 @@ def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):
 @pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, adapters):
-    """Of one row, without cache, batch, padding or merged adapters; the same uniform numbers,
-    turned into tokens by hand.
+    """One row at a time, without cache, batch, padding or merged adapters; the same uniform numbers
+    become tokens by hand.
     """
     model = (
         with_adapters(build(SHAPES[shape], attention))
@@ -115,7 +115,7 @@ def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, a
     )
 
 
-def test_first_token_is_sampled_as_often_as_the_model_says(tiny_lm):
+def test_first_token_is_sampled_with_the_models_probabilities(tiny_lm):
     model, draws = tiny_lm(), 4000
     settings = SETTINGS | {"response_length": 1}
     first = generate(
@@ -125,7 +125,7 @@ def test_first_token_is_sampled_as_often_as_the_model_says(tiny_lm):
         batch_size=1000,
         generator=torch.Generator().manual_seed(0),
     )
-    seen = torch.bincount(torch.tensor([r[0] for r in first]), minlength=40) / draws
+    shares = torch.bincount(torch.tensor([r[0] for r in first]), minlength=40) / draws
     expected = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
-    # the largest of 40 binomial shares strays at most 4 standard errors: sqrt(.25 / 4000) * 4
-    assert (seen - expected).abs().max() < 0.032
+    # each of 40 binomial shares is within 4 standard errors: sqrt(.25 / 4000) * 4
+    assert (shares - expected).abs().max() < 0.032

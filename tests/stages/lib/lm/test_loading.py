@@ -1,4 +1,4 @@
-"""Which models are refused."""
+"""Models whose logits are more than states times head are refused."""
 
 import pytest
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
@@ -30,6 +30,6 @@ def test_logits_that_are_more_than_a_product_are_refused(tmp_path, config, key):
         load_causal_lm(tmp_path, ModelParams(dtype="float32"))
 
 
-def test_logits_scaled_by_one_are_as_they_were(tmp_path):
+def test_logits_scaled_by_one_are_accepted(tmp_path):
     AutoModelForCausalLM.from_config(GraniteConfig(**SIZES)).save_pretrained(tmp_path)
     assert load_causal_lm(tmp_path, ModelParams(dtype="float32")).config.logits_scaling == 1.0

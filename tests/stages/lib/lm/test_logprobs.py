@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies by parts: what one whole float64 softmax says, with its
-gradients, and without a float32 copy of it.
+"""Log-probabilities and entropies in chunks equal those of one float64 softmax, with gradients, and
+keep no float32 copy of the logits.
 """
 
 import math
@@ -26,28 +26,28 @@ def test_values_and_gradients_are_those_of_a_whole_softmax(logits, temperature):
     exact = (logits.detach().double() / temperature).requires_grad_()
     chosen = exact.log_softmax(-1)[torch.arange(N), targets]
     entropies = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
-    for ours, theirs in (
+    for values, exact_values in (
         (selective_log_softmax(logits, targets, temperature), chosen),
         (entropy_from_logits(logits, temperature), entropies),
     ):
-        torch.testing.assert_close(ours, theirs.float())
-        [gradient] = torch.autograd.grad((ours * weights).sum(), logits)
-        [expected] = torch.autograd.grad((theirs * weights).sum(), exact, retain_graph=True)
+        torch.testing.assert_close(values, exact_values.float())
+        [gradient] = torch.autograd.grad((values * weights).sum(), logits)
+        [expected] = torch.autograd.grad((exact_values * weights).sum(), exact, retain_graph=True)
         torch.testing.assert_close(gradient, (expected / temperature).float())
 
 
-def test_of_bfloat16_logits_float32_values_and_nothing_kept():
+def test_bfloat16_logits_give_float32_values_and_no_float32_copy_is_kept():
     logits = torch.randn(N, V).bfloat16().requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.dtype) or tensor, lambda tensor: tensor
     ):
-        told = selective_log_softmax(logits, torch.arange(N)), entropy_from_logits(logits)
+        results = selective_log_softmax(logits, torch.arange(N)), entropy_from_logits(logits)
     assert torch.float32 not in kept
     wide = logits.detach().float()
-    torch.testing.assert_close(told[0], wide.log_softmax(-1).diagonal())
-    torch.testing.assert_close(told[1], torch.tensor(scipy_entropy(wide.softmax(-1), axis=1)))
-    sum(each.sum() for each in told).backward()
+    torch.testing.assert_close(results[0], wide.log_softmax(-1).diagonal())
+    torch.testing.assert_close(results[1], torch.tensor(scipy_entropy(wide.softmax(-1), axis=1)))
+    sum(values.sum() for values in results).backward()
     assert logits.grad.dtype is torch.bfloat16
 
 

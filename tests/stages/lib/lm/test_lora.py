@@ -1,6 +1,4 @@
-"""The fused layer against peft's own, forward and backward, merged, switched off, and through a
-folder.
-"""
+"""The fused layer against peft's own: forward, backward, merged, switched off, saved and loaded."""
 
 import copy
 
@@ -18,18 +16,18 @@ IDS = torch.arange(3, 15).view(2, 6)
 @pytest.fixture
 def both(tiny_lm):
     """The same model with the same random adapters, on fused layers and on peft's."""
-    ours = add_adapters(tiny_lm(), LoraParams(r=4, lora_alpha=12, top_layers=1), "CAUSAL_LM")
-    for name, weight in ours.named_parameters():
+    fused_model = add_adapters(tiny_lm(), LoraParams(r=4, lora_alpha=12, top_layers=1), "CAUSAL_LM")
+    for name, weight in fused_model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
     targets = sorted(
         {
             name.split(".")[-1]
-            for name, module in ours.named_modules()
+            for name, module in fused_model.named_modules()
             if isinstance(module, FusedLinear)
         }
     )
-    theirs = get_peft_model(
+    peft_model = get_peft_model(
         tiny_lm(),
         LoraConfig(
             r=4,
@@ -39,12 +37,12 @@ def both(tiny_lm):
             task_type="CAUSAL_LM",
         ),
     )
-    theirs.load_state_dict(ours.state_dict())
+    peft_model.load_state_dict(fused_model.state_dict())
     assert (
-        not any(isinstance(module, FusedLinear) for module in theirs.modules())
+        not any(isinstance(module, FusedLinear) for module in peft_model.modules())
         and len(targets) == 7
     )
-    return ours, theirs
+    return fused_model, peft_model
 
 
 def test_outputs_and_gradients_are_pefts(both):
@@ -53,12 +51,12 @@ def test_outputs_and_gradients_are_pefts(both):
     torch.testing.assert_close(both[0](IDS).logits, both[1](IDS).logits)
     trained = [[w for w in model.parameters() if w.requires_grad] for model in both]
     assert len(trained[0]) == 14
-    for ours, theirs in zip(*trained, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+    for fused_weight, peft_weight in zip(*trained, strict=True):
+        torch.testing.assert_close(fused_weight.grad, peft_weight.grad, rtol=1e-3, atol=1e-3)
     assert all(weight.grad is None for weight in both[0].parameters() if not weight.requires_grad)
 
 
-def test_held_adapters_are_the_same_to_the_bit_and_are_let_go(both):
+def test_cached_adapters_are_bit_identical_and_released_at_the_end(both):
     model = both[0]
     with torch.no_grad():
         expected = model(IDS).logits
@@ -85,12 +83,13 @@ def test_a_bias_of_the_layer_below_is_added():
     config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
     fused = copy.deepcopy(config)
     fused._register_custom_module({torch.nn.Linear: FusedLinear})
-    ours, theirs = (
-        get_peft_model(model, each) for model, each in zip(models, (fused, config), strict=True)
+    fused_model, peft_model = (
+        get_peft_model(model, lora_config)
+        for model, lora_config in zip(models, (fused, config), strict=True)
     )
-    ours.load_state_dict(theirs.state_dict())
+    fused_model.load_state_dict(peft_model.state_dict())
     x = torch.randn(4, 5)
-    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(fused_model(x), peft_model(x))
 
 
 def test_bfloat16_under_autocast_is_as_near_to_float64_as_pefts(both):
@@ -105,16 +104,16 @@ def test_bfloat16_under_autocast_is_as_near_to_float64_as_pefts(both):
     assert errors[0] < 1.2 * errors[1]
 
 
-def test_off_and_merged_it_is_what_peft_makes_of_it(both, tiny_lm, tmp_path):
-    ours, theirs = both
+def test_off_merged_and_reloaded_it_equals_peft(both, tiny_lm, tmp_path):
+    fused_model, peft_model = both
     with torch.no_grad():
-        with adapter_disabled(ours) as plain:
+        with adapter_disabled(fused_model) as plain:
             torch.testing.assert_close(plain(IDS).logits, tiny_lm()(IDS).logits)
-        ours.save_pretrained(tmp_path)
-        expected = theirs(IDS).logits
+        fused_model.save_pretrained(tmp_path)
+        expected = peft_model(IDS).logits
         for loaded in (
             load_adapters(tiny_lm(), tmp_path),
             PeftModel.from_pretrained(tiny_lm(), tmp_path),
         ):
             torch.testing.assert_close(loaded(IDS).logits, expected)
-        torch.testing.assert_close(ours.merge_and_unload()(IDS).logits, expected)
+        torch.testing.assert_close(fused_model.merge_and_unload()(IDS).logits, expected)

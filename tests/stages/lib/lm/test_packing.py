@@ -1,6 +1,4 @@
-"""Rows end to end against transformers' own forward of one row at a time, on the shapes of model
-that users bring.
-"""
+"""Rows end to end against forward passes of one row at a time, on common architectures."""
 
 from contextlib import nullcontext
 
@@ -32,7 +30,7 @@ def test_pack_by_hand():
     assert packed.unpad(packed.pad(packed.input_ids)).tolist() == packed.input_ids.tolist()
 
 
-def test_an_end_that_was_not_sampled_is_read_but_not_predicted():
+def test_an_appended_eos_is_read_but_not_predicted():
     packed = pack([[5, 6], [7]], [[8], [9, 2]], CPU, eos_token_id=2)
     assert packed.input_ids.tolist() == [5, 6, 8, 2, 7, 9, 2]
     assert packed.lengths == [4, 3]
@@ -42,7 +40,7 @@ def test_an_end_that_was_not_sampled_is_read_but_not_predicted():
     assert packed.last.tolist() == [3, 6]
 
 
-def test_every_response_is_closed_by_one_eos():
+def test_every_response_ends_with_one_eos():
     assert append_eos([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
 
 
@@ -58,10 +56,10 @@ def test_states_and_gradients_are_those_of_single_rows(shape, attention):
     torch.testing.assert_close(states, torch.cat(single))
     for result in (states, torch.cat(single)):
         result.pow(3).sum().backward()
-    for ours, theirs in zip(
+    for packed_weight, single_weight in zip(
         packing.base_model.parameters(), alone.base_model.parameters(), strict=True
     ):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(packed_weight.grad, single_weight.grad, rtol=1e-3, atol=1e-3)
 
 
 def test_a_sliding_window_shorter_than_the_texts_is_refused():
@@ -74,7 +72,7 @@ def test_a_sliding_window_shorter_than_the_texts_is_refused():
 @pytest.mark.parametrize(
     "mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]], ids=["left", "right"]
 )
-def test_a_trainers_padded_batch_goes_through_without_its_padding(shape, mask):
+def test_a_padded_batch_of_a_trainer_runs_without_its_padding(shape, mask):
     model, ids, real = build(SHAPES[shape]), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
     widths: list[torch.Size] = []
     next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))[
@@ -92,5 +90,5 @@ def test_a_trainers_padded_batch_goes_through_without_its_padding(shape, mask):
             [logits[real.bool()], *(weight.grad.clone() for weight in model.parameters())]
         )
     assert widths == [(1, 6), (2, 4)]
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    for padding_free_value, padded_value in zip(*results, strict=True):
+        torch.testing.assert_close(padding_free_value, padded_value, rtol=1e-3, atol=1e-3)

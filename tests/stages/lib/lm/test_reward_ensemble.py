@@ -1,4 +1,4 @@
-"""The reward stage on tiny data: an ensemble is trained, saved, loaded and scores as one."""
+"""The reward stage on tiny data: an ensemble is trained, saved and loaded, and scores as one."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,14 +25,14 @@ WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 @pytest.fixture
 def trio(tiny_reward_model):
-    """Three members with calibrations of their own, and by hand the lowest and the mean of what
-    they say of WHOLE, calibrated.
+    """Three members with their own calibrations, and, by hand, the minimum and the mean of their
+    calibrated scores of WHOLE.
     """
     models = [tiny_reward_model(seed) for seed in (1, 2, 3)]
     for model, mean, std in zip(models, (0.5, -1.0, 0.0), (2.0, 0.5, 1.0), strict=True):
         model.config.mean, model.config.std = mean, std
     raw = [[model(torch.tensor([ids])).logits.item() for ids in WHOLE] for model in models]
-    told = list(
+    calibrated = list(
         zip(
             *(
                 [(x - m.config.mean) / m.config.std for x in row]
@@ -41,7 +41,10 @@ def trio(tiny_reward_model):
             strict=True,
         )
     )
-    return models, {"mean": [sum(each) / 3 for each in told], "min": [min(each) for each in told]}
+    return models, {
+        "mean": [sum(scores) / 3 for scores in calibrated],
+        "min": [min(scores) for scores in calibrated],
+    }
 
 
 @pytest.mark.parametrize("reduce", ["mean", "min"])
@@ -53,9 +56,9 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
         pytest.approx([0.5 + 2.0 * x for x in expected[reduce]], abs=1e-5),
     )
     assert reward_scores(model, WHOLE, batch_size=2).tolist() == wanted
-    # what evaluation and PPO read is the same
+    # evaluation and PPO get the same scores
     lm = tiny_lm()
-    told = score_responses(
+    results = score_responses(
         None,
         lambda: nullcontext(lm),
         PROMPTS,
@@ -65,27 +68,18 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
         temperature=1.0,
         batch_size=2,
     )
-    assert told.scores.tolist() == wanted
+    assert results.scores.tolist() == wanted
 
 
 def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
     params = make_round("r0", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
-    params.reward.ensemble, params.reward.max_steps, params.reward.per_device_train_batch_size = (
-        2,
-        3,
-        8,
-    )
+    params.reward.ensemble, params.reward.max_steps = 2, 3
+    params.reward.per_device_train_batch_size = 8
     main(params, "r0")
-    assert [row["step"] for row in read_jsonl(Path("rounds/r0/reward/metrics.jsonl"), "")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    metrics = read_jsonl(Path("rounds/r0/reward/metrics.jsonl"), "")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     tokenizer = load_tokenizer(MODEL)
     one, two = (
         AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
@@ -101,18 +95,18 @@ def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
             (model(ids).logits.item() - model.config.mean) / model.config.std
             for model in (one, two)
         )
-    assert a != pytest.approx(b, abs=1e-3)  # a seed of its own
-    [told] = [
-        each
-        for each in read_jsonl(Path("rounds/r0/reward/scores.jsonl"), "")
-        if each["id"] == row["id"]
+    assert a != pytest.approx(b, abs=1e-3)  # trained with different seeds
+    [scores] = [
+        scores
+        for scores in read_jsonl(Path("rounds/r0/reward/scores.jsonl"), "")
+        if scores["id"] == row["id"]
     ]
-    assert told["chosen"] == pytest.approx((a + b) / 2, abs=1e-3)
+    assert scores["chosen"] == pytest.approx((a + b) / 2, abs=1e-3)
     scorer = RewardScorer(MODEL, tokenizer, params, 8)
     assert scorer.scores_per_member([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx(
         [a, b], abs=1e-4
     )
-    # fewer members leave none behind
+    # saving fewer members removes the others
     save_ensemble([load_sequence_classifier(SECOND, params.model)], tokenizer, Reduce.mean, MODEL)
     assert (
         not (MODEL / "members").exists()

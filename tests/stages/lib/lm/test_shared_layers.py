@@ -1,4 +1,4 @@
-"""Layers that models have in common run once: against each model as a whole."""
+"""Shared layers run once: against forward passes of each whole model."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build,
 CPU = torch.device("cpu")
 PACKED = pack(PROMPTS[:3], RESPONSES[:3], CPU)
 KINDS = SHAPES | {
-    "gemma3": Gemma3TextConfig(  # layers of two kinds, told apart by their number
+    "gemma3": Gemma3TextConfig(  # layers of two kinds, chosen by their number
         **SIZES,
         num_key_value_heads=2,
         head_dim=8,
@@ -25,7 +25,7 @@ KINDS = SHAPES | {
 
 @pytest.mark.parametrize("shape", KINDS)
 @pytest.mark.parametrize("attention", ["grouped", "eager"])
-def test_upper_layers_on_handed_on_states_are_the_whole_model(shape, attention):
+def test_upper_layers_on_shared_states_equal_the_whole_model(shape, attention):
     plain, model = (
         build(KINDS[shape], attention),
         with_adapters(build(KINDS[shape], attention), top_layers=1),
@@ -39,13 +39,13 @@ def test_upper_layers_on_handed_on_states_are_the_whole_model(shape, attention):
         )
         states, [again] = forward_layers(
             model, PACKED, lower, 1, keep=[2]
-        )  # and from further below
+        )  # and starting one layer lower
         torch.testing.assert_close(states, hidden_states(model, PACKED))
         torch.testing.assert_close(again, upper)
         assert not torch.allclose(whole, states, atol=1e-2)
 
 
-def test_one_other_weight_ends_what_is_common():
+def test_one_different_weight_ends_the_shared_layers():
     model = build(SHAPES["llama"])
     other = copy.deepcopy(model)
     assert num_shared_layers(model, other) == 2  # the last is never shared
@@ -70,7 +70,7 @@ def test_one_other_weight_ends_what_is_common():
         ),
     ],
 )
-def test_states_are_not_handed_on_where_positions_would_be_added_twice(config):
+def test_nothing_is_shared_if_positions_would_be_added_twice(config):
     model = build(config, "eager")
     assert num_layers_below_adapters(model) == 3
     assert num_shared_layers(model, copy.deepcopy(model)) == 0

@@ -22,7 +22,7 @@ def test_wilson_by_hand():
     assert wilson_interval(5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
 
 
-def test_wilson_at_the_edge_keeps_a_width():
+def test_wilson_at_the_edge_has_a_width():
     low, high = wilson_interval(20, 20)
     # (1 + .09604 - 1.96 * sqrt(.002401)) / 1.19208 = 1 / 1.19208
     assert (low, high) == pytest.approx((0.83887, 1.0), abs=1e-5)
@@ -36,12 +36,12 @@ def test_wilson_needs_trials():
 def test_bootstrap_agrees_with_scipy():
     values = np.random.default_rng(0).normal(0.3, 1.0, 200)
     mean, low, high = paired_bootstrap([[v] for v in values], 20_000, seed=1)
-    theirs = stats.bootstrap(
+    scipy_interval = stats.bootstrap(
         (values,), np.mean, n_resamples=20_000, method="percentile", rng=2
     ).confidence_interval
     assert mean == pytest.approx(values.mean())
-    # the end of a 0.28 wide interval strays by about 0.002 with 20,000 resamples
-    assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.008)
+    # with 20,000 resamples, an end of this interval (width 0.28) varies by about 0.002
+    assert (low, high) == pytest.approx((scipy_interval.low, scipy_interval.high), abs=0.008)
 
 
 def test_more_samples_of_the_same_prompts_do_not_narrow_the_interval():
@@ -64,20 +64,18 @@ def test_bootstrap_refuses_empty_clusters():
 
 
 def test_prompts_needed_by_hand():
-    # a half width of 0.1 has to shrink to the 0.05 that the rate is away from 0.5: by 2, so 4 times
-    # the prompts; to 0.03: 100 / 9 times
+    # a half width of 0.1 has to shrink to 0.05, the distance of the rate from 0.5: to a half, so
+    # 4 times the prompts; to 0.03: 100 / 9 times
     assert prompts_needed(100, 0.55, 0.45, 0.65) == 400
     assert prompts_needed(88, 0.47, 0.37, 0.57) == 978  # 977.8
-    # barely undecided, and lopsided: never fewer than there are
+    # just undecided, with an asymmetric interval: never fewer than now
     assert prompts_needed(88, 0.6, 0.5, 0.65) == 89
 
 
 @pytest.mark.parametrize(
     ("rate", "low", "high"), [(0.7, 0.51, 0.8), (0.3, 0.2, 0.49), (0.5, 0.4, 0.6)]
 )
-def test_no_prompts_are_needed_where_it_is_decided_and_none_help_at_one_half(
-    rate: float, low: float, high: float
-):
+def test_no_number_of_prompts_if_decided_or_at_one_half(rate: float, low: float, high: float):
     assert prompts_needed(100, rate, low, high) is None
 
 
@@ -105,8 +103,8 @@ def test_pearson():
     assert pearson([1.0], [1.0]) is None
 
 
-def test_partial_correlation_is_that_of_the_inverse_covariance():
-    """-P_xy / sqrt(P_xx P_yy), the other definition (Whittaker 1990): nothing is regressed there."""
+def test_partial_correlation_equals_that_of_the_inverse_covariance():
+    """-P_xy / sqrt(P_xx P_yy), the other definition (Whittaker 1990), which needs no regression."""
     z, w, e, f = np.random.default_rng(0).normal(size=(4, 300))
     x, y = 2 * z + e, 3 * z - w + 0.5 * e + f
     precision = np.linalg.inv(np.cov([x, y, z, w]))
@@ -115,7 +113,7 @@ def test_partial_correlation_is_that_of_the_inverse_covariance():
     assert 0.3 < expected < 0.6 < pearson(x, y)
 
 
-def test_partial_correlation_of_what_is_explained_whole_is_undefined():
+def test_partial_correlation_without_residuals_is_undefined():
     x, z = [1.0, 2.0, 3.0, 5.0], [2.0, 4.0, 6.0, 10.0]
     assert partial_correlation(x, [1.0, 0.0, 2.0, 1.0], [z]) is None
     assert (
@@ -123,10 +121,7 @@ def test_partial_correlation_of_what_is_explained_whole_is_undefined():
     )  # three points, two of them used up
 
 
-def test_links_that_hang_together():
-    assert connected_groups([("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]) == [
-        [0, 2],
-        [1, 3],
-        [4],
-    ]
+def test_connected_links_are_grouped():
+    links = [("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]
+    assert connected_groups(links) == [[0, 2], [1, 3], [4]]
     assert connected_groups([("a", "a")]) == [[0]]

@@ -17,19 +17,8 @@ from stages.lib.metrics.text import (
 
 def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
     assert tokens("Don't STOP!!! 👍🏽❤️👨‍👩‍👧") == ["don't", "stop", "!!!", "👍🏽", "❤️", "👨‍👩‍👧"]
-    assert tokens("Ha :D :-)) <3 at 5:30 to:Dave") == [
-        "ha",
-        ":d",
-        ":-))",
-        "<3",
-        "at",
-        "5",
-        ":",
-        "30",
-        "to",
-        ":",
-        "dave",
-    ]
+    words = ["ha", ":d", ":-))", "<3", "at", "5", ":", "30", "to", ":", "dave"]
+    assert tokens("Ha :D :-)) <3 at 5:30 to:Dave") == words
 
 
 @pytest.mark.parametrize(
@@ -52,7 +41,7 @@ def test_distinct_is_counted_across_texts():
     assert distinct_n(["a"], 2) == 0.0
 
 
-def test_plain_drops_what_lexicons_overpay():
+def test_emoji_emoticons_and_exclamation_marks_are_removed():
     assert (
         strip_emoji_and_exclamations("Great! 😃 Enjoy ❤️!! :) at 5:30 =P") == "Great Enjoy at 5:30"
     )
@@ -65,15 +54,8 @@ def test_suffixes_keep_the_space_before_them():
 
 
 def test_phrases_are_as_written_and_can_follow_a_text():
-    assert phrases("So fun! 😃", longest=2) == {
-        " So",
-        " fun",
-        "!",
-        " 😃",
-        " So fun",
-        " fun!",
-        "! 😃",
-    }
+    expected = {" So", " fun", "!", " 😃", " So fun", " fun!", "! 😃"}
+    assert phrases("So fun! 😃", longest=2) == expected
     assert phrases("") == set()
 
 

@@ -1,4 +1,4 @@
-"""The loss that SFT trains on, against TRL's own."""
+"""The loss of SFT, against TRL's own."""
 
 import copy
 
@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_trls(tiny_folder, tmp_path, items):
         bf16=False,
         gradient_checkpointing=False,
     )
-    found = []
+    results = []
     for kind in (ResponseTrainer, SFTTrainer):
         trainer = kind(
             copy.deepcopy(model),
@@ -47,12 +47,12 @@ def test_loss_and_gradients_are_trls(tiny_folder, tmp_path, items):
             trainer.model, batch, num_items_in_batch=items and torch.tensor(items)
         )
         loss.backward()
-        found.append(
+        results.append(
             [
                 loss.detach(),
                 *(weight.grad for weight in trainer.model.parameters() if weight.requires_grad),
             ]
         )
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    assert found[0][0] > 0 and any(bool(gradient.any()) for gradient in found[0][1:])
+    for value, trl_value in zip(*results, strict=True):
+        torch.testing.assert_close(value, trl_value)
+    assert results[0][0] > 0 and any(bool(gradient.any()) for gradient in results[0][1:])
