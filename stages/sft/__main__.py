@@ -122,7 +122,7 @@ def write_outputs(
     seed: int,
     recorder: MetricLogger,
 ) -> None:
-    """Write the samples, the manifest and the metrics. start: the model that training began with."""
+    """Write the samples, the manifest and the metrics; `start` is the model trained from."""
     folder, round_ = recorder.folder, recorder.round
     data = stage_dir(round_, "prepare") / "data"
     write_jsonl(folder / "samples.jsonl", samples)
