@@ -105,7 +105,7 @@ def main(params: Params, round_: str) -> None:
     trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
     chosen, rejected = trainer.encode(held_out, "chosen"), trainer.encode(held_out, "rejected")
 
-    # 2. split off the pairs of the judge, if there is one: no text trains both models
+    # 2. split off the pairs of the judge, if there is one: no prompt trains both models
     train_rows, judge_rows = split_judge_pairs(
         labelled_rows, params.reward.judge_share, params.seed
     )
