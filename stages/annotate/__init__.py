@@ -1,6 +1,6 @@
-"""annotate: who says which of two responses is better, people or a judge (AI labels, RLAIF: Lee et
-al. 2023).
+"""annotate: label preference pairs, by people (the data's own labels) or by a judge (AI labels,
+RLAIF: Lee et al. 2023).
 
-`judged` draws SFT responses and has them judged, `judging` are the judges, `ranking` makes a pair
-of comparisons, `agreement` says how far the judge can be trusted.
+`ai_labels` samples SFT responses, has a judge compare them and measures the judge against people;
+`ranking` chooses a pair from these comparisons.
 """

@@ -1,5 +1,11 @@
-"""The annotate stage: the pairs that the reward model learns from. The data's own pass through as
-they are, and nothing is loaded.
+"""The annotate stage: the preference pairs that the reward model is trained on.
+
+With `annotate.annotator: dataset` prepare's pairs are copied byte for byte and no model is loaded.
+With `judge` a judge labels pairs of SFT responses (stages/annotate/ai_labels.py).
+
+Inputs: rounds/<round>/prepare/data; for a judge also rounds/<round>/sft.
+Outputs: rounds/<round>/annotate/data/pairs_train.jsonl, manifest.json and metrics.json.
+Run: `python -m stages.annotate --round r0`.
 """
 
 import shutil
@@ -12,10 +18,10 @@ from stages.lib.core.stage import stage_main
 
 
 def main(params: Params, round_: str) -> None:
+    """Label by a judge, or copy the pairs that people labelled."""
     if params.annotate.annotator is Annotator.judge:
-        from stages.annotate.ai_labels import (
-            label_with_judge,  # torch and models, which people's labels do not need
-        )
+        # imported here because it imports torch, which copying does not need
+        from stages.annotate.ai_labels import label_with_judge
 
         label_with_judge(params, round_)
     else:
@@ -23,17 +29,15 @@ def main(params: Params, round_: str) -> None:
 
 
 def copy_human_pairs(params: Params, round_: str) -> None:
-    """prepare's pairs, byte for byte."""
-    folder, source = (
-        stage_dir(round_, "annotate"),
-        stage_dir(round_, "prepare") / "data/pairs_train.jsonl",
-    )
+    """Copy prepare's pairs, byte for byte."""
+    folder = stage_dir(round_, "annotate")
+    source = stage_dir(round_, "prepare") / "data/pairs_train.jsonl"
     pairs = len(read_jsonl(source, f"dvc repro prepare@{round_}"))
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / "data" / source.name)
     write_manifest(folder, stage="annotate", round_=round_, seed=params.seed, inputs=[source])
     MetricLogger("annotate", round_).finish({"annotator": "dataset", "pairs": pairs})
-    print(f"[annotate@{round_}] {pairs} pairs as the data labels them", flush=True)
+    print(f"[annotate@{round_}] {pairs} pairs, labelled by the data set", flush=True)
 
 
 if __name__ == "__main__":

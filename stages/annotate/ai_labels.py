@@ -1,5 +1,6 @@
-"""Labels by a judge: SFT responses to training prompts, each compared with each; and the judge
-measured against people.
+"""Preference pairs labelled by a judge: SFT responses to training prompts, compared in all pairs.
+
+The judge is also measured against people, on held-out pairs.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stages.annotate.ranking import all_pairs, best_and_worst, copeland
+from stages.annotate.ranking import best_and_worst, scores_from_preferences
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
@@ -18,6 +19,7 @@ from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import dedupe_prompts, refuse_evaluation_prompts, shuffled
 from stages.lib.judging.agreement import between_orders, human_agreement
+from stages.lib.judging.copeland import all_pairs
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import (
@@ -30,108 +32,134 @@ from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 
 BATCH = 128  # responses generated at once
-JUDGED = 16  # prompts whose responses are compared between two lines of progress
+PROMPTS_PER_PROGRESS_LINE = 16
 
 
 @dataclass(frozen=True)
 class LabelledPrompt:
-    """A prompt's pair, None where the judge tells no two responses apart; and what it said of each
-    two.
-    """
+    """A prompt's pair, None if the judge prefers none of its responses; and all its comparisons."""
 
     pair: Row | None
     judgements: list[TwoOrderVerdict]
 
 
 def label_with_judge(params: Params, round_: str) -> None:
-    # 1. inputs: training prompts only, for what is drawn here is trained on; people's held-out
-    # pairs only measure
-    setup_torch(params)
-    folder, data, made_by = (
-        stage_dir(round_, "annotate"),
-        stage_dir(round_, "prepare") / "data",
-        f"dvc repro prepare@{round_}",
-    )
-    prompts = shuffled(
-        dedupe_prompts(read_jsonl(data / "prompts_train.jsonl", made_by)), params.seed
-    )[: params.annotate.prompts]
-    refuse_evaluation_prompts(prompts, read_jsonl(data / "eval_prompts.jsonl", made_by))
-    replayed = [row for row in read_jsonl(data / "pairs_train.jsonl", made_by) if "badcase" in row]
-    people = shuffled(read_jsonl(data / "pairs_eval.jsonl", made_by), params.seed)[
-        : params.annotate.agreement_pairs
-    ]
-    recorder, judge = MetricLogger("annotate", round_, len(prompts)), load_judge(params)
+    """Sample SFT responses to training prompts, have the judge compare them, write one pair per
+    prompt.
 
-    # 2. the judge against people, first: what is said here tells early whether its labels are worth
-    # their price
-    against_people = judge_both_orders(
-        judge, [Comparison(row["prompt"], row["chosen"], row["rejected"]) for row in people]
+    Raises:
+        RondoError: the judge prefers no response, for any prompt.
+    """
+    # 1. inputs: training prompts only, since the responses are trained on; the held-out pairs that
+    # people labelled only measure the judge
+    setup_torch(params)
+    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
+    prompt_rows = dedupe_prompts(read_jsonl(data / "prompts_train.jsonl", made_by))
+    prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
+    refuse_evaluation_prompts(prompt_rows, read_jsonl(data / "eval_prompts.jsonl", made_by))
+    replayed = [row for row in read_jsonl(data / "pairs_train.jsonl", made_by) if "badcase" in row]
+    human_pairs = shuffled(read_jsonl(data / "pairs_eval.jsonl", made_by), params.seed)
+    human_pairs = human_pairs[: params.annotate.agreement_pairs]
+    recorder, judge = MetricLogger("annotate", round_, len(prompt_rows)), load_judge(params)
+
+    # 2. the judge against people comes first: if they disagree, the run can be stopped before the
+    # more expensive labelling
+    human_judgements = judge_both_orders(
+        judge, [Comparison(row["prompt"], row["chosen"], row["rejected"]) for row in human_pairs]
     )
-    agreement = human_agreement(against_people)
+    agreement = human_agreement(human_judgements)
     recorder.log_progress(
         0,
-        f"agrees with people on {agreement['rate'] or 0:.2f} of {agreement['pairs']} pairs; {agreement['ties']} ties",
+        f"agrees with people on {agreement['rate'] or 0:.2f} of {agreement['pairs']} pairs;"
+        f" {agreement['ties']} ties",
     )
 
     # 3. responses of SFT
-    tokenizer = load_tokenizer(stage_dir(round_, "sft") / "model")
-    check_template(
-        stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format
-    )
-    responses = sample_responses([row["prompt"] for row in prompts], tokenizer, params, round_)
+    sft = stage_dir(round_, "sft")
+    tokenizer = load_tokenizer(sft / "model")
+    check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
+    responses = sample_responses([row["prompt"] for row in prompt_rows], tokenizer, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
-    done: list[LabelledPrompt] = []
-    for start in range(0, len(prompts), JUDGED):
-        done += compare_all(
-            judge, prompts[start : start + JUDGED], responses[start : start + JUDGED]
-        )
-        recorder.log_progress(len(done), f"{sum(each.pair is not None for each in done)} pairs")
-    pairs = [each.pair for each in done if each.pair]
-    judgements = [judgement for each in done for judgement in each.judgements]
-    measured = between_orders([*against_people, *judgements])
-    unparsable = sum(not each.readable for each in judgements)
+    labelled = label_all(judge, prompt_rows, responses, recorder)
+    pairs = [prompt.pair for prompt in labelled if prompt.pair]
+    judgements = [judgement for prompt in labelled for judgement in prompt.judgements]
+    consistency = between_orders([*human_judgements, *judgements])
+    unparsable = sum(not judgement.readable for judgement in judgements)
     if not pairs:
         raise RondoError(
-            f"annotate: the judge tells no two of {params.annotate.samples} responses apart, for any of {len(prompts)} prompts (of its "
-            f"{len(judgements)} comparisons {unparsable} cannot be read; both orders agree in {measured['position_consistency']} of the "
-            "others): look at annotate.endpoint.rubric and model, or raise annotate.temperature for responses that differ more"
+            f"annotate: the judge prefers no response for any of {len(prompt_rows)} prompts with"
+            f" {params.annotate.samples} responses each ({unparsable} of {len(judgements)}"
+            f" comparisons are unreadable; both orders agree in"
+            f" {consistency['position_consistency']} of the others): check"
+            " annotate.endpoint.rubric and model, or raise annotate.temperature for responses that"
+            " differ more"
         )
 
-    # 5. write: replayed pairs stay, human ones do not
-    write_jsonl(folder / "data/pairs_train.jsonl", [*pairs, *replayed])
+    # 5. write: replayed pairs stay, other human pairs do not
+    metrics = {
+        "annotator": "judge",
+        **judge.describe(),
+        "prompts": len(prompt_rows),
+        "pairs": len(pairs),
+        "ties": len(prompt_rows) - len(pairs),
+        "replayed": len(replayed),
+        "comparisons": len(judgements),
+        "unparsable": unparsable,
+        **consistency,
+        "human_agreement": agreement,
+        **judge.cost(),
+    }
+    template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
+    write_outputs([*pairs, *replayed], metrics, judge, template_sha256, params.seed, recorder)
+
+
+def label_all(
+    judge: PairwiseJudge,
+    prompt_rows: Sequence[Row],
+    responses: Sequence[Sequence[str]],
+    recorder: MetricLogger,
+) -> list[LabelledPrompt]:
+    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them."""
+    labelled: list[LabelledPrompt] = []
+    for start in range(0, len(prompt_rows), PROMPTS_PER_PROGRESS_LINE):
+        end = start + PROMPTS_PER_PROGRESS_LINE
+        labelled += compare_all(judge, prompt_rows[start:end], responses[start:end])
+        pairs = sum(prompt.pair is not None for prompt in labelled)
+        recorder.log_progress(len(labelled), f"{pairs} pairs")
+    return labelled
+
+
+def write_outputs(
+    pairs: list[Row],
+    metrics: Row,
+    judge: PairwiseJudge,
+    template_sha256: str,
+    seed: int,
+    recorder: MetricLogger,
+) -> None:
+    """Write the pairs, the manifest, the judge's usage and the metrics."""
+    folder, round_ = recorder.folder, recorder.round
+    data = stage_dir(round_, "prepare") / "data"
+    write_jsonl(folder / "data/pairs_train.jsonl", pairs)
     write_manifest(
         folder,
         stage="annotate",
         round_=round_,
-        seed=params.seed,
+        seed=seed,
         inputs=[data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")],
-        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        template_hash=template_sha256,
         **judge.describe(),
     )
+    # Not an output of DVC: with a full answer cache a repeated run pays less than the first one.
     if usage := judge.usage():
         write_json(work_dir(round_, "annotate") / "usage.json", usage)
-        print(
-            f"[annotate@{round_}] " + "  ".join(f"{name} {value}" for name, value in usage.items()),
-            flush=True,
-        )
-    recorder.finish(
-        {
-            "annotator": "judge",
-            **judge.describe(),
-            "prompts": len(prompts),
-            "pairs": len(pairs),
-            "ties": len(prompts) - len(pairs),
-            "replayed": len(replayed),
-            "comparisons": len(judgements),
-            "unparsable": unparsable,
-            **measured,
-            "human_agreement": agreement,
-            **judge.cost(),
-        }
-    )
+        numbers = "  ".join(f"{name} {value}" for name, value in usage.items())
+        print(f"[annotate@{round_}] {numbers}", flush=True)
+    recorder.finish(metrics)
     print(
-        f"[annotate@{round_}] {len(pairs)} pairs of {len(prompts)} prompts, {len(replayed)} replayed",
+        f"[annotate@{round_}] {metrics['pairs']} pairs from {metrics['prompts']} prompts,"
+        f" {metrics['replayed']} replayed",
         flush=True,
     )
 
@@ -139,55 +167,55 @@ def label_with_judge(params: Params, round_: str) -> None:
 def sample_responses(
     prompts: Sequence[Prompt], tokenizer: Any, params: Params, round_: str
 ) -> list[list[str]]:
-    """annotate.samples SFT responses to each prompt."""
-    ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
-    drawn = generate(
+    """Sample annotate.samples SFT responses per prompt."""
+    samples = params.annotate.samples
+    prompt_ids = [
+        encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts
+    ]
+    response_ids = generate(
         load_causal_lm(stage_dir(round_, "sft") / "model", params.model),
-        [each for each in ids for _ in range(params.annotate.samples)],
+        [ids for ids in prompt_ids for _ in range(samples)],
         response_length=params.ppo.response_length,
         temperature=params.annotate.temperature,
         generator=torch.Generator().manual_seed(params.seed),
         batch_size=BATCH,
         eos_token_id=tokenizer.eos_token_id,
     )
-    texts = tokenizer.batch_decode(drawn, skip_special_tokens=True)
-    return [
-        texts[start : start + params.annotate.samples]
-        for start in range(0, len(texts), params.annotate.samples)
-    ]
+    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
 
 def compare_all(
-    judge: PairwiseJudge, prompts: Sequence[Row], responses: Sequence[Sequence[str]]
+    judge: PairwiseJudge, prompt_rows: Sequence[Row], responses: Sequence[Sequence[str]]
 ) -> list[LabelledPrompt]:
-    """Each prompt's distinct responses, each with each."""
+    """Label prompts by comparing all pairs of each one's distinct responses.
+
+    All comparisons go to the judge in one call, so that it can work on them in parallel.
+    """
     distinct = [list(dict.fromkeys(texts)) for texts in responses]
-    asked = [
+    comparisons = [
         Comparison(row["prompt"], texts[i], texts[j])
-        for row, texts in zip(prompts, distinct, strict=True)
+        for row, texts in zip(prompt_rows, distinct, strict=True)
         for i, j in all_pairs(len(texts))
     ]
-    told = iter(judge_both_orders(judge, asked))
+    verdicts = iter(judge_both_orders(judge, comparisons))
     return [
-        labelled(row, texts, [next(told) for _ in all_pairs(len(texts))], judge.describe())
-        for row, texts in zip(prompts, distinct, strict=True)
+        label_prompt(row, texts, [next(verdicts) for _ in all_pairs(len(texts))], judge.describe())
+        for row, texts in zip(prompt_rows, distinct, strict=True)
     ]
 
 
-def labelled(
-    row: Row, responses: Sequence[str], judgements: list[TwoOrderVerdict], about: Row
+def label_prompt(
+    row: Row, responses: Sequence[str], judgements: list[TwoOrderVerdict], judge_facts: Row
 ) -> LabelledPrompt:
-    """The pair of a prompt's responses, with where it comes from."""
-    places = all_pairs(len(responses))
-    table = {
-        place: judgement.preference for place, judgement in zip(places, judgements, strict=True)
-    }
-    scores = copeland(len(responses), table)
-    found = best_and_worst(scores, table)
-    if not found:
+    """Make the pair of a prompt's responses, with its provenance under `annotator`."""
+    by_pair = dict(zip(all_pairs(len(responses)), judgements, strict=True))
+    preferences = {pair: judgement.preference for pair, judgement in by_pair.items()}
+    scores = scores_from_preferences(len(responses), preferences)
+    extremes = best_and_worst(scores, preferences)
+    if not extremes:
         return LabelledPrompt(None, judgements)
-    best, worst = found
-    confidence = judgements[places.index((min(found), max(found)))].confidence
+    best, worst = extremes
     pair = {
         "id": f"judge-{row['id']}",
         "prompt": row["prompt"],
@@ -195,16 +223,17 @@ def labelled(
         "rejected": responses[worst],
         "source": "judge",
         "annotator": {
-            **about,
+            **judge_facts,
             "samples": list(responses),
             "scores": scores,
-            "confidence": confidence,
+            "confidence": by_pair[min(extremes), max(extremes)].confidence,
         },
     }
     return LabelledPrompt(pair, judgements)
 
 
 def load_judge(params: Params) -> PairwiseJudge:
+    """The judge that annotate.judge names."""
     if params.annotate.judge is JudgeName.endpoint:
         return EndpointJudge(params.annotate.endpoint)
     return LexiconJudge(params.evaluate.tie_margin)

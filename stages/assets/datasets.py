@@ -1,4 +1,4 @@
-"""assets/data: the raw sources, as they came, with a note on where they came from."""
+"""Write assets/data: the raw data, unchanged, with a note on its source and licence."""
 
 import io
 import json
@@ -19,16 +19,20 @@ VADER = Package(
     "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
     ("--no-binary", ":all:"),
 )
-ARCHIVE, MEMBER = (
-    "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz",
-    "hutto_ICWSM_2014/tweets_GroundTruth.txt",
-)
+# the data set is an archive within the package's archive
+ARCHIVE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+MEMBER = "hutto_ICWSM_2014/tweets_GroundTruth.txt"
+# SOURCE.txt by params.assets.data
 NOTES = {
-    "embedded": "4,200 tweets with the mean of about 20 human ratings each, -4 (most negative) to 4 (most positive).\n"
-    "Hutto & Gilbert, VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text, ICWSM 2014.\n"
-    "From the source distribution of vaderSentiment 3.3.2, additional_resources/hutto_ICWSM_2014. MIT licence, (c) 2016 C.J. Hutto.\n"
+    "embedded": "4,200 tweets with the mean of about 20 human ratings each,"
+    " -4 (most negative) to 4 (most positive).\n"
+    "Hutto & Gilbert, VADER: A Parsimonious Rule-based Model for Sentiment Analysis"
+    " of Social Media Text, ICWSM 2014.\n"
+    "From the source distribution of vaderSentiment 3.3.2,"
+    " additional_resources/hutto_ICWSM_2014. MIT licence, (c) 2016 C.J. Hutto.\n"
     "tweets.tsv: id, rating, text; tab-separated, UTF-8, as published.\n",
-    "tiny": "Texts made from a few templates, with made-up ratings; no licence needed.\ntweets.tsv: id, rating, text; tab-separated.\n",
+    "tiny": "Texts made from a few templates, with made-up ratings; no licence needed.\n"
+    "tweets.tsv: id, rating, text; tab-separated.\n",
 }
 
 
@@ -36,31 +40,28 @@ def write_data(params: Params, folder: Path) -> None:
     """Write the data that params.assets.data names into `folder`.
 
     Raises:
-        Unreachable: the package index or the hub is away.
-        BadInput: it cannot be fetched, or its checksum is wrong.
+        Unreachable: the package index or the hub cannot be reached.
+        BadInput: the data cannot be fetched, or their checksum is wrong.
     """
     name = params.assets.data
     if name == "embedded":
         write_text(folder / "tweets.tsv", embedded_tweets())
     elif name == "tiny":
-        write_text(
-            folder / "tweets.tsv",
-            "".join(
-                f"{i}\t{rating:.2f}\t{text}\n" for i, (rating, text) in enumerate(tiny_texts(), 1)
-            ),
+        lines = (
+            f"{number}\t{rating:.2f}\t{text}\n"
+            for number, (rating, text) in enumerate(tiny_texts(), 1)
         )
+        write_text(folder / "tweets.tsv", "".join(lines))
     elif name == "files":
         write_json(folder / "sources.json", source_hashes(params))
     else:
         write_hub(name, params.assets.data_config, folder)
-    write_text(
-        folder / "SOURCE.txt",
-        NOTES.get(name, f"{name}: the user's choice; see its card for the licence.\n"),
-    )
+    note = NOTES.get(name, f"{name}: the user's choice; see its card for the licence.\n")
+    write_text(folder / "SOURCE.txt", note)
 
 
 def embedded_tweets() -> str:
-    """The lines `id, mean rating, text` of the ground truth, in UTF-8 with Unix line ends."""
+    """The tweets as lines `id, mean rating, text`, in UTF-8 with Unix line ends."""
     with tarfile.open(fetch(VADER)) as outer:
         archive = outer.extractfile(ARCHIVE)
         assert archive is not None
@@ -71,7 +72,7 @@ def embedded_tweets() -> str:
 
 
 def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
-    """A hub data set's splits as <split>.jsonl; `test` or `validation` becomes the held-out part."""
+    """Write a hub data set as train.jsonl and eval.jsonl (its split test, validation or eval)."""
     import datasets
 
     with hub.hub_errors(
@@ -80,7 +81,8 @@ def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
         splits: Any = datasets.load_dataset(name, data_dir=data_dir)
     if "train" not in splits:
         raise BadInput(
-            f"assets.data {name}: expected a split `train`, found {', '.join(splits)}; list files in prepare.sources"
+            f"assets.data {name}: expected a split `train`, found {', '.join(splits)};"
+            " list files in prepare.sources"
         )
     held_out = next((split for split in ("test", "validation", "eval") if split in splits), None)
     for file, split in (("train.jsonl", "train"), ("eval.jsonl", held_out)):

@@ -1,4 +1,4 @@
-"""Files from the package index, by name and sha256, kept in .rondo/downloads."""
+"""Download files from the Python package index by name and sha256, cached in .rondo/downloads."""
 
 import re
 import shutil
@@ -12,19 +12,22 @@ from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import file_hash
 
 DOWNLOADS = Path(".rondo/downloads")
-# How pip, from 23 on, says that an index did not answer. It tells `-vv` alone, and ends as if there
-# were no such package.
-AWAY = re.compile(
-    r"^.*(?:connection (?:broken|error)|Max retries|timed out|not enough bytes|5\d\d Server Error|429 Client Error).*$",
+# From version 23 on, pip reports an unreachable index only with `-vv`; its exit code is the same as
+# for a package that does not exist.
+UNREACHABLE_INDEX = re.compile(
+    r"^.*(?:connection (?:broken|error)|Max retries|timed out|not enough bytes"
+    r"|5\d\d Server Error|429 Client Error).*$",
     re.M,
 )
-SHOWN = 500  # characters of what pip says of it
+SHOWN = 500  # characters of pip's message in an error
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is downloaded as a file and never installed: that would pull its
-    dependencies.
+    """A distribution that is downloaded as a file and not installed, since installing it would pull
+    in its dependencies.
+
+    requirement: name==version, or a path. options: further options of `pip download`.
     """
 
     requirement: str
@@ -33,53 +36,45 @@ class Package:
 
 
 def fetch(package: Package) -> Path:
-    """The package's file, downloaded unless a copy with the right sha256 is there.
+    """The package's file: from the cache if its sha256 is right, else downloaded.
 
     Raises:
         Unreachable: pip could not reach the index.
-        BadInput: pip cannot download it, or what it got has another sha256.
+        BadInput: pip cannot download the package, or the file has another sha256.
     """
-    kept = DOWNLOADS / package.sha256
-    if kept.exists() and file_hash(kept) == package.sha256:
-        return kept
+    cached = DOWNLOADS / package.sha256
+    if cached.exists() and file_hash(cached) == package.sha256:
+        return cached
     print(f"downloading {package.requirement}", flush=True)
     DOWNLOADS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-vv",
-            "--no-deps",
-            *package.options,
-            "--dest",
-            folder,
-            package.requirement,
-        ]
+        options = ["-vv", "--no-deps", *package.options, "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, package.requirement]
         pip = subprocess.run(command, capture_output=True, text=True, check=False)
         if pip.returncode:
-            if away := AWAY.findall(pip.stdout + pip.stderr):
-                said = f"pip could not reach the index ({away[-1].strip()[:SHOWN]})"
+            if lines := UNREACHABLE_INDEX.findall(pip.stdout + pip.stderr):
                 raise Unreachable(
-                    f"{package.requirement}: {said}; check the network and run the same again"
+                    f"{package.requirement}: pip could not reach the index"
+                    f" ({lines[-1].strip()[:SHOWN]}); check the network and run the same again"
                 )
             raise BadInput(
-                f"{package.requirement}: pip could not download it; check the network or pip's index.\n{pip.stderr[-2000:]}"
+                f"{package.requirement}: pip could not download it; check the network or pip's"
+                f" index.\n{pip.stderr[-2000:]}"
             )
         (file,) = Path(folder).iterdir()
         check_sha256(file, package.sha256)
-        return Path(shutil.move(file, kept))
+        return Path(shutil.move(file, cached))
 
 
 def check_sha256(file: Path, expected: str) -> None:
-    """
+    """Check a downloaded file.
+
     Raises:
-        BadInput: the file's sha256 is another one.
+        BadInput: the file has another sha256.
     """
-    got = file_hash(file)
-    if got != expected:
+    actual = file_hash(file)
+    if actual != expected:
         raise BadInput(
-            f"{file.name}: expected sha256 {expected}, got {got}; the download is damaged or the package was replaced. "
-            f"Try again, and check pip's index if it stays"
+            f"{file.name}: expected sha256 {expected}, got {actual}; the download is damaged or the"
+            f" package was replaced. Run the stage again; if the error stays, check pip's index"
         )

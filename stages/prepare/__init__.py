@@ -1,3 +1,3 @@
-"""prepare: load, normalise, audit, drop duplicates, split by prompt, merge the previous round's
-replay.
+"""prepare: read, normalise and check the data, drop duplicates, split by prompt, and add the
+previous round's replay.
 """

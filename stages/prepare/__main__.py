@@ -1,4 +1,12 @@
-"""The prepare stage, top to bottom."""
+"""The prepare stage: read the data, check and split them, and report what they are like.
+
+Inputs: assets/data or prepare.sources, assets/model (the tokenizer), and the previous round's
+replay/data and prepare/data.
+Outputs: rounds/<round>/prepare/data with three training sets (sft_train, pairs_train,
+prompts_train), three held-out sets (sft_eval, pairs_eval, eval_prompts) and audit.json;
+metrics.json, manifest.json; reports/<round>/data.json and data.html.
+Run: `python -m stages.prepare --round r0`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,61 +43,55 @@ from stages.prepare.sources import declared_files, source_sets
 from stages.prepare.tweets import tweet_sets
 
 MODEL, TWEETS = ASSETS / "model", ASSETS / "data/tweets.tsv"
-EXAMPLES = 3
+EXAMPLES = 3  # rows per set in the report
 
 
 def main(params: Params, round_: str) -> None:
-    """The stage.
+    """Make the training and held-out sets of a round.
 
     Raises:
-        BadInput: see the steps.
+        BadInput: the data cannot be used; the message names the rows and the next step.
     """
-    folder, audit, previous = (
-        stage_dir(round_, "prepare"),
-        Audit(),
-        Path(params.rounds[round_].previous),
-    )
-    tokenizer = read_tokenizer()
+    folder, previous = stage_dir(round_, "prepare"), Path(params.rounds[round_].previous)
+    audit, tokenizer = Audit(), read_tokenizer()
 
-    # 1. load, normalise, drop contradictions and duplicates, split by prompt
+    # 1. read, normalise, drop contradictions and duplicates, split by prompt
     sets = (
         tweet_sets(TWEETS, params, tokenizer, audit)
         if TWEETS.exists()
         else source_sets(params, tokenizer, audit)
     )
 
-    # 2. leave nothing of the held-out texts in the training files
+    # 2. drop training rows that contain held-out texts
     clear_leaks(sets, declared_files(params), params.prepare.near_duplicate, audit)
     if empty := [name for name, rows in sets.items() if not rows]:
         raise BadInput(
-            f"no rows left for {', '.join(empty)} (lost: {audit.by_cause()}); add data, or see prepare.* in params.yaml"
+            f"no rows left for {', '.join(empty)} (dropped: {audit.by_cause()}); add data, or"
+            " change prepare.* in params.yaml"
         )
 
-    # 3. merge the previous round's replay into the training files; nothing of slices/ may be in
-    # them
-    train, held_out = (
-        {name: sets[file] for name, file in files.items()} for files in (TRAIN, HELD_OUT)
-    )
+    # 3. add the previous round's replay to the training sets; no prompt of slices/ may be in them
+    train = {name: sets[set_name] for name, set_name in TRAIN.items()}
+    held_out = {name: sets[set_name] for name, set_name in HELD_OUT.items()}
     replayed = merge_replay(
         train, held_out, previous, params.replay.max_share, params.prepare.near_duplicate
     )
-
     check_not_in_slices(
         (f"{name} row {row['id']}: its prompt", row["prompt"])
         for name in TRAIN.values()
         for row in sets[name]
     )
 
-    # 4. write, and check that the evaluation set is the previous round's
+    # 4. write the sets, and check that the held-out ones are those of the previous round
     for name, rows in sets.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     check_eval_set_unchanged(folder / "data", previous)
 
-    # 5. report: what was lost beside the data, and what the data are like
-    lost = {**audit.report(), "replayed": replayed}
-    write_json(folder / "data" / "audit.json", lost)
+    # 5. write the audit, the report, metrics and manifest
+    audit_report = {**audit.report(), "replayed": replayed}
+    write_json(folder / "data" / "audit.json", audit_report)
     report = {
-        **lost,
+        **audit_report,
         **describe(sets, params.seed),
         "examples": {name: rows[:EXAMPLES] for name, rows in sets.items()},
     }
@@ -108,62 +110,76 @@ def main(params: Params, round_: str) -> None:
         evaluation_files=list(EVAL_FILES),
     )
     counts = ", ".join(f"{name} {len(rows)}" for name, rows in sets.items())
+    dropped = sum(audit.by_cause().values())
     print(
-        f"[prepare@{round_}] {counts}, of them replayed {sum(replayed.values())}; lost {sum(audit.by_cause().values())}",
+        f"[prepare@{round_}] {counts}; {sum(replayed.values())} of these rows replayed,"
+        f" {dropped} rows dropped",
         flush=True,
     )
 
 
 def read_tokenizer() -> Any:
-    """The base model's tokenizer; without the weights, so that preparing data stays quick."""
+    """The base model's tokenizer.
+
+    Raises:
+        BadInput: assets/model has no tokenizer.
+    """
     if not (MODEL / "tokenizer.json").exists():
         raise BadInput(f"{MODEL}/tokenizer.json is missing: run `dvc repro assets`")
     import transformers
 
-    # AutoTokenizer would come to the same class, but reads the model's configuration first, which
-    # imports torch: 3 seconds
-    plain = (
-        read_json(MODEL / "tokenizer_config.json", "dvc repro assets").get("tokenizer_class")
-        == "TokenizersBackend"
-    )
-    kind = transformers.TokenizersBackend if plain else transformers.AutoTokenizer
-    return kind.from_pretrained(MODEL, local_files_only=True)
+    # AutoTokenizer returns the same class, but first reads the model's configuration, which imports
+    # torch: 3 seconds
+    config = read_json(MODEL / "tokenizer_config.json", "dvc repro assets")
+    is_backend = config.get("tokenizer_class") == "TokenizersBackend"
+    cls = transformers.TokenizersBackend if is_backend else transformers.AutoTokenizer
+    return cls.from_pretrained(MODEL, local_files_only=True)
 
 
 def clear_leaks(
     sets: dict[str, list[Row]], declared: frozenset[str], similarity: float, audit: Audit
 ) -> None:
-    """Drop from the training sets what is in a held-out one, where both were made here.
+    """Drop training rows that contain a text of a held-out row.
+
+    Args:
+        sets: the six data sets; the training sets are replaced.
+        declared: paths of the user's own held-out files.
+        similarity: prepare.near_duplicate.
+        audit: records the dropped rows.
 
     Raises:
-        BadInput: it is in one of the user's `declared` files of held-out rows.
+        BadInput: the held-out row comes from a declared file, so only the user can decide which of
+            the two rows to remove.
     """
 
     def is_declared(row: Row) -> bool:
         return row["id"].rpartition(":")[0] in declared
 
     train = {name: sets[name] for name in TRAIN.values()}
+    # declared rows first: only the first held-out row that a training row leaks is reported
     held_out = sorted(
         (row for name in HELD_OUT.values() for row in sets[name]),
         key=lambda row: not is_declared(row),
     )
     leaks = leaks_by_set(train, held_out, similarity)
+    declared_leaks = [
+        (train[name][leak.row]["id"], leak)
+        for name in leaks
+        for leak in leaks[name]
+        if is_declared(leak.held_out)
+    ]
     check_no_leaks(
-        [
-            (train[name][leak.row]["id"], leak)
-            for name, some in leaks.items()
-            for leak in some
-            if is_declared(leak.held_out)
-        ],
-        "remove these rows from one of the two files: of what was trained on, an evaluation says nothing",
+        declared_leaks,
+        "remove these rows from one of the two files: an evaluation on training rows is not"
+        " meaningful",
     )
     for name, rows in train.items():
         sets[name] = audit.drop_leaks(name, rows, leaks[name])
 
 
 def describe(sets: dict[str, list[Row]], seed: int) -> dict[str, Any]:
-    """What the sets are like."""
-    everything = [
+    """Sizes, lengths, languages and shortcuts of the sets, for the report."""
+    texts = [
         row for name in ("pairs_train", "sft_train", "pairs_eval", "sft_eval") for row in sets[name]
     ]
     return {
@@ -175,13 +191,14 @@ def describe(sets: dict[str, list[Row]], seed: int) -> dict[str, Any]:
             }
             for name, rows in sets.items()
         },
-        "languages": languages(everything, seed),
+        "languages": languages(texts, seed),
         "shortcuts": shortcuts(sets["pairs_train"], sets["pairs_eval"], seed),
     }
 
 
 def metrics(audit: Audit, sets: dict[str, list[Row]], replayed: dict[str, int]) -> dict[str, int]:
-    counted = {
+    """The content of metrics.json: numbers of rows."""
+    causes = {
         "rows_bad": BAD,
         "ties": TIE,
         "contradictions": CONTRADICTION,
@@ -191,7 +208,7 @@ def metrics(audit: Audit, sets: dict[str, list[Row]], replayed: dict[str, int]) 
     return {
         "rows_read": sum(audit.rows_read.values()),
         "rows_kept": audit.rows_kept,
-        **{name: audit.count(cause) for name, cause in counted.items()},
+        **{name: audit.count(cause) for name, cause in causes.items()},
         "leaks": audit.count(LEAK),
         **{name: len(rows) for name, rows in sets.items()},
         "replayed": sum(replayed.values()),

@@ -1,4 +1,4 @@
-"""What prepare found: every row that it lost, by cause, with its place."""
+"""The audit of prepare: every dropped row, by cause, with its location."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +14,8 @@ from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.formats import excerpt, row_excerpt
 
-SHOWN = 5
-BATCH = 1000  # prompts in one call of the tokenizer
+SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
+BATCH = 1000  # prompts per call of the tokenizer
 BAD, TIE, CONTRADICTION, LEAK = "bad row", "tie", "contradiction", "leak"
 EXACT, NEAR = "exact duplicate", "near duplicate"
 LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is held out"
@@ -23,17 +23,21 @@ LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is
 
 @dataclass
 class Audit:
-    """Rows read, by source; rows lost, by cause: each with `where` (file:line of a source), the
-    first few with their text, and with `of` (the row for which it was dropped) and `reason` where
-    there is one."""
+    """Counts of rows read, and the list of dropped rows.
+
+    rows_read: by source. rows_kept: rows left before the split.
+    lost: by cause, dropped rows with `where` (file:line of a source), and if they apply `of` (the
+    row that this one duplicates, contradicts or leaks), `reason`, and `text` (first rows only).
+    """
 
     rows_read: Counter[str] = field(default_factory=Counter)
-    rows_kept: int = 0  # before the split
+    rows_kept: int = 0
     lost: dict[str, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
 
-    def lose(self, cause: str, where: str, text: str = "", **why: str) -> None:
+    def lose(self, cause: str, location: str, text: str = "", **details: str) -> None:
+        """Record a dropped row. details: `of`, `reason`, `set` or `shared`."""
         shown = {"text": excerpt(text)} if text and len(self.lost[cause]) < SHOWN else {}
-        self.lost[cause].append({"where": where, **why, **shown})
+        self.lost[cause].append({"where": location, **details, **shown})
 
     def count(self, cause: str) -> int:
         return len(self.lost[cause]) if cause in self.lost else 0
@@ -41,69 +45,73 @@ class Audit:
     def by_cause(self) -> dict[str, int]:
         return {cause: len(rows) for cause, rows in self.lost.items()}
 
-    def check_bad_share(self, most: float) -> None:
-        """
+    def check_bad_share(self, max_share: float) -> None:
+        """Check that there are rows, and that few of them are bad.
+
         Raises:
-            BadInput: more than the share `most` of the rows read are bad, or there are no rows.
+            BadInput: more than `max_share` of the rows read are bad, or there are no rows.
         """
         total, bad = sum(self.rows_read.values()), self.count(BAD)
         if not total:
             raise BadInput(
-                f"no rows in {', '.join(self.rows_read) or 'prepare.sources'}; expected one JSON object a line"
+                f"no rows in {', '.join(self.rows_read) or 'prepare.sources'}; expected one JSON"
+                " object per line"
             )
-        if bad > most * total:
+        if bad > max_share * total:
             first = "\n".join(
                 f"  {row['where']}: {row['reason']}" for row in self.lost[BAD][:SHOWN]
             )
             raise BadInput(
-                f"{bad} of {total} rows are bad, more than prepare.max_bad_share {most}; the first:\n{first}\n"
-                f"mend the rows (`rondo check-data FILE` lists them all), or raise prepare.max_bad_share to go on without them"
+                f"{bad} of {total} rows are bad, more than prepare.max_bad_share {max_share};"
+                f" the first:\n{first}\n"
+                "correct the rows (`rondo check-data FILE` lists them all), or raise"
+                " prepare.max_bad_share to continue without them"
             )
 
     def drop_contradictions(self, rows: list[Row]) -> list[Row]:
-        """Rows but for pairs of which another says the opposite: one of the two must be wrong, and
-        nobody knows which.
+        """Drop pairs that another pair contradicts: one of the two must be wrong, and nothing shows
+        which, so both go.
         """
         opposite = contradictions(rows)
         for index, other in opposite.items():
-            self.lose(
-                CONTRADICTION, rows[index]["where"], text_of(rows[index]), of=rows[other]["where"]
-            )
+            row, other_location = rows[index], rows[other]["where"]
+            self.lose(CONTRADICTION, row["where"], full_text(row), of=other_location)
         return [row for index, row in enumerate(rows) if index not in opposite]
 
     def drop_duplicates(
         self, rows: list[Row], texts: Sequence[tuple[str, str]], similarity: float
     ) -> list[Row]:
-        """Rows (with their prompt and answers) but for exact and near duplicates of earlier ones."""
+        """Drop exact and near duplicates of earlier rows. texts: (prompt, responses) per row."""
         exact, near = find_duplicates(texts, similarity)
-        for cause, found in ((EXACT, exact), (NEAR, near)):
-            for index, kept in found.items():
-                self.lose(cause, rows[index]["where"], text_of(rows[index]), of=rows[kept]["where"])
+        for cause, duplicates in ((EXACT, exact), (NEAR, near)):
+            for index, kept in duplicates.items():
+                row, kept_location = rows[index], rows[kept]["where"]
+                self.lose(cause, row["where"], full_text(row), of=kept_location)
         return [row for index, row in enumerate(rows) if index not in exact and index not in near]
 
     def drop_long_prompts(
         self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams
     ) -> list[Row]:
-        """Rows (with their prompts) whose prompt has at most prepare.max_prompt_tokens tokens."""
+        """Drop rows whose prompt has more than prepare.max_prompt_tokens tokens."""
         kept = []
         for row, length in zip(rows, prompt_lengths(prompts, tokenizer, config), strict=True):
             if length <= config.max_prompt_tokens:
                 kept.append(row)
             else:
-                self.lose(LONG, row["where"], text_of(row), reason=f"{length} tokens")
+                self.lose(LONG, row["where"], full_text(row), reason=f"{length} tokens")
         return kept
 
     def drop_leaks(self, name: str, rows: list[Row], leaks: Iterable[Leak]) -> list[Row]:
-        """The rows of the training set `name` but for the leaking ones."""
+        """Drop the leaking rows of the training set `name`."""
         leaking = {leak.row for leak in leaks}
         for leak in leaks:
-            row = rows[leak.row]
-            self.lose(
-                LEAK, row["id"], text_of(row), of=leak.held_out["id"], set=name, shared=leak.shared
-            )
+            row, held_out_id = rows[leak.row], leak.held_out["id"]
+            text = full_text(row)
+            self.lose(LEAK, row["id"], text, of=held_out_id, set=name, shared=leak.shared)
         return [row for index, row in enumerate(rows) if index not in leaking]
 
     def report(self) -> dict[str, Any]:
+        """The content of audit.json."""
         return {
             "rows_read": dict(self.rows_read),
             "rows_kept": self.rows_kept,
@@ -114,27 +122,27 @@ class Audit:
 
 
 def contradictions(rows: Sequence[Row]) -> dict[int, int]:
-    """{index: index of the first that says the opposite} of the pairs with one prompt and two
-    texts, chosen and rejected swapped.
+    """Pairs with the same prompt and texts as another pair, but chosen and rejected swapped.
+
+    Returns:
+        {index of the pair: index of the first pair that prefers the other text}.
     """
     first: dict[tuple[str, str, str], int] = {}
-    keys = []
+    swapped_keys = []
     for index, row in enumerate(rows):
         if "chosen" in row:
-            key = (
-                prompt_key(row["prompt"]),
-                prompt_key(row["chosen"]),
-                prompt_key(row["rejected"]),
+            prompt, chosen, rejected = (
+                prompt_key(row[name]) for name in ("prompt", "chosen", "rejected")
             )
-            first.setdefault(key, index)
-            keys.append((index, (key[0], key[2], key[1])))
-    return {index: first[swapped] for index, swapped in keys if swapped in first}
+            first.setdefault((prompt, chosen, rejected), index)
+            swapped_keys.append((index, (prompt, rejected, chosen)))
+    return {index: first[key] for index, key in swapped_keys if key in first}
 
 
 def prompt_lengths(
     prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams
 ) -> Iterator[int]:
-    """Each prompt's number of tokens, as `stages.prompts.encode` makes them."""
+    """The number of tokens per prompt, counted as `stages.lib.data.prompts.encode` tokenises."""
     texts = [render_prompt(tokenizer, prompt, config.prompt_format) for prompt in prompts]
     for start in range(0, len(texts), BATCH):
         encoded = tokenizer(
@@ -143,6 +151,6 @@ def prompt_lengths(
         yield from map(len, encoded.input_ids)
 
 
-def text_of(row: Row) -> str:
-    """A row's texts in one line; of a tweet, its text."""
+def full_text(row: Row) -> str:
+    """The texts of a normalised row in one line; of a tweet, its text."""
     return row_excerpt(row) if "prompt" in row else str(row["text"])

@@ -1,9 +1,10 @@
-"""What a file of demonstrations or pairs is, and what is wrong with it, line by line: `rondo
-check-data FILE`.
+"""Check a file of demonstrations or pairs: its form, statistics, and every bad row with its line.
+
+Run: `rondo check-data FILE`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,100 +17,113 @@ from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.audit import contradictions
 from stages.prepare.formats import Defect, form, normalise
 from stages.prepare.shortcuts import languages, lengths, shortcuts
-from stages.prepare.sources import SUFFIXES, asked_and_said, prompt_groups, read_source
+from stages.prepare.sources import SUFFIXES, prompt_groups, prompts_and_responses, read_source
 
-SEED, BAD_ROWS = 0, 2
-SIMILARITY, HELD_OUT = PrepareParams().near_duplicate, PrepareParams().eval_share
-LEAST_PAIRS = 50  # for shortcuts: of fewer, an accuracy says nothing
+SEED, EXIT_BAD_ROWS = 0, 2
+SIMILARITY, EVAL_SHARE = PrepareParams().near_duplicate, PrepareParams().eval_share
+MIN_PAIRS = 50  # for shortcuts: with fewer, an accuracy is not meaningful
 
 
 def check(file: str) -> int:
-    """Print what there is to say of a file; 0 if every row can be used, else 2.
+    """Print the report on a file.
+
+    Returns:
+        The exit code: 0 if every row can be used, else 2.
 
     Raises:
-        BadInput: no such file, or it has no rows.
+        BadInput: there is no such file, or it has no rows.
     """
     if Path(file).suffix not in SUFFIXES or not Path(file).is_file():
         raise BadInput(f"{file}: expected a file, {' or '.join(SUFFIXES)}")
-    read = list(read_source(SourceParams(path=file), None))
-    if not read:
-        raise BadInput(f"{file}: no rows; expected one JSON object a line (docs/data.schema.json)")
-    rows, bad = normalised(read)
+    raw_rows = list(read_source(SourceParams(path=file), None))
+    if not raw_rows:
+        raise BadInput(
+            f"{file}: no rows; expected one JSON object per line (docs/data.schema.json)"
+        )
+    rows, bad = split_bad_rows(raw_rows)
     bad += [
-        (rows[index]["where"], f"contradiction: {rows[other]['where']} says the opposite")
+        (rows[index]["where"], f"contradiction: {rows[other]['where']} prefers the other text")
         for index, other in contradictions(rows).items()
     ]
-    print(f"{file}: {len(read)} rows, {len(read) - len(bad)} of them can be used")
-    for name, said in [*whole_file([raw for _, raw in read]), *(of_rows(rows) if rows else [])]:
-        print(f"  {name:<11}{said}")
+    print(f"{file}: {len(raw_rows)} rows, {len(raw_rows) - len(bad)} of them can be used")
+    print(f"  {'form':<11}{count_forms(raw for _, raw in raw_rows)}")
+    for name, text in describe_rows(rows) if rows else ():
+        print(f"  {name:<11}{text}")
     if not bad:
         return 0
     print(f"{len(bad)} rows are bad:")
     for reason, count in Counter(reason.split(":")[0] for _, reason in bad).most_common():
         print(f"  {count:<11}{reason}")
-    for where, reason in bad:
-        print(f"{where}: {reason}")
-    return BAD_ROWS
+    for location, reason in bad:
+        print(f"{location}: {reason}")
+    return EXIT_BAD_ROWS
 
 
-def normalised(read: list[tuple[str, Any]]) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows that are sound, and of the others place and reason."""
+def split_bad_rows(
+    raw_rows: list[tuple[str, Any]],
+) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Normalise (location, raw row) pairs: (normalised rows, [(location, reason)] of bad rows)."""
     rows, bad = [], []
-    for where, raw in read:
+    for location, raw in raw_rows:
         try:
             if isinstance(raw, Defect):
                 raise raw
-            rows.append({**normalise(raw, PromptFormat.chat), "where": where})
+            rows.append({**normalise(raw, PromptFormat.chat), "where": location})
         except Defect as defect:
-            bad.append((where, str(defect)))
+            bad.append((location, str(defect)))
     return rows, bad
 
 
-def whole_file(raws: list[Any]) -> Iterator[tuple[str, str]]:
+def count_forms(raws: Iterable[Any]) -> str:
+    """The forms of raw rows with their counts."""
     forms = Counter(form(raw) for raw in raws)
-    yield "form", "; ".join(f"{name} ({count})" for name, count in forms.most_common())
+    return "; ".join(f"{name} ({count})" for name, count in forms.most_common())
 
 
-def of_rows(rows: list[Row]) -> Iterator[tuple[str, str]]:
-    """What the sound rows are like."""
+def describe_rows(rows: list[Row]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each statistic of the normalised rows."""
     pairs = [row for row in rows if "chosen" in row]
     yield "kind", f"{len(pairs)} pairs, {len(rows) - len(pairs)} demonstrations"
     if pairs:
         yield "margin", f"in {sum('margin' in row for row in pairs)} of {len(pairs)} pairs"
-    several = sum(sum(message["role"] == "user" for message in row["prompt"]) > 1 for row in rows)
-    yield "turns", f"{several / len(rows):.1%} of the prompts have more than one turn of the user"
+    user_turns = [sum(turn["role"] == "user" for turn in row["prompt"]) for row in rows]
+    multi_turn = sum(turns > 1 for turns in user_turns)
+    yield "turns", f"{multi_turn / len(rows):.1%} of the prompts have more than one user turn"
     for field, units in lengths(rows).items():
-        said = (
-            f"{unit} {of['p5']:g} / {of['p50']:g} / {of['p95']:g} / {of['max']:g}"
-            for unit, of in units.items()
+        texts = (
+            f"{unit} {length['p5']:g} / {length['p50']:g} / {length['p95']:g} / {length['max']:g}"
+            for unit, length in units.items()
         )
-        yield field, ", ".join(said) + " (5% / median / 95% / longest)"
-    yield (
-        "languages",
-        ", ".join(f"{name} {share:.1%}" for name, share in languages(rows, SEED)["shares"].items()),
-    )
-    exact, near = find_duplicates(asked_and_said(rows), SIMILARITY)
-    yield "duplicates", f"{len(exact)} exact, {len(near)} near (prepare leaves them out)"
-    yield from predictable(pairs)
+        yield field, ", ".join(texts) + " (5% / median / 95% / longest)"
+    shares = languages(rows, SEED)["shares"]
+    yield "languages", ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    exact, near = find_duplicates(prompts_and_responses(rows), SIMILARITY)
+    yield "duplicates", f"{len(exact)} exact, {len(near)} near (prepare drops them)"
+    yield from describe_shortcuts(pairs)
 
 
-def predictable(pairs: list[Row]) -> Iterator[tuple[str, str]]:
-    """What picks the chosen text without understanding it."""
+def describe_shortcuts(pairs: list[Row]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each shortcut, measured on a split like prepare's."""
     groups = prompt_groups(pairs, SIMILARITY)
-    held_out = hold_out(groups, HELD_OUT, SEED) if pairs else set()
-    parts = [
-        [row for row, of in zip(pairs, groups, strict=True) if (of in held_out) == out]
-        for out in (False, True)
-    ]
-    if min(map(len, parts)) < LEAST_PAIRS * HELD_OUT:
+    held_out_groups = hold_out(groups, EVAL_SHARE, SEED) if pairs else set()
+    train, held_out = (
+        [
+            row
+            for row, group in zip(pairs, groups, strict=True)
+            if (group in held_out_groups) == is_held_out
+        ]
+        for is_held_out in (False, True)
+    )
+    if min(len(train), len(held_out)) < MIN_PAIRS * EVAL_SHARE:
         yield "shortcuts", f"not measured: too few pairs ({len(pairs)})"
         return
-    found = shortcuts(parts[0], parts[1], SEED)
+    report = shortcuts(train, held_out, SEED)
     yield (
         "shortcuts",
-        f"of all pairs; TF-IDF learns from {found['train_pairs']} and is tried on {found['held_out_pairs']}",
+        f"in all pairs; TF-IDF is trained on {report['train_pairs']} and measured on"
+        f" {report['held_out_pairs']}",
     )
-    for rule in found["rules"]:
+    for rule in report["rules"]:
         yield "", rule["meaning"]
-    for side, words in found["words"].items():
+    for side, words in report["words"].items():
         yield "", f"words of {side} texts: {', '.join(words)}"

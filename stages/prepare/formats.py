@@ -1,8 +1,8 @@
-"""The users' formats, normalised to prompt + completion, or prompt + chosen + rejected.
+"""Normalise the users' formats to prompt + completion, or prompt + chosen + rejected.
 
-Read: TRL's standard (strings) and conversational ({role, content} messages) forms, with an explicit
-prompt or one that chosen and rejected share; and Anthropic's transcripts "\\n\\nHuman:
-...\\n\\nAssistant: ...". https://huggingface.co/docs/trl/dataset_formats
+Accepted: TRL's standard (strings) and conversational ({role, content} messages) forms, with an
+explicit prompt or with one that chosen and rejected share; and Anthropic's transcripts
+"\\n\\nHuman: ...\\n\\nAssistant: ...". https://huggingface.co/docs/trl/dataset_formats
 """
 
 import math
@@ -18,68 +18,68 @@ from stages.lib.data.prompts import ROLES, transcript
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")
 SPEAKERS = {name: role for role, name in ROLES.items()}
-# Of Anthropic's transcripts, ChatML, Llama 2 and Alpaca: within a text they are a turn that was not
-# cut off, or a template applied twice.
+# Of Anthropic's transcripts, ChatML, Llama 2 and Alpaca. Within a text they mean that the next turn
+# was not cut off, or that a template was applied twice.
 ROLE_MARKERS = (
-    "\n\nHuman:",
-    "\n\nAssistant:",
-    "<|im_start|>",
-    "<|im_end|>",
-    "[INST]",
-    "[/INST]",
-    "### Instruction:",
-    "### Response:",
+    *("\n\nHuman:", "\n\nAssistant:", "<|im_start|>", "<|im_end|>"),
+    *("[INST]", "[/INST]", "### Instruction:", "### Response:"),
 )
+RESPONSES = ("completion", "chosen", "rejected")
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-SHOWN_CHARACTERS = 200
+EXCERPT_CHARACTERS = 200
 SAME = "chosen and rejected are the same"
 
 
 class Defect(Exception):
-    """Why a row cannot be used."""
+    """A reason why a row cannot be used."""
 
 
 class Tie(Defect):
-    """The pair says that neither text is the better one."""
+    """A pair in which neither text is better."""
 
 
 def form(raw: Any) -> str:
-    """Which of the forms a row has, in the words of TRL's documentation; `unknown` where it has
-    none.
+    """The name of a row's form, as in TRL's documentation; `unknown` for any other value.
 
-    Raises nothing: a row of a known form may still have a Defect.
+    A row of a known form may still have a Defect.
     """
     if not isinstance(raw, dict):
         return "unknown"
-    answers = (
-        [raw[name] for name in ("chosen", "rejected")]
-        if raw.keys() >= {"chosen", "rejected"}
-        else []
-    )
-    if not answers and raw.keys() >= {"prompt", "completion"}:
-        kind, answers = "prompt-completion", [raw["completion"]]
-    elif answers:
+    if raw.keys() >= {"chosen", "rejected"}:
         kind = f"preference, {'implicit' if raw.get('prompt') is None else 'explicit'} prompt"
+        responses = [raw["chosen"], raw["rejected"]]
+    elif raw.keys() >= {"prompt", "completion"}:
+        kind, responses = "prompt-completion", [raw["completion"]]
     else:
         return "unknown"
-    if all(isinstance(answer, list) for answer in answers):
+    if all(isinstance(response, list) for response in responses):
         return f"conversational {kind}"
-    if any(
-        isinstance(text, str) and text.startswith("\n\nHuman:")
-        for text in (raw.get("prompt"), *answers)
-    ):
+    texts = [text for text in (raw.get("prompt"), *responses) if isinstance(text, str)]
+    if any(text.startswith("\n\nHuman:") for text in texts):
         return f"Anthropic transcript, {kind}"
-    return f"standard {kind}" if all(isinstance(answer, str) for answer in answers) else "unknown"
+    is_standard = all(isinstance(response, str) for response in responses)
+    return f"standard {kind}" if is_standard else "unknown"
 
 
 def normalise(
     raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[str] = frozenset()
 ) -> Row:
-    """A source row as {prompt, completion} or {prompt, chosen, rejected} (and margin, if it has
-    one), shaped for `prompt_format`.
+    """Normalise a source row to {prompt, completion} or {prompt, chosen, rejected}.
+
+    Args:
+        raw: the row as read, of any type.
+        prompt_format: decides the shape of the texts (see `shape`).
+        special_tokens: of the tokenizer; no text may contain one.
+
+    Returns:
+        The normalised row, with `margin` if the source row has one.
 
     Raises:
-        Defect: with the reason; Tie for a pair without a better text.
+        Defect: the row cannot be used; the message is the reason. Tie: neither text is better.
+
+    Example:
+        >>> normalise({"chosen": "It is blue", "rejected": "It is red"}, PromptFormat.plain)
+        {'prompt': 'It is', 'chosen': ' blue', 'rejected': ' red'}
     """
     if not isinstance(raw, dict):
         raise Defect("not a JSON object")
@@ -89,21 +89,22 @@ def normalise(
         names = ("completion",)
     else:
         raise Defect(
-            "expected the keys prompt and completion, or chosen and rejected (with or without prompt)"
+            "expected the keys prompt and completion, or chosen and rejected (with or without"
+            " prompt)"
         )
-    answers = [parse(raw[name], name) for name in names]
+    explicit_prompt = parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None
     prompt, responses = split_prompt(
-        parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None, answers, names
+        explicit_prompt, [parse(raw[name], name) for name in names], names
     )
     check_prompt(prompt)
     for name, response in zip(names, responses, strict=True):
         if not response.strip():
             raise Defect(f"`{name}` is empty")
         check_text(response, f"`{name}`")
+    prompt_text = prompt if isinstance(prompt, str) else transcript(prompt)
+    all_text = " ".join([prompt_text, *responses])
     for token in special_tokens:
-        if token in " ".join(
-            [prompt if isinstance(prompt, str) else transcript(prompt), *responses]
-        ):
+        if token in all_text:
             raise Defect(f"contains the tokenizer's special token {token}")
     margin = read_margin(raw) if "chosen" in names else {}
     if len({" ".join(response.split()) for response in responses}) < len(responses):
@@ -113,18 +114,14 @@ def normalise(
 
 
 def read_margin(raw: dict[str, Any]) -> dict[str, float]:
-    """TRL's `margin`, by how much the reward of chosen should be above that of rejected; {} where
-    there is none.
+    """TRL's `margin`, by which chosen should score above rejected, as {margin}; {} if there is
+    none.
     """
     margin = raw.get("margin")
     if margin is None:
         return {}
-    if (
-        not isinstance(margin, int | float)
-        or isinstance(margin, bool)
-        or not math.isfinite(margin)
-        or margin < 0
-    ):
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not math.isfinite(margin) or margin < 0:
         raise Defect(f"`margin` is {margin!r:.20}; expected a number of at least 0")
     if margin == 0:
         raise Tie("`margin` is 0")
@@ -132,7 +129,9 @@ def read_margin(raw: dict[str, Any]) -> dict[str, float]:
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """A text, or turns that alternate, after at most one of the system, and end with the user's."""
+    """Check that a prompt is text, or turns of user and assistant that alternate and end with the
+    user's, after at most one system turn.
+    """
     if isinstance(prompt, str):
         if not prompt.strip():
             raise Defect("the prompt is empty")
@@ -141,17 +140,13 @@ def check_prompt(prompt: Prompt) -> None:
         raise Defect("the prompt is empty")
     roles = [message["role"] for message in prompt]
     turns = roles[1:] if roles[0] == "system" else roles
-    skipped = len(roles) - len(turns)
-    for number, role in enumerate(turns):
-        expected = ("user", "assistant")[number % 2]
+    first_number = 1 + len(roles) - len(turns)
+    for number, role in enumerate(turns, first_number):
+        expected = ("user", "assistant")[(number - first_number) % 2]
         if role == "system":
-            raise Defect(
-                f"turn {number + skipped + 1} of the prompt is the system's; it may only be the first"
-            )
+            raise Defect(f"turn {number} of the prompt is the system's; it may only be the first")
         if role != expected:
-            raise Defect(
-                f"turn {number + skipped + 1} of the prompt is the {role}'s; expected the {expected}'s"
-            )
+            raise Defect(f"turn {number} of the prompt is the {role}'s; expected the {expected}'s")
     if len(turns) % 2 == 0:
         raise Defect(f"the prompt ends with the {roles[-1]}'s turn; expected the user's")
     for number, message in enumerate(prompt, 1):
@@ -163,20 +158,27 @@ def check_text(text: str, name: str) -> None:
     for marker in ROLE_MARKERS:
         if marker in text:
             raise Defect(
-                f"{name} contains the role marker {marker.strip()}: cut the text there, or make turns of it"
+                f"{name} contains the role marker {marker.strip()}: cut the text there, or split it"
+                " into turns"
             )
 
 
 def check_characters(text: str, name: str) -> None:
-    if found := NOT_TEXT.search(text):
-        raise Defect(
-            f"{name} contains {'a NUL character' if found[0] == chr(0) else f'half of a surrogate pair, U+{ord(found[0]):X}'}"
-        )
+    """Check that a text can be encoded and written."""
+    if match := NOT_TEXT.search(text):
+        character = match[0]
+        if character == "\0":
+            raise Defect(f"{name} contains a NUL character")
+        raise Defect(f"{name} contains half of a surrogate pair, U+{ord(character):X}")
 
 
 def shape(prompt: Prompt, *responses: str, prompt_format: PromptFormat) -> list[Any]:
-    """[prompt, *responses] as the format wants them: text that goes on, or messages and the
-    assistant's answers.
+    """Shape texts for a prompt format.
+
+    Returns:
+        [prompt, *responses]. chat: a list of messages, and the assistant's texts without
+        surrounding white space. plain: a text, and the texts that continue it; messages become a
+        transcript.
     """
     if prompt_format is PromptFormat.chat:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -187,7 +189,9 @@ def shape(prompt: Prompt, *responses: str, prompt_format: PromptFormat) -> list[
 
 
 def parse(value: Any, name: str) -> str | Messages:
-    """A text, or messages; a transcript becomes messages."""
+    """Check a source value and return it as text, or as messages if it is a list of messages or a
+    transcript.
+    """
     if isinstance(value, str):
         return parse_transcript(value, name) if value.startswith("\n\nHuman:") else value
     if not isinstance(value, list):
@@ -199,7 +203,8 @@ def parse(value: Any, name: str) -> str | Messages:
             or message.get("role") not in ROLES
         ):
             raise Defect(
-                f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content that is text"
+                f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content"
+                " that is text"
             )
         if not message["content"].strip() and number < len(value):
             raise Defect(f"message {number} of `{name}` is empty")
@@ -207,7 +212,7 @@ def parse(value: Any, name: str) -> str | Messages:
 
 
 def parse_transcript(text: str, name: str) -> Messages:
-    """Anthropic's form as messages; an open last "Assistant:" (as in a prompt) is left out."""
+    """Anthropic's form as messages; a last, empty "Assistant:" turn of a prompt is dropped."""
     parts = TURN.split(text)
     turns = [
         {"role": SPEAKERS[speaker], "content": content.strip()}
@@ -222,33 +227,35 @@ def parse_transcript(text: str, name: str) -> Messages:
 
 
 def split_prompt(
-    prompt: str | Messages | None, answers: list[str | Messages], names: tuple[str, ...]
+    prompt: str | Messages | None, values: list[str | Messages], names: tuple[str, ...]
 ) -> tuple[Prompt, list[str]]:
-    """The prompt and the responses alone, whether the answers repeat the prompt or not."""
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    if len(texts) == len(answers):
+    """Separate the prompt from the responses, whether the `values` repeat the prompt or not."""
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) == len(values):
         return (prompt, texts) if prompt is not None else common_text(*texts)
-    conversations = [answer for answer in answers if not isinstance(answer, str)]
-    if len(conversations) < len(answers):
+    conversations = [value for value in values if not isinstance(value, str)]
+    if len(conversations) < len(values):
         raise Defect("chosen is text and rejected is messages, or the reverse")
     for name, conversation in zip(names, conversations, strict=True):
         if not conversation or conversation[-1]["role"] != "assistant":
             raise Defect(f"`{name}` does not end with an assistant turn")
-    if all(
-        len(conversation) > 1 for conversation in conversations
-    ):  # as in UltraFeedback: the answers repeat the prompt
+    repeats_prompt = [len(conversation) > 1 for conversation in conversations]
+    if all(repeats_prompt):  # as in UltraFeedback
         prompt = conversations[0][:-1]
         if any(conversation[:-1] != prompt for conversation in conversations):
             raise Defect("chosen and rejected differ before the last assistant turn")
-    elif any(len(conversation) > 1 for conversation in conversations):
-        raise Defect("of chosen and rejected one has several turns and the other only one")
+    elif any(repeats_prompt):
+        raise Defect("one of chosen and rejected has several turns, the other only one")
     if prompt is None:
-        raise Defect("no prompt, and the answers do not begin with one")
+        raise Defect("no prompt, and the responses do not begin with one")
     return prompt, [conversation[-1]["content"] for conversation in conversations]
 
 
 def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
-    """The words that both texts begin with, and the rests, each with the white space before it."""
+    """Split two texts after the words that both begin with: (prompt, [chosen, rejected]).
+
+    The white space after the prompt belongs to the responses.
+    """
     if chosen == rejected:
         raise Tie(SAME)
     words = [re.findall(r"\s*\S+", text) for text in (chosen, rejected)]
@@ -259,16 +266,16 @@ def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
 def source_texts(row: Row) -> Iterator[str]:
     """The texts of a normalised row: prompt, then responses."""
     yield row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
-    yield from (row[name] for name in ("completion", "chosen", "rejected") if name in row)
+    yield from (row[name] for name in RESPONSES if name in row)
 
 
-def excerpt(text: str, most: int = SHOWN_CHARACTERS) -> str:
-    """The beginning of a text in one line, safe to write: what is no Unicode is replaced."""
-    line = " ".join(text[: 4 * most].split()).encode("utf-8", "replace").decode()
-    return line if len(line) <= most else line[: most - 1] + "…"
+def excerpt(text: str, max_length: int = EXCERPT_CHARACTERS) -> str:
+    """The first `max_length` characters of a text in one line; invalid Unicode is replaced."""
+    line = " ".join(text[: 4 * max_length].split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
 def row_excerpt(row: Row) -> str:
     """The beginnings of a normalised row's texts in one line."""
     texts = list(source_texts(row))
-    return " | ".join(excerpt(text, SHOWN_CHARACTERS // len(texts) - 3) for text in texts)
+    return " | ".join(excerpt(text, EXCERPT_CHARACTERS // len(texts) - 3) for text in texts)

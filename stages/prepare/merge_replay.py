@@ -1,4 +1,4 @@
-"""The previous round's replay, into this round's training files."""
+"""Add the previous round's replay to this round's training sets."""
 
 from pathlib import Path
 
@@ -15,37 +15,56 @@ def merge_replay(
     max_share: float,
     similarity: float,
 ) -> dict[str, int]:
-    """Append the previous round's replay to the training files, to at most `max_share` of each;
-    returns how many rows each got.
+    """Append the previous round's replayed rows to the training sets.
+
+    Args:
+        train: this round's rows by file name without suffix (sft, pairs, prompts); extended.
+        held_out: the evaluation rows, likewise.
+        previous: folder of the previous round.
+        max_share: of replayed rows in each merged set, 0 to 1.
+        similarity: prepare.near_duplicate.
+
+    Returns:
+        The number of rows added to each set.
 
     Raises:
-        BadInput: a replayed row's prompt is an evaluation prompt, or it has something of a held-out
-            text (stages/lib/dedup/contamination.py).
+        BadInput: a replayed row has an evaluation prompt, or leaks a held-out text
+            (stages/lib/dedup/contamination.py).
     """
     folder = previous / "replay/data"
     if is_placeholder(folder):
         return dict.fromkeys(train, 0)
     made_by = f"dvc repro replay@{previous.name}"
     replayed = {name: read_jsonl(folder / f"{name}.jsonl", made_by) for name in train}
-    placed = [
-        (f"{folder / name}.jsonl:{line}", row)
-        for name, some in replayed.items()
-        for line, row in enumerate(some, 1)
+
+    # All rows are checked, also those beyond max_share: replay must never produce such rows.
+    rows = [row for name in replayed for row in replayed[name]]
+    locations = [
+        f"{folder / name}.jsonl:{line}"
+        for name in replayed
+        for line in range(1, len(replayed[name]) + 1)
     ]
     check_not_in_eval_set(
-        ((f"{place}: its prompt", row["prompt"]) for place, row in placed),
+        (
+            (f"{location}: its prompt", row["prompt"])
+            for location, row in zip(locations, rows, strict=True)
+        ),
         held_out["prompts"],
         "remove the row",
     )
-    places, rows = [place for place, _ in placed], [row for _, row in placed]
-    leaks = find_leaks(rows, [row for some in held_out.values() for row in some], similarity)
+    held_out_rows = [row for name in held_out for row in held_out[name]]
+    leaks = find_leaks(rows, held_out_rows, similarity)
     check_no_leaks(
-        [(places[leak.row], leak) for leak in leaks],
-        f"run `{made_by}` again, which leaves such rows out, or remove them",
+        [(locations[leak.row], leak) for leak in leaks],
+        f"run `{made_by}` again, which drops such rows, or remove them",
     )
+
     counts = {}
-    for name, own in train.items():
-        most = int(max_share * len(own) / (1 - max_share)) if max_share < 1 else len(replayed[name])
-        own.extend(replayed[name][:most])
-        counts[name] = len(replayed[name][:most])
+    for name, train_rows in train.items():
+        added = replayed[name]
+        if max_share < 1:
+            # of n + added rows at most max_share may be added
+            added = added[: int(max_share * len(train_rows) / (1 - max_share))]
+        train_rows.extend(added)
+        counts[name] = len(added)
     return counts

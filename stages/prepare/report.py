@@ -1,29 +1,31 @@
-"""reports/<round>/data.html: what prepare found, on one page that asks for nothing from outside."""
+"""Render reports/<round>/data.html, a self-contained page with prepare's audit and statistics."""
 
 from typing import Any
 
 from stages.lib.core.html import render_page
 from stages.lib.core.types import Row
-from stages.prepare.formats import source_texts
+from stages.prepare.formats import RESPONSES, source_texts
 
-SHOWN = 5  # examples of a cause
-# What happened to the rows of a cause, and what to do. Causes that are not here (of the embedded
-# data) say it themselves.
-EXPLAINED = {
-    "bad row": "cannot be read as demonstration or pair; mend them",
-    "tie": "the pair names no better text, so that a reward model has nothing to learn from it",
-    "contradiction": "another pair says the opposite of the same two texts: one must be wrong, so both are left out",
-    "exact duplicate": "equal to an earlier row, but for case and white space",
-    "near duplicate": "prompt and answers share most of their word 3-grams with an earlier row's (prepare.near_duplicate)",
-    "leak": "13 words in a row, or nearly the whole text, are in an evaluation text; left out of the training set that is named",
-    "prompt is held out": "its prompt is an evaluation prompt, or goes on from one",
+EXAMPLES_PER_CAUSE = 5
+# Why rows of a cause were dropped, and what to do. Causes of the embedded data need no explanation.
+EXPLANATIONS = {
+    "bad row": "cannot be read as a demonstration or a pair; correct the row",
+    "tie": "the pair names no better text, so a reward model can learn nothing from it",
+    "contradiction": "another pair prefers the other one of the same two texts: one of the pairs"
+    " must be wrong, so both are dropped",
+    "exact duplicate": "equals an earlier row, ignoring case and white space",
+    "near duplicate": "prompt and responses share most word 3-grams with an earlier row"
+    " (prepare.near_duplicate)",
+    "leak": "13 consecutive words, or nearly the whole text, occur in an evaluation text; dropped"
+    " from the named training set",
+    "prompt is held out": "its prompt equals or continues an evaluation prompt",
 }
 
 
 def page(report: dict[str, Any], round_: str) -> str:
-    """The page of a report as written to data.json."""
+    """The HTML page of a report, which is the content of data.json."""
     filters = {
-        "texts": texts,
+        "texts": named_texts,
         "percent": lambda share: f"{share:.1%}",
         "number": lambda value: f"{value:,.6g}",
     }
@@ -33,12 +35,12 @@ def page(report: dict[str, Any], round_: str) -> str:
         filters,
         report=report,
         round=round_,
-        shown=SHOWN,
-        explained=EXPLAINED,
+        shown=EXAMPLES_PER_CAUSE,
+        explanations=EXPLANATIONS,
     )
 
 
-def texts(row: Row) -> list[tuple[str, str]]:
-    """The row's texts with their names, the prompt as a transcript where it is a conversation."""
-    names = ["prompt", *(name for name in ("completion", "chosen", "rejected") if name in row)]
+def named_texts(row: Row) -> list[tuple[str, str]]:
+    """The row's texts as (name, text); a conversation becomes a transcript."""
+    names = ["prompt", *(name for name in RESPONSES if name in row)]
     return list(zip(names, source_texts(row), strict=True))

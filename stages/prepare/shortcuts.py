@@ -1,11 +1,12 @@
-"""What the texts are like, and what a reward model could learn from the pairs instead of what
-people meant.
+"""Statistics of the texts: lengths, languages, and shortcuts that predict which text is chosen.
+
+A shortcut is a rule that a reward model could learn instead of what people prefer.
 """
 
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,22 +22,26 @@ from stages.lib.metrics.preference_baselines import (
 )
 from stages.lib.metrics.stats import wilson_interval
 from stages.lib.metrics.text import EMOJI
-from stages.prepare.formats import source_texts
+from stages.prepare.formats import RESPONSES, source_texts
 
 PERCENTILES = (5, 50, 95)
 LANGUAGE_ROWS = 1000
-LEAST_CONFIDENCE = 0.5  # below it a language is `unsure`: of very short texts
-PAIRS = 20_000  # at most, at random, that shortcuts are measured on
-TELLING = 0.6  # an accuracy from which a shortcut pays
+MIN_CONFIDENCE = 0.5  # below it a language is reported as `unsure`, as for very short texts
+MAX_PAIRS = 20_000  # sampled pairs that shortcuts are measured on, per side of the split
+SHORTCUT_ACCURACY = 0.6  # from this accuracy on (or below 0.4), a rule is reported as a shortcut
 PUNCTUATION = re.compile(
-    f"[{re.escape(string.punctuation)}\u2026\u201c\u201d\u2018\u2019\u3001\u3002\uff01\uff0c\uff1f]"
+    f"[{re.escape(string.punctuation)}"
+    "\u2026\u201c\u201d\u2018\u2019\u3001\u3002\uff01\uff0c\uff1f]"  # of Chinese and Japanese too
 )
-FIELDS = ("prompt", "completion", "chosen", "rejected")
+FIELDS = ("prompt", *RESPONSES)
 
 
 class Shortcut(NamedTuple):
-    """Accuracy of the rule on pairs of chosen and rejected texts; what it means if it pays, and
-    what to do.
+    """A rule that picks the chosen text of a pair.
+
+    reversed_rule: the name of the opposite rule, for an accuracy below 0.5.
+    measure: accuracy of the rule on pairs, 0 to 1.
+    meaning: what a high accuracy means, and what to do.
     """
 
     rule: str
@@ -45,7 +50,8 @@ class Shortcut(NamedTuple):
     meaning: str
 
 
-def counted(pattern: re.Pattern[str]) -> Callable[[Sequence[Row]], float]:
+def more_matches_win(pattern: re.Pattern[str]) -> Callable[[Sequence[Row]], float]:
+    """The accuracy of the rule: the text with more matches of `pattern` is the chosen one."""
     return lambda pairs: more_wins_accuracy(
         pairs, lambda text: sum(1 for _ in pattern.finditer(text))
     )
@@ -61,33 +67,34 @@ SHORTCUTS = (
     Shortcut(
         "more ! wins",
         "fewer ! wins",
-        counted(re.compile("!")),
+        more_matches_win(re.compile("!")),
         "exclamation marks alone predict the label; balance them",
     ),
     Shortcut(
         "more punctuation wins",
         "less punctuation wins",
-        counted(PUNCTUATION),
+        more_matches_win(PUNCTUATION),
         "punctuation alone predicts the label; balance it",
     ),
     Shortcut(
         "more emoji wins",
         "fewer emoji wins",
-        counted(EMOJI),
+        more_matches_win(EMOJI),
         "emoji alone predict the label; balance them",
     ),
 )
-WORDS_RULE, WORDS_MEANING = (
-    "TF-IDF",
-    "words alone predict the label; a reward model must do better than that, and may look no further",
+WORDS_RULE = "TF-IDF"
+WORDS_MEANING = (
+    "words alone predict the label; a reward model must beat this accuracy, and may learn nothing"
+    " else"
 )
 
 
 def lengths(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """{text: {unit: {p5, p50, p95, max, mean}}} of prompt, completion, chosen and rejected, in
-    words and in characters.
+    """Length statistics of prompt, completion, chosen and rejected, in words and in characters:
+    {field: {unit: {p5, p50, p95, max, mean}}}.
     """
-    measured = {}
+    statistics = {}
     for field in FIELDS:
         texts = [
             prompt_text(row["prompt"]) if field == "prompt" else row[field]
@@ -99,101 +106,97 @@ def lengths(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
                 "words": [len(text.split()) for text in texts],
                 "characters": [len(text) for text in texts],
             }
-            measured[field] = {unit: spread(values) for unit, values in counts.items()}
-    return measured
+            statistics[field] = {unit: spread(values) for unit, values in counts.items()}
+    return statistics
 
 
 def spread(values: Sequence[int]) -> dict[str, float]:
-    shares = {
-        f"p{share}": float(value)
-        for share, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
-    }
+    """The percentiles, maximum and mean of lengths."""
+    percentiles = np.percentile(values, PERCENTILES)
     return {
-        **{name: round(value, 1) for name, value in shares.items()},
+        **{
+            f"p{percent}": round(float(value), 1)
+            for percent, value in zip(PERCENTILES, percentiles, strict=True)
+        },
         "max": max(values),
         "mean": round(float(np.mean(values)), 2),
     }
 
 
 def languages(rows: Sequence[Row], seed: int) -> dict[str, Any]:
-    """{sampled: rows, shares: {ISO 639 code: share}} over a sample of rows, the commonest first."""
+    """The languages of a random sample of rows, most frequent first:
+    {sampled: rows, shares: {ISO 639 code, or `unsure`: share}}.
+    """
     sample = subsample(list(rows), LANGUAGE_ROWS, seed)
-    identifier = language_identifier()
-    found = Counter(language(identifier.classify(" ".join(source_texts(row)))[0]) for row in sample)
-    return {
-        "sampled": len(sample),
-        "shares": {name: round(count / len(sample), 3) for name, count in ranked(found)},
-    }
+    counts = Counter(language(" ".join(source_texts(row))) for row in sample)
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shares = {code: round(count / len(sample), 3) for code, count in ranked}
+    return {"sampled": len(sample), "shares": shares}
 
 
-def ranked(counts: Counter[str]) -> Iterable[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def language(code: str) -> str:
+def language(text: str) -> str:
+    """The ISO 639 code of a text's language, or `unsure`."""
+    code: str = language_identifier().classify(text)[0]
     return "unsure" if code == "und" else code
 
 
 @cache
 def language_identifier() -> Any:
+    """py3langid's classifier, loaded once."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(
-        MODEL_FILE, norm_probs=True, min_confidence=LEAST_CONFIDENCE
+        MODEL_FILE, norm_probs=True, min_confidence=MIN_CONFIDENCE
     )
 
 
 def shortcuts(train: list[Row], held_out: list[Row], seed: int) -> dict[str, Any]:
-    """Accuracies of the rules, on at most 20,000 pairs of each side, what they mean, and the words
-    that tell.
+    """Measure the rules and TF-IDF, each on at most `MAX_PAIRS` pairs per side of the split.
 
-    What a rule means is said of all pairs together, for it learns nothing; of TF-IDF, of the
-    held-out ones.
+    Returns:
+        {train_pairs, held_out_pairs: pairs measured; rules: [{rule, train, held_out: accuracies,
+        pays: whether it is a shortcut, meaning: a sentence}]; words: {chosen, rejected: the words
+        that predict each}}. A fixed rule is judged on all pairs together; TF-IDF, which is trained
+        on one side, on the held-out pairs.
     """
     words = word_model(train, held_out, seed)
-    train, held_out = subsample(train, PAIRS, seed), subsample(held_out, PAIRS, seed)
-    rules = []
-    for shortcut in SHORTCUTS:
-        accuracies = {"train": shortcut.measure(train), "held_out": shortcut.measure(held_out)}
-        rules.append(
-            {
-                "rule": shortcut.rule,
-                **accuracies,
-                **meaning(
-                    shortcut, shortcut.measure([*train, *held_out]), len(train) + len(held_out)
-                ),
-            }
-        )
-    pays = predicts(words.accuracy, len(held_out)) and words.accuracy > 0.5
-    said = (
-        f"{WORDS_RULE} {words.accuracy:.2f}: {WORDS_MEANING if pays else 'words alone say little'}"
-    )
+    train, held_out = subsample(train, MAX_PAIRS, seed), subsample(held_out, MAX_PAIRS, seed)
+    all_pairs = [*train, *held_out]
+    rules: list[dict[str, Any]] = [
+        {
+            "rule": shortcut.rule,
+            "train": shortcut.measure(train),
+            "held_out": shortcut.measure(held_out),
+            **assess(shortcut, shortcut.measure(all_pairs), len(all_pairs)),
+        }
+        for shortcut in SHORTCUTS
+    ]
+    pays = is_predictive(words.accuracy, len(held_out)) and words.accuracy > 0.5
+    meaning = WORDS_MEANING if pays else "words alone predict little"
     rules.append(
         {
             "rule": WORDS_RULE,
             "train": None,
             "held_out": words.accuracy,
             "pays": pays,
-            "meaning": said,
+            "meaning": f"{WORDS_RULE} {words.accuracy:.2f}: {meaning}",
         }
     )
     counts = {"train_pairs": len(train), "held_out_pairs": len(held_out)}
     return {**counts, "rules": rules, "words": {"chosen": words.chosen, "rejected": words.rejected}}
 
 
-def meaning(shortcut: Shortcut, accuracy: float, pairs: int) -> dict[str, Any]:
-    """{pays, meaning}: a sentence on what the accuracy says of a reward model that is trained on
-    such pairs.
-    """
-    pays = predicts(accuracy, pairs)
+def assess(shortcut: Shortcut, accuracy: float, pairs: int) -> dict[str, Any]:
+    """{pays: whether the rule, or the reversed one, is a shortcut; meaning: a sentence}."""
+    pays = is_predictive(accuracy, pairs)
     if pays and accuracy < 0.5:
-        said = f"{shortcut.reversed_rule} {1 - accuracy:.2f}: {shortcut.meaning}"
+        meaning = f"{shortcut.reversed_rule} {1 - accuracy:.2f}: {shortcut.meaning}"
     else:
-        said = f"{shortcut.rule} {accuracy:.2f}: {shortcut.meaning if pays else 'no shortcut'}"
-    return {"pays": pays, "meaning": said}
+        meaning = f"{shortcut.rule} {accuracy:.2f}: {shortcut.meaning if pays else 'no shortcut'}"
+    return {"pays": pays, "meaning": meaning}
 
 
-def predicts(accuracy: float, pairs: int) -> bool:
-    """Whether the accuracy is far from 0.5, and not by chance (95%)."""
+def is_predictive(accuracy: float, pairs: int) -> bool:
+    """Whether an accuracy is far from 0.5, and its 95% interval excludes 0.5."""
     low, high = wilson_interval(round(accuracy * pairs), pairs)
-    return abs(accuracy - 0.5) >= TELLING - 0.5 and not low <= 0.5 <= high
+    return abs(accuracy - 0.5) >= SHORTCUT_ACCURACY - 0.5 and not low <= 0.5 <= high

@@ -1,4 +1,4 @@
-"""The users' own data: files, hub data sets, and what assets fetched from the hub."""
+"""Read the users' own data: files, hub data sets, and the hub data set fetched by assets."""
 
 import itertools
 import json
@@ -29,85 +29,93 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[Row]]:
-    """The six data sets from the sources, held out by prompt: rows of `use: eval`, else a share of
-    the prompts.
+    """Read the sources and split them by prompt: rows of `use: eval` and, for each kind of row
+    without such a source, a share of the prompts are held out.
+
+    Returns:
+        The six data sets by name: sft, pairs and prompts, for train and for eval.
 
     Raises:
-        Unreachable: a source is the hub's, which is away.
-        BadInput: too many bad rows, train/eval overlap, or a set without rows.
+        Unreachable: a source is on the hub, which cannot be reached.
+        BadInput: too many rows are bad, or training rows have a held-out prompt.
     """
     config = params.prepare
     rows = read_rows(listed_sources(params), config, frozenset(tokenizer.all_special_tokens), audit)
     audit.check_bad_share(config.max_bad_share)
     rows = audit.drop_contradictions(rows)
-    rows.sort(
-        key=lambda row: row["use"] != "eval"
-    )  # of duplicates the held-out one stays, so that no copy is trained on
-    rows = audit.drop_duplicates(rows, asked_and_said(rows), config.near_duplicate)
+    # held-out rows first: of duplicates the first one stays, so that no copy of it is trained on
+    rows.sort(key=lambda row: row["use"] != "eval")
+    rows = audit.drop_duplicates(rows, prompts_and_responses(rows), config.near_duplicate)
     rows = audit.drop_long_prompts(rows, (row["prompt"] for row in rows), tokenizer, config)
-    rows = separate(rows, own=params.assets.data == "files", audit=audit)
+    rows = separate(rows, own_files=params.assets.data == "files", audit=audit)
     audit.rows_kept = len(rows)
     groups = prompt_groups(rows, config.near_duplicate)
     held_out = held_out_groups(rows, groups, config.eval_share, params.seed)
 
-    demonstrated = any("completion" in row for row in rows)
+    has_demonstrations = any("completion" in row for row in rows)
     sets: dict[str, list[Row]] = {}
     for part in ("train", "eval"):
-        here = [
+        part_rows = [
             row
-            for row, of in zip(rows, groups, strict=True)
-            if (row["use"] == "eval" or of in held_out) == (part == "eval")
+            for row, group in zip(rows, groups, strict=True)
+            if (row["use"] == "eval" or group in held_out) == (part == "eval")
         ]
-        pairs = [row for row in here if "chosen" in row]
-        shown = [row for row in here if "completion" in row] if demonstrated else chosen_once(pairs)
+        pairs = [row for row in part_rows if "chosen" in row]
+        demonstrations = (
+            [row for row in part_rows if "completion" in row]
+            if has_demonstrations
+            else chosen_as_demonstrations(pairs)
+        )
         sets[f"pairs_{part}"] = [
             select(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs
         ]
-        sets[f"sft_{part}"] = [select(row, "prompt", "completion", "source") for row in shown]
-        sets[f"prompts_{part}"] = [select(row, "prompt", "source") for row in once(here)]
-    return frozen_prompts(sets, config.max_eval_prompts, params.seed)
+        sets[f"sft_{part}"] = [
+            select(row, "prompt", "completion", "source") for row in demonstrations
+        ]
+        sets[f"prompts_{part}"] = [
+            select(row, "prompt", "source") for row in first_per_prompt(part_rows)
+        ]
+    return freeze_eval_prompts(sets, config.max_eval_prompts, params.seed)
 
 
 def read_rows(
     sources: list[SourceParams], config: PrepareParams, special_tokens: frozenset[str], audit: Audit
 ) -> list[Row]:
-    """The normalised rows of all sources; defects go to the audit."""
+    """Read and normalise the rows of all sources; bad rows and ties are recorded in the audit."""
     rows = []
     for source in sources:
-        for where, raw in read_source(source, config.max_rows):
+        for location, raw in read_source(source, config.max_rows):
             audit.rows_read[source.path] += 1
             try:
                 if isinstance(raw, Defect):
                     raise raw
                 row = normalise(raw, config.prompt_format, special_tokens)
-                rows.append({**row, "where": where, "source": source.path, "use": source.use})
+                rows.append({**row, "where": location, "source": source.path, "use": source.use})
             except Defect as defect:
-                audit.lose(
-                    TIE if isinstance(defect, Tie) else BAD,
-                    where,
-                    raw_text(raw),
-                    reason=str(defect),
-                )
+                cause = TIE if isinstance(defect, Tie) else BAD
+                audit.lose(cause, location, raw_text(raw), reason=str(defect))
     return rows
 
 
-def frozen_prompts(sets: dict[str, list[Row]], most: int, seed: int) -> dict[str, list[Row]]:
-    """Turn the held-out prompts into the evaluation set: `most` at random, none of which begins a
-    training prompt.
+def freeze_eval_prompts(
+    sets: dict[str, list[Row]], max_prompts: int, seed: int
+) -> dict[str, list[Row]]:
+    """Replace the held-out prompts by the evaluation prompts: at most `max_prompts`, at random,
+    none of which is the beginning of a training prompt.
     """
     held_out = sets.pop("prompts_eval")
     train = PromptIndex(row["prompt"] for row in sets["prompts_train"])
-    clear = [
+    prompts = [
         {"id": row["id"], "prompt": row["prompt"]}
         for row in held_out
         if not train.has_start(row["prompt"])
     ]
-    random.Random(seed).shuffle(clear)
-    return {**sets, "eval_prompts": clear[:most]}
+    random.Random(seed).shuffle(prompts)
+    return {**sets, "eval_prompts": prompts[:max_prompts]}
 
 
 def listed_sources(params: Params) -> list[SourceParams]:
-    """prepare.sources, or what assets fetched by hub id."""
+    """The sources of prepare.sources, or the hub data set that the assets stage fetched."""
     if params.assets.data != "files":
         folder = ASSETS / "data"
         files = ((folder / "train.jsonl", "train"), (folder / "eval.jsonl", "eval"))
@@ -120,13 +128,15 @@ def listed_sources(params: Params) -> list[SourceParams]:
 
 
 def declared_files(params: Params) -> frozenset[str]:
-    """The user's own files of held-out rows: what leaks from them is for the user to mend."""
-    own = params.prepare.sources if params.assets.data == "files" else []
-    return frozenset(source.path for source in own if source.use == "eval")
+    """The paths of the user's own held-out files: only the user can decide how to fix a leak from
+    them.
+    """
+    sources = params.prepare.sources if params.assets.data == "files" else []
+    return frozenset(source.path for source in sources if source.use == "eval")
 
 
 def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of a source; a line that is no JSON comes as a Defect."""
+    """Read a source: (file:line, raw row); the raw row of a line that is not JSON is a Defect."""
     path = Path(source.path)
     if path.suffix == ".jsonl" and path.is_file():
         rows = read_lines(path)
@@ -137,7 +147,8 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
         rows = enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     elif path.suffix in SUFFIXES or path.exists() or source.path.count("/") != 1:
         raise BadInput(
-            f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or a data set's hub id (name/name)"
+            f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or the hub id of a"
+            " data set (name/name)"
         )
     else:
         rows = enumerate(read_hub(source), 1)
@@ -145,17 +156,18 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers from 1 with each line's value; blank lines are passed over."""
+    """(line number from 1, value) of a .jsonl file; blank lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 if line.strip():
                     yield number, json.loads(line)
-            except ValueError as error:  # no JSON, or no UTF-8
+            except ValueError as error:  # not JSON, or not UTF-8
                 yield number, Defect(f"not JSON: {error}")
 
 
 def read_hub(source: SourceParams) -> Any:
+    """The rows of a hub data set's split."""
     import datasets
 
     with hub.hub_errors(
@@ -165,64 +177,66 @@ def read_hub(source: SourceParams) -> Any:
         return datasets.load_dataset(source.path, split=source.split)
 
 
-def separate(rows: list[Row], own: bool, audit: Audit) -> list[Row]:
-    """Training rows whose prompt is held out by a source: refused in the user's own files, dropped
-    from a hub data set's.
+def separate(rows: list[Row], own_files: bool, audit: Audit) -> list[Row]:
+    """Separate training rows from prompts that a source holds out: an overlap within the user's own
+    files is an error, in a hub data set the training rows are dropped.
+
+    Raises:
+        BadInput: a training row of the user's own files has a held-out prompt.
     """
     eval_rows, train_rows = (
         [row for row in rows if row["use"] == use] for use in ("eval", "train")
     )
-    if own:
+    if own_files:
         check_no_prompt_overlap(eval_rows, train_rows)
         return rows
-    leaked = {
+    held_out_by_train = {
         train["where"]: held_out["where"] for held_out, train in overlapping(eval_rows, train_rows)
     }
-    for where, held_out in leaked.items():
-        audit.lose(SHARED_PROMPT, where, of=held_out)
-    return [row for row in rows if row["where"] not in leaked]
+    for location, held_out_location in held_out_by_train.items():
+        audit.lose(SHARED_PROMPT, location, of=held_out_location)
+    return [row for row in rows if row["where"] not in held_out_by_train]
 
 
-def group(prompt: Prompt) -> str:
-    """What is held out together: equal prompts, and conversations with the same first user turn."""
+def group_key(prompt: Prompt) -> str:
+    """The key of prompts on the same side of the split: equal prompts, and conversations with the
+    same first user turn.
+    """
     if isinstance(prompt, str):
         return prompt_key(prompt.split("\n\nAssistant:")[0])
-    return prompt_key(
-        next((message["content"] for message in prompt if message["role"] == "user"), "")
-    )
+    user_turns = (message["content"] for message in prompt if message["role"] == "user")
+    return prompt_key(next(user_turns, ""))
 
 
 def prompt_groups(rows: list[Row], similarity: float) -> list[str]:
-    """The group of each row; those whose keys are near duplicates are one group."""
-    keys = [group(row["prompt"]) for row in rows]
+    """The group of each row by its prompt; near-duplicate prompts are in one group."""
+    keys = [group_key(row["prompt"]) for row in rows]
     distinct = list(dict.fromkeys(keys))
-    first = {
-        key: distinct[leader]
-        for key, leader in zip(distinct, near_groups(distinct, similarity), strict=True)
-    }
-    return [first[key] for key in keys]
+    group_indices = near_groups(distinct, similarity)
+    group_of = {key: distinct[i] for key, i in zip(distinct, group_indices, strict=True)}
+    return [group_of[key] for key in keys]
 
 
 def held_out_groups(rows: list[Row], groups: list[str], share: float, seed: int) -> set[str]:
-    """Groups to hold out for each kind of row (pairs, demonstrations) of which no source is held
-    out.
+    """The groups to hold out: a share for each kind of row (pairs, demonstrations) that no source
+    holds out.
     """
     held_out: set[str] = set()
-    for kind in ("chosen", "completion"):
-        mine = [(row, of) for row, of in zip(rows, groups, strict=True) if kind in row]
-        if mine and all(row["use"] == "train" for row, _ in mine):
-            held_out |= hold_out((of for _, of in mine), share, seed)
+    for key in ("chosen", "completion"):
+        of_kind = [(row, group) for row, group in zip(rows, groups, strict=True) if key in row]
+        if of_kind and all(row["use"] == "train" for row, _ in of_kind):
+            held_out |= hold_out((group for _, group in of_kind), share, seed)
     return held_out
 
 
-def asked_and_said(rows: list[Row]) -> list[tuple[str, str]]:
-    """Each row's prompt, and its responses."""
+def prompts_and_responses(rows: list[Row]) -> list[tuple[str, str]]:
+    """(prompt, all responses as one text) of each row."""
     texts = (list(source_texts(row)) for row in rows)
     return [(prompt, "\n".join(responses)) for prompt, *responses in texts]
 
 
-def chosen_once(pairs: list[Row]) -> list[Row]:
-    """The better answers as demonstrations, each once."""
+def chosen_as_demonstrations(pairs: list[Row]) -> list[Row]:
+    """The distinct chosen responses as demonstrations."""
     distinct = {
         (prompt_key(row["prompt"]), row["chosen"]): {**row, "completion": row["chosen"]}
         for row in reversed(pairs)
@@ -230,14 +244,16 @@ def chosen_once(pairs: list[Row]) -> list[Row]:
     return list(distinct.values())[::-1]
 
 
-def once(rows: list[Row]) -> list[Row]:
+def first_per_prompt(rows: list[Row]) -> list[Row]:
     """The first row of each prompt."""
     return list({prompt_key(row["prompt"]): row for row in reversed(rows)}.values())[::-1]
 
 
 def select(row: Row, *names: str) -> Row:
+    """The row's id (its location) and the named values that it has."""
     return {"id": row["where"], **{name: row[name] for name in names if name in row}}
 
 
 def raw_text(raw: Any) -> str:
+    """A raw row as text, for the audit."""
     return str(raw) if isinstance(raw, Defect) else json.dumps(raw, ensure_ascii=False, default=str)

@@ -1,5 +1,7 @@
-"""The embedded task: continue a tweet's opening words. Human ratings make the demonstrations and
-the preferences.
+"""The embedded task: continue the opening words of a tweet.
+
+Human sentiment ratings of whole tweets make the demonstrations (positive tweets) and the
+preferences (the better-rated of two tweets).
 """
 
 import html
@@ -23,36 +25,36 @@ AT_THE_ENDS = re.compile(
     re.IGNORECASE,
 )
 PROFANITY = re.compile(
-    r"\b(?:\w*fuck|\w*shit\b|\w*shitt|bitch|damn|goddam|(?:bad|dumb|jack|kick|smart)?ass(?:es)?\b|asshole|dicks?\b|dickhead|cunt|whore|slut"
-    r"|piss|bastard|crap|hell\b|fags?\b|faggot|nigg(?:a|er)|douche|cocks?\b|puss(?:y|ies)\b|wtf|stfu|lma?f?ao|sex|porn|suck|tits?\b|boob"
-    r"|penis|vagina|raped?\b|rapist|retard)",
+    r"\b(?:\w*fuck|\w*shit\b|\w*shitt|bitch|damn|goddam"
+    r"|(?:bad|dumb|jack|kick|smart)?ass(?:es)?\b|asshole|dicks?\b|dickhead|cunt|whore|slut"
+    r"|piss|bastard|crap|hell\b|fags?\b|faggot|nigg(?:a|er)|douche|cocks?\b|puss(?:y|ies)\b"
+    r"|wtf|stfu|lma?f?ao|sex|porn|suck|tits?\b|boob|penis|vagina|raped?\b|rapist|retard)",
     re.IGNORECASE,
 )
-NEUTRAL = 0.5  # a text rated within +- this has an opening that leaves both ways open
-LEFT_TO_CONTINUE = 2  # words after the prompt, at least
-MEETINGS = {
-    "train": 2,
-    "eval": 3,
-}  # pairs that a text is in, at most; more of them held out, for a narrower interval
+NEUTRAL = 0.5  # the opening of a text rated within +- this can be continued either way
+MIN_COMPLETION_WORDS = 2
+# At most; more for held-out texts, for a narrower interval of the reward model's accuracy.
+MAX_PAIRS_PER_TEXT = {"train": 2, "eval": 3}
 
 
 def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[Row]]:
-    """The six data sets; no text, and no opening of `prompt_words` words, is on both sides of the
-    split.
+    """Make the six data sets from rated tweets; no text, and no opening of `prompt_words` words, is
+    on both sides of the split.
 
     Demonstrations are the clearly positive texts. Preference pairs are two texts with the same
     first word, the better-rated one chosen. Prompts are the openings of texts that people rated
     neutral.
+
+    Raises:
+        BadInput: too many lines are bad.
     """
     config = params.prepare
     texts = clean(read(path, config.max_rows, audit), config.prompt_words, audit)
     audit.check_bad_share(config.max_bad_share)
-    texts = audit.drop_duplicates(
-        texts, [("", " ".join(text["words"])) for text in texts], config.near_duplicate
-    )
+    full_texts = [("", " ".join(text["words"])) for text in texts]
+    texts = audit.drop_duplicates(texts, full_texts, config.near_duplicate)
     prompts = (
-        shape(" ".join(text["words"][: config.prompt_words]), prompt_format=config.prompt_format)[0]
-        for text in texts
+        demonstration(text, config.prompt_words, config.prompt_format)["prompt"] for text in texts
     )
     texts = audit.drop_long_prompts(texts, prompts, tokenizer, config)
     audit.rows_kept = len(texts)
@@ -63,19 +65,19 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
     )
     sets: dict[str, list[Row]] = {}
     for part in ("train", "eval"):
-        texts_here = [
+        part_texts = [
             text
             for text in texts
             if (opening(text["words"], config.prompt_words) in held_out) == (part == "eval")
         ]
-        positive = [text for text in texts_here if text["rating"] >= config.demonstration_rating]
+        positive = [text for text in part_texts if text["rating"] >= config.demonstration_rating]
         sets[f"sft_{part}"] = [
             demonstration(text, config.prompt_words, config.prompt_format) for text in positive
         ]
         sets[f"pairs_{part}"] = preference_pairs(
-            texts_here, config.min_rating_gap, MEETINGS[part], config.prompt_format
+            part_texts, config.min_rating_gap, MAX_PAIRS_PER_TEXT[part], config.prompt_format
         )
-        neutral = [text for text in texts_here if abs(text["rating"]) <= NEUTRAL]
+        neutral = [text for text in part_texts if abs(text["rating"]) <= NEUTRAL]
         sets[f"prompts_{part}"] = openings(neutral, config.prompt_words, config.prompt_format)
     eval_prompts = sets.pop("prompts_eval")
     random.Random(params.seed).shuffle(eval_prompts)
@@ -87,31 +89,31 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
 
 
 def read(path: Path, max_rows: int | None, audit: Audit) -> list[Row]:
-    """Lines `id, mean rating -4..4, text`, tab-separated."""
+    """Read tab-separated lines `id, mean rating -4 to 4, text`; bad lines go to the audit."""
     rows = []
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")[:max_rows]
     audit.rows_read[path.name] = len(lines)
     for number, line in enumerate(lines, 1):
         fields = line.split("\t", 2)
-        where = f"{path.name}:{number}"
+        location = f"{path.name}:{number}"
         if len(fields) != 3 or not re.fullmatch(r"-?\d+(\.\d+)?", fields[1]):
-            audit.lose(BAD, where, line, reason="expected id, rating and text, separated by tabs")
+            reason = "expected id, rating and text, separated by tabs"
+            audit.lose(BAD, location, line, reason=reason)
         elif abs(float(fields[1])) > 4:
-            audit.lose(BAD, where, line, reason="the rating is not within -4..4")
+            audit.lose(BAD, location, line, reason="the rating is not within -4..4")
         elif not fields[2].strip():
-            audit.lose(BAD, where, line, reason="the text is empty")
+            audit.lose(BAD, location, line, reason="the text is empty")
         else:
-            rows.append(
-                {"id": fields[0], "rating": float(fields[1]), "text": fields[2], "where": where}
-            )
+            row_id, rating, text = fields
+            rows.append({"id": row_id, "rating": float(rating), "text": text, "where": location})
     return rows
 
 
 def clean(rows: list[Row], prompt_words: int, audit: Audit) -> list[Row]:
-    """Entities decoded, links and handles cut off at both ends.
+    """Decode HTML entities, and cut links and handles off both ends; returns rows with `words`.
 
-    Dropped and counted: texts with a link or handle in the middle (cut out, it would leave a hole
-    in the sentence), profane ones, and those too short to have a prompt.
+    Dropped, with an entry in the audit: texts with a link or handle in the middle (without it the
+    sentence would have a gap), profane texts, and texts too short for a prompt and a completion.
     """
     kept = []
     for row in rows:
@@ -120,7 +122,7 @@ def clean(rows: list[Row], prompt_words: int, audit: Audit) -> list[Row]:
             audit.lose("link or handle within the text", row["where"], row["text"])
         elif PROFANITY.search(text):
             audit.lose("profanity", row["where"], row["text"])
-        elif len(words := text.split()) < prompt_words + LEFT_TO_CONTINUE:
+        elif len(words := text.split()) < prompt_words + MIN_COMPLETION_WORDS:
             audit.lose("too short", row["where"], row["text"])
         else:
             kept.append({**row, "words": words})
@@ -128,26 +130,21 @@ def clean(rows: list[Row], prompt_words: int, audit: Audit) -> list[Row]:
 
 
 def opening(words: list[str], number: int) -> str:
+    """The first words in lower case."""
     return " ".join(words[:number]).casefold()
 
 
 def demonstration(text: Row, prompt_words: int, prompt_format: PromptFormat) -> Row:
+    """The text as a row of prompt (its first `prompt_words` words) and completion (the rest)."""
     words = text["words"]
-    prompt, completion = shape(
-        " ".join(words[:prompt_words]),
-        " " + " ".join(words[prompt_words:]),
-        prompt_format=prompt_format,
-    )
-    return {
-        "id": f"tweet-{text['id']}",
-        "prompt": prompt,
-        "completion": completion,
-        "source": "tweets",
-    }
+    first, rest = " ".join(words[:prompt_words]), " " + " ".join(words[prompt_words:])
+    prompt, completion = shape(first, rest, prompt_format=prompt_format)
+    row = {"prompt": prompt, "completion": completion}
+    return {"id": f"tweet-{text['id']}", **row, "source": "tweets"}
 
 
 def openings(texts: list[Row], prompt_words: int, prompt_format: PromptFormat) -> list[Row]:
-    """One prompt for each distinct opening."""
+    """One prompt per distinct opening."""
     distinct = {opening(text["words"], prompt_words): text for text in reversed(texts)}
     rows = [
         demonstration(text, prompt_words, prompt_format) for text in reversed(distinct.values())
@@ -156,35 +153,34 @@ def openings(texts: list[Row], prompt_words: int, prompt_format: PromptFormat) -
 
 
 def preference_pairs(
-    texts: list[Row], min_gap: float, meetings: int, prompt_format: PromptFormat
+    texts: list[Row], min_gap: float, max_pairs: int, prompt_format: PromptFormat
 ) -> list[Row]:
-    """Pairs of texts with the same first word (case and punctuation aside), mean ratings more than
-    `min_gap` apart.
+    """Pairs of texts with the same first word (ignoring case and punctuation), with mean ratings
+    more than `min_gap` apart.
 
-    Among the texts of a first word, sorted by rating, the i-th of the upper half meets the i-th,
-    and the next, of the lower half: every text is in at most `meetings` pairs, and the two ratings
-    are about half the range apart.
+    Among the texts of a first word, sorted by rating, the i-th of the upper half is paired with the
+    i-th and the next ones of the lower half: every text is in at most `max_pairs` pairs, and the
+    two ratings are about half the range apart.
     """
     groups: dict[str, list[Row]] = defaultdict(list)
     for text in texts:
-        groups[
-            re.sub(r"^\W+|\W+$", "", opening(text["words"], 1)) or opening(text["words"], 1)
-        ].append(text)
+        first_word = opening(text["words"], 1)
+        groups[re.sub(r"^\W+|\W+$", "", first_word) or first_word].append(text)
     pairs = []
     for group in groups.values():
         group.sort(key=lambda text: (-text["rating"], text["where"]))
         half = len(group) // 2
         upper, lower = group[:half], group[len(group) - half :]
-        met = {(i, (i + step) % half) for i in range(half) for step in range(meetings)}
+        indices = {(i, (i + step) % half) for i in range(half) for step in range(max_pairs)}
         pairs += [
             (upper[i], lower[j])
-            for i, j in sorted(met)
+            for i, j in sorted(indices)
             if upper[i]["rating"] - lower[j]["rating"] > min_gap
         ]
     rows = []
     for better, worse in pairs:
-        rest = (" " + " ".join(text["words"][1:]) for text in (better, worse))
-        prompt, chosen, rejected = shape(better["words"][0], *rest, prompt_format=prompt_format)
+        rests = (" " + " ".join(text["words"][1:]) for text in (better, worse))
+        prompt, chosen, rejected = shape(better["words"][0], *rests, prompt_format=prompt_format)
         pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         rows.append({"id": f"tweet-{better['id']}-{worse['id']}", **pair, "source": "tweets"})
     return rows

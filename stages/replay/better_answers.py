@@ -3,11 +3,11 @@ the jury asks.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from statistics import quantiles
 
 from stages.lib.core.params.evaluation import ReplayParams
 from stages.lib.core.types import Prompt
+from stages.lib.judging.copeland import all_pairs, copeland_scores
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.metrics.sentiment import sentiment_plain
@@ -90,13 +90,19 @@ def best_of(
     """For each prompt that has any the answer with the highest Copeland score (the first of
     equals), and that score.
     """
-    matches = [(key, a, b) for key, some in answers.items() for a, b in combinations(some, 2)]
-    won = jury.compare([Comparison(prompts[key], a, b) for key, a, b in matches])[JURY]
-    points = {key: dict.fromkeys(some, 0.0) for key, some in answers.items() if some}
-    for (key, a, b), vote in zip(matches, won, strict=True):
-        points[key][a] += vote
-        points[key][b] += 1 - vote
-    return {key: max(scores.items(), key=lambda item: item[1]) for key, scores in points.items()}
+    comparisons = [
+        Comparison(prompts[key], texts[i], texts[j])
+        for key, texts in answers.items()
+        for i, j in all_pairs(len(texts))
+    ]
+    votes = iter(jury.compare(comparisons)[JURY])
+    best = {}
+    for key, texts in answers.items():
+        points = copeland_scores(len(texts), {pair: next(votes) for pair in all_pairs(len(texts))})
+        if texts:
+            index = max(range(len(texts)), key=points.__getitem__)
+            best[key] = (texts[index], points[index])
+    return best
 
 
 def worth_imitating(

@@ -1,1 +1,1 @@
-"""reward: train the reward model on preference pairs; calibrate, save and reload it."""
+"""reward: train the reward model on preference pairs, calibrate and measure it."""

@@ -1,10 +1,20 @@
-"""Reward model: learn human preferences from the SFT model, and say how far it can be trusted."""
+"""The reward stage: train the reward model on preference pairs, starting from the SFT model.
+
+A share of the pairs (`reward.judge_share`) trains a second reward model instead, a judge of the
+evaluate stage that PPO never optimises.
+
+Inputs: rounds/<round>/{prepare,annotate}/data, rounds/<round>/sft, assets/model; with
+`reward.init_from: previous` also the previous round's reward models.
+Outputs in rounds/<round>/reward: model (merged, calibrated), judge (or a placeholder), scores.jsonl
+(held-out pairs), calibration.csv, metrics.jsonl (per step), metrics.json, manifest.json.
+Run: `python -m stages.reward --round r0`.
+"""
 
 import csv
 import hashlib
 import shutil
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,166 +50,203 @@ CALIBRATION_ROWS = 256
 RELOAD_ROWS = 32
 
 
+@dataclass(frozen=True)
+class RewardModelTrainer:
+    """Trains reward models that differ in their pairs, start and seed: the judge and the ensemble.
+
+    demonstrations: SFT demonstrations whose scores get mean 0 and standard deviation 1.
+    """
+
+    params: Params
+    tokenizer: PreTrainedTokenizerBase
+    demonstrations: list[Row]
+    recorder: MetricLogger
+
+    def encode(self, rows: list[Row], key: str) -> list[TokenIds]:
+        """The token ids of whole texts: the prompt and the response `row[key]`, which ends with
+        EOS.
+        """
+        prompt_format = self.params.prepare.prompt_format
+        max_length = self.params.reward.max_length
+        encoded = (
+            encode(self.tokenizer, row["prompt"], row[key], prompt_format, max_length)
+            for row in rows
+        )
+        return [prompt + response for prompt, response in encoded]
+
+    def train(self, rows: list[Row], start: Path, continues: bool, seed: int) -> Any:
+        """Train one reward model on the pairs `rows`; returns it merged and calibrated."""
+        params = self.params
+        pairs = training_pairs(rows, self.encode(rows, "chosen"), self.encode(rows, "rejected"))
+        torch.manual_seed(seed)  # of the new score head and the adapters
+        model = load_sequence_classifier(
+            start, training_model_params(params.model, params.reward.lora)
+        )
+        model = fit(model, self.tokenizer, pairs, params, seed, self.recorder, continues)
+        model = merge_adapter(model, resolve_dtype(params.model.dtype))
+        demonstration_ids = self.encode(self.demonstrations, "completion")
+        return set_calibration(model, reward_scores(model, demonstration_ids))
+
+
 def main(params: Params, round_: str) -> None:
+    """Train, calibrate and measure the reward model of a round."""
     # 1. data: pairs as tokens; every text ends with EOS, where the score is read
     setup_torch(params)
     folder, data = stage_dir(round_, "reward"), stage_dir(round_, "prepare") / "data"
     recorder = MetricLogger("reward", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
-    check_template(
-        stage_dir(round_, "sft") / "manifest.json", tokenizer, params.prepare.prompt_format
-    )
+    sft = stage_dir(round_, "sft")
+    check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
     labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
-    train, held_out = (
-        read_jsonl(labelled, f"dvc repro annotate@{round_}"),
-        read_jsonl(data / "pairs_eval.jsonl", made_by),
-    )
+    labelled_rows = read_jsonl(labelled, f"dvc repro annotate@{round_}")
+    held_out = read_jsonl(data / "pairs_eval.jsonl", made_by)
     demonstrations = read_jsonl(data / "sft_train.jsonl", made_by)[:CALIBRATION_ROWS]
+    trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
+    chosen, rejected = trainer.encode(held_out, "chosen"), trainer.encode(held_out, "rejected")
 
-    ids = partial(tokens, tokenizer, params)
-    chosen, rejected = ids(held_out, "chosen"), ids(held_out, "rejected")
-
-    # 2. pairs for a judge of evaluate, if there is to be one, are kept apart
-    train, apart = split_judge_pairs(train, params.reward.judge_share, params.seed)
-
-    def trained_on(rows: list[Row], started_from: Path, continues: bool, seed: int) -> Any:
-        """Merged, and centred on the SFT demonstrations."""
-        pairs = training_pairs(rows, ids(rows, "chosen"), ids(rows, "rejected"))
-        torch.manual_seed(seed)
-        model = load_sequence_classifier(
-            started_from, training_model_params(params.model, params.reward.lora)
-        )
-        member = merge_adapter(
-            fit(model, tokenizer, pairs, params, seed, recorder, continues),
-            resolve_dtype(params.model.dtype),
-        )
-        return set_calibration(member, reward_scores(member, ids(demonstrations, "completion")))
-
-    # 3. train the judge and the members of the ensemble, of which there is usually one, from SFT's
-    # model or from those of the round before
-    previous, sft = (
-        Path(params.rounds[round_].previous) / "reward",
-        stage_dir(round_, "sft") / "model",
+    # 2. split off the pairs of the judge, if there is one: no prompt trains both models
+    train_rows, judge_rows = split_judge_pairs(
+        labelled_rows, params.reward.judge_share, params.seed
     )
+
+    # 3. train the judge and the members of the ensemble (usually one), from the SFT model or from
+    # the previous round's models
+    previous = Path(params.rounds[round_].previous) / "reward"
     shutil.rmtree(folder / "judge", ignore_errors=True)
-    if apart:
-        judge = trained_on(
-            apart + make_hard_negatives(apart, params),
-            *initial_checkpoint(params.reward, previous / "judge", sft),
+    if judge_rows:
+        judge = trainer.train(
+            judge_rows + make_hard_negatives(judge_rows, params),
+            *initial_checkpoint(params.reward, previous / "judge", sft / "model"),
             params.seed,
         )
         save_model(judge, tokenizer, folder / "judge")
     else:
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
-    start, continues = initial_checkpoint(params.reward, previous / "model", sft)
-    more = make_hard_negatives(train, params)
+    negatives = make_hard_negatives(train_rows, params)
+    start, continues = initial_checkpoint(params.reward, previous / "model", sft / "model")
     seeds = range(params.seed, params.seed + params.reward.ensemble)
-    ensemble = [trained_on(train + more, start, continues, seed) for seed in seeds]
+    members = [trainer.train(train_rows + negatives, start, continues, seed) for seed in seeds]
 
     # 4. save, merged
-    merged = save_ensemble(ensemble, tokenizer, params.reward.ensemble_reduce, folder / "model")
+    model = save_ensemble(members, tokenizer, params.reward.ensemble_reduce, folder / "model")
 
-    # 5. a fresh process must give the saved model the same scores, of the same batch: in bfloat16
-    # another one rounds otherwise
-    some = chosen[:RELOAD_ROWS]
+    # 5. check that a fresh process gets the same scores from the saved model; for the same batch,
+    # since bfloat16 rounds differently in batches of another shape
+    reload_ids = chosen[:RELOAD_ROWS]
+    expected_scores = reward_scores(model, reload_ids)
     difference = reload_difference(
-        folder / "model", some, reward_scores(merged, some), work_dir(round_, "reward")
+        folder / "model", reload_ids, expected_scores, work_dir(round_, "reward")
     )
     check_reloaded(folder / "model", difference)
 
-    # 6. held-out accuracy, margin, calibration, against the baselines that any reward model must
-    # beat
-    score_chosen, score_rejected = reward_scores(merged, chosen), reward_scores(merged, rejected)
-    write_jsonl(folder / "scores.jsonl", score_rows(held_out, merged, score_chosen, score_rejected))
-    measured = held_out_metrics(score_chosen - score_rejected, folder)
-    write_manifest(
-        folder,
-        stage="reward",
-        round_=round_,
-        seed=params.seed,
-        inputs=[labelled, data / "pairs_eval.jsonl"],
-        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
-        started_from=str(start),
-        calibration={"mean": merged.config.mean, "std": merged.config.std},
-    )
-    recorder.finish(
-        measured
-        | {
-            "train_pairs": len(train),
-            "hard_negatives": len(more),
-            "judge_pairs": len(apart),
-            "baseline_longest": longest_wins_accuracy(held_out),
-            "baseline_tfidf": tfidf_accuracy(train, held_out, params.seed),
-            "score_mean": merged.config.mean,
-            "score_std": merged.config.std,
-            "reload_max_difference": difference,
-            "loss": recorder.steps[-1]["loss"],
-        }
-    )
+    # 6. measure on held-out pairs, beside the baselines that a reward model must beat
+    chosen_scores, rejected_scores = reward_scores(model, chosen), reward_scores(model, rejected)
+    accuracy_metrics, calibration_bins = held_out_metrics(chosen_scores - rejected_scores)
+    metrics = {
+        **accuracy_metrics,
+        "train_pairs": len(train_rows),
+        "hard_negatives": len(negatives),
+        "judge_pairs": len(judge_rows),
+        "baseline_longest": longest_wins_accuracy(held_out),
+        "baseline_tfidf": tfidf_accuracy(train_rows, held_out, params.seed),
+        "score_mean": model.config.mean,
+        "score_std": model.config.std,
+        "reload_max_difference": difference,
+        "loss": recorder.steps[-1]["loss"],
+    }
+
+    # 7. write scores, calibration, manifest and metrics
+    scores = score_rows(held_out, model, chosen_scores, rejected_scores)
+    facts = {
+        "template_hash": template_hash(tokenizer, params.prepare.prompt_format),
+        "started_from": str(start),
+        "calibration": {"mean": model.config.mean, "std": model.config.std},
+    }
+    write_outputs(scores, calibration_bins, facts, metrics, params.seed, recorder)
+
+
+def write_outputs(
+    scores: Iterable[Row],
+    calibration_bins: Iterable[Sequence[float]],
+    facts: Row,
+    metrics: Mapping[str, float],
+    seed: int,
+    recorder: MetricLogger,
+) -> None:
+    """Write the scores, the calibration bins, the manifest with its `facts`, and the metrics."""
+    folder, round_ = recorder.folder, recorder.round
+    write_jsonl(folder / "scores.jsonl", scores)
+    with (folder / "calibration.csv").open("w", newline="") as stream:
+        table = csv.writer(stream)
+        table.writerow(["predicted", "observed", "count"])
+        table.writerows(calibration_bins)
+    inputs = [
+        stage_dir(round_, "annotate") / "data/pairs_train.jsonl",
+        stage_dir(round_, "prepare") / "data/pairs_eval.jsonl",
+    ]
+    write_manifest(folder, stage="reward", round_=round_, seed=seed, inputs=inputs, **facts)
+    recorder.finish(metrics)
     print(
-        f"[reward@{round_}] held-out accuracy {measured['accuracy']:.3f} [{measured['accuracy_low']:.3f}, {measured['accuracy_high']:.3f}] "
-        f"over {measured['pairs']} pairs",
+        f"[reward@{round_}] held-out accuracy {metrics['accuracy']:.3f}"
+        f" [{metrics['accuracy_low']:.3f}, {metrics['accuracy_high']:.3f}]"
+        f" over {metrics['pairs']} pairs",
         flush=True,
     )
 
 
-def tokens(
-    tokenizer: PreTrainedTokenizerBase, params: Params, rows: list[Row], side: str
-) -> list[TokenIds]:
-    """Whole texts, prompt and response, which ends with EOS."""
-    pairs = (
-        encode(
-            tokenizer, r["prompt"], r[side], params.prepare.prompt_format, params.reward.max_length
-        )
-        for r in rows
-    )
-    return [prompt + response for prompt, response in pairs]
-
-
 def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -> Iterator[Row]:
-    """Calibrated scores of each pair, of (B,) raw ones."""
-    for row, good, bad in zip(
+    """One row per pair with its calibrated scores. chosen, rejected: (B,) raw scores."""
+    for row, chosen_score, rejected_score in zip(
         pairs,
         calibrate_scores(chosen, model).tolist(),
         calibrate_scores(rejected, model).tolist(),
         strict=True,
     ):
-        yield {"id": row["id"], "chosen": round(good, 4), "rejected": round(bad, 4)}
+        yield {
+            "id": row["id"],
+            "chosen": round(chosen_score, 4),
+            "rejected": round(rejected_score, 4),
+        }
 
 
 def split_judge_pairs(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """(pairs to train on, pairs of the judge): by prompt, each by a hash of its own, so that later
-    rounds' rows change no side.
+    """Split pairs by prompt into (pairs of the reward model, pairs of the judge).
 
-    Replayed rows mend the reward model: they are never the judge's.
+    Each prompt's side depends on its own hash alone, so that rows added in later rounds move no
+    other row to the other side. Replayed rows are there to improve the reward model: they are
+    never the judge's.
     """
 
-    def is_apart(row: Row) -> bool:
+    def is_judge_pair(row: Row) -> bool:
         digest = hashlib.sha256(f"{seed} {prompt_key(row['prompt'])}".encode()).digest()
         return "badcase" not in row and int.from_bytes(digest[:8], "big") < share * 2**64
 
-    return [row for row in rows if not is_apart(row)], [row for row in rows if is_apart(row)]
+    reward_rows = [row for row in rows if not is_judge_pair(row)]
+    return reward_rows, [row for row in rows if is_judge_pair(row)]
 
 
 def make_hard_negatives(rows: list[Row], params: Params) -> list[Row]:
-    return hard_negatives(
-        [row for row in rows if "badcase" not in row], params.reward.hard_negatives, params.seed
-    )
+    """Hard negatives of the pairs that are not replayed."""
+    own_rows = [row for row in rows if "badcase" not in row]
+    return hard_negatives(own_rows, params.reward.hard_negatives, params.seed)
 
 
-def held_out_metrics(margins: Tensor, folder: Path) -> dict[str, float]:
-    """Accuracy with its interval, mean margin and calibration error of (N,) raw margins chosen -
-    rejected; bins to calibration.csv.
+def held_out_metrics(
+    margins: Tensor,
+) -> tuple[dict[str, float], list[tuple[float, float, int]]]:
+    """Accuracy with its 95% interval, mean margin and calibration error of held-out pairs.
+
+    Args:
+        margins: (N,) raw scores, chosen - rejected.
+
+    Returns:
+        The metrics, and the bins of the calibration error: (predicted, observed, count).
     """
     correct, total = int((margins > 0).sum()), len(margins)
     low, high = wilson_interval(correct, total)
     ece, bins = calibration(margins.tolist())
-    with (folder / "calibration.csv").open("w", newline="") as stream:
-        table = csv.writer(stream)
-        table.writerow(["predicted", "observed", "count"])
-        table.writerows(bins)
-    return {
+    metrics = {
         "accuracy": correct / total,
         "accuracy_low": low,
         "accuracy_high": high,
@@ -207,6 +254,7 @@ def held_out_metrics(margins: Tensor, folder: Path) -> dict[str, float]:
         "ece": ece,
         "pairs": total,
     }
+    return metrics, bins
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains reward models with TRL's RewardTrainer."""
+"""Train reward models with TRL's RewardTrainer."""
 
 from typing import Any
 
@@ -18,8 +18,10 @@ from stages.lib.training.trl_setup import MetricLoggerCallback, trainer_argument
 
 
 def training_pairs(rows: list[Row], chosen: list[TokenIds], rejected: list[TokenIds]) -> list[Row]:
-    """TRL's columns. Where some rows have a margin all get one: 0, any lead will do, for those
-    without (as replayed ones are).
+    """TRL's columns: chosen_ids, rejected_ids, length, and margin if any row has one.
+
+    Rows without a margin then get 0, so that chosen only has to score above rejected (replayed rows
+    have none).
     """
     pairs = [
         {"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))}
@@ -41,22 +43,20 @@ def fit(
     recorder: MetricLogger,
     continues: bool,
 ) -> Any:
-    """Bradley-Terry loss by TRL; returns the model (a PeftModel unless lora.r is 0)."""
-    model.score.float()  # a bfloat16 head would not move by steps of 1e-4
+    """Train with TRL's Bradley-Terry loss; returns the model (a PeftModel unless lora.r is 0)."""
+    model.score.float()  # a bfloat16 head would not change by steps of 1e-4
     model = add_adapters(model, params.reward.lora, "SEQ_CLS")
     arguments = trainer_arguments(
         params.reward, params.model, seed, work_dir(recorder.round, "reward"), continues
     )
-    names = {
-        name: name
-        for name in ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
-    }
+    columns = ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
+    names = {name: name for name in columns}
     trainer = RewardTrainer(
         model=model,
         args=RewardConfig(
             **arguments,
             center_rewards_coefficient=params.reward.center_rewards_coefficient,
-            # pairs of like length make a batch, by their column `length`
+            # the column `length` groups pairs of similar length into a batch
             remove_unused_columns=False,
         ),
         train_dataset=Dataset.from_list(pairs),

@@ -1,5 +1,6 @@
-"""Score token sequences with a saved reward model: `python -m stages.reward.rescore MODEL
-SEQUENCES.json` prints a JSON list.
+"""Score token sequences with a saved reward model, in a process of its own.
+
+Prints a JSON list of scores. Run: `python -m stages.reward.rescore MODEL SEQUENCES.json`.
 """
 
 import json
@@ -12,11 +13,11 @@ from stages.lib.lm.scoring import reward_scores
 
 
 def main(model: Path, sequences: Path) -> None:
+    """Print the scores of the sequences in a JSON file, with the model settings of params.yaml."""
     params = load_params()
     setup_torch(params)
-    scores = reward_scores(
-        load_reward_model(model, params.model), json.loads(sequences.read_text())
-    )
+    reward_model = load_reward_model(model, params.model)
+    scores = reward_scores(reward_model, json.loads(sequences.read_text()))
     print(json.dumps(scores.tolist()))
 
 

@@ -1,4 +1,4 @@
-"""Calibrates and saves the reward model, and checks that it scores the same after reloading."""
+"""Calibrate, save and reload reward models; a reloaded model must give the same scores."""
 
 import shutil
 from pathlib import Path
@@ -20,32 +20,41 @@ RELOAD_TOLERANCE = 1e-3
 
 
 def set_calibration(model: Any, scores: Tensor) -> Any:
-    """The model, which will be read in terms of these raw scores' mean and standard deviation."""
+    """Store the mean and standard deviation of (B,) raw scores in the model's config; returns it.
+
+    Calibrated scores are in standard deviations from this mean.
+    """
     model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
     return model
 
 
 def check_reloaded(model: Path, difference: float) -> None:
-    """
+    """Check that the saved model is the trained one. difference: of scores, the largest.
+
     Raises:
-        RondoError: the saved model is not the one that was trained.
+        RondoError: the scores differ by more than `RELOAD_TOLERANCE`, or are not finite.
     """
+    # written so that nan fails
     if not difference <= RELOAD_TOLERANCE:
         raise RondoError(
-            f"{model}: reloaded in a fresh process, scores differ by {difference:.4g} (at most {RELOAD_TOLERANCE}); do not use it"
+            f"{model}: reloaded in a fresh process, scores differ by {difference:.4g}"
+            f" (at most {RELOAD_TOLERANCE}); do not use it"
         )
 
 
 def save_ensemble(
     ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduce: Reduce, folder: Path
 ) -> Any:
-    """The first member in `folder`, the others in a folder within; returns the first, with the
-    others.
+    """Save the first member in `folder` and the others in a folder within it.
+
+    Returns:
+        The first member with the others attached, so that it scores as the whole ensemble.
     """
     first, *others = ensemble
     if others:
         first.config.ensemble_reduce = reduce.value
     save_model(first, tokenizer, folder)
+    # a rerun with a smaller ensemble would otherwise keep old members
     shutil.rmtree(folder / MEMBERS, ignore_errors=True)
     for number, member in enumerate(others, 1):
         save_model(member, tokenizer, folder / MEMBERS / str(number))
@@ -55,8 +64,8 @@ def save_ensemble(
 def reload_difference(
     model: Path, sequences: list[TokenIds], expected: Tensor, work: Path
 ) -> float:
-    """Largest difference between `expected` scores and those of the saved model in a process of its
-    own.
+    """The largest difference between `expected` (B,) scores and those of the saved model,
+    loaded in a fresh process.
     """
     write_json(work / "reload.json", sequences)
     scores = run_in_fresh_process(

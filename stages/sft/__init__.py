@@ -1,1 +1,1 @@
-"""sft: teach the base model the demonstrations, and measure what changed."""
+"""sft: fine-tune the base model on demonstrations and measure the effect."""

@@ -1,11 +1,18 @@
-"""SFT: teach the base model the demonstrations, and measure what that changed: the loss on held-out
-ones, and what it writes.
+"""The SFT stage: fine-tune the base model on demonstrations and measure the effect.
 
-Base and SFT answer the frozen evaluation prompts, `samples_per_prompt` times with the same random
-numbers, side by side in samples.jsonl.
+Base and SFT model are compared by the loss on held-out demonstrations and by responses to the
+frozen evaluation prompts, sampled `samples_per_prompt` times with the same random numbers.
+
+Inputs: assets/model, rounds/<round>/prepare/data; with `sft.init_from: previous` also the previous
+round's sft/model.
+Outputs in rounds/<round>/sft: model (merged), samples.jsonl (both models side by side),
+metrics.jsonl (per step), metrics.json, manifest.json.
+Run: `python -m stages.sft --round r0`.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,109 +48,110 @@ from stages.lib.training.trl_setup import (
 )
 from stages.sft.sample_stats import GeneratedTexts, compare_with_demonstrations
 
-BATCH = 128  # responses at once
+BATCH = 128  # responses generated at once
+
+
+@dataclass(frozen=True)
+class ModelResults:
+    """One model on held-out data.
+
+    nll: mean negative log-likelihood of held-out responses, nats per token.
+    responses: to the N evaluation prompts. sentiments: (N,) of these, -1 to 1.
+    """
+
+    nll: float
+    responses: GeneratedTexts
+    sentiments: list[float]
 
 
 def main(params: Params, round_: str) -> None:
-    # 1. data: demonstrations as tokens, prompt and response apart
+    """Train and measure the SFT model of a round."""
+    # 1. data: demonstrations as tokens, prompts and responses apart
     setup_torch(params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
     recorder = MetricLogger("sft", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
-    demonstrations, held_out_rows = (
+    train_rows, held_out_rows = (
         read_jsonl(data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval")
     )
-    train, held_out = (
-        tokens(tokenizer, demonstrations, params),
-        tokens(tokenizer, held_out_rows, params),
-    )
-    asked = [
+    train = tokenize(tokenizer, train_rows, params)
+    held_out = tokenize(tokenizer, held_out_rows, params)
+    prompt_rows = [
         row
         for row in read_jsonl(data / "eval_prompts.jsonl", made_by)
         for _ in range(params.sft.samples_per_prompt)
     ]
 
-    # 2. the base model, before: always the base, so that rounds compare
-    base = load_causal_lm(ASSETS / "model", params.model)
-    loss_before = mean_nll(base, held_out)
-    before = answers(base, tokenizer, asked, params)
+    # 2. the base model before training: the same one in every round, so that rounds are comparable
+    base_model = load_causal_lm(ASSETS / "model", params.model)
+    base = measure(base_model, tokenizer, held_out, prompt_rows, params)
 
-    # 3. train, from the base or from the round before
+    # 3. train, from the base model or from the previous round's SFT model
     previous = Path(params.rounds[round_].previous) / "sft" / "model"
     start, continues = initial_checkpoint(params.sft, previous, ASSETS / "model")
     model = load_causal_lm(start, training_model_params(params.model, params.sft.lora))
-    trained = fit(model, tokenizer, train, params, recorder, continues)
+    model = fit(model, tokenizer, train, params, recorder, continues)
 
-    # 4. save merged, and measure what was saved
-    save_model(
-        merge_adapter(trained, resolve_dtype(params.model.dtype)), tokenizer, folder / "model"
-    )
-    saved = load_causal_lm(folder / "model", params.model)
-    loss_after = mean_nll(saved, held_out)
-    after = answers(saved, tokenizer, asked, params)
-    judged_before, judged_after = (
-        sentiment([row["prompt"] for row in asked], each.texts) for each in (before, after)
-    )
-    write_jsonl(
-        folder / "samples.jsonl",
-        side_by_side(asked, {"base": (before, judged_before), "sft": (after, judged_after)}),
-    )
-    gains = (
-        np.subtract(judged_after, judged_before).reshape(-1, params.sft.samples_per_prompt).tolist()
-    )  # a row a prompt
-    gain, gain_low, gain_high = paired_bootstrap(
-        gains, params.evaluate.bootstrap_resamples, params.seed
-    )
+    # 4. save the merged model, and measure it as saved: merging and the dtype change its weights
+    model = merge_adapter(model, resolve_dtype(params.model.dtype))
+    save_model(model, tokenizer, folder / "model")
+    saved_model = load_causal_lm(folder / "model", params.model)
+    sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
+    demonstrations = truncate_demonstrations(held_out_rows, held_out[1], params.ppo.response_length)
+    training_texts = (row["completion"] for row in train_rows)
+    metrics = {
+        **compare_models(base, sft, params),
+        **compare_with_demonstrations(sft.responses, demonstrations, training_texts),
+        "train_rows": len(train[0]),
+        "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
+        "steps": len(recorder.steps),
+    }
+
+    # 5. write samples, manifest and metrics
+    samples = side_by_side(prompt_rows, {"base": base, "sft": sft})
+    template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
+    write_outputs(samples, metrics, start, template_sha256, params.seed, recorder)
+
+
+def write_outputs(
+    samples: list[Row],
+    metrics: Mapping[str, float],
+    start: Path,
+    template_sha256: str,
+    seed: int,
+    recorder: MetricLogger,
+) -> None:
+    """Write the samples, the manifest and the metrics; `start` is the model trained from."""
+    folder, round_ = recorder.folder, recorder.round
+    data = stage_dir(round_, "prepare") / "data"
+    write_jsonl(folder / "samples.jsonl", samples)
     write_manifest(
         folder,
         stage="sft",
         round_=round_,
-        seed=params.seed,
+        seed=seed,
         inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
-        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        template_hash=template_sha256,
         started_from=str(start),
     )
-    recorder.finish(
-        {
-            "loss_before": loss_before,
-            "loss_after": loss_after,
-            "perplexity_before": math.exp(loss_before),
-            "perplexity_after": math.exp(loss_after),
-            "judged_before": sum(judged_before) / len(asked),
-            "judged_after": sum(judged_after) / len(asked),
-            "judged_gain": gain,
-            "judged_gain_low": gain_low,
-            "judged_gain_high": gain_high,
-            **compare_with_demonstrations(
-                after,
-                truncate_demonstrations(held_out_rows, held_out[1], params.ppo.response_length),
-                (row["completion"] for row in demonstrations),
-            ),
-            "train_rows": len(train[0]),
-            "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
-            "steps": len(recorder.steps),
-        }
-    )
-    judged = f"judged {gain:+.3f} [{gain_low:.3f}, {gain_high:.3f}]"
+    recorder.finish(metrics)
     print(
-        f"[sft@{round_}] held-out loss {loss_before:.3f} -> {loss_after:.3f} nats a token, {judged}",
+        f"[sft@{round_}] held-out loss {metrics['loss_before']:.3f} ->"
+        f" {metrics['loss_after']:.3f} nats per token, judged {metrics['judged_gain']:+.3f}"
+        f" [{metrics['judged_gain_low']:.3f}, {metrics['judged_gain_high']:.3f}]",
         flush=True,
     )
 
 
-def tokens(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Pairs:
+def tokenize(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Pairs:
+    """The token ids of the demonstrations: (prompts, completions)."""
+    prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
     encoded = [
-        encode(
-            tokenizer,
-            r["prompt"],
-            r["completion"],
-            params.prepare.prompt_format,
-            params.sft.max_length,
-        )
-        for r in rows
+        encode(tokenizer, row["prompt"], row["completion"], prompt_format, max_length)
+        for row in rows
     ]
-    return [p for p, _ in encoded], [c for _, c in encoded]
+    return [prompt for prompt, _ in encoded], [completion for _, completion in encoded]
 
 
 def fit(
@@ -154,7 +162,7 @@ def fit(
     recorder: MetricLogger,
     continues: bool,
 ) -> Any:
-    """Train on the responses' tokens; returns the model (a PeftModel unless lora.r is 0)."""
+    """Train on the tokens of the responses; returns the model (a PeftModel unless lora.r is 0)."""
     arguments = trainer_arguments(
         params.sft, params.model, params.seed, work_dir(recorder.round, "sft"), continues
     )
@@ -165,52 +173,89 @@ def fit(
     )
 
 
+def measure(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Pairs,
+    prompt_rows: list[Row],
+    params: Params,
+) -> ModelResults:
+    """The loss on held-out demonstrations, and responses to prompts with their sentiment."""
+    nll = mean_nll(model, held_out)
+    responses = generate_responses(model, tokenizer, prompt_rows, params)
+    sentiments = sentiment([row["prompt"] for row in prompt_rows], responses.texts)
+    return ModelResults(nll, responses, sentiments)
+
+
 def mean_nll(model: Any, pairs: Pairs) -> float:
-    """Mean negative log-likelihood of the responses, nats a token."""
+    """Mean negative log-likelihood of the responses, nats per token."""
     logprobs = token_logprobs(model, *pairs)
     return -float(torch.cat(logprobs).mean())
 
 
-def answers(
+def generate_responses(
     model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
 ) -> GeneratedTexts:
-    """The model's response to each row's prompt, with the same random numbers for every model."""
-    prompts = [
-        encode(tokenizer, r["prompt"], None, params.prepare.prompt_format, params.sft.max_length)[0]
-        for r in rows
+    """One sampled response per row's prompt, with the same random numbers for every model."""
+    prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
+    prompt_ids = [
+        encode(tokenizer, row["prompt"], None, prompt_format, max_length)[0] for row in rows
     ]
-    responses = sample_responses(
-        model, tokenizer, prompts, params.ppo, torch.Generator().manual_seed(params.seed), BATCH
-    )
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    generator = torch.Generator().manual_seed(params.seed)
+    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, BATCH)
     return GeneratedTexts(
-        texts,
-        [len(each) for each in responses],
-        [each[-1] == tokenizer.eos_token_id for each in responses],
+        tokenizer.batch_decode(responses, skip_special_tokens=True),
+        [len(ids) for ids in responses],
+        [ids[-1] == tokenizer.eos_token_id for ids in responses],
     )
 
 
 def truncate_demonstrations(
     rows: list[Row], completions: list[TokenIds], response_length: int
 ) -> GeneratedTexts:
-    """Demonstrations as far as a model that may write `response_length` tokens would get with them."""
-    lengths = [len(each) for each in completions]
+    """Demonstrations, with lengths and ends as if cut after `response_length` tokens.
+
+    A model's responses are cut there too, so that their lengths and EOS rates are comparable.
+    """
+    lengths = [len(ids) for ids in completions]
     return GeneratedTexts(
         [row["completion"] for row in rows],
         [min(length, response_length) for length in lengths],
-        [n <= response_length for n in lengths],
+        [length <= response_length for length in lengths],
     )
 
 
-def side_by_side(
-    rows: list[Row], found: dict[str, tuple[GeneratedTexts, list[float]]]
-) -> list[Row]:
-    """One row a sample: each model's text, and the judge's opinion of it."""
+def compare_models(base: ModelResults, sft: ModelResults, params: Params) -> dict[str, float]:
+    """Loss, perplexity and mean sentiment before and after SFT, and the gain with its interval."""
+    # One row per prompt: the bootstrap resamples prompts, since samples of one prompt are alike.
+    gains = np.subtract(sft.sentiments, base.sentiments)
+    gains_per_prompt = gains.reshape(-1, params.sft.samples_per_prompt).tolist()
+    gain, gain_low, gain_high = paired_bootstrap(
+        gains_per_prompt, params.evaluate.bootstrap_resamples, params.seed
+    )
+    return {
+        "loss_before": base.nll,
+        "loss_after": sft.nll,
+        "perplexity_before": math.exp(base.nll),
+        "perplexity_after": math.exp(sft.nll),
+        "judged_before": sum(base.sentiments) / len(base.sentiments),
+        "judged_after": sum(sft.sentiments) / len(sft.sentiments),
+        "judged_gain": gain,
+        "judged_gain_low": gain_low,
+        "judged_gain_high": gain_high,
+    }
+
+
+def side_by_side(rows: list[Row], results: Mapping[str, ModelResults]) -> list[Row]:
+    """One row per sample: each model's response, and the sentiment of each."""
     return [
         {"id": row["id"], "prompt": row["prompt"]}
-        | {name: written.texts[place] for name, (written, _) in found.items()}
-        | {f"{name}_sentiment": round(judged[place], 4) for name, (_, judged) in found.items()}
-        for place, row in enumerate(rows)
+        | {name: model.responses.texts[index] for name, model in results.items()}
+        | {
+            f"{name}_sentiment": round(model.sentiments[index], 4)
+            for name, model in results.items()
+        }
+        for index, row in enumerate(rows)
     ]
 
 

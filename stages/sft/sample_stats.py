@@ -1,5 +1,5 @@
-"""Has SFT learnt to write as the demonstrations do: does it end, how long is it, does it repeat
-itself, does it recite.
+"""Compare generated texts with human demonstrations: termination, length, repetition,
+memorisation.
 """
 
 from collections import defaultdict
@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 from stages.lib.metrics.text import repetition_n, tokens
 
-MEMORISED_WORDS = 8  # words in a row that are no longer said by chance
+# A copied run of this many words is unlikely to be a coincidence.
+MEMORISED_WORDS = 8
 
 
 @dataclass(frozen=True)
 class GeneratedTexts:
-    """Texts of one author. lengths: tokens, of each at most the tokens that the other author may
-    write; ended: EOS within these.
+    """N texts of one author, a model or the people who wrote the demonstrations.
+
+    lengths: tokens per text; for demonstrations at most the model's response limit.
+    ended: whether the text ends (EOS) within that limit.
     """
 
     texts: Sequence[str]
@@ -25,16 +28,22 @@ class GeneratedTexts:
 def compare_with_demonstrations(
     responses: GeneratedTexts, demonstrations: GeneratedTexts, training_texts: Iterable[str]
 ) -> dict[str, float]:
-    """SFT's responses beside held-out demonstrations, which say what is usual.
+    """Metrics of SFT's responses beside those of held-out demonstrations, the usual values.
 
-    eos_rate: share that ended; length_ratio: of mean lengths; repetition_3: mean share of repeated
-    3-grams; memorised: share of texts with RECITED words in a row from one training text;
-    memorised_words: the longest such run of the responses.
+    Args:
+        responses: of the SFT model.
+        demonstrations: held-out, truncated to the same number of tokens.
+        training_texts: completions that SFT was trained on.
+
+    Returns:
+        eos_rate: share of texts that end with EOS. length: mean tokens; length_ratio: over the mean
+        of the demonstrations. repetition_3: mean share of repeated 3-grams. memorised: share of
+        texts with `MEMORISED_WORDS` words in a row from one training text; memorised_words: the
+        longest such run in the responses. The suffix `_demonstrations` marks the usual value.
     """
-    sources = VerbatimIndex(training_texts)
-    runs, usual = (
-        [sources.longest(text) for text in each.texts] for each in (responses, demonstrations)
-    )
+    index = VerbatimIndex(training_texts)
+    response_runs = [index.longest(text) for text in responses.texts]
+    demonstration_runs = [index.longest(text) for text in demonstrations.texts]
     return {
         "eos_rate": mean(responses.ended),
         "eos_rate_demonstrations": mean(demonstrations.ended),
@@ -44,9 +53,9 @@ def compare_with_demonstrations(
         "repetition_3_demonstrations": mean(
             [repetition_n(text, 3) for text in demonstrations.texts]
         ),
-        "memorised": mean([run >= MEMORISED_WORDS for run in runs]),
-        "memorised_demonstrations": mean([run >= MEMORISED_WORDS for run in usual]),
-        "memorised_words": max(runs),
+        "memorised": mean([run >= MEMORISED_WORDS for run in response_runs]),
+        "memorised_demonstrations": mean([run >= MEMORISED_WORDS for run in demonstration_runs]),
+        "memorised_words": max(response_runs),
     }
 
 
@@ -55,34 +64,38 @@ def mean(values: Sequence[float]) -> float:
 
 
 class VerbatimIndex:
-    """Texts that can be asked for the longest run of words that another text copies from one of
-    them (Carlini et al. 2023's extraction).
+    """An index of texts that finds the longest run of words copied from one of them (Carlini et al.
+    2023's extraction).
     """
 
     LEAST = 4  # words; shorter runs count as 0
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = [tokens(text) for text in texts]
-        self.places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+        # {LEAST words: [(text number, index of the first of these words)]}
+        self.positions: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
         for number, words in enumerate(self.texts):
             for start in range(len(words) - self.LEAST + 1):
-                self.places[tuple(words[start : start + self.LEAST])].append((number, start))
+                self.positions[tuple(words[start : start + self.LEAST])].append((number, start))
 
     def longest(self, text: str) -> int:
+        """The number of words of the longest run that `text` shares with one indexed text."""
         words = tokens(text)
         return max(
             (
-                run(words[start:], self.texts[number][place:])
+                common_prefix(words[start:], self.texts[number][position:])
                 for start in range(len(words) - self.LEAST + 1)
-                for number, place in self.places.get(tuple(words[start : start + self.LEAST]), ())
+                for number, position in self.positions.get(
+                    tuple(words[start : start + self.LEAST]), ()
+                )
             ),
             default=0,
         )
 
 
-def run(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many words two texts have in common at their beginnings."""
-    for length, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one != other:
+def common_prefix(a: Sequence[str], b: Sequence[str]) -> int:
+    """The number of words that two texts share at their beginnings."""
+    for length, (word, other) in enumerate(zip(a, b, strict=False)):
+        if word != other:
             return length
     return min(len(a), len(b))

@@ -1,5 +1,5 @@
-"""The stage on a round from disk: people's labels passed through, and a judge's on the tiny model's
-responses.
+"""The annotate stage on a round from disk: people's labels copied, and a judge's labels of the tiny
+model's responses.
 """
 
 import json
@@ -24,7 +24,7 @@ LABELS = FOLDER / "data/pairs_train.jsonl"
 KEY = "sk-very-secret"
 
 
-def asking(params: Params, **annotate: object) -> Params:
+def with_judge(params: Params, **annotate: object) -> Params:
     return check_params(
         params.model_dump() | {"annotate": {"annotator": "judge", "samples": 3, **annotate}}, "test"
     )
@@ -34,8 +34,8 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def replay_one() -> dict:
-    """A pair that replay made, appended to people's."""
+def add_replayed_pair() -> dict:
+    """A pair from replay, appended to people's pairs."""
     row = {
         "id": "replay-1",
         "prompt": "The dinner",
@@ -48,29 +48,32 @@ def replay_one() -> dict:
     return row
 
 
-def test_peoples_labels_pass_through_and_nothing_is_loaded(make_round):
+def test_peoples_labels_are_copied_and_torch_is_not_imported(make_round):
     params = make_round("r0", 1.0)
-    replay_one()
+    add_replayed_pair()
     main(params, "r0")
     assert LABELS.read_bytes() == (DATA / "pairs_train.jsonl").read_bytes()
     assert read(FOLDER / "metrics.json") == {"annotator": "dataset", "pairs": 6 * 9 + 1}
-    command = "import sys, stages.annotate.__main__; sys.exit('torch' in sys.modules or 'openai' in sys.modules)"
+    command = (
+        "import sys, stages.annotate.__main__;"
+        " sys.exit('torch' in sys.modules or 'openai' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
-def test_no_data_names_what_makes_it(make_round):
+def test_missing_data_name_the_stage_that_writes_them(make_round):
     params = make_round("r0", 1.0)
     (DATA / "pairs_train.jsonl").unlink()
     with pytest.raises(BadInput, match="run `dvc repro prepare@r0`"):
         main(params, "r0")
 
 
-def test_a_pair_with_where_it_comes_from():
-    """Of four responses two are the same: three are compared, each with each."""
-    said = [" was there.", " was awful.", " was wonderful.", " was awful."]
+def test_a_pair_has_its_provenance():
+    """Two of four responses are equal: the three distinct ones are compared in all pairs."""
+    responses = [" was there.", " was awful.", " was wonderful.", " was awful."]
     rows = [{"id": "p", "prompt": "The walk"}, {"id": "q", "prompt": "The trip"}]
-    first, second = compare_all(LexiconJudge(0.05), rows, [said, [" was on.", " was off."]])
-    bad, good = lexicon_scores(["The walk"] * 2, said[1:3])
+    first, second = compare_all(LexiconJudge(0.05), rows, [responses, [" was on.", " was off."]])
+    bad, good = lexicon_scores(["The walk"] * 2, responses[1:3])
     assert first.pair == {
         "id": "judge-p",
         "prompt": "The walk",
@@ -88,8 +91,8 @@ def test_a_pair_with_where_it_comes_from():
 
 
 def teach(texts: list[str]) -> None:
-    """Overfit the round's SFT model on them: a random one babbles bytes, of which no lexicon knows
-    any.
+    """Overfit the round's SFT model on `texts`: a random model writes bytes that the lexicon does
+    not contain.
     """
     folder = Path("rounds/r0/sft/model")
     model, tokenizer = (
@@ -108,8 +111,8 @@ def teach(texts: list[str]) -> None:
     model.save_pretrained(folder)
 
 
-def test_the_lexicon_labels_what_sft_says(make_round):
-    params, replayed = asking(make_round("r0", 1.0), samples=4), replay_one()
+def test_the_lexicon_labels_sft_responses(make_round):
+    params, replayed = with_judge(make_round("r0", 1.0), samples=4), add_replayed_pair()
     teach(
         [
             f"The {noun} was {word}"
@@ -133,19 +136,18 @@ def test_the_lexicon_labels_what_sft_says(make_round):
         1.0,
         0,
     )
-    # people prefer the wonderful to the awful, and so does the lexicon
+    # people prefer "wonderful" to "awful", and so does the lexicon
     assert metrics["human_agreement"]["rate"] == 1.0
 
 
 def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_server, monkeypatch):
-    """It likes the response with more characters."""
+    """It prefers the response with more characters."""
 
-    def longer(asked: dict) -> str:
+    def longer(request: dict) -> str:
+        question = request["messages"][1]["content"]
         a, b = (
-            asked["messages"][1]["content"]
-            .split(f"<response_{it}>\n")[1]
-            .split(f"\n</response_{it}>")[0]
-            for it in "AB"
+            question.split(f"<response_{name}>\n")[1].split(f"\n</response_{name}>")[0]
+            for name in "AB"
         )
         return json.dumps(
             {
@@ -156,14 +158,14 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
 
     chat_server.answer = longer
     monkeypatch.setenv("MY_KEY", KEY)
-    where = {"base_url": chat_server.url, "model": "wise", "api_key_env": "MY_KEY"}
-    params = asking(
+    endpoint = {"base_url": chat_server.url, "model": "wise", "api_key_env": "MY_KEY"}
+    params = with_judge(
         make_round("r0", 1.0),
         judge="endpoint",
         prompts=5,
         samples=4,
         agreement_pairs=100,
-        endpoint=where,
+        endpoint=endpoint,
     )
     main(params, "r0")
     files = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
@@ -177,8 +179,8 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
         lengths = [len(text) for text in row["annotator"]["samples"]]
         assert (len(row["chosen"]), len(row["rejected"])) == (max(lengths), min(lengths))
         assert row["annotator"]["model"] == "wise" and row["prompt"].startswith("The ")
-    # people's pairs, of two prompts: wonderful, great and lovely have more letters than awful, sad
-    # and dull, but for great and awful
+    # people's pairs for each of two prompts: "wonderful", "great" and "lovely" are longer than
+    # "awful", "sad" and "dull", except that "great" and "awful" are equally long
     agreement = metrics["human_agreement"]
     assert (agreement["pairs"], agreement["rate"], agreement["ties"]) == (2 * 8, 1.0, 2)
     assert (metrics["position_consistency"], metrics["kappa"], metrics["unparsable"]) == (
@@ -192,7 +194,7 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
     )
     assert metrics["cost"] is None
 
-    # again: no call, the same files to the byte; the key is in none
+    # a second run makes no call and writes the same bytes; no file contains the key
     main(params, "r0")
     assert len(chat_server.seen) == calls and read(usage)["cached"] == metrics["answers"]
     assert files == {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
@@ -201,23 +203,24 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
     )
 
 
-def test_a_judge_that_tells_nothing_apart_is_an_error_with_its_numbers(make_round, chat_server):
+def test_a_judge_that_prefers_no_response_is_an_error_with_its_numbers(make_round, chat_server):
     chat_server.answer = lambda _: '{"preference": "A"}'
-    params = asking(
+    params = with_judge(
         make_round("r0", 1.0),
         judge="endpoint",
         endpoint={"base_url": chat_server.url, "model": "wise"},
     )
     with pytest.raises(
         RondoError,
-        match=r"no two of 3 responses apart, for any of 6 prompts \(.* both orders agree in 0\.0 of",
+        match=r"prefers no response for any of 6 prompts with 3 responses each"
+        r" \(.* both orders agree in 0\.0 of",
     ):
         main(params, "r0")
     assert not (FOLDER / "metrics.json").exists()
 
 
 def test_an_evaluation_prompt_is_refused(make_round):
-    params = asking(make_round("r0", 1.0))
+    params = with_judge(make_round("r0", 1.0))
     path = DATA / "prompts_train.jsonl"
     write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
     with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):

@@ -1,4 +1,4 @@
-"""The assets stage on what needs no network: the tiny model and data, local models, files."""
+"""The assets stage without a network: the tiny model and data, local models, files."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from stages.assets.__main__ import main, whole_folder
+from stages.assets.__main__ import build_folder, main
 from stages.assets.base_model import spare_token, tiny, write_model
 from stages.assets.datasets import write_data
 from stages.lib.core.errors import BadInput
@@ -26,9 +26,9 @@ def test_tiny_assets_are_the_same_bytes_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashes = []
-    for place in ("one", "two"):
-        (tmp_path / place).mkdir()
-        monkeypatch.chdir(tmp_path / place)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
         main(params(), "r0")
         hashes.append(file_hash(Path("assets")))
     assert hashes[0] == hashes[1]
@@ -49,9 +49,9 @@ def test_tiny_assets_are_the_same_bytes_twice(
 
 def test_a_failed_build_leaves_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "data"
-    with whole_folder(target) as folder:
+    with build_folder(target) as folder:
         (folder / "old").write_text("kept")
-    with pytest.raises(BadInput), whole_folder(target) as folder:
+    with pytest.raises(BadInput), build_folder(target) as folder:
         (folder / "new").write_text("half")
         raise BadInput("no")
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "old"]
@@ -77,12 +77,11 @@ def test_a_local_model_gets_a_pad_token_that_is_not_eos(tmp_path: Path) -> None:
     )
 
 
-def test_spare_token_prefers_one_of_the_vocabulary() -> None:
+def test_spare_token_prefers_a_token_of_the_vocabulary() -> None:
     tokenizer = tiny(0)[1]
     assert spare_token(tokenizer) == "<|endoftext|>"
-    tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = (
-        "<|endoftext|>"  # as in Pythia: one special token
-    )
+    # as in Pythia, which has one special token
+    tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = "<|endoftext|>"
     assert spare_token(tokenizer) == "<|pad|>"
 
 
@@ -111,8 +110,9 @@ def test_files_are_recorded_by_path_and_hash(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sources.json").read_text()) == [
         {
             "path": str(rows),
+            # echo '{}' | sha256sum
             "sha256": "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356",
-        },  # echo '{}' | sha256sum
+        },
         {"path": "org/pairs", "sha256": None},
     ]
 
@@ -120,7 +120,7 @@ def test_files_are_recorded_by_path_and_hash(tmp_path: Path) -> None:
 def test_a_data_set_is_written_as_train_and_eval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`datasets` reads a local folder as it reads a hub repository."""
+    """`datasets` reads a local folder in the same way as a hub repository."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "repository/harmless").mkdir(parents=True)
     for split, answer in (("train", "yes"), ("test", "no")):
@@ -130,7 +130,6 @@ def test_a_data_set_is_written_as_train_and_eval(
     out = tmp_path / "out"
     out.mkdir()
     write_data(params(data=str(tmp_path / "repository"), data_config="harmless"), out)
-    assert (out / "train.jsonl").read_text(
-        encoding="utf-8"
-    ) == '{"chosen": "yes", "rejected": "é"}\n'
-    assert (out / "eval.jsonl").read_text(encoding="utf-8") == '{"chosen": "no", "rejected": "é"}\n'
+    train, held_out = ((out / f"{name}.jsonl").read_text("utf-8") for name in ("train", "eval"))
+    assert train == '{"chosen": "yes", "rejected": "é"}\n'
+    assert held_out == '{"chosen": "no", "rejected": "é"}\n'

@@ -1,4 +1,4 @@
-"""Downloads by pip from a wheel on disk, and from indexes on loopback that give nothing."""
+"""Downloads by pip from a wheel on disk, and from local indexes that fail."""
 
 import zipfile
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from stages.assets.pypi import DOWNLOADS, Package, check_sha256, fetch
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import file_hash
 
-# sha256 of "hello", as published everywhere
+# sha256 of "hello": printf hello | sha256sum
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 
 
@@ -35,14 +35,14 @@ def test_right_and_wrong_checksum(tmp_path: Path) -> None:
     file.write_text("hello")
     check_sha256(file, HELLO)
     file.write_text("hello!")
-    with pytest.raises(
-        BadInput,
-        match=rf"greeting\.txt: expected sha256 {HELLO}, got ce06092fb948d9ffac7d1a376e404b26b7575bcc11ee05a4615fef4fec3a308b",
-    ):
+    # printf 'hello!' | sha256sum
+    actual = "ce06092fb948d9ffac7d1a376e404b26b7575bcc11ee05a4615fef4fec3a308b"
+    message = rf"greeting\.txt: expected sha256 {HELLO}, got {actual}"
+    with pytest.raises(BadInput, match=message):
         check_sha256(file, HELLO)
 
 
-def test_a_download_is_kept_and_not_fetched_again(wheel: Path) -> None:
+def test_a_download_is_cached(wheel: Path) -> None:
     package = Package(str(wheel), file_hash(wheel))
     first = fetch(package)
     wheel.unlink()
@@ -61,33 +61,31 @@ def test_a_wrong_download_leaves_nothing(wheel: Path) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets pip's index; pip asks it once."""
+    """Sets pip's index, without retries."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     return lambda url: monkeypatch.setenv("PIP_INDEX_URL", f"{url}/simple")
 
 
-def test_an_index_where_nothing_listens(index: Callable[[str], None]) -> None:
+def test_an_index_that_refuses_connections(index: Callable[[str], None]) -> None:
     index("http://127.0.0.1:9")
-    with pytest.raises(
-        Unreachable,
-        match=r"small==1\.0: pip could not reach the index \(.*[Cc]onnection refused.*; check the network",
-    ):
+    message = r"pip could not reach the index \(.*[Cc]onnection refused.*; check the network"
+    with pytest.raises(Unreachable, match=rf"small==1\.0: {message}"):
         fetch(Package("small==1.0", HELLO))
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "said"),
+    ("status", "kind", "message"),
     [(503, Unreachable, "503"), (504, Unreachable, "504"), (404, BadInput, "No matching")],
 )
-def test_an_index_that_is_away_and_one_without_the_package(
+def test_an_index_with_server_errors_and_one_without_the_package(
     status: int,
     kind: type[RondoError],
-    said: str,
+    message: str,
     index: Callable[[str], None],
     status_server: Callable[..., str],
 ) -> None:
     index(status_server(status))
-    with pytest.raises(kind, match=f"(?s)small==1.0: pip could not .*{said}"):
+    with pytest.raises(kind, match=f"(?s)small==1.0: pip could not .*{message}"):
         fetch(Package("small==1.0", HELLO))

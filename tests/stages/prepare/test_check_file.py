@@ -52,25 +52,20 @@ def test_a_clean_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         *({"prompt": f"Say {i}", "completion": f"{i}!"} for i in range(4)),
     ]
     assert check(write(tmp_path / "mine.jsonl", rows)) == 0
-    said = capsys.readouterr().out
-    assert "mine.jsonl: 65 rows, 65 of them can be used" in said
-    assert (
-        "standard preference, explicit prompt (60); standard prompt-completion (4); conversational preference, explicit prompt (1)"
-        in said
-    )
-    assert (
-        "61 pairs, 4 demonstrations" in said
-        and "in 1 of 61 pairs" in said
-        and "1.5% of the prompts have more" in said
-    )
-    assert (
-        "chosen     words 3 / 3 / 3 / 3, characters 14 / 15 / 15 / 15 (5% / median / 95% / longest)"
-        in said
-    )
-    assert (
-        "longest wins 1.00: lengths alone predict the label" in said
-        and "words of chosen texts: good" in said
-    )
+    output = capsys.readouterr().out
+    for text in (
+        "mine.jsonl: 65 rows, 65 of them can be used",
+        "standard preference, explicit prompt (60); standard prompt-completion (4);"
+        " conversational preference, explicit prompt (1)",
+        "61 pairs, 4 demonstrations",
+        "in 1 of 61 pairs",
+        "1.5% of the prompts have more",
+        "chosen     words 3 / 3 / 3 / 3, characters 14 / 15 / 15 / 15"
+        " (5% / median / 95% / longest)",
+        "longest wins 1.00: lengths alone predict the label",
+        "words of chosen texts: good",
+    ):
+        assert text in output, text
 
 
 def test_every_bad_row_is_listed_with_its_line(
@@ -86,23 +81,18 @@ def test_every_bad_row_is_listed_with_its_line(
     ]
     file = write(tmp_path / "mine.jsonl", [PAIRS[0], *bad, swapped, PAIRS[1]])
     assert check(file) == 2
-    said = capsys.readouterr().out.splitlines()
-    assert f"{file}: 8 rows, 1 of them can be used" in said
-    assert (
-        "7 rows are bad:" in said
-        and "  2          `chosen` is empty" in said
-        and "  2          contradiction" in said
-    )
-    lines = [line.removeprefix(f"{file}:") for line in said if line.startswith(f"{file}:")][1:]
+    output = capsys.readouterr().out.splitlines()
+    assert f"{file}: 8 rows, 1 of them can be used" in output
+    assert "7 rows are bad:" in output
+    assert "  2          `chosen` is empty" in output and "  2          contradiction" in output
+    lines = [line.removeprefix(f"{file}:") for line in output if line.startswith(f"{file}:")][1:]
     assert [line.split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "1", "7"]
-    assert (
-        lines[1] == "3: `margin` is 0"
-        and lines[-1] == f"7: contradiction: {file}:1 says the opposite"
-    )
-    assert any("too few pairs (3)" in line for line in said)
+    assert lines[1] == "3: `margin` is 0"
+    assert lines[-1] == f"7: contradiction: {file}:1 prefers the other text"
+    assert any("too few pairs (3)" in line for line in output)
 
 
-def test_parquet_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parquet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), tmp_path / "mine.parquet")
     assert check(str(tmp_path / "mine.parquet")) == 0
     assert "60 rows, 60 of them can be used" in capsys.readouterr().out
@@ -116,7 +106,7 @@ def test_parquet_is_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("empty.jsonl", "no rows"),
     ],
 )
-def test_what_is_no_file_of_rows(tmp_path: Path, name: str, message: str) -> None:
+def test_a_file_without_rows(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "mine.csv").write_text("a,b\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(BadInput, match=message):
@@ -168,6 +158,6 @@ def test_the_schema_and_prepare_agree_on_what_a_row_is() -> None:
     for row in GOOD:
         normalise(row, PromptFormat.plain)
     for row in BAD:
-        with pytest.raises(Defect) as found:
+        with pytest.raises(Defect) as caught:
             normalise(row, PromptFormat.plain)
-        assert not isinstance(found.value, Tie)
+        assert not isinstance(caught.value, Tie)

@@ -1,4 +1,4 @@
-"""Every format and every defect, on rows written by hand."""
+"""Formats and defects of rows written by hand."""
 
 from typing import Any
 
@@ -76,12 +76,12 @@ TALK_CHAT = {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."}
                 "chosen": " Blue.",
                 "rejected": " Green.",
             },
-            id="UltraFeedback: a prompt, and answers that repeat it",
+            id="UltraFeedback: a prompt, and responses that repeat it",
         ),
         pytest.param(
             {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."},
             TALK_PLAIN,
-            id="messages, answers as text",
+            id="messages, responses as text",
         ),
         pytest.param(
             {"chosen": TALK_TEXT + " Blue.", "rejected": TALK_TEXT + " Green."},
@@ -163,7 +163,7 @@ def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> No
         ),
         (
             {"chosen": [user("a"), assistant("x")], "rejected": [assistant("y")]},
-            "one has several turns",
+            "one of chosen and rejected has several turns",
         ),
         (
             {"prompt": [{"role": "tool", "content": "x"}], "completion": "y"},
@@ -270,8 +270,8 @@ def test_a_pair_without_a_better_text_is_a_tie(raw: dict[str, Any]) -> None:
         normalise(raw, PLAIN)
 
 
-def test_what_may_be_within_a_prompt() -> None:
-    """A template that the user has filled in, and a system's turn."""
+def test_what_a_prompt_may_contain() -> None:
+    """A template filled in by the user, and a system turn."""
     alpaca = {"prompt": "### Instruction:\nSky?\n### Response:\n", "completion": "Blue."}
     assert normalise(alpaca, PLAIN) == alpaca
     raw = {"prompt": [system("Be brief."), *TALK], "completion": [assistant("Blue.")]}

@@ -1,3 +1,5 @@
+"""Replayed rows on disk, added to small training sets."""
+
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,10 @@ def replay(folder: Path, rows: dict[str, list[Row]]) -> None:
         write_jsonl(folder / f"replay/data/{name}.jsonl", rows.get(name, []))
 
 
+COUNT = " One two three four five six seven eight nine ten eleven twelve thirteen."
 HELD_OUT: dict[str, list[Row]] = {
     "prompts": [{"id": "e-7", "prompt": "The sky"}],
-    "sft": [
-        {
-            "id": "e-8",
-            "prompt": "Tell me a tale.",
-            "completion": " One two three four five six seven eight nine ten eleven twelve thirteen.",
-        }
-    ],
+    "sft": [{"id": "e-8", "prompt": "Tell me a tale.", "completion": COUNT}],
     "pairs": [],
 }
 
@@ -34,40 +31,29 @@ def train_rows() -> dict[str, list[Row]]:
 
 
 def test_replay_is_capped_at_a_share_of_the_merged_file(tmp_path: Path) -> None:
-    """9 own rows and a share of 1/4: 3 of 12."""
-    bad = [
+    """9 rows and a share of 1/4: 3 of 12."""
+    replayed = [
         {"id": f"b{i}", "prompt": f"q{i}", "badcase": f"r0-{i}", "source": "replay"}
         for i in range(8)
     ]
-    replay(tmp_path, {"pairs": bad, "prompts": bad[:2]})
+    replay(tmp_path, {"pairs": replayed, "prompts": replayed[:2]})
     train = train_rows()
-    assert merge_replay(train, HELD_OUT, tmp_path, 0.25, 0.9) == {
-        "sft": 0,
-        "pairs": 3,
-        "prompts": 2,
-    }
-    assert train["pairs"] == [*train_rows()["pairs"], *bad[:3]]
+    counts = merge_replay(train, HELD_OUT, tmp_path, 0.25, 0.9)
+    assert counts == {"sft": 0, "pairs": 3, "prompts": 2}
+    assert train["pairs"] == [*train_rows()["pairs"], *replayed[:3]]
     assert train["prompts"][-1]["badcase"] == "r0-1"
-    assert merge_replay(train_rows(), HELD_OUT, tmp_path, 0.0, 0.9) == {
-        "sft": 0,
-        "pairs": 0,
-        "prompts": 0,
-    }
-    assert merge_replay(train_rows(), HELD_OUT, tmp_path, 1.0, 0.9) == {
-        "sft": 0,
-        "pairs": 8,
-        "prompts": 2,
-    }
+    counts = merge_replay(train_rows(), HELD_OUT, tmp_path, 0.0, 0.9)
+    assert counts == {"sft": 0, "pairs": 0, "prompts": 0}
+    counts = merge_replay(train_rows(), HELD_OUT, tmp_path, 1.0, 0.9)
+    assert counts == {"sft": 0, "pairs": 8, "prompts": 2}
 
 
 def test_the_first_round_has_no_replay(tmp_path: Path) -> None:
     (tmp_path / "replay/data").mkdir(parents=True)
     (tmp_path / "replay/data/EMPTY").touch()
     train = train_rows()
-    assert (
-        sum(merge_replay(train, HELD_OUT, tmp_path, 0.25, 0.9).values()) == 0
-        and train == train_rows()
-    )
+    assert sum(merge_replay(train, HELD_OUT, tmp_path, 0.25, 0.9).values()) == 0
+    assert train == train_rows()
 
 
 def test_an_evaluation_prompt_in_the_replay_is_refused_even_beyond_the_cap(tmp_path: Path) -> None:
@@ -80,18 +66,12 @@ def test_an_evaluation_prompt_in_the_replay_is_refused_even_beyond_the_cap(tmp_p
 
 
 def test_a_replayed_row_with_a_held_out_text_is_refused(tmp_path: Path) -> None:
-    said = " Well: one two three four five six seven eight nine ten eleven twelve thirteen!"
-    replay(
-        tmp_path,
-        {
-            "sft": [
-                {"id": "b0", "prompt": "Count", "completion": " on"},
-                {"id": "b1", "prompt": "Count", "completion": said},
-            ]
-        },
-    )
-    with pytest.raises(
-        BadInput,
-        match=r"(?s)1 training rows.*sft\.jsonl:2 and held-out e-8: “one two .*thirteen”.*`dvc repro replay@",
-    ):
+    leaking = " Well: one two three four five six seven eight nine ten eleven twelve thirteen!"
+    rows = [
+        {"id": "b0", "prompt": "Count", "completion": " on"},
+        {"id": "b1", "prompt": "Count", "completion": leaking},
+    ]
+    replay(tmp_path, {"sft": rows})
+    message = r"sft\.jsonl:2 and held-out e-8: “one two .*thirteen”.*`dvc repro replay@"
+    with pytest.raises(BadInput, match=rf"(?s)1 training rows.*{message}"):
         merge_replay(train_rows(), HELD_OUT, tmp_path, 0.25, 0.9)

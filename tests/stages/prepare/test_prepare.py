@@ -1,4 +1,4 @@
-"""The whole stage: tiny data over two rounds, the users' files, and what stops it."""
+"""The prepare stage: the tiny data in two rounds, the users' files, and errors."""
 
 import hashlib
 import json
@@ -18,10 +18,8 @@ from stages.lib.core.types import Row
 from stages.prepare.__main__ import main
 
 MakeParams = Callable[..., Params]
-TRAIN, EVAL = (
-    ("sft_train", "pairs_train", "prompts_train"),
-    ("sft_eval", "pairs_eval", "eval_prompts"),
-)
+TRAIN = ("sft_train", "pairs_train", "prompts_train")
+EVAL = ("sft_eval", "pairs_eval", "eval_prompts")
 
 
 def rows_of(round_: str, *names: str) -> list[Row]:
@@ -56,7 +54,7 @@ def pair(number: int, **changed: Any) -> Row:
 PAIRS = [pair(i) for i in range(20)]
 
 
-def test_tiny_data_keep_texts_on_one_side(tiny_params: MakeParams) -> None:
+def test_tiny_data_have_each_text_on_one_side(tiny_params: MakeParams) -> None:
     main(tiny_params(), "r0")
     train, held_out = rows_of("r0", *TRAIN), rows_of("r0", *EVAL)
     assert not {opening(row) for row in train} & {opening(row) for row in held_out}
@@ -163,10 +161,8 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
     audit = read("rounds/r0/prepare/data/audit.json")
     lost = audit["lost"]
     assert [row["where"] for row in lost["bad row"]] == ["mine.jsonl:11", "mine.jsonl:13"]
-    assert (
-        "not JSON" in lost["bad row"][0]["reason"]
-        and lost["bad row"][1]["reason"] == "`chosen` is empty"
-    )
+    assert "not JSON" in lost["bad row"][0]["reason"]
+    assert lost["bad row"][1]["reason"] == "`chosen` is empty"
     assert '"chosen": ""' in lost["bad row"][1]["text"]
     text = "Tell me of snow sun 3 | It is snow sun. | No snow sun."
     assert lost["exact duplicate"] == [
@@ -187,10 +183,8 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
 
 def test_too_many_bad_rows_stop_the_stage(tiny_params: MakeParams) -> None:
     sources = {"mine.jsonl": [*PAIRS[:18], pair(18, rejected=7), pair(19, margin=-1)]}
-    with pytest.raises(
-        BadInput,
-        match=r"(?s)2 of 20 rows are bad.*mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1",
-    ):
+    reasons = r"mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1"
+    with pytest.raises(BadInput, match=rf"(?s)2 of 20 rows are bad.*{reasons}"):
         main(tiny_params(sources, max_bad_share=0.09), "r0")
     assert not Path("rounds").exists()
 
@@ -208,7 +202,7 @@ def test_a_held_out_copy_of_a_row_wins_and_a_shared_prompt_is_refused(
         main(tiny_params(sources), "r0")
 
 
-def test_a_hub_data_set_loses_the_shared_prompts_instead(tiny_params: MakeParams) -> None:
+def test_shared_prompts_are_dropped_from_a_hub_data_set(tiny_params: MakeParams) -> None:
     params = tiny_params({})
     params.assets.data = "org/pairs"
     write_jsonl(Path("assets/data/train.jsonl"), PAIRS)
@@ -222,24 +216,22 @@ def test_a_hub_data_set_loses_the_shared_prompts_instead(tiny_params: MakeParams
 TALE = "once upon a time there were two moons above a sea of glass and sand"
 
 
-def test_what_is_in_the_users_own_held_out_file_is_refused(tiny_params: MakeParams) -> None:
+def test_a_leak_from_the_users_own_held_out_file_is_refused(tiny_params: MakeParams) -> None:
     sources = {
         "pairs.jsonl": [*PAIRS, pair(20, rejected=f" So: {TALE}")],
         "pairs_eval.jsonl": [pair(30, chosen=f" Hear: {TALE.upper()}!")],
     }
-    with pytest.raises(
-        BadInput,
-        match=r"(?s)1 training rows.*pairs\.jsonl:21 and held-out pairs_eval\.jsonl:1: “once upon .* of glass”",
-    ):
+    leak = r"pairs\.jsonl:21 and held-out pairs_eval\.jsonl:1: “once upon .* of glass”"
+    with pytest.raises(BadInput, match=rf"(?s)1 training rows.*{leak}"):
         main(tiny_params(sources), "r0")
     assert not Path("rounds").exists()
 
 
-def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(
+def test_leaks_between_the_sides_of_the_split_are_dropped_from_training(
     tiny_params: MakeParams,
 ) -> None:
-    """Every response has the tale in at most 10 held-out texts: what is left for training has it
-    nowhere.
+    """Five responses contain the tale (few enough not to be boilerplate): if a held-out one has it,
+    no training row does.
     """
     rows = [pair(i, chosen=f" Hear {i}: {TALE}") if i < 5 else pair(i) for i in range(20)]
     leaks = 0
@@ -249,21 +241,18 @@ def test_what_the_split_leaks_is_dropped_from_training_with_its_reason(
         train = [row for row in rows_of("r0", "pairs_train", "sft_train") if TALE in str(row)]
         lost = read("rounds/r0/prepare/data/audit.json")["lost"].get("leak", [])
         assert bool(train) != bool(held_out)
-        assert (
-            len(lost)
-            == (2 * (5 - len(held_out)) if held_out else 0)
-            == read("rounds/r0/prepare/metrics.json")["leaks"]
-        )
+        # a row dropped from pairs_train is dropped from sft_train too
+        assert len(lost) == (2 * (5 - len(held_out)) if held_out else 0)
+        assert len(lost) == read("rounds/r0/prepare/metrics.json")["leaks"]
         for row in lost:
-            assert row["of"] in {row["id"] for row in held_out} and row["shared"] == " ".join(
-                TALE.split()[:13]
-            )
+            assert row["of"] in {row["id"] for row in held_out}
+            assert row["shared"] == " ".join(TALE.split()[:13])
             assert row["set"] in ("pairs_train", "sft_train")
         leaks += len(lost)
     assert leaks
 
 
-def test_ties_and_pairs_that_contradict_each_other_are_left_out(tiny_params: MakeParams) -> None:
+def test_ties_and_pairs_that_contradict_each_other_are_dropped(tiny_params: MakeParams) -> None:
     swapped = {**PAIRS[2], "chosen": PAIRS[2]["rejected"], "rejected": PAIRS[2]["chosen"]}
     rows = [
         *PAIRS,
@@ -278,19 +267,16 @@ def test_ties_and_pairs_that_contradict_each_other_are_left_out(tiny_params: Mak
         ("mine.jsonl:22", "`margin` is 0"),
         ("mine.jsonl:23", "chosen and rejected are the same"),
     ]
-    places = [("mine.jsonl:3", "mine.jsonl:21"), ("mine.jsonl:21", "mine.jsonl:3")]
-    assert [(row["where"], row["of"]) for row in lost["contradiction"]] == places
+    locations = [("mine.jsonl:3", "mine.jsonl:21"), ("mine.jsonl:21", "mine.jsonl:3")]
+    assert [(row["where"], row["of"]) for row in lost["contradiction"]] == locations
     kept = {row["id"]: row for row in rows_of("r0", "pairs_train", "pairs_eval")}
-    assert (
-        len(kept) == 20
-        and kept["mine.jsonl:24"]["margin"] == 1.0
-        and "margin" not in kept["mine.jsonl:1"]
-    )
+    assert len(kept) == 20
+    assert kept["mine.jsonl:24"]["margin"] == 1.0 and "margin" not in kept["mine.jsonl:1"]
 
 
 def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams) -> None:
-    """Ten prompts of 41 words, each three times with another last word: they share 38 of 40
-    3-grams, 0.95.
+    """Ten prompts of 41 words, each three times with another last word: copies share 38 of 40
+    3-grams, a similarity of 0.95.
     """
     texts = [" ".join(f"n{number}w{i}" for i in range(40)) for number in range(10)]
     rows = [
@@ -322,7 +308,7 @@ def test_prompts_that_are_nearly_equal_stay_on_one_side(tiny_params: MakeParams)
         ),
     ],
 )
-def test_sources_that_cannot_do(
+def test_sources_that_cannot_be_used(
     tiny_params: MakeParams, sources: dict[str, list[Row]], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):

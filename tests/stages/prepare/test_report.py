@@ -1,4 +1,4 @@
-"""The page on a report written by hand."""
+"""The data report page of a report written by hand."""
 
 from html.parser import HTMLParser
 from typing import Any
@@ -26,7 +26,7 @@ def report(**changed: Any) -> dict[str, Any]:
             "train": None,
             "held_out": 0.5,
             "pays": False,
-            "meaning": "TF-IDF 0.50: words alone say little",
+            "meaning": "TF-IDF 0.50: words alone predict little",
         },
     ]
     return {
@@ -74,7 +74,7 @@ def report(**changed: Any) -> dict[str, Any]:
 
 
 class Reader(HTMLParser):
-    """The text, the tags, and whatever would be fetched."""
+    """Collects the text, the tags, and the addresses that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,26 +93,26 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_the_page_says_what_happened_and_asks_for_nothing() -> None:
+def test_the_page_reports_all_and_is_self_contained() -> None:
     html, reader = page(report(), "r1"), Reader()
     reader.feed(html)
     text = " ".join(reader.text.split())
-    for said in (
+    for expected in (
         "Data of round r1",
         "1,234 rows read",
         "1,200 kept",
-        "7 left out",
-        "1 leaks cut from training",
-        "3 replayed",
+        "7 dropped",
+        "1 leaks dropped from training",
+        "3 replayed from the previous round",
         "mine.jsonl:4: `chosen` is empty",
         "and 2 more, in data.json under lost",
-        "mine.jsonl:9 for mine.jsonl:8 in pairs_train shared: “once upon a time”",
+        "mine.jsonl:9 because of mine.jsonl:8 in pairs_train shared: “once upon a time”",
         "longest wins 0.700 0.710 longest wins 0.71: lengths alone predict the label",
-        "Words that speak most for a text: good.",
+        "Words that best predict a chosen text: good.",
         "en 90.0%",
         "margin 2",
     ):
-        assert said in text, said
+        assert expected in text, expected
     assert reader.fetched == [] and not reader.tags & {"script", "link", "img", "iframe"}
     assert "url(" not in html and "@import" not in html and "//" not in html.replace("<!--", "")
     assert "prefers-color-scheme: dark" in html and "@media print" in html
@@ -120,12 +120,11 @@ def test_the_page_says_what_happened_and_asks_for_nothing() -> None:
 
 def test_texts_are_escaped() -> None:
     html = page(report(), "r0")
-    assert (
-        EVIL not in html and html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 5 + 1
-    )  # five of the bad rows, one example
+    # in five of the bad rows, and in one example
+    assert EVIL not in html and html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 5 + 1
 
 
-def test_a_clean_report_says_so() -> None:
+def test_a_report_without_dropped_rows() -> None:
     reader = Reader()
     reader.feed(page(report(lost={}, by_cause={}), "r0"))
-    assert "Left out, by cause Nothing." in " ".join(reader.text.split())
+    assert "Dropped rows, by cause None." in " ".join(reader.text.split())

@@ -16,7 +16,7 @@ def pair(chosen: str, rejected: str, prompt: str = "Say:") -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def test_equal_ones_count_half() -> None:
+def test_equal_texts_count_half() -> None:
     pairs = [pair("aaa", "b"), pair("a", "bb"), pair("a", "b"), pair("aa", "b")]
     assert longest_wins_accuracy(pairs) == (1 + 0 + 0.5 + 1) / 4
     assert more_wins_accuracy(pairs, lambda text: text.count("b")) == (0 + 0 + 0 + 0) / 4
@@ -29,17 +29,17 @@ def test_lengths_by_hand() -> None:
         {"prompt": [{"role": "user", "content": "Hi"}], "completion": " ".join(["ab"] * count)}
         for count in range(1, 102)
     ]
-    measured = lengths(rows)
-    assert measured["completion"]["words"] == {
+    statistics = lengths(rows)
+    assert statistics["completion"]["words"] == {
         "p5": 6,
         "p50": 51,
         "p95": 96,
         "max": 101,
         "mean": 51,
     }
-    assert measured["completion"]["characters"]["max"] == 101 * 3 - 1
-    assert measured["prompt"]["words"]["max"] == 1  # who speaks is no word of the prompt
-    assert measured.keys() == {"prompt", "completion"}
+    assert statistics["completion"]["characters"]["max"] == 101 * 3 - 1
+    assert statistics["prompt"]["words"]["max"] == 1  # role names are not counted
+    assert statistics.keys() == {"prompt", "completion"}
     assert spread([3]) == {"p5": 3, "p50": 3, "p95": 3, "max": 3, "mean": 3}
 
 
@@ -56,8 +56,8 @@ def test_languages_are_shares_of_rows() -> None:
 
 
 def mixed(count: int, first: int = 0) -> list[Row]:
-    """Chosen: one more "!" in nine of ten, shorter in all, as many commas, and the word `good`
-    against `bad`.
+    """Pairs whose chosen text is always shorter, has one more "!" in nine of ten pairs, and has the
+    word `good` instead of `bad`.
     """
     return [
         pair(
@@ -69,10 +69,10 @@ def mixed(count: int, first: int = 0) -> list[Row]:
     ]
 
 
-def test_what_predicts_the_label_is_said() -> None:
-    found = shortcuts(mixed(100), mixed(50, first=100), seed=0)
-    rules = {rule["rule"]: rule for rule in found["rules"]}
-    assert (found["train_pairs"], found["held_out_pairs"]) == (100, 50)
+def test_shortcuts_are_reported() -> None:
+    report = shortcuts(mixed(100), mixed(50, first=100), seed=0)
+    rules = {rule["rule"]: rule for rule in report["rules"]}
+    assert (report["train_pairs"], report["held_out_pairs"]) == (100, 50)
     assert rules["longest wins"] == {
         "rule": "longest wins",
         "train": 0.0,
@@ -84,18 +84,16 @@ def test_what_predicts_the_label_is_said() -> None:
     assert rules["more ! wins"]["meaning"].startswith("more ! wins 0.95: exclamation marks alone")
     assert rules["more emoji wins"]["meaning"].startswith("fewer emoji wins 1.00: emoji alone")
     assert rules["TF-IDF"]["held_out"] == 1.0 and rules["TF-IDF"]["pays"]
-    assert "good" in found["words"]["chosen"] and "bad" in found["words"]["rejected"]
-    assert not {"good", "yes"} & set(found["words"]["rejected"])
+    assert "good" in report["words"]["chosen"] and "bad" in report["words"]["rejected"]
+    assert not {"good", "yes"} & set(report["words"]["rejected"])
 
 
 def test_few_pairs_show_no_shortcut() -> None:
-    """4 of 6 is 0.67, but chance as well: Wilson's interval begins at 0.30."""
+    """An accuracy of 4/6 = 0.67 may be chance: its Wilson interval begins at 0.30."""
     pairs = [pair("longer", "short")] * 2 + [pair("a", "bb")]
     rules = {rule["rule"]: rule for rule in shortcuts(pairs, pairs, seed=0)["rules"]}
-    assert (
-        rules["longest wins"]["meaning"] == "longest wins 0.67: no shortcut"
-        and not rules["longest wins"]["pays"]
-    )
+    assert rules["longest wins"]["meaning"] == "longest wins 0.67: no shortcut"
+    assert not rules["longest wins"]["pays"]
 
 
 def test_words_generalise_and_a_sample_keeps_its_order() -> None:
@@ -107,9 +105,6 @@ def test_words_generalise_and_a_sample_keeps_its_order() -> None:
         [],
     )
     rows = [{"id": i} for i in range(100)]
-    some = [row["id"] for row in subsample(rows, 10, seed=1)]
-    assert (
-        len(some) == 10 == len(set(some))
-        and some == sorted(some)
-        and subsample(rows, 100, 1) == rows
-    )
+    sample = [row["id"] for row in subsample(rows, 10, seed=1)]
+    assert len(sample) == 10 == len(set(sample)) and sample == sorted(sample)
+    assert subsample(rows, 100, 1) == rows

@@ -1,4 +1,4 @@
-"""The embedded data's rules, on texts written by hand."""
+"""The rules of the embedded data, on texts written by hand."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_links_and_handles_at_the_ends_are_cut(text: str, words: str) -> None:
         ("@anonymous Five words are too few", "too short"),
     ],
 )
-def test_what_is_dropped_is_counted_by_cause(text: str, cause: str) -> None:
+def test_dropped_texts_are_recorded_by_cause(text: str, cause: str) -> None:
     audit = Audit()
     assert clean([{"text": text, "where": "tweets.tsv:7"}], 4, audit) == []
     assert audit.lost == {cause: [{"where": "tweets.tsv:7", "text": text}]}
@@ -46,7 +46,7 @@ def test_what_is_dropped_is_counted_by_cause(text: str, cause: str) -> None:
     "text",
     ["Glass, grass and Dickens in my class", "Hello shell, my assistant passed the assessment"],
 )
-def test_harmless_words_are_no_profanity(text: str) -> None:
+def test_harmless_words_are_not_profanity(text: str) -> None:
     assert len(clean([{"text": text, "where": "x"}], 4, Audit())) == 1
 
 
@@ -85,8 +85,8 @@ FIVE = [
 
 
 def test_pairs_by_hand() -> None:
-    """Sorted: a 3, b 2, c 0, d -1, e -2; upper half a, b; lower half d, e. a meets d, e; b meets e,
-    d.
+    """Sorted by rating: a 3, b 2, c 0, d -1, e -2; upper half a, b; lower half d, e. a is paired
+    with d and e, b with e and d.
     """
     pairs = preference_pairs(FIVE, 0.8, 2, PLAIN)
     assert [row["id"] for row in pairs] == ["tweet-a-d", "tweet-a-e", "tweet-b-d", "tweet-b-e"]

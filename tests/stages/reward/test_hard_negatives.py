@@ -1,4 +1,4 @@
-"""Worse texts made of good ones."""
+"""Hard negatives of pairs written by hand."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ PAIRS = [
 ]
 
 
-def test_each_kind_in_turn_and_the_label_stays():
+def test_kinds_come_in_turn_and_the_chosen_text_stays():
     rows = hard_negatives(PAIRS, 0.55, seed=1)
     assert len(rows) == 33
     kinds = Counter(row["id"].split("-")[1] for row in rows)
@@ -30,40 +30,34 @@ def test_each_kind_in_turn_and_the_label_stays():
         "empty": 3,
     }
     for row in rows:
-        original, kind = PAIRS[int(row["id"].split("-")[0][1:])], row["id"].split("-")[1]
-        assert (row["prompt"], row["chosen"], row["source"]) == (
-            "It",
-            original["chosen"],
-            "hard_negative",
-        )
-        bought = row["rejected"].removeprefix(original["rejected"]).strip(" .!").casefold()
+        pair_id, kind = row["id"].split("-")
+        pair = PAIRS[int(pair_id[1:])]
+        assert (row["prompt"], row["chosen"]) == ("It", pair["chosen"])
+        assert row["source"] == "hard_negative"
+        rejected, words = row["rejected"], row["rejected"].split()
+        starts_as_before = rejected.startswith(pair["rejected"])
+        added = rejected.removeprefix(pair["rejected"])
         expected = {
-            "bought_word": row["rejected"].startswith(original["rejected"])
-            and bought in ("is", "fine"),  # in chosen texts alone
-            "decorated": row["rejected"].removeprefix(original["rejected"] + " ")
-            in {*SMILEYS, *SIGNS},
-            "borrowed_ending": row["rejected"].startswith(original["rejected"])
-            and row["rejected"].endswith("!"),
-            "word_salad": sorted(row["rejected"].split()) == sorted(row["chosen"].split())
-            and row["rejected"] != row["chosen"],
-            "repeated_word": row["rejected"]
-            in (" fine fine fine fine fine fine", " is is is is is is"),
-            "truncated": row["rejected"] == " is a fine",
-            "empty": row["rejected"] == "",
+            # these two words are in chosen texts alone
+            "bought_word": starts_as_before and added.strip(" .!").casefold() in ("is", "fine"),
+            "decorated": starts_as_before and added in {f" {sign}" for sign in (*SMILEYS, *SIGNS)},
+            "borrowed_ending": starts_as_before and rejected.endswith("!"),
+            "word_salad": sorted(words) == sorted(row["chosen"].split())
+            and rejected != row["chosen"],
+            "repeated_word": rejected in (" fine" * 6, " is" * 6),
+            "truncated": rejected == " is a fine",
+            "empty": rejected == "",
         }
         assert expected[kind], row
 
 
-def test_the_same_by_the_same_seed_and_none_of_none():
-    assert (
-        hard_negatives(PAIRS, 0.2, seed=3)
-        == hard_negatives(PAIRS, 0.2, seed=3)
-        != hard_negatives(PAIRS, 0.2, seed=4)
-    )
+def test_equal_seeds_give_equal_rows_and_no_pairs_give_none():
+    rows = hard_negatives(PAIRS, 0.2, seed=3)
+    assert rows == hard_negatives(PAIRS, 0.2, seed=3) != hard_negatives(PAIRS, 0.2, seed=4)
     assert hard_negatives(PAIRS, 0.0, seed=0) == [] == hard_negatives([], 0.5, seed=0)
 
 
-def test_what_a_kind_leaves_as_it_is_is_left_out():
+def test_a_kind_that_changes_nothing_gives_no_row():
     no_word = [{"id": "a", "prompt": "It", "chosen": "!", "rejected": "?"}] * 11
     assert {row["id"] for row in hard_negatives(no_word, 1.0, seed=0)} == {
         "a-borrowed_ending",

@@ -1,4 +1,4 @@
-"""The reward stage: margins in training, pairs kept apart for a judge."""
+"""The reward stage: margins in training, and the pairs of the judge."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from tests.paths import ROOT
 ROWS = [{"margin": 2.0}, {}]
 
 
-def test_a_row_without_a_margin_has_zero_where_others_have_one() -> None:
+def test_a_row_without_a_margin_gets_zero_if_others_have_one() -> None:
     pairs = training_pairs(ROWS, [[1, 2, 3], [4]], [[5], [6, 7]])
     assert pairs == [
         {"chosen_ids": [1, 2, 3], "rejected_ids": [5], "length": 3, "margin": 2.0},
@@ -32,7 +32,7 @@ def test_a_row_without_a_margin_has_zero_where_others_have_one() -> None:
 def test_the_margin_is_in_the_loss(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
-    """A head of zeros scores all texts alike: the loss of a pair is log(1 + e^margin)."""
+    """A head of zeros gives all texts the same score: the loss of a pair is log(1 + e^margin)."""
     monkeypatch.chdir(tmp_path)
     training = {
         "per_device_train_batch_size": 2,
@@ -43,7 +43,7 @@ def test_the_margin_is_in_the_loss(
     model_params = {"dtype": "float32", "threads": 1, "attn_implementation": attention}
     params = check_params({"reward": training, "model": model_params}, "test")
     if attention == "grouped":
-        import stages.lib.lm.attention  # noqa: F401  # registers it
+        import stages.lib.lm.attention  # noqa: F401  # registers "grouped"
     model = AutoModelForSequenceClassification.from_pretrained(
         tiny_folder, num_labels=1, dtype=torch.float32, attn_implementation=attention
     )
@@ -58,42 +58,33 @@ def test_the_margin_is_in_the_loss(
     )
 
 
-def test_pairs_kept_apart_share_no_prompt_and_stay_where_they_are() -> None:
+def test_judge_pairs_share_no_prompt_with_others_and_do_not_change_in_later_rounds() -> None:
     rows = [{"prompt": f"p{number // 2}", "chosen": str(number)} for number in range(400)]
-    mine, apart = split_judge_pairs(rows, 0.25, seed=0)
-    assert len(mine) + len(apart) == 400 and not {row["prompt"] for row in mine} & {
-        row["prompt"] for row in apart
-    }
-    assert (
-        70 <= len(apart) <= 130
-    )  # 100 wanted; the standard deviation of 200 prompts' two pairs each is 12
-    later = [{"prompt": "p0", "badcase": "b"}, {"prompt": "new"}, *rows]
-    assert [
-        row for row in split_judge_pairs(later, 0.25, seed=0)[1] if row["prompt"] != "new"
-    ] == apart
+    reward_rows, judge_rows = split_judge_pairs(rows, 0.25, seed=0)
+    assert len(reward_rows) + len(judge_rows) == 400
+    assert not {row["prompt"] for row in reward_rows} & {row["prompt"] for row in judge_rows}
+    # expected: 100; the standard deviation, with 200 prompts of two pairs each, is 12
+    assert 70 <= len(judge_rows) <= 130
+    later_rows = [{"prompt": "p0", "badcase": "b"}, {"prompt": "new"}, *rows]
+    _, later_judge_rows = split_judge_pairs(later_rows, 0.25, seed=0)
+    assert [row for row in later_judge_rows if row["prompt"] != "new"] == judge_rows
     assert split_judge_pairs(rows, 0.0, seed=0) == (rows, [])
 
 
-def test_a_judge_apart_is_trained_on_its_own_pairs(
-    make_round, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judge_is_trained_on_its_own_pairs(make_round, monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_round("r0", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     params.reward.max_steps, params.reward.per_device_train_batch_size = 2, 8
     main(params, "r0")
-    judge, told = (
-        Path("rounds/r0/reward/judge"),
-        lambda: json.loads(Path("rounds/r0/reward/metrics.json").read_text()),
-    )
-    assert is_placeholder(judge) and (told()["judge_pairs"], told()["train_pairs"]) == (0, 54)
+    folder = Path("rounds/r0/reward")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert is_placeholder(folder / "judge")
+    assert (metrics["judge_pairs"], metrics["train_pairs"]) == (0, 54)
     params.reward.judge_share = 0.5
     main(params, "r0")
-    assert (
-        not is_placeholder(judge)
-        and told()["judge_pairs"] + told()["train_pairs"] == 54
-        and told()["judge_pairs"] > 0
-    )
-    assert (judge / "model.safetensors").read_bytes() != Path(
-        "rounds/r0/reward/model/model.safetensors"
-    ).read_bytes()
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert not is_placeholder(folder / "judge")
+    assert metrics["judge_pairs"] + metrics["train_pairs"] == 54 and metrics["judge_pairs"] > 0
+    weights = [(folder / name / "model.safetensors").read_bytes() for name in ("judge", "model")]
+    assert weights[0] != weights[1]

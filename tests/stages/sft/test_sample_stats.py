@@ -1,4 +1,4 @@
-"""What SFT writes beside its demonstrations: counted by hand."""
+"""Statistics of responses and demonstrations, counted by hand."""
 
 import pytest
 
@@ -14,10 +14,8 @@ DEMONSTRATION = "the quick brown fox jumps over the lazy dog and runs away"
         ("so The Quick Brown Fox sat", 4),  # case aside
         ("lazy dog and runs away now", 5),
         (DEMONSTRATION, 12),
-        (
-            "quick brown fox jumps and then over the lazy dog and runs",
-            6,
-        ),  # the longer one of two runs
+        # the longer one of two runs
+        ("quick brown fox jumps and then over the lazy dog and runs", 6),
         ("", 0),
     ],
 )
@@ -25,13 +23,9 @@ def test_longest_run_copied(text, words):
     assert VerbatimIndex(["nothing of the kind", DEMONSTRATION]).longest(text) == words
 
 
-def test_a_run_does_not_go_on_from_one_text_into_the_next():
-    assert (
-        VerbatimIndex(["one two three four", "five six seven eight"]).longest(
-            "one two three four five six seven eight"
-        )
-        == 4
-    )
+def test_a_run_does_not_continue_into_the_next_text():
+    index = VerbatimIndex(["one two three four", "five six seven eight"])
+    assert index.longest("one two three four five six seven eight") == 4
 
 
 def test_compare():
@@ -43,15 +37,14 @@ def test_compare():
     demonstrations = GeneratedTexts(
         ["all is well", "see: the quick brown fox jumps over the lazy dog"], [4, 6], [True, True]
     )
-    found = compare_with_demonstrations(responses, demonstrations, [DEMONSTRATION])
-    assert found == {
+    metrics = compare_with_demonstrations(responses, demonstrations, [DEMONSTRATION])
+    assert metrics == {
         "eos_rate": 0.5,
         "eos_rate_demonstrations": 1.0,
         "length": 10.0,
         "length_ratio": 2.0,
-        "repetition_3": pytest.approx(
-            (2 / 3) / 4
-        ),  # of "no no no no no" two of three 3-grams were there before
+        # two of three 3-grams of "no no no no no" repeat an earlier one
+        "repetition_3": pytest.approx((2 / 3) / 4),
         "repetition_3_demonstrations": 0.0,
         "memorised": 0.25,
         "memorised_demonstrations": 0.5,  # nine words
