@@ -63,7 +63,7 @@ def merge_replay(
     for name, train_rows in train.items():
         added = replayed[name]
         if max_share < 1:
-            # of n + added rows at most max_share may be added
+            # the largest number with added / (own rows + added) <= max_share
             added = added[: int(max_share * len(train_rows) / (1 - max_share))]
         train_rows.extend(added)
         counts[name] = len(added)
