@@ -1,1 +1,1 @@
-"""What a user starts beside the pipeline, from the terminal or as a Prefect deployment."""
+"""Commands beside the pipeline, started from the terminal or as a Prefect deployment."""

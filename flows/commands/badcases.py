@@ -1,5 +1,5 @@
-"""`rondo badcases list | show | flag | import`: what failed, what became of it, and what people add
-to it.
+"""`rondo badcases list | show | flag | import`: failed responses, their states, and the reports
+that people add.
 """
 
 import argparse
@@ -32,53 +32,49 @@ from stages.replay.badcases import (
     report_path,
 )
 
-SHOWN = 60  # characters of a response in a line of the list
+SHOWN_CHARACTERS = 60  # of a response in the list
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `badcases` with its actions to the parser of `rondo`."""
     parser = commands.add_parser(
-        "badcases", help="what failed, what became of it; add what you have seen"
+        "badcases", help="list failed responses and their states; add yours"
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listed = actions.add_parser(
-        "list", help="a line each, of the newest round and of all before it"
+    list_parser = actions.add_parser("list", help="one line per badcase, of all rounds")
+    list_parser.add_argument("--round", metavar="ROUND", help="the states after this round")
+    list_parser.add_argument("--state", choices=[state.value for state in State])
+    list_parser.add_argument("--cause", choices=[cause.value for cause in Cause])
+    show_parser = actions.add_parser("show", help="everything that is known of one badcase")
+    show_parser.add_argument("id", metavar="ID", help="its id or the beginning of it")
+    flag_parser = actions.add_parser(
+        "flag", help="report a bad response: one of the list, or any other"
     )
-    listed.add_argument("--round", metavar="ROUND", help="as they were after this round")
-    listed.add_argument("--state", choices=[state.value for state in State])
-    listed.add_argument("--cause", choices=[cause.value for cause in Cause])
-    shown = actions.add_parser("show", help="all that is known of one")
-    shown.add_argument("id", metavar="ID", help="or how it begins")
-    flagged = actions.add_parser(
-        "flag", help="a response that you find bad: one of the list, or any other"
+    flag_parser.add_argument(
+        "id", nargs="?", metavar="ID", help="a badcase; otherwise --prompt and --response"
     )
-    flagged.add_argument(
-        "id", nargs="?", metavar="ID", help="a badcase; else --prompt and --response"
-    )
-    for name, told in {
-        "prompt": "what was asked",
-        "response": "what was answered",
-        "better": "a better answer; it becomes a demonstration, and a pair against the bad one",
+    for name, description in {
+        "prompt": "the prompt of the response",
+        "response": "the bad response",
+        "better": "a better response; it becomes a demonstration, and a pair against the bad one",
         "note": "why it is bad",
     }.items():
-        flagged.add_argument(f"--{name}", metavar="TEXT", help=told)
-    imported = actions.add_parser(
+        flag_parser.add_argument(f"--{name}", metavar="TEXT", help=description)
+    import_parser = actions.add_parser(
         "import",
-        help="failures from elsewhere: JSON lines of prompt, response and, where known, better, note",
+        help="add failures from JSON lines with prompt, response and optionally better, note",
     )
-    imported.add_argument("file", metavar="FILE")
-    for each in (flagged, imported):
-        each.add_argument(
-            "--round",
-            metavar="ROUND",
-            help="whose replay takes it; default: the last one of params.yaml",
-        )
-        each.add_argument("--by", metavar="NAME", help="who; default: git's user.name")
+    import_parser.add_argument("file", metavar="FILE")
+    round_help = "the round whose replay uses it; default: the last one of params.yaml"
+    by_help = "who reports it; default: git's user.name"
+    for report_parser in (flag_parser, import_parser):
+        report_parser.add_argument("--round", metavar="ROUND", help=round_help)
+        report_parser.add_argument("--by", metavar="NAME", help=by_help)
 
 
 def run(options: argparse.Namespace) -> int:
-    return {"list": list_all, "show": show, "flag": flag, "import": import_file}[options.action](
-        options
-    )
+    actions = {"list": list_all, "show": show, "flag": flag, "import": import_file}
+    return actions[options.action](options)
 
 
 def list_all(options: argparse.Namespace) -> int:
@@ -91,35 +87,34 @@ def list_all(options: argparse.Namespace) -> int:
     for column in ("id", "round", "cause", "state", "fails", "score", "judged", "response"):
         table.add_column(column, no_wrap=True)
     for case in cases:
-        fails = "  ".join(
-            f"{attempt.round} {attempt.fired}/{attempt.of}{'' if attempt.ranked else '!'}"
-            for attempt in case.tries
+        retests = (
+            f"{retest.round} {retest.fired}/{retest.of}{'' if retest.ranked else '!'}"
+            for retest in case.tries
         )
-        numbers = (f"{case.score:+.2f}", f"{case.sentiment:+.2f}")
         table.add_row(
             case.id,
             case.round,
             case.cause.value,
             case.state.value,
-            fails,
-            *numbers,
-            ascii(case.response)[1:-1][:SHOWN],
+            "  ".join(retests),
+            f"{case.score:+.2f}",
+            f"{case.sentiment:+.2f}",
+            ascii(case.response)[1:-1][:SHOWN_CHARACTERS],
         )
     Console(width=180, color_system=None, markup=False).print(table)
+    states = Counter(case.state.value for case in cases)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    print(f"{len(cases)} badcases; {counts}")
     print(
-        f"{len(cases)} badcases; "
-        + ", ".join(
-            f"{count} {state}" for state, count in Counter(c.state.value for c in cases).items()
-        )
-    )
-    print(
-        "fails: how many of the new responses of each round failed again, its own first; !: the reward model prefers the bad answer"
+        "fails: how many new responses failed in the retest of each round, its own round first; "
+        "!: the reward model prefers the bad response"
     )
     return 0
 
 
 def show(options: argparse.Namespace) -> int:
-    print(json.dumps(find(options.id).model_dump(mode="json"), indent=2, ensure_ascii=False))
+    case = find(options.id)
+    print(json.dumps(case.model_dump(mode="json"), indent=2, ensure_ascii=False))
     return 0
 
 
@@ -128,83 +123,94 @@ def flag(options: argparse.Namespace) -> int:
         raise BadInput(
             "rondo badcases flag: expected the ID of a badcase, or --prompt and --response"
         )
-    known = find(options.id) if options.id else None
-    told = {
-        "prompt": known.prompt if known else options.prompt,
-        "response": known.response if known else options.response,
+    case = find(options.id) if options.id else None
+    row = {
+        "prompt": case.prompt if case else options.prompt,
+        "response": case.response if case else options.response,
         "better": options.better,
         "note": options.note,
         "by": options.by or current_user(),
     }
-    return keep(
-        [
-            (
-                "the prompt",
-                validate_row(
-                    Report, told, "rondo badcases flag", "see `rondo badcases flag --help`"
-                ),
-            )
-        ],
-        options.round,
-    )
+    fix = "see `rondo badcases flag --help`"
+    report = validate_row(Report, row, "rondo badcases flag", fix)
+    return keep([("the prompt", report)], options.round)
 
 
 def import_file(options: argparse.Namespace) -> int:
     path, by = Path(options.file), options.by or current_user()
-    fix = "expected JSON lines of prompt, response and, where known, better, note, or of a prompt alone; nothing was imported"
+    fix = (
+        "expected JSON lines with prompt, response and optionally better, note, or with a prompt "
+        "only; nothing was imported"
+    )
     rows = (
-        (place, {"by": by, **row} if isinstance(row, dict) else row)
-        for place, row in read_json_lines(path, fix)
+        (location, {"by": by, **row} if isinstance(row, dict) else row)
+        for location, row in read_json_lines(path, fix)
     )
-    return keep(
-        [(f"{place}: its prompt", parse_user_row(row, place)) for place, row in rows], options.round
-    )
+    reports = [(f"{location}: its prompt", parse_user_row(row, location)) for location, row in rows]
+    return keep(reports, options.round)
 
 
-def keep(some: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
-    """some: each with what a message calls its prompt.
+def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
+    """Add reports and prompts to a round's file in badcases/.
+
+    Args:
+        reports: Each with the words for its prompt in an error message.
+        round_: None: the last round of params.yaml.
 
     Raises:
-        BadInput: no such round, or a prompt that nobody may train on.
+        BadInput: there is no such round, or a prompt is one of the evaluation, on which no round
+            may train.
     """
     params = load_params()
     name = round_ or list(params.rounds)[-1]
     params.check_round(name)
-    asked = [(said, each.prompt) for said, each in some]
-    for path in (stage_dir(each, "prepare") / "data/eval_prompts.jsonl" for each in params.rounds):
+    prompts = [(label, report.prompt) for label, report in reports]
+    for known_round in params.rounds:
+        path = stage_dir(known_round, "prepare") / "data/eval_prompts.jsonl"
         if path.exists():
             check_not_in_eval_set(
-                asked,
+                prompts,
                 read_jsonl(path, ""),
-                "nothing was kept. Report what the policy says to another prompt",
+                "nothing was kept. Report the policy's response to another prompt",
             )
-    check_not_in_slices(asked)
-    new = add_user_rows(name, [each for _, each in some])
+    check_not_in_slices(prompts)
+    added = add_user_rows(name, [report for _, report in reports])
     print(
-        f"{report_path(name)}: {new} added, {len(some) - new} known already. Commit it; `rondo run` tries and replays them in {name}"
+        f"{report_path(name)}: {added} added, {len(reports) - added} known already. "
+        f"Commit it; `rondo run` retests and replays them in {name}"
     )
     return 0
 
 
 def ledger(round_: str | None) -> list[Badcase]:
-    """The badcases after a round; of the newest one that has any."""
+    """The badcases after a round; None: after the newest round that has a ledger.
+
+    Raises:
+        BadInput: there is no such round, or no ledger yet.
+    """
     params = load_params()
     if round_:
         params.check_round(round_)
     rounds = [round_] if round_ else list(params.rounds)
-    found = [name for name in rounds if ledger_path(name).exists()]
-    if not found:
+    with_ledger = [name for name in rounds if ledger_path(name).exists()]
+    if not with_ledger:
         raise BadInput(
-            f"{ledger_path(rounds[0])}: no badcases yet; `rondo run` finds them, in its replay stage"
+            f"{ledger_path(rounds[0])}: no badcases yet; `rondo run` finds them in its replay stage"
         )
-    return read_ledger(found[-1])
+    return read_ledger(with_ledger[-1])
 
 
 def find(start: str) -> Badcase:
+    """The badcase whose id begins with `start`.
+
+    Raises:
+        BadInput: there is none, or several.
+    """
     cases = ledger(None)
-    found = [case for case in cases if case.id.startswith(start)]
-    if len(found) != 1:
+    matches = [case for case in cases if case.id.startswith(start)]
+    if len(matches) != 1:
         raise BadInput(
-            f"{start}: {len(found)} of {len(cases)} badcases begin with it; `rondo badcases list` has them all"
+            f"{start}: the ids of {len(matches)} of {len(cases)} badcases begin with it; "
+            "`rondo badcases list` prints them all"
         )
-    return found[0]
+    return matches[0]

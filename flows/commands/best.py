@@ -1,4 +1,4 @@
-"""`rondo best`: the policies of all recorded runs by judged win rate against SFT, within a KL
+"""`rondo best`: the policies of all recorded runs, ranked by win rate against SFT, within a KL
 budget.
 """
 
@@ -31,12 +31,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Policy:
-    """A LoggedModel with the tag stage `ppo`: a policy, or a checkpoint on its way. made: when it
-    was recorded, in milliseconds.
+    """A LoggedModel with the tag stage `ppo`: a selected policy or a checkpoint.
+
+    recorded: its creation time, milliseconds. path: of its weights in the project.
     """
 
     name: str
-    made: int
+    recorded: int
     path: str
     tags: dict[str, str]
     metrics: dict[str, float]
@@ -50,139 +51,141 @@ class Policy:
         return self.tags.get("round", "-")
 
     @property
-    def kept(self) -> bool:
-        """Whether it is what its run's PPO ended with, so that `rondo compare` knows its answers."""
+    def selected(self) -> bool:
+        """Whether PPO selected it; `rondo compare` has responses of selected policies only."""
         return self.name == f"{self.round}-ppo"
 
     @property
-    def width(self) -> float:
-        return self.metrics.get("win_rate_high", math.inf) - self.metrics.get(
-            "win_rate_low", -math.inf
-        )
+    def interval_width(self) -> float:
+        high = self.metrics.get("win_rate_high", math.inf)
+        return high - self.metrics.get("win_rate_low", -math.inf)
+
+    @property
+    def win_rate(self) -> str:
+        """With its interval, if that is known."""
+        low, high = (self.metrics.get(f"win_rate_{end}") for end in ("low", "high"))
+        return interval(self.metrics["win_rate"], low, high)
 
     def __str__(self) -> str:
         return f"{self.run}:{self.round}"
 
 
 def read(model: LoggedModel) -> Policy:
-    made, metrics = (
-        int(model.creation_timestamp),
-        {metric.key: float(metric.value) for metric in model.metrics or []},
-    )
     return Policy(
-        str(model.name), made, str((model.params or {})["path"]), dict(model.tags or {}), metrics
+        name=str(model.name),
+        recorded=int(model.creation_timestamp),
+        path=str((model.params or {})["path"]),
+        tags=dict(model.tags or {}),
+        metrics={metric.key: float(metric.value) for metric in model.metrics or []},
     )
 
 
 def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
-    """Those under that KL, best first; a list for each evaluation
-    (stages/evaluate/comparability.py), the newest first.
+    """Policies with a KL from SFT below `kl` (nats per sequence), best first.
+
+    Returns:
+        A list for each evaluation, because only numbers of the same one are comparable
+        (stages/evaluate/comparability.py); the newest evaluation first.
 
     Raises:
-        BadInput: there are none; says what there is.
+        BadInput: there is no such policy; the message names the one nearest to SFT.
     """
-    found = [
-        read(model)
-        for model in mlflow.search_logged_models(
-            [experiment], "tags.stage = 'ppo'", output_format="list"
-        )
-    ]
-    measured = [policy for policy in found if {"win_rate", "kl"} <= policy.metrics.keys()]
+    models = mlflow.search_logged_models([experiment], "tags.stage = 'ppo'", output_format="list")
+    policies = [read(model) for model in models]
+    measured = [policy for policy in policies if {"win_rate", "kl"} <= policy.metrics.keys()]
     if not measured:
         raise BadInput("MLflow has no policy that was evaluated: `rondo run` records them")
     near = [policy for policy in measured if policy.metrics["kl"] < kl]
     if not near:
-        least = min(measured, key=lambda policy: policy.metrics["kl"])
+        nearest = min(measured, key=lambda policy: policy.metrics["kl"])
         raise BadInput(
-            f"none of {len(measured)} policies is under {kl:g} nats of KL; nearest to SFT is {least.path} of {least}: "
-            f"`rondo best --kl {math.floor(least.metrics['kl']) + 1}` shows it"
+            f"none of {len(measured)} policies is under {kl:g} nats of KL; "
+            f"nearest to SFT is {nearest.path} of {nearest}: "
+            f"`rondo best --kl {math.floor(nearest.metrics['kl']) + 1}` shows it"
         )
-    apart: dict[str, list[Policy]] = {}
-    for policy in once(near):
-        apart.setdefault(policy.tags.get("evaluation_id", ""), []).append(policy)
-    newest = sorted(
-        apart.values(), key=lambda together: max(policy.made for policy in together), reverse=True
+    groups: dict[str, list[Policy]] = {}
+    for policy in unique(near):
+        groups.setdefault(policy.tags.get("evaluation_id", ""), []).append(policy)
+    newest_first = sorted(
+        groups.values(), key=lambda group: max(policy.recorded for policy in group), reverse=True
     )
-    return [sorted(together, key=lambda policy: -policy.metrics["win_rate"]) for together in newest]
+    return [sorted(group, key=lambda policy: -policy.metrics["win_rate"]) for group in newest_first]
 
 
-def once(policies: list[Policy]) -> list[Policy]:
-    """Of one that several runs have recorded, where it was measured most narrowly, and of those the
-    last.
+def unique(policies: list[Policy]) -> list[Policy]:
+    """Each policy once, if several runs recorded it: the record with the narrowest interval, and of
+    those the last.
     """
-    chosen: dict[tuple[str, ...], Policy] = {}
-    for policy in sorted(policies, key=lambda policy: (policy.width, -policy.made)):
-        weights = (
-            policy.tags["md5"] or policy.run,
-            policy.path,
-        )  # a run's checkpoints share DVC's md5
-        chosen.setdefault((policy.tags.get("evaluation_id", ""), *weights), policy)
-    return list(chosen.values())
+    records: dict[tuple[str, ...], Policy] = {}
+    for policy in sorted(policies, key=lambda policy: (policy.interval_width, -policy.recorded)):
+        # The path too: all checkpoints of a run share one md5 of DVC
+        weights = (policy.tags["md5"] or policy.run, policy.path)
+        records.setdefault((policy.tags.get("evaluation_id", ""), *weights), policy)
+    return list(records.values())
 
 
 def text(home: Path, evaluations: list[list[Policy]]) -> str:
-    """A table for each of `within`'s lists, and what to do with the first one's best. home: the
-    .rondo folder.
+    """A table for each list of `policies_within_kl`, and the next step for the best policy of the
+    first one. home: the .rondo folder.
     """
     lines = []
-    for together in evaluations:
+    for policies in evaluations:
         if len(evaluations) > 1:
-            lines.append(
-                f"evaluation {together[0].tags.get('evaluation_id', 'unknown')}, not comparable with the others:"
-            )
-        lines.append(drawn(table(together)))
+            evaluation = policies[0].tags.get("evaluation_id", "unknown")
+            lines.append(f"evaluation {evaluation}, not comparable with the others:")
+        lines.append(drawn(table(policies)))
     return "\n".join([*lines, advice(home, evaluations[0])])
 
 
 def table(policies: list[Policy]) -> Table:
-    shown = Table(box=SIMPLE_HEAD)
+    rich_table = Table(box=SIMPLE_HEAD)
     for column in COLUMNS:
-        shown.add_column(column, overflow="fold")
+        rich_table.add_column(column, overflow="fold")
     for policy in policies:
-        shown.add_row(
+        rich_table.add_row(
             policy.run,
             policy.round,
             policy.path,
-            told(policy),
+            policy.win_rate,
             f"{policy.metrics['kl']:.2f}",
             f"{policy.metrics['sentiment']:.3f}" if "sentiment" in policy.metrics else "-",
             policy.tags.get("seed", "-"),
             short(policy.tags.get("revision", "-")),
         )
-    return shown
-
-
-def told(policy: Policy) -> str:
-    return interval(
-        policy.metrics["win_rate"],
-        policy.metrics.get("win_rate_low"),
-        policy.metrics.get("win_rate_high"),
-    )
+    return rich_table
 
 
 def advice(home: Path, policies: list[Policy]) -> str:
-    """Which is best, where its weights are, and with what to compare it."""
-    best, kept = policies[0], [policy for policy in policies if policy.kept][:2]
-    line = f"Best: {best.path} of {best}, win rate {told(best)}; {weights(home, best)}"
-    return line + (
-        f". The best two that were kept, on the same prompts: `rondo compare {kept[1]} {kept[0]}`"
-        if len(kept) > 1
-        else ""
+    """Names the best policy, the location of its weights, and a policy to compare it with."""
+    best = policies[0]
+    line = f"Best: {best.path} of {best}, win rate {best.win_rate}; {weights_location(home, best)}"
+    selected = [policy for policy in policies if policy.selected][:2]
+    if len(selected) < 2:
+        return line
+    first, second = selected
+    return (
+        f"{line}. To compare the two best selected policies on the same prompts: "
+        f"`rondo compare {second} {first}`"
     )
 
 
-def weights(home: Path, policy: Policy) -> str:
-    """Where they are: in the folder of the run, in this one, or with DVC."""
-    own, md5 = home / WORKSPACES / policy.run / policy.path, policy.tags["md5"]
-    if own.exists():
-        return f"its weights are in {own}"
+def weights_location(home: Path, policy: Policy) -> str:
+    """The location of a policy's weights: the run's workspace, this folder, or DVC's cache."""
+    in_workspace, md5 = home / WORKSPACES / policy.run / policy.path, policy.tags["md5"]
+    if in_workspace.exists():
+        return f"its weights are in {in_workspace}"
     if md5 and Path(policy.path).exists() and digest_of(policy.path, digests(policy.round)) == md5:
         return f"its weights are in {policy.path}"
     branch = f"runs/{policy.run}"
-    if not subprocess.run(
-        ["git", "rev-parse", "--verify", "--quiet", branch], capture_output=True, check=False
-    ).returncode:
-        return f"its weights are with DVC: `git checkout {branch}`, then `dvc checkout ppo@{policy.round}`"
+    command = ["git", "rev-parse", "--verify", "--quiet", branch]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        return (
+            f"its weights are in DVC: `git checkout {branch}`, "
+            f"then `dvc checkout ppo@{policy.round}`"
+        )
     if md5:
-        return f"its weights are with DVC: `git log -S {md5} -- dvc.lock` names the commit to check out, if there is one"
-    return "its weights were not kept by DVC"
+        return (
+            f"its weights are in DVC: `git log -S {md5} -- dvc.lock` prints the commit to check "
+            "out, if there is one"
+        )
+    return "its weights are not in DVC"

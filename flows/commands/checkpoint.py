@@ -1,5 +1,5 @@
-"""The flow `evaluate-checkpoint`: stages/evaluate/checkpoint.py from the Prefect UI, in the folder
-of a run, or in the project's.
+"""The flow `evaluate-checkpoint`: runs stages/evaluate/checkpoint.py from the Prefect UI, in the
+workspace of a run or in the project's folder.
 """
 
 import json
@@ -33,28 +33,29 @@ ROWS = ("sentiment", "score", "kl", "length", "eos_rate", "distinct_2", "repetit
 def evaluate_checkpoint(
     run: str = "", round: str = "r0", checkpoint: str = "step_00010"
 ) -> State[Any]:
-    """A checkpoint on the frozen prompts by the jury, against SFT and the policy that was kept.
+    """Evaluate a checkpoint on the evaluation prompts, against SFT and the selected policy.
 
     Args:
-        run: A run with a folder of its own, as `rondo status` names it, e.g.
-            20261122-154944-e99e311a. Empty: the project's folder. round: Whose SFT model, reward
-            model and frozen prompts. checkpoint: A name in rounds/ROUND/ppo/checkpoints, or the
-            folder of any adapter of that round's SFT model.
+        run: A run with a workspace of its own, as `rondo status` lists it, e.g.
+            20261122-154944-e99e311a. Empty: the project's folder.
+        round: The round of the SFT model, the reward model and the evaluation prompts.
+        checkpoint: A name in rounds/ROUND/ppo/checkpoints, or the folder of any adapter of that
+            round's SFT model.
     """
-    say = make_logger()
+    log = make_logger()
     lines: list[str] = []
 
     def on_line(line: str) -> None:
         lines.append(line)
-        say(line)
+        log(line)
 
     home = home_folder()
     folder = home / WORKSPACES / run if run else Path.cwd()
     if not folder.is_dir():
         raise BadInput(
-            f"run {run}: {folder} is no folder; `rondo status` lists those that there are"
+            f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
         )
-    with chdir(folder), concurrency.compute_slot(say):
+    with chdir(folder), concurrency.compute_slot(log):
         code = dvc_stages.stream(
             ["stages.evaluate.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line
         )
@@ -62,38 +63,45 @@ def evaluate_checkpoint(
         raise dvc_stages.ERROR_BY_EXIT_CODE.get(code, RondoError)(
             "\n".join(lines[-dvc_stages.SHOWN_LINES :])
         )
+    report = Path(lines[-1])  # the stage prints the path of its report last
     with chdir(folder):
-        record(run, Path(lines[-1]), home, say)
-    told = json.loads((folder / lines[-1]).read_text())
+        record(run, report, home, log)
+    results = json.loads((folder / report).read_text())
     create_table_artifact(
-        table(told),
-        key=addresses.slug(f"checkpoint-{round}-{Path(told['path']).name}".lower()),
-        description=told["path"],
+        table(results),
+        key=addresses.slug(f"checkpoint-{round}-{Path(results['path']).name}".lower()),
+        description=results["path"],
     )
-    sft, kept = (
-        interval(*(told[f"win_rate_{name}{end}"] for end in ("", "_low", "_high")))
+    against_sft, against_policy = (
+        interval(*(results[f"win_rate_{name}{end}"] for end in ("", "_low", "_high")))
         for name in ("sft", "ppo")
     )
     return Completed(
-        message=f"win rate against SFT {sft}, against the policy that was kept {kept}; all of it: {folder / lines[-1]}"
+        message=f"win rate against SFT {against_sft}, against the selected policy "
+        f"{against_policy}; all results: {folder / report}"
     )
 
 
-def record(run: str, report: Path, home: Path, say: Callable[[str], None]) -> None:
-    """Tell MLflow, as a child of the run in whose folder this is called; without one of a run that
-    has the folder's name.
+def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> None:
+    """Record the results in MLflow, from the working directory of the evaluation.
+
+    Args:
+        run: The parent run. Empty: a run with the name of the working directory.
+        report: The JSON file that the stage wrote.
+        home: The .rondo folder.
+        log: Called with errors of MLflow.
     """
     name, now = run or metric_name(Path.cwd().name), milliseconds()
     tags = {"revision": revision(), "seed": str(load_params().seed)}
-    tracker = open_tracker(name, home, {}, say)
+    tracker = open_tracker(name, home, {}, log)
     tracker.send(read_checkpoint(name, report, tags))
     if not run:
         tracker.send(Record(run=name, status="FINISHED", started=now, ended=now))
 
 
-def table(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a number: SFT, the policy that was kept, the checkpoint."""
+def table(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per metric, with the values of SFT, the selected policy and the checkpoint."""
+    models = ("sft", "ppo", "checkpoint")
     return [
-        {"": name} | {model: round(told[model][name], 3) for model in ("sft", "ppo", "checkpoint")}
-        for name in ROWS
+        {"": name} | {model: round(results[model][name], 3) for model in models} for name in ROWS
     ]

@@ -1,5 +1,5 @@
-"""`rondo compare RUN RUN`: the policies of two recorded runs on the same frozen prompts, paired;
-and what the runs had differently.
+"""`rondo compare RUN RUN`: the policies of two recorded runs, paired on the same evaluation
+prompts, and the settings in which the runs differ.
 """
 
 import json
@@ -23,7 +23,7 @@ from stages.lib.core.types import Row
 from stages.lib.metrics.stats import paired_bootstrap
 
 RESAMPLES = 10_000
-NUMBERS = {  # of the evaluation, by what they are called here
+METRICS = {  # row title -> metric of the evaluation in MLflow
     "win rate against SFT": "final/win_rate",
     "KL from SFT, nats": "final/ppo/kl",
     "reward model's score": "final/ppo/score",
@@ -31,14 +31,16 @@ NUMBERS = {  # of the evaluation, by what they are called here
     "responses that end": "final/ppo/eos_rate",
     "distinct-2": "final/ppo/distinct_2",
     "repeated 3-grams": "final/ppo/repetition_3",
-    "people's texts, rise over SFT, nats a token": "final/human_nll_rise",
+    "loss on human texts over SFT, nats per token": "final/human_nll_rise",
 }
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of a run's round. name: RUN:ROUND. samples: its rows by prompt and number;
-    settings: by key of params.yaml.
+    """The evaluation of a run's round.
+
+    name: RUN:ROUND. samples: its rows by prompt id and sample number. settings: by key of
+    params.yaml.
     """
 
     name: str
@@ -48,42 +50,44 @@ class Evaluation:
 
 
 def find(client: MlflowClient, experiment: str, wanted: str) -> Evaluation:
-    """`wanted`: RUN or RUN:ROUND, the name of a run or its beginning; without a round the last one
-    that it evaluated.
+    """The recorded evaluation of a run.
+
+    Args:
+        wanted: RUN or RUN:ROUND; RUN is a run's name or the beginning of it. Without a round it is
+            the last one that the run evaluated.
 
     Raises:
-        BadInput: no such run, several, or none of its evaluations was recorded; names those that
-            there are.
+        BadInput: no run with an evaluation matches, or several do, or it did not evaluate the
+            round; the message lists the known ones.
     """
-    name, _, round_ = wanted.partition(":")
-    known = client.search_runs(
+    prefix, _, round_ = wanted.partition(":")
+    evaluations = client.search_runs(
         [experiment],
         "tags.stage = 'evaluate' and attributes.status = 'FINISHED'",
         order_by=["start_time DESC"],
     )
-    names = list(dict.fromkeys(run.data.tags["rondo.run"] for run in known))
-    fitting = [each for each in names if each == name] or [
-        each for each in names if each.startswith(name)
-    ]
-    if len(fitting) != 1:
-        said = "several runs begin so" if fitting else "no such run with an evaluation"
-        raise BadInput(
-            f"{wanted}: {said}; there are {', '.join(fitting or names[:10]) or 'none: `rondo run` records one'}"
-        )
+    names = list(dict.fromkeys(run.data.tags["rondo.run"] for run in evaluations))
+    # A whole name is unique even if other names begin with it
+    matches = [prefix] if prefix in names else [name for name in names if name.startswith(prefix)]
+    if len(matches) != 1:
+        problem = "several runs match" if matches else "no such run with an evaluation"
+        known = ", ".join(matches or names[:10]) or "none: `rondo run` records one"
+        raise BadInput(f"{wanted}: {problem}; there are {known}")
+    [name] = matches
     rounds = {
-        run.data.tags["round"]: run for run in known if run.data.tags["rondo.run"] == fitting[0]
+        run.data.tags["round"]: run for run in evaluations if run.data.tags["rondo.run"] == name
     }
-    chosen = round_ or max(rounds, key=lambda each: (len(each), each))
+    chosen = round_ or max(rounds, key=lambda known_round: (len(known_round), known_round))
     if chosen not in rounds:
-        raise BadInput(f"{wanted}: run {fitting[0]} has evaluated {', '.join(sorted(rounds))}")
+        raise BadInput(f"{wanted}: run {name} evaluated {', '.join(sorted(rounds))}")
     run = rounds[chosen]
     table = read(run, "samples.json")
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     return Evaluation(
-        f"{fitting[0]}:{chosen}",
-        run,
-        {(row["id"], row["sample"]): row for row in rows},
-        read(run, "manifest.json")["evaluation"],
+        name=f"{name}:{chosen}",
+        run=run,
+        samples={(row["id"], row["sample"]): row for row in rows},
+        settings=read(run, "manifest.json")["evaluation"],
     )
 
 
@@ -92,16 +96,18 @@ def read(run: Run, artifact: str) -> Any:
 
 
 def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]]:
-    """B against A on the frozen prompts, each (mean, low, high) over prompts: judged sentiment,
-    whoever else was in the jury.
+    """B against A on the evaluation prompts, as (mean, low, high) over prompts.
+
+    The score is the judged sentiment, whatever other judges were in the jury.
 
     Raises:
-        BadInput: the evaluations were set otherwise, so that nothing is paired.
+        BadInput: the evaluations had different settings, so their samples are not paired.
     """
-    if found := differences(a.settings, b.settings):
+    if changed := differences(a.settings, b.settings):
         raise BadInput(
-            f"{a.name} and {b.name} were evaluated otherwise ({'; '.join(found)}), so that their numbers cannot be compared: "
-            "run one of them again with the other's"
+            f"{a.name} and {b.name} were evaluated with different settings ({'; '.join(changed)}), "
+            "so that their numbers cannot be compared: run one of them again with the settings of "
+            "the other"
         )
     margin, seed = a.settings["evaluate.tie_margin"], a.settings["seed"]
     gains: dict[str, list[float]] = {}
@@ -110,69 +116,75 @@ def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]
             b.samples[prompt, number]["ppo_sentiment"] - row["ppo_sentiment"]
         )
     wins = [
-        [0.5 if abs(gain) < margin else float(gain > 0) for gain in each] for each in gains.values()
+        [0.5 if abs(gain) < margin else float(gain > 0) for gain in gains_of_prompt]
+        for gains_of_prompt in gains.values()
     ]
     return {
         "judged sentiment (VADER), B - A [95%]": paired_bootstrap(
             list(gains.values()), RESAMPLES, seed
         ),
-        "how often B's is higher, ties half [95%]": paired_bootstrap(wins, RESAMPLES, seed),
+        "share of samples higher in B, ties half [95%]": paired_bootstrap(wins, RESAMPLES, seed),
     }
 
 
-def settings(client: MlflowClient, of: Evaluation) -> dict[str, str]:
-    """What the run's stages were set to, up to the round's evaluation; with its commit."""
-    run, tags = of.run, of.run.data.tags
-    found = client.search_runs(
-        [run.info.experiment_id], f"tags.`rondo.run` = '{tags['rondo.run']}'"
-    )
-    stages = [each for each in found if each.data.tags.get("round") in ("", tags["round"])]
-    return {key: value for each in stages for key, value in each.data.params.items()} | {
-        "git": tags.get("revision", "-")
-    }
+def settings(client: MlflowClient, evaluation: Evaluation) -> dict[str, str]:
+    """The params of the run's stages in this round and of those that all rounds share, and the
+    commit.
+    """
+    run, tags = evaluation.run, evaluation.run.data.tags
+    runs = client.search_runs([run.info.experiment_id], f"tags.`rondo.run` = '{tags['rondo.run']}'")
+    stages = [stage for stage in runs if stage.data.tags.get("round") in ("", tags["round"])]
+    params = {key: value for stage in stages for key, value in stage.data.params.items()}
+    return params | {"git": tags.get("revision", "-")}
 
 
 def text(client: MlflowClient, a: Evaluation, b: Evaluation) -> str:
-    """A is better by what, and what was otherwise.
+    """A table: metrics of both, B against A with intervals, and the settings that differ.
 
     Raises:
         BadInput: see `paired`.
     """
-    rows = [
-        (name, *(shown(each.run.data.metrics.get(key)) for each in (a, b)))
-        for name, key in NUMBERS.items()
+    metrics = [
+        (title, *(format_metric(evaluation.run.data.metrics.get(key)) for evaluation in (a, b)))
+        for title, key in METRICS.items()
     ]
-    told = [(name, "", interval(*found)) for name, found in paired(a, b).items()]
-    ours, theirs = settings(client, a), settings(client, b)
-    otherwise = [
-        (key, ours.get(key, "-"), theirs.get(key, "-"))
-        for key in sorted({*ours, *theirs})
-        if ours.get(key) != theirs.get(key)
+    gains = [(title, "", interval(*gain)) for title, gain in paired(a, b).items()]
+    settings_a, settings_b = settings(client, a), settings(client, b)
+    changed = [
+        (key, settings_a.get(key, "-"), settings_b.get(key, "-"))
+        for key in sorted({*settings_a, *settings_b})
+        if settings_a.get(key) != settings_b.get(key)
     ]
     table = Table(box=SIMPLE_HEAD)
     for column in ("", f"A = {a.name}", f"B = {b.name}"):
         table.add_column(column, justify="right" if column else "left", overflow="fold")
-    for row in [*rows, *told]:
+    for row in [*metrics, *gains]:
         table.add_row(*row)
     table.add_section()
-    for row in otherwise or [("nothing was set otherwise", "", "")]:
+    for row in changed or [("the settings are the same", "", "")]:
         table.add_row(*row)
     return drawn(table)
 
 
-def shown(value: float | None) -> str:
+def format_metric(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
 def pages(*evaluations: Evaluation) -> dict[str, str]:
-    """MLflow's pages of the two, by what they show."""
-    experiment = evaluations[0].run.info.experiment_id
-    runs = json.dumps([each.run.info.run_id for each in evaluations], separators=(",", ":"))
-    parents = ",".join(
-        dict.fromkeys(f"'{each.run.data.tags[MLFLOW_PARENT_RUN_ID]}'" for each in evaluations)
-    )
-    these = quote(f"attributes.run_id IN ({parents})")
+    """Addresses of MLflow's pages about the evaluations, by their content."""
+    runs = [evaluation.run for evaluation in evaluations]
+    experiment = runs[0].info.experiment_id
+    run_ids = json.dumps([run.info.run_id for run in runs], separators=(",", ":"))
+    # The curves of PPO are metrics of the pipeline runs, the parents
+    parents = ",".join(dict.fromkeys(f"'{run.data.tags[MLFLOW_PARENT_RUN_ID]}'" for run in runs))
+    parent_filter = quote(f"attributes.run_id IN ({parents})")
     return {
-        "the same numbers": f"{MLFLOW_URL}/#/compare-runs?runs={runs}&experiments={json.dumps([experiment])}&{WORKFLOW}",
-        "PPO's curves": f"{MLFLOW_URL}/#/experiments/{experiment}/runs?searchFilter={these}&compareRunsMode=CHART&{WORKFLOW}",
+        "the same numbers": (
+            f"{MLFLOW_URL}/#/compare-runs?runs={run_ids}"
+            f"&experiments={json.dumps([experiment])}&{WORKFLOW}"
+        ),
+        "PPO's curves": (
+            f"{MLFLOW_URL}/#/experiments/{experiment}/runs?searchFilter={parent_filter}"
+            f"&compareRunsMode=CHART&{WORKFLOW}"
+        ),
     }

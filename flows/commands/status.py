@@ -1,4 +1,4 @@
-"""`rondo status`: how far each round is, what runs now, and what to do next, for a terminal."""
+"""`rondo status`: the state of each stage and round, and the next step, for a terminal."""
 
 import json
 import re
@@ -16,40 +16,38 @@ from flows.report import summary
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
 
-LOCKS = Path(".dvc/tmp/rwlock")
-CHANGED = "to do"
+DVC_LOCKS = Path(".dvc/tmp/rwlock")
+NOT_UP_TO_DATE = "to do"
 
 
 def text(home: Path) -> str:
-    """A stage a line and a round a column; below it the verdicts, and the runs that have a folder
-    of their own.
+    """A table with a row per stage and a column per round; below it the verdicts, and the runs that
+    have a workspace.
     """
     rounds = list(load_params().rounds)
-    addresses, now = dvc_stages.stage_order(rounds), running()
+    addresses, current = dvc_stages.stage_order(rounds), running_stage()
+    # `dvc status` fails while DVC runs: then all stages after the running one count as to do
     todo = (
-        set(addresses[addresses.index(now) :])
-        if now in addresses
+        set(addresses[addresses.index(current) :])
+        if current in addresses
         else dvc_stages.waiting(addresses)
-    )  # DVC tells nothing while it runs
+    )
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)
-    for stage in dict.fromkeys(split_address(address)[0] for address in addresses):
-        table.add_row(
-            stage,
-            *(
-                state(address, now, todo)
-                for address in addresses
-                if split_address(address)[0] == stage
-            ),
-        )
+    by_stage: dict[str, list[str]] = {}
+    for address in addresses:
+        by_stage.setdefault(split_address(address)[0], []).append(state(address, current, todo))
+    for stage, states in by_stage.items():
+        table.add_row(stage, *states)
     lines = [tables.drawn(table), *summary.verdict(rounds), *workspaces(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 
-def state(address: str, now: str | None, todo: set[str]) -> str:
+def state(address: str, current: str | None, todo: set[str]) -> str:
+    """A cell of the table; `current` is the running stage."""
     stage, round_ = split_address(address)
-    if address == now:
+    if address == current:
         return f"runs{progress(round_, stage)}"
     verdict = (
         verdicts.read_gate(round_, stage.removeprefix("gate_"))
@@ -57,47 +55,49 @@ def state(address: str, now: str | None, todo: set[str]) -> str:
         else None
     )
     if verdict and not verdict["opened"]:
-        return "shut"
-    return CHANGED if address in todo else "done"
+        return "failed"
+    return NOT_UP_TO_DATE if address in todo else "done"
 
 
-def running() -> str | None:
-    """The stage that DVC runs in this folder, by its locks."""
+def running_stage() -> str | None:
+    """The stage that DVC runs in this folder, read from DVC's file of locks."""
     try:
-        locks = json.loads(LOCKS.read_text())
-    except (FileNotFoundError, ValueError):  # nothing has run yet, or DVC writes at this moment
+        locks = json.loads(DVC_LOCKS.read_text())
+    except (FileNotFoundError, ValueError):  # nothing has run yet, or DVC is writing the file
         return None
+    # Per kind (read, write) and path: one holder of a write lock, a list of those of a read lock
     holders = [
         holder
-        for kind in locks.values()
-        for each in kind.values()
-        for holder in (each if isinstance(each, list) else [each])
+        for by_path in locks.values()
+        for holders_of_path in by_path.values()
+        for holder in (holders_of_path if isinstance(holders_of_path, list) else [holders_of_path])
     ]
     commands = (holder["cmd"] for holder in holders if psutil.pid_exists(holder["pid"]))
-    found = (re.search(r"repro --single-item (?:--force )?(\S+)", command) for command in commands)
-    return next((match[1] for match in found if match), None)
+    pattern = re.compile(r"repro --single-item (?:--force )?(\S+)")
+    matches = (pattern.search(command) for command in commands)
+    return next((match[1] for match in matches if match), None)
 
 
 def progress(round_: str, stage: str) -> str:
-    """`: step 12, loss 0.3`, where it has said so."""
+    """`: step 12, loss 0.3`, from the last row of metrics.jsonl; empty if there is none."""
     path = stage_dir(round_, stage) / "metrics.jsonl"
     rows = path.read_text().splitlines() if path.exists() else []
-    last = json.loads(rows[-1]) if rows else {}
-    names = [
-        name
+    if not rows:
+        return ""
+    last = json.loads(rows[-1])
+    metrics = [
+        f"{name} {last[name]:.3g}"
         for name in ("score_mean", "judge_mean", "kl", "loss")
         if isinstance(last.get(name), float)
     ]
-    return (
-        ", ".join([f": step {last['step']}", *(f"{name} {last[name]:.3g}" for name in names)])
-        if last
-        else ""
-    )
+    return ", ".join([f": step {last['step']}", *metrics])
 
 
 def workspaces(home: Path) -> list[str]:
-    """A line for each run in a folder of its own: ended, or not yet."""
-    return [
-        f"runs/{folder.name}: {'ended' if (folder / ENDED).exists() else 'runs, waits or was cut off'}; {folder}"
-        for folder in sorted((home / WORKSPACES).glob("*"))
-    ]
+    """A line for each run with a workspace: whether it ended, and the folder."""
+    lines = []
+    for folder in sorted((home / WORKSPACES).glob("*")):
+        ended = (folder / ENDED).exists()
+        run_state = "ended" if ended else "running, waiting or interrupted"
+        lines.append(f"runs/{folder.name}: {run_state}; {folder}")
+    return lines

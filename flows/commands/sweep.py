@@ -1,5 +1,5 @@
-"""The flow `sweep`: the pipeline once for each value of a key and each seed, and a table of them
-all.
+"""The flow `sweep`: the pipeline once for each value of a key and each seed, and a table of the
+results.
 """
 
 from contextlib import chdir
@@ -40,28 +40,26 @@ def sweep(
     preset: PresetName = KEEP,
     rounds: Rounds = 1,
 ) -> State[Any]:
-    """The pipeline once for each value of a key, each in a git worktree that ends as a branch;
-    stages that are equal are computed once.
+    """Run the pipeline once for each value of a key, each in a git worktree that ends as a branch.
+    Stages with equal inputs are computed once.
 
     Args:
-        key: What differs, section.key of params.yaml.
+        key: The key that varies, section.key of params.yaml.
         values: Its values, as YAML.
-        seeds: Each value once for each of these. Empty: the seed of params.yaml.
-        settings: Other values, section.key=value, the same for all.
+        seeds: Seeds to combine with each value. Empty: the seed of params.yaml.
+        settings: Other values, section.key=value, the same for all runs.
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
-        rounds: How many rounds. 0: as params.yaml or the preset says.
+        rounds: The number of rounds. 0: that of params.yaml or the preset.
     """
-    say, run = make_logger(), run_id()
-    seeded = [[f"seed={seed}"] for seed in seeds] or [[]]
-    points = [[f"{key}={value}", *seed] for seed in seeded for value in values]
-    for point in points:
-        resolve(
-            preset, rounds or None, [*settings, *point]
-        )  # bad input is said before anything starts
+    log, run = make_logger(), run_id()
+    seed_settings = [[f"seed={seed}"] for seed in seeds] or [[]]
+    points = [[f"{key}={value}", *seed] for seed in seed_settings for value in values]
+    for point in points:  # bad input is an error before any run starts
+        resolve(preset, rounds or None, [*settings, *point])
     rows: list[dict[str, str]] = []
     for number, point in enumerate(points):
         name = f"{run}.{number}"
-        say(f"{number + 1} of {len(points)}: {', '.join(point)}")
+        log(f"{number + 1} of {len(points)}: {', '.join(point)}")
         pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
         with chdir(home_folder() / WORKSPACES / name):
             names = list(load_params().rounds)
@@ -70,19 +68,29 @@ def sweep(
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"
     write_text(path, markdown(rows))
-    say(markdown(rows))
-    return Completed(message=f"{len(points)} runs done, each on its branch runs/{run}.N; {path}")
+    log(markdown(rows))
+    message = f"{len(points)} runs done, each on its branch runs/{run}.N; table: {path}"
+    return Completed(message=message)
 
 
 def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, str]:
-    """What there is of a round of a run, in whose folder this is called. todo: stages that it has
-    not come to; their files are older.
+    """The table's row of one round of a run, from the working directory.
+
+    `todo` are the stages that the run did not reach: their files are from an earlier run.
     """
     cells = summary.cells_of(round_)
-    made_by = {title: f"{summary.stage_of(title)}@{round_}" for title in SHOWN}
-    told = {title: "-" if made_by[title] in todo else cells[title] for title in SHOWN}
+    results = {
+        title: "-" if f"{summary.stage_of(title)}@{round_}" in todo else cells[title]
+        for title in SHOWN
+    }
     (verdict,) = summary.verdict([round_])
-    return {"run": name, "what": ", ".join(point), "round": round_, **told, "verdict": verdict}
+    return {
+        "run": name,
+        "settings": ", ".join(point),
+        "round": round_,
+        **results,
+        "verdict": verdict,
+    }
 
 
 def markdown(rows: list[dict[str, str]]) -> str:

@@ -1,5 +1,6 @@
-"""A gate that asks (gates.<gate>.policy `ask`): a person decides, in the Prefect UI or with `rondo
-approve`, and says why.
+"""Approval of a failed gate whose policy is `ask` (gates.<gate>.policy).
+
+A person approves or refuses, in the Prefect UI or with `rondo approve`, and gives a reason.
 """
 
 import hashlib
@@ -28,72 +29,73 @@ WAIT_SECONDS = 7 * 24 * 3600
 class Decision(RunInput):
     """The form that a suspended run shows."""
 
-    approve: bool = Field(False, description="Go on although these numbers are out of their bands.")
-    by: str = Field(min_length=1, description="Who decides.")
+    approve: bool = Field(False, description="Continue the run although the gate failed.")
+    by: str = Field(min_length=1, description="Your name.")
     reason: str = Field(
-        min_length=1, description="Why; it is kept in the verdict, in approvals/ and in MLflow."
+        min_length=1,
+        description="Your reason. It is recorded in the verdict, in approvals/ and in MLflow.",
     )
 
 
 def waiting(address: str) -> dict[str, Any] | None:
-    """The verdict of a gate that is shut and waits for a decision; None for any other stage, and
-    for one that was refused.
+    """The verdict of a failed gate that waits for a decision; None for any other stage, and for a
+    gate that was refused.
     """
     stage, round_ = split_address(address)
     verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
-    asks = (
+    undecided = (
         verdict
         and not verdict["opened"]
         and verdict["policy"] == Policy.ask.value
         and not verdict["approval"]
     )
-    return verdict if asks else None
+    return verdict if undecided else None
 
 
 def decided_in_the_ui(address: str) -> bool:
-    """Whether somebody has decided on the gate of a run that was started in the Prefect UI; until
-    then it is suspended: its process ends, and starts again with the decision.
+    """Whether a person decided on this gate, in a run that was started from the Prefect UI.
+
+    Without a decision the run is suspended: its process ends, and Prefect starts the flow again
+    with the decision.
+
+    Returns:
+        False if there is nothing to decide, or if the run was started from a terminal.
 
     Raises:
         Pause: there is no decision yet.
     """
     verdict = waiting(address)
-    if verdict is None or not deployment.id:  # a run of the terminal has nobody who looks at the UI
+    if verdict is None or not deployment.id:  # without a deployment it is a run of the terminal
         return False
-    get_run_logger().info(f"{address} waits for a decision: press Resume in this run's page")
-    told = "\n".join(
-        [
-            f"The {verdict['gate']} gate of {verdict['round']} is shut:",
-            *(f"- {line}" for line in failed_checks(verdict)),
-        ]
-    )
-    form, key = Decision.with_initial_data(description=told), key_of(verdict)
-    answers = keyset_from_base_key(f"suspended-{key}")
-    if given := read_flow_run_input(answers["response"]):  # before the run was cut off
-        decision = Decision.model_validate(given)
+    get_run_logger().info(f"{address} waits for a decision: press Resume on this run's page")
+    title = f"The {verdict['gate']} gate of {verdict['round']} failed:"
+    question = "\n".join([title, *(f"- {check}" for check in failed_checks(verdict))])
+    form, key = Decision.with_initial_data(description=question), key_of(verdict)
+    input_keys = keyset_from_base_key(f"suspended-{key}")
+    if response := read_flow_run_input(input_keys["response"]):  # given before an interruption
+        decision = Decision.model_validate(response)
     else:
-        for (
-            name
-        ) in answers.values():  # of a question that nobody has answered: Prefect takes none twice
-            if read_flow_run_input(name) is not None:
-                delete_flow_run_input(name)
+        # Prefect accepts no second question with the same key: delete one without a response
+        for input_key in input_keys.values():
+            if read_flow_run_input(input_key) is not None:
+                delete_flow_run_input(input_key)
         decision = suspend_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, key=key)
     decide(verdict, decision.approve, decision.by, decision.reason)
     return True
 
 
 def key_of(verdict: dict[str, Any]) -> str:
-    """Of a question: the folder, the gate, and the numbers that are seen, for a decision holds for
-    these alone.
+    """The key of a question in Prefect.
+
+    It contains a hash of the failed numbers, because a decision is valid for these numbers only.
     """
     numbers = json.dumps(failed_values(verdict), sort_keys=True)
-    return slug(
-        f"{Path.cwd().name}-{verdict['gate']}-{verdict['round']}-{hashlib.sha256(numbers.encode()).hexdigest()[:8]}".lower()
-    )
+    digest = hashlib.sha256(numbers.encode()).hexdigest()[:8]
+    return slug(f"{Path.cwd().name}-{verdict['gate']}-{verdict['round']}-{digest}".lower())
 
 
 def decide(verdict: dict[str, Any], approve: bool, by: str, reason: str) -> str:
-    """Write the decision down; returns the path."""
+    """Write the decision to approvals/ and return its path."""
     approval = Approval(approved=approve, by=by, reason=reason, failed=failed_values(verdict))
     return str(write_approval(verdict["round"], verdict["gate"], approval))
 
@@ -103,24 +105,26 @@ def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
 
 
 def decide_here(gate: str, round_: str, approve: bool, by: str | None, reason: str) -> str:
-    """`rondo approve`.
+    """`rondo approve`: write the decision of a person at the terminal and return its path.
 
     Raises:
-        BadInput: the gate was not reached, or has nothing to be decided.
+        BadInput: the gate was not reached, passed, or does not ask; or the reason is empty.
     """
     verdict = read_gate(round_, gate)
     if verdict is None:
         raise BadInput(
-            f"reports/{round_}/gate_{gate}.json: no such verdict; run `dvc repro gate_{gate}@{round_}` first"
+            f"reports/{round_}/gate_{gate}.json: no such verdict; "
+            f"run `dvc repro gate_{gate}@{round_}` first"
         )
     if verdict["passed"]:
-        raise BadInput(f"the {gate} gate of {round_} has passed: there is nothing to approve")
+        raise BadInput(f"the {gate} gate of {round_} passed: there is nothing to approve")
     if verdict["policy"] != Policy.ask.value:
         raise BadInput(
-            f"gates.{gate}.policy is `{verdict['policy']}`: set it to `ask` in params.yaml, run again, then decide"
+            f"gates.{gate}.policy is `{verdict['policy']}`: set it to `ask` in params.yaml, "
+            "run again, then decide"
         )
     if not reason.strip():
         raise BadInput(
-            '--reason is empty: say why, e.g. --reason "the slice has 31 pairs, seen by hand"'
+            '--reason is empty: give one, e.g. --reason "the slice has 31 pairs, seen by hand"'
         )
     return decide(verdict, approve, by or current_user(), reason)

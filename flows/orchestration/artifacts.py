@@ -1,8 +1,5 @@
-"""What a run's page in Prefect shows of a stage: a bar, PPO's health and newest answers; at its end
-numbers, samples, pictures, verdict.
-
-A page that cannot be shown must not undo what a stage does: that is said, and for a minute nothing
-more is tried.
+"""Prefect artifacts of a stage: a progress bar, PPO's health and newest responses while it runs;
+metrics, samples, pictures or the gate's verdict at its end.
 """
 
 import base64
@@ -41,98 +38,107 @@ from stages.lib.data.prompts import transcript
 
 Artifact = ProgressArtifact | MarkdownArtifact | TableArtifact
 PROGRESS = re.compile(
-    r"\[\S+\] step (?P<step>\d+)/(?P<total>\d+)  eta (?P<eta>\d+:\d\d)(?:  (?P<said>.*))?$"
+    r"\[\S+\] step (?P<step>\d+)/(?P<total>\d+)  eta (?P<eta>\d+:\d\d)(?:  (?P<details>.*))?$"
 )
 FINDING = re.compile(r"(warn|danger): ")
-BAR_SECONDS, ANSWER_SECONDS, PAUSE_SECONDS = 2.0, 20.0, 60.0
-SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and of each text
-OF_AN_ANSWER = ("prompt", "response", "score", "judge", "kl")
+PROGRESS_SECONDS, RESPONSES_SECONDS = 2.0, 20.0  # between two updates of an artifact
+PAUSE_SECONDS = 60.0  # after an error
+SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and characters of a text
+ROLLOUT_COLUMNS = ("prompt", "response", "score", "judge", "kl")
 
 
 class RunArtifacts:
-    """One stage's part of the page."""
+    """The artifacts of one stage on the page of its run.
 
-    def __init__(self, address: str, say: LogLine) -> None:
-        self.address, self.say = address, say
+    `line` and `end` never raise: an artifact that cannot be shown must not stop the stage. The
+    error is logged, and nothing more is sent for PAUSE_SECONDS.
+    """
+
+    def __init__(self, address: str, log: LogLine) -> None:
+        self.address, self.log = address, log
         self.stage, self.round = addresses.split_address(address)
         self.key = addresses.slug(address)
-        self.bar: UUID | None = None
+        self.progress_id: UUID | None = None
         self.findings: list[str] = []
-        self.read: dict[Path, int] = {}  # bytes of each file of rollouts
-        self.bar_due, self.answers_due, self.silent_until = (
-            0.0,
-            time.monotonic() + ANSWER_SECONDS,
-            0.0,
-        )
+        self.bytes_read: dict[Path, int] = {}  # of each file of rollouts
+        # Times of time.monotonic()
+        self.progress_due = 0.0
+        self.responses_due = time.monotonic() + RESPONSES_SECONDS
+        self.paused_until = 0.0
 
     def line(self, text: str) -> None:
-        """The stage has printed this."""
-        if time.monotonic() >= self.silent_until:
-            with self._kept_apart():
-                for artifact in self.news(text):
-                    self._show(artifact)
+        """Update the page after the stage printed this line."""
+        if time.monotonic() >= self.paused_until:
+            with self._errors_ignored():
+                for artifact in self.updates(text):
+                    self._send(artifact)
 
     def end(self, outcome: str) -> None:
-        """The stage has ended, well or not; a gate that is shut has a verdict too. Nothing new is
-        drawn of one that has not run.
-        """
-        with self._kept_apart():
-            if outcome != "failed" and self.bar:
-                update_progress_artifact(self.bar, 100.0, f"{self.address}: done")
-            for artifact in (
-                self.results() if outcome != "failed" or self.stage.startswith("gate_") else ()
-            ):
-                self._show(artifact)
-            for artifact in self.pictures() if outcome == dvc_stages.Outcome.ran.value else ():
-                self._show(artifact)
+        """Show the results of the stage at its end.
 
-    def news(self, text: str) -> Iterator[Artifact]:
-        """What a line of the stage's changes on the page."""
-        found = PROGRESS.match(text)
-        if not found:
+        A failed gate shows its verdict, another failed stage nothing. Charts are drawn only of a
+        stage that ran.
+        """
+        with self._errors_ignored():
+            succeeded = outcome != "failed"
+            if succeeded and self.progress_id:
+                update_progress_artifact(self.progress_id, 100.0, f"{self.address}: done")
+            if succeeded or self.stage.startswith("gate_"):
+                for artifact in self.results():
+                    self._send(artifact)
+            if outcome == dvc_stages.Outcome.ran.value:
+                for artifact in self.pictures():
+                    self._send(artifact)
+
+    def updates(self, line: str) -> Iterator[Artifact]:
+        """The artifacts that change with a line of the stage's output."""
+        match = PROGRESS.match(line)
+        if not match:
             return
-        step, total, said = int(found["step"]), int(found["total"]), found["said"] or ""
-        if time.monotonic() >= self.bar_due or step == total:
-            self.bar_due = time.monotonic() + BAR_SECONDS
-            told = f"{self.address}: step {step} of {total}, {found['eta']} left"
+        step, total, details = int(match["step"]), int(match["total"]), match["details"] or ""
+        if time.monotonic() >= self.progress_due or step == total:
+            self.progress_due = time.monotonic() + PROGRESS_SECONDS
             yield ProgressArtifact(
-                key=f"progress-{self.key}", progress=100 * step / total, description=told
+                key=f"progress-{self.key}",
+                progress=100 * step / total,
+                description=f"{self.address}: step {step} of {total}, {match['eta']} left",
             )
-        if FINDING.match(said):
-            self.findings.append(f"- update {step}: {html.escape(said, quote=False)}")
+        if FINDING.match(details):
+            self.findings.append(f"- update {step}: {html.escape(details, quote=False)}")
             yield MarkdownArtifact(
                 key=f"health-{self.key}",
                 markdown="\n".join(self.findings),
                 description=f"Health of {self.address}",
             )
-        if time.monotonic() >= self.answers_due:
-            self.answers_due = time.monotonic() + ANSWER_SECONDS
-            if answers := self.newest_answers():
-                told = f"Answers of {self.address} at update {answers[0]['update']}"
+        if time.monotonic() >= self.responses_due:
+            self.responses_due = time.monotonic() + RESPONSES_SECONDS
+            if responses := self.newest_responses():
                 yield TableArtifact(
-                    key=f"answers-{self.key}", table=table(answers, OF_AN_ANSWER), description=told
+                    key=f"answers-{self.key}",
+                    table=table(responses, ROLLOUT_COLUMNS),
+                    description=f"Responses of {self.address} at update {responses[0]['update']}",
                 )
 
-    def newest_answers(self) -> list[Row]:
-        """Rollouts of the last update since they were last read; only what has been appended is
-        read.
+    def newest_responses(self) -> list[Row]:
+        """Rollouts of the last update that was appended since the last call; empty if there is
+        none. Only the appended part of the file is read.
         """
         files = sorted((work_dir(self.round, self.stage) / "rollouts").glob("*.jsonl.gz"))
         if not files:
             return []
         with files[-1].open("rb") as stream:
-            stream.seek(self.read.get(files[-1], 0))
+            stream.seek(self.bytes_read.get(files[-1], 0))
             appended = stream.read()
             end = stream.tell()
         try:
             rows = [json.loads(line) for line in gzip.decompress(appended).splitlines()]
-        except EOFError:  # the stage writes at this moment
+        except EOFError:  # the stage is writing: the next call reads it
             return []
-        self.read[files[-1]] = end
+        self.bytes_read[files[-1]] = end
         return [row for row in rows if row["update"] == rows[-1]["update"]][:SHOWN]
 
     def results(self) -> Iterator[Artifact]:
-        """What the stage has left: a verdict, or numbers and samples."""
+        """The verdict of a gate, or the metrics and samples of another stage."""
         if self.stage.startswith("gate_"):
             if verdict := verdicts.read_gate(self.round, self.stage.removeprefix("gate_")):
                 yield MarkdownArtifact(
@@ -142,10 +148,8 @@ class RunArtifacts:
                 )
             return
         folder = stage_dir(self.round, self.stage)
-        if numbers := [
-            {"metric": name, "value": value}
-            for name, value in flatten(summary.read_metrics(folder))
-        ]:
+        metrics = flatten(summary.read_metrics(folder))
+        if numbers := [{"metric": name, "value": value} for name, value in metrics]:
             yield TableArtifact(
                 key=self.key, table=numbers, description=f"Metrics of {self.address}"
             )
@@ -159,71 +163,73 @@ class RunArtifacts:
             )
 
     def pictures(self) -> Iterator[Artifact]:
+        """The charts of the report that belong to the stage."""
         draw = page.PICTURES.get(self.stage)
-        if draw and (drawn := draw(read_round(self.round, read_locks()), load_params())):
-            shown = "\n\n".join(picture(each) for each in drawn)
+        if draw and (charts_of_stage := draw(read_round(self.round, read_locks()), load_params())):
             yield MarkdownArtifact(
                 key=f"pictures-{self.key}",
-                markdown=shown,
+                markdown="\n\n".join(picture_markdown(chart) for chart in charts_of_stage),
                 description=f"Pictures of {self.address}",
             )
 
-    def _show(self, artifact: Artifact) -> None:
-        key, told = artifact.key, artifact.description
+    def _send(self, artifact: Artifact) -> None:
+        key, description = artifact.key, artifact.description
         if isinstance(artifact, MarkdownArtifact):
-            create_markdown_artifact(artifact.markdown, key, told)
+            create_markdown_artifact(artifact.markdown, key, description)
         elif isinstance(artifact, TableArtifact):
-            create_table_artifact(artifact.table, key, told)
-        elif self.bar:
-            update_progress_artifact(self.bar, artifact.progress, told)
+            create_table_artifact(artifact.table, key, description)
+        elif self.progress_id:
+            update_progress_artifact(self.progress_id, artifact.progress, description)
         else:
-            self.bar = cast(UUID, create_progress_artifact(artifact.progress, key, told))
+            created = create_progress_artifact(artifact.progress, key, description)
+            self.progress_id = cast(UUID, created)
 
     @contextmanager
-    def _kept_apart(self) -> Iterator[None]:
-        self.silent_until = time.monotonic() + PAUSE_SECONDS
-        with ignore_ui_errors(self.address, self.say):
+    def _errors_ignored(self) -> Iterator[None]:
+        # Reset only without an error
+        self.paused_until = time.monotonic() + PAUSE_SECONDS
+        with ignore_ui_errors(self.address, self.log):
             yield
-            self.silent_until = 0.0
+            self.paused_until = 0.0
 
 
 @contextmanager
-def ignore_ui_errors(what: str, say: LogLine) -> Iterator[None]:
-    """Around what only shows something."""
+def ignore_ui_errors(subject: str, log: LogLine) -> Iterator[None]:
+    """Log an error of code that only shows something in Prefect, instead of raising it."""
     try:
         yield
     except Exception as error:
-        say(f"{what} is not shown in Prefect for now ({type(error).__name__}: {error})")
+        log(f"{subject} is not shown in Prefect for now ({type(error).__name__}: {error})")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Row]:
-    """For Prefect's tables, which take what a model wrote for HTML. columns: those wanted; none:
-    all.
+    """Rows for a Prefect table, with these columns or all.
+
+    Prefect renders cells as HTML, so the texts of models are escaped.
     """
     names = columns or list(dict.fromkeys(name for row in rows for name in row))
     return [{name: cell(row.get(name, "")) for name in names} for row in rows]
 
 
 def cell(value: Any) -> Any:
+    if isinstance(value, int | float):
+        return value
     if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
         value = transcript(value).strip()
-    return (
-        value
-        if isinstance(value, int | float)
-        else html.escape(str(value)[:SHOWN_CHARACTERS], quote=False)
-    )
+    return html.escape(str(value)[:SHOWN_CHARACTERS], quote=False)
 
 
-def picture(drawn: Markup) -> str:
-    """One of the report's, in Markdown."""
-    data = base64.b64encode(charts.on_paper(drawn).encode()).decode()
+def picture_markdown(picture: Markup) -> str:
+    """A chart of the report as an image in Markdown."""
+    data = base64.b64encode(charts.on_paper(picture).encode()).decode()
     return f"![](data:image/svg+xml;base64,{data})"
 
 
 def gate_markdown(verdict: dict[str, Any]) -> str:
-    """How it ended, and its checks."""
-    columns = ("metric", "value", "band", "passed", "next_step")
+    """The outcome of a gate and a table of its checks."""
+    header = ("metric", "value", "threshold", "passed", "next step")
+    keys = ("metric", "value", "band", "passed", "next_step")
     checks = tables.markdown_table(
-        columns, ([check[column] for column in columns] for check in verdict["checks"])
+        header, ([check[key] for key in keys] for check in verdict["checks"])
     )
     return f"{html.escape(summary.outcome(verdict), quote=False)}\n\n{checks}"

@@ -1,8 +1,8 @@
-"""How many stages compute at once: Prefect's global concurrency limit `rondo-compute`, 1 unless a
-person has set it otherwise.
+"""The number of stages that compute at the same time: Prefect's global concurrency limit
+`rondo-compute`, 1 unless a person changed it.
 
-Runs beside each other, each in a workspace of its own, take turns by stages: what one has computed
-the next one gets from DVC's cache. A run without a server (`rondo run` alone) knows of no other.
+Concurrent runs, each in its own workspace, take turns stage by stage; a stage that one run computed
+is in DVC's cache for the others. A run without a Prefect server (`rondo run` alone) does not wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import get_current_settings
 
 LIMIT = "rondo-compute"
-LEASE_SECONDS = 60  # Prefect's least: how long a run that was killed keeps its slot
+LEASE_SECONDS = 60  # Prefect's minimum; a killed run keeps its slot for this long
 
 
 @contextmanager
-def compute_slot(say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a slot, after waiting for one."""
+def compute_slot(log: Callable[[str], None]) -> Iterator[None]:
+    """Wait for a slot, then hold it."""
     if not get_current_settings().api.url:
         yield
         return
@@ -32,8 +32,9 @@ def compute_slot(say: Callable[[str], None]) -> Iterator[None]:
         except ObjectAlreadyExists:
             limit = client.read_global_concurrency_limit_by_name(LIMIT)
             if limit.active_slots >= limit.limit:
-                say(
-                    f"waits: {limit.active_slots} of {limit.limit} slots of {LIMIT} are taken by other runs (Prefect's page Concurrency)"
+                log(
+                    f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of "
+                    f"{LIMIT} (see Concurrency in the Prefect UI)"
                 )
     with concurrency(
         LIMIT, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False

@@ -1,8 +1,8 @@
-"""Runs of the terminal whose process was killed: no worker is there to tell Prefect, which would
-believe them to run for ever.
+"""Marks runs of the terminal as crashed if their process was killed.
 
-A flow run holds a lock for as long as its process lives; the system takes it away however hard that
-ends, and gives it to no other process.
+They have no worker that would report this, so Prefect would show them as running for ever. A flow
+run holds a file lock while its process lives. The operating system releases the lock whenever the
+process ends, even by SIGKILL.
 """
 
 from pathlib import Path
@@ -11,32 +11,32 @@ from filelock import FileLock, Timeout
 
 from flows.core.prefect_api import flow_runs, set_state
 
-GONE = {"type": "CRASHED", "message": "its process has gone"}
-_held: list[FileLock] = []
+CRASHED = {"type": "CRASHED", "message": "its process ended without reporting a result"}
+_held_locks: list[FileLock] = []
 
 
 def hold_run_lock(path: Path) -> None:
-    """The lock of the flow run that is recorded in `path`, until this process ends, however often
-    it is asked for.
+    """Hold the lock of the flow run whose record is at `path` until this process ends.
 
-    To be called before there is a record.
+    It may be called several times, the first time before the record is written: `mark_crashed`
+    takes a record without a held lock for a crashed run.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_suffix(".lock"), is_singleton=True)
     lock.acquire()
-    _held.append(lock)
+    _held_locks.append(lock)  # a lock that is collected as garbage is released
 
 
 def mark_crashed(runs: Path) -> None:
-    """Let Prefect know of the runs that have a record in this folder, belong to no worker, and hold
-    their lock no more.
+    """Set the state of crashed runs in Prefect: running, without a worker, with a record in this
+    folder, and with a released lock.
     """
     for run in flow_runs(deployment_id={"is_null_": True}, state={"type": {"any_": ["RUNNING"]}}):
-        if (runs / f"{run}.json").exists() and _free(runs / f"{run}.lock"):
-            set_state(run, GONE)
+        if (runs / f"{run}.json").exists() and _is_free(runs / f"{run}.lock"):
+            set_state(run, CRASHED)
 
 
-def _free(path: Path) -> bool:
+def _is_free(path: Path) -> bool:
     try:
         with FileLock(path, blocking=False):
             return True

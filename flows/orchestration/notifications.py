@@ -1,8 +1,8 @@
-"""Who is told of a run that needs a person: `rondo up --notify URL`, or a notification block named
-`rondo` in Prefect's UI.
+"""Notifications about runs that need a person: `rondo up --notify URL`, or a notification block
+named `rondo` in Prefect's UI.
 
-Prefect's server tells them, by an automation. `--notify` makes a block of the type Custom Webhook;
-those of mail, Slack or Teams a person makes.
+An automation of the Prefect server sends them. `--notify` creates a block of the type Custom
+Webhook; blocks for mail, Slack or Teams are created by hand in the UI.
 """
 
 from typing import Any
@@ -12,9 +12,10 @@ from flows.core.prefect_api import ask
 from stages.lib.core.errors import BadInput
 
 STATES = ("GateFailed", "Suspended", "Failed", "Crashed")
+# An existing automation is found by this name: a new name would create a second one beside it
 NAME = f"rondo: tell of {', '.join(STATES)}"
 BLOCK = "rondo"
-# Prefect's words after Ctrl-C, and where `rondo up` cuts off what goes on later
+# Prefect's message after Ctrl-C, and for runs that `rondo up` interrupts: nobody is notified
 ENDED_BY_US = "Execution was aborted by a* signal."
 TRIGGER = {
     "type": "event",
@@ -28,38 +29,46 @@ TRIGGER = {
     "threshold": 1,
     "within": 0,
 }
-WHY = "'waits for a decision: Resume, on its page' if flow_run.state.name == 'Suspended' else flow_run.state.message"
+# Jinja, rendered by Prefect: a suspended run has no message of its own
+REASON = (
+    "'waits for a decision: press Resume on its page' "
+    "if flow_run.state.name == 'Suspended' else flow_run.state.message"
+)
 MESSAGE = {
     "subject": "{{ flow.name }} {{ flow_run.name }}: {{ flow_run.state.name }}",
-    "body": f"{{{{ {WHY} }}}}\n{{{{ flow_run|ui_url }}}}",
+    "body": f"{{{{ {REASON} }}}}\n{{{{ flow_run|ui_url }}}}",
 }
 
 
-def check(url: str) -> None:
-    """Refuse what takes no POST.
-
+def check_webhook(url: str) -> None:
+    """
     Raises:
-        BadInput: it is no address of http or https.
+        BadInput: it is not an address of http or https.
     """
     try:
         parts = urlsplit(url)
-        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        right = False
-    if not right:
+        valid = False
+    if not valid:
         raise BadInput(
-            f"--notify {url}: expected an address that takes a POST, http://... or https://..."
+            f"--notify {url}: expected an address that accepts a POST, http://... or https://..."
         )
 
 
 def tell(url: str | None) -> list[str]:
-    """Have the automation tell every block named `rondo`, the webhook at `url` among them; returns
-    their types.
+    """Create or extend the automation that notifies every block named `rondo`.
 
-    One that is there keeps its words, and whether it is on, as a person left them.
+    An existing automation keeps its actions and whether it is enabled, as a person left it.
+
+    Args:
+        url: The address of a webhook; its block is created first. None: the existing blocks only.
+
+    Returns:
+        The types of the blocks.
     """
     if url:
-        _webhook(url)
+        _save_webhook_block(url)
     blocks = ask(
         "block_documents/filter",
         {
@@ -71,34 +80,36 @@ def tell(url: str | None) -> list[str]:
         {"type": "send-notification", "block_document_id": block["id"], **MESSAGE}
         for block in blocks
     ]
-    known = ask("automations/filter", {"automations": {"name": {"any_": [NAME]}}})
-    if actions and not known:
+    existing = ask("automations/filter", {"automations": {"name": {"any_": [NAME]}}})
+    if actions and not existing:
         ask("automations/", {"name": NAME, "trigger": TRIGGER, "actions": actions})
-    elif known:
-        told = {action.get("block_document_id") for action in known[0]["actions"]}
-        new = [action for action in actions if action["block_document_id"] not in told]
+    elif existing:
+        automation = existing[0]
+        notified = {action.get("block_document_id") for action in automation["actions"]}
+        new = [action for action in actions if action["block_document_id"] not in notified]
         if new:
-            _change(known[0], [*known[0]["actions"], *new])
+            _set_actions(automation, [*automation["actions"], *new])
     return [block["block_type_name"] for block in blocks]
 
 
-def _change(automation: dict[str, Any], actions: list[dict[str, Any]]) -> None:
-    kept = {key: automation[key] for key in ("name", "description", "enabled", "tags", "trigger")}
-    ask(f"automations/{automation['id']}", {**kept, "actions": actions}, "PUT")
+def _set_actions(automation: dict[str, Any], actions: list[dict[str, Any]]) -> None:
+    # A PUT replaces all fields, so the others are sent back as they are
+    fields = {key: automation[key] for key in ("name", "description", "enabled", "tags", "trigger")}
+    ask(f"automations/{automation['id']}", {**fields, "actions": actions}, "PUT")
 
 
-def _webhook(url: str) -> None:
-    """The block of `--notify`, made or changed. `text` is the key that Slack and Mattermost read."""
-    kind = ask("block_types/slug/custom-webhook")["id"]
-    of_kind = {"block_documents": {"name": {"any_": [BLOCK]}, "block_type_id": {"any_": [kind]}}}
-    if known := ask("block_documents/filter", of_kind):
-        ask(f"block_documents/{known[0]['id']}", {"data": {"url": url}}, "PATCH")
-        return
-    schema = ask("block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [kind]}}})[0][
-        "id"
-    ]
-    data = {"name": BLOCK, "url": url, "json_data": {"text": "{{subject}}\n{{body}}"}}
-    ask(
-        "block_documents/",
-        {"name": BLOCK, "block_type_id": kind, "block_schema_id": schema, "data": data},
+def _save_webhook_block(url: str) -> None:
+    """Create the block of `--notify`, or set the address of the existing one."""
+    type_id = ask("block_types/slug/custom-webhook")["id"]
+    of_type = {"block_type_id": {"any_": [type_id]}}
+    existing = ask(
+        "block_documents/filter", {"block_documents": {"name": {"any_": [BLOCK]}, **of_type}}
     )
+    if existing:
+        ask(f"block_documents/{existing[0]['id']}", {"data": {"url": url}}, "PATCH")
+        return
+    schema = ask("block_schemas/filter", {"block_schemas": of_type})[0]
+    # `text` is the key that Slack and Mattermost read
+    data = {"name": BLOCK, "url": url, "json_data": {"text": "{{subject}}\n{{body}}"}}
+    block = {"name": BLOCK, "block_type_id": type_id, "block_schema_id": schema["id"]}
+    ask("block_documents/", {**block, "data": data})

@@ -1,5 +1,5 @@
-"""A stage that only the network failed (stages.errors.Unreachable) is tried again after a wait;
-what failed otherwise would fail again.
+"""Retries of a stage that failed because a server was unreachable (Unreachable in
+stages/lib/core/errors.py); other failures would only happen again.
 """
 
 import os
@@ -20,17 +20,18 @@ def retry_delays() -> list[float]:
     """Seconds before the second try, before the third, and so on.
 
     Raises:
-        BadInput: the environment variable says something else.
+        BadInput: the environment variable is not a list of seconds.
     """
-    said = os.environ.get(VARIABLE, WAITS)
+    value = os.environ.get(VARIABLE, WAITS)
     try:
-        return SECONDS.validate_python([each for each in said.split(",") if each.strip()])
+        return SECONDS.validate_python([part for part in value.split(",") if part.strip()])
     except ValidationError as error:
         raise BadInput(
-            f"{VARIABLE}={said}: expected seconds, comma-separated, e.g. {WAITS} ({format_validation_errors(error)})"
+            f"{VARIABLE}={value}: expected seconds, comma-separated, e.g. {WAITS} "
+            f"({format_validation_errors(error)})"
         ) from None
 
 
 def is_retryable(_task: Task[..., Any], _run: TaskRun, failed: State[Any]) -> bool:
-    """Prefect's `retry_condition_fn`: the state of a try that failed holds what it raised."""
+    """Prefect's `retry_condition_fn`; the data of a failed state are the exception."""
     return isinstance(failed.data, Unreachable)

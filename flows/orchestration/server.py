@@ -1,6 +1,4 @@
-"""`rondo up`: Prefect server, a worker and MLflow on loopback, until Ctrl-C; and where to find
-them.
-"""
+"""`rondo up`: Prefect server, a worker and MLflow on loopback, until Ctrl-C."""
 
 import itertools
 import json
@@ -14,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -29,52 +28,139 @@ from stages.lib.core.files import write_json
 
 POOL = "rondo"
 START_SECONDS = 120.0
-CUT_OFF = "cut_off.json"
-CUT_OFF_STATE = {"type": "CRASHED", "name": "CutOff", "message": "goes on with the next `rondo up`"}
+CUT_OFF = "cut_off.json"  # ids of the runs that the end of `rondo up` interrupted
+CUT_OFF_STATE = {"type": "CRASHED", "name": "CutOff", "message": "resumes with the next `rondo up`"}
 NIGHTLY = "0 2 * * *"
-RUN_SECONDS = 3.0  # for a flow run to end its stage and report
-LOOK_SECONDS, TICK_SECONDS = (
-    10.0,
-    0.5,
-)  # between looks for runs whose process has gone, for services that have ended
+RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
+LOOK_SECONDS = 10.0  # between two looks for crashed runs
+TICK_SECONDS = 0.5  # between two checks whether the services are running
 
 Process = subprocess.Popen[str]
 
 
 def prefect_environment(home: Path) -> dict[str, str]:
-    """What Prefect reads at import: its files in .rondo (made here), no analytics, no questions."""
+    """The variables that Prefect reads at import: its files in .rondo (created here), no analytics,
+    no prompts.
+    """
     (home / "prefect").mkdir(parents=True, exist_ok=True)
     return {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-        # a busy machine needs more than Prefect's 20
+        # Prefect's 20 s are too short on a busy machine
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": f"{START_SECONDS:.0f}",
         "PREFECT_CLI_PROMPT": "false",
-        # slots outlive a restart
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # leases of concurrency slots survive a restart of the server
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
+            "prefect.server.concurrency.lease_storage.filesystem"
+        ),
     }
 
 
-def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = print) -> None:
-    """Start everything, print the addresses when they answer, wait for SIGINT or SIGTERM, end
-    everything.
+@dataclass
+class _Services:
+    """The processes of `rondo up`, by name; each has a log <name>.log."""
 
-    Runs of the UI that end with it go on with the next call. notify: the address of a webhook
-    (flows/orchestration/notifications.py).
+    logs: Path
+    environment: dict[str, str]
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    def start(self, name: str, *command: str) -> None:
+        """Start `python -m <command>`."""
+        with self.log_file(name).open("w") as log:
+            self.processes[name] = process_guard.start(
+                [sys.executable, "-m", *command], env=self.environment, stdout=log, stderr=log
+            )
+
+    def run(self, name: str, *command: str) -> None:
+        """Start a command and wait for its end.
+
+        Raises:
+            RondoError: it failed.
+        """
+        self.start(name, *command)
+        if self.processes[name].wait(START_SECONDS):
+            raise RondoError(f"prefect {name} failed:\n{_tail(self.log_file(name))}")
+        del self.processes[name]
+
+    def wait_until(self, name: str, ready: Callable[[], bool]) -> None:
+        """
+        Raises:
+            RondoError: the service is not ready in time, or any service ended.
+        """
+        end = time.monotonic() + START_SECONDS
+        while not ready():
+            self.check_alive()
+            if time.monotonic() > end:
+                tail = _tail(self.log_file(name))
+                raise RondoError(f"{name} does not answer after {START_SECONDS:.0f} s:\n{tail}")
+            time.sleep(0.2)
+
+    def check_alive(self) -> None:
+        """
+        Raises:
+            RondoError: a service ended.
+        """
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                raise RondoError(
+                    f"{name} ended with {process.returncode}:\n{_tail(self.log_file(name))}"
+                )
+
+    def log_file(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+
+def serve(home: Path, notify: str | None = None, log: Callable[[str], None] = print) -> None:
+    """Start Prefect, MLflow and a worker, print their addresses, and stop them at SIGINT or
+    SIGTERM.
+
+    Runs of the Prefect UI that are interrupted by the end resume with the next call.
+
+    Args:
+        home: The .rondo folder, for databases and logs.
+        notify: The address of a webhook (flows/orchestration/notifications.py).
+        log: Called with each line of output.
 
     Raises:
-        BadInput: a port is in use, or `notify` is no address. RondoError: one of the services
-            ended, or did not answer in time; the end of its log is in the message.
+        BadInput: a port is in use, or `notify` is not an address.
+        RondoError: a service ended or did not answer in time; the message contains the end of its
+            log.
     """
     if notify is not None:
-        notifications.check(notify)
+        notifications.check_webhook(notify)
     for name, port in (("Prefect", PREFECT_PORT), ("MLflow", MLFLOW_PORT)):
         _check_port(name, port)
-    logs = home / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    environment = {
+    services = _Services(home / "logs", _service_environment(home))
+    services.logs.mkdir(parents=True, exist_ok=True)
+    # SIGINT too: a shell ignores it for a process that it starts in the background
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        _start_servers(services, home, log)
+        _deploy(services)
+        _offer_nightly()
+        for name in notifications.tell(notify):
+            log(f"notifications: block `{notifications.BLOCK}` ({name})")
+        for run in _reschedule_cut_off(home):
+            log(f"resumes: {run}, which was interrupted when `rondo up` ended")
+        _start_worker(services)
+        services.wait_until("mlflow", lambda: is_up(f"{MLFLOW_URL}/health"))
+        log(
+            f"Prefect  {PREFECT_URL}/deployments   start a run there: "
+            "rlhf-pipeline, next-round, sweep, evaluate-checkpoint"
+        )
+        log(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
+        _watch(services, home)
+    except KeyboardInterrupt:
+        log("\nstopping ...")
+    finally:
+        _stop_all(services.processes, home / CUT_OFF)
+
+
+def _service_environment(home: Path) -> dict[str, str]:
+    return {
         **command_environment(),
         **prefect_environment(home),
         "PREFECT_API_URL": f"{PREFECT_URL}/api",
@@ -83,75 +169,45 @@ def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = pr
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    services: dict[str, Process] = {}
 
-    def begin(name: str, *command: str) -> None:
-        with (logs / f"{name}.log").open("w") as log:
-            services[name] = process_guard.start(
-                [sys.executable, "-m", *command], env=environment, stdout=log, stderr=log
-            )
 
-    def until(name: str, ready: Callable[[], bool]) -> None:
-        end = time.monotonic() + START_SECONDS
-        while not ready():
-            _check_alive(services, logs)
-            if time.monotonic() > end:
-                raise RondoError(
-                    f"{name} does not answer after {START_SECONDS:.0f} s:\n{_tail(logs / f'{name}.log')}"
-                )
-            time.sleep(0.2)
+def _start_servers(services: _Services, home: Path, log: Callable[[str], None]) -> None:
+    """Start both servers and wait for Prefect, which the next steps need."""
+    prefect_address = ("--host", HOST, "--port", str(PREFECT_PORT))
+    services.start("prefect", "prefect", "server", "start", *prefect_address)
+    mlflow_address = ("--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1")
+    database = ("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}")
+    artifacts = ("--artifacts-destination", str(home / "mlartifacts"))
+    services.start("mlflow", "mlflow", "server", *database, *artifacts, *mlflow_address)
+    log(f"starting Prefect and MLflow (logs in {services.logs}) ...")
+    services.wait_until("prefect", lambda: is_up(f"{PREFECT_URL}/api/health"))
 
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # SIGINT too: a shell ignores it for what it starts in the background
-        signal.signal(number, _interrupt)
-    try:
-        begin("prefect", "prefect", "server", "start", "--host", HOST, "--port", str(PREFECT_PORT))
-        store, artifacts = f"sqlite:///{home / 'mlflow.db'}", str(home / "mlartifacts")
-        address = ("--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1")
-        begin(
-            "mlflow",
-            "mlflow",
-            "server",
-            "--backend-store-uri",
-            store,
-            "--artifacts-destination",
-            artifacts,
-            *address,
-        )
-        say(f"starting Prefect and MLflow (logs in {logs}) ...")
-        until("prefect", lambda: is_up(f"{PREFECT_URL}/api/health"))
-        for name, command in (
-            ("work-pool", ("create", POOL, "--type", "process", "--overwrite")),
-            ("deploy", ("--all",)),
-        ):
-            begin(name, "prefect", name, *command)
-            if services[name].wait(START_SECONDS):
-                raise RondoError(f"prefect {name} failed:\n{_tail(logs / f'{name}.log')}")
-            del services[name]
-        _offer_nightly()
-        for name in notifications.tell(notify):
-            say(f"notifies: block `{notifications.BLOCK}` ({name})")
-        for name in _take_up(home):
-            say(f"goes on: {name}, which the last end has cut off")
-        begin("worker", "prefect", "worker", "start", "--pool", POOL, "--type", "process")
-        until("worker", _worker_online)
-        until("mlflow", lambda: is_up(f"{MLFLOW_URL}/health"))
-        say(
-            f"Prefect  {PREFECT_URL}/deployments   start a run there: rlhf-pipeline, next-round, sweep, evaluate-checkpoint"
-        )
-        say(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
-        for tick in itertools.count():
-            _check_alive(services, logs)
-            if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
-                with suppress(OSError):  # Prefect is busy: the next look will do
-                    crashed_runs.mark_crashed(home / "runs")
-            time.sleep(TICK_SECONDS)
-    except KeyboardInterrupt:
-        say("\nstopping ...")
-    finally:
-        _stop_all(services, home / CUT_OFF)
+
+def _deploy(services: _Services) -> None:
+    """Create the work pool and the deployments of prefect.yaml."""
+    pool = ("create", POOL, "--type", "process", "--overwrite")
+    services.run("work-pool", "prefect", "work-pool", *pool)
+    services.run("deploy", "prefect", "deploy", "--all")
+
+
+def _start_worker(services: _Services) -> None:
+    options = ("--pool", POOL, "--type", "process")
+    services.start("worker", "prefect", "worker", "start", *options)
+    services.wait_until("worker", _worker_online)
+
+
+def _watch(services: _Services, home: Path) -> None:
+    """Check the services and look for crashed runs, until an interrupt.
+
+    Raises:
+        RondoError: a service ended.
+    """
+    for tick in itertools.count():
+        services.check_alive()
+        if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
+            with suppress(OSError):  # Prefect is busy: the next look finds them
+                crashed_runs.mark_crashed(home / "runs")
+        time.sleep(TICK_SECONDS)
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -166,16 +222,9 @@ def _check_port(name: str, port: int) -> None:
         except OSError:
             variable = "PREFECT_SERVER_API_PORT" if name == "Prefect" else "MLFLOW_PORT"
             raise BadInput(
-                f"port {port} for {name} is in use: end what listens there (`make ui` twice?), or set {variable}"
+                f"port {port} for {name} is in use: stop the program that uses it "
+                f"(is `make ui` already running?), or set {variable}"
             ) from None
-
-
-def _check_alive(services: dict[str, Process], logs: Path) -> None:
-    for name, process in services.items():
-        if process.poll() is not None:
-            raise RondoError(
-                f"{name} ended with {process.returncode}:\n{_tail(logs / f'{name}.log')}"
-            )
 
 
 def _tail(log: Path) -> str:
@@ -192,16 +241,14 @@ def _worker_online() -> bool:
 
 
 def _running() -> list[str]:
-    """Ids of the runs that Prefect believes a worker to run."""
+    """Ids of the runs of workers that have not ended, as far as Prefect knows."""
     return flow_runs(
         deployment_id={"is_null_": False}, state={"type": {"any_": ["PENDING", "RUNNING"]}}
     )
 
 
 def _offer_nightly() -> None:
-    """A schedule of next-round that is off; whether it is on later is for the person who switches
-    it.
-    """
+    """Add an inactive nightly schedule to next-round; an existing one stays as a person left it."""
     deployment = ask("deployments/name/next-round/next-round")
     if not deployment["schedules"]:
         ask(
@@ -210,22 +257,25 @@ def _offer_nightly() -> None:
         )
 
 
-def _take_up(home: Path) -> list[str]:
-    """Schedule again what was running when `rondo up` ended, or died; returns the names. No worker
-    is there yet, so none runs.
+def _reschedule_cut_off(home: Path) -> list[str]:
+    """Schedule the runs again that were interrupted when `rondo up` ended or was killed.
+
+    It is called before the worker starts: a run that Prefect shows as running has no process.
+
+    Returns:
+        Their ids.
     """
     cut_off = home / CUT_OFF
     dead = _running()
     for run in dead:
         set_state(run, CUT_OFF_STATE)
-    known = json.loads(cut_off.read_text()) if cut_off.exists() else []
-    again = flow_runs(
-        id={"any_": [*known, *dead]}, state={"type": {"any_": ["CRASHED"]}}
-    )  # some have come to their end meanwhile
-    for run in again:
+    recorded = json.loads(cut_off.read_text()) if cut_off.exists() else []
+    # Only the crashed ones: others reached their end before `rondo up` did
+    interrupted = flow_runs(id={"any_": [*recorded, *dead]}, state={"type": {"any_": ["CRASHED"]}})
+    for run in interrupted:
         set_state(run, {"type": "SCHEDULED", "name": "AwaitingRetry"})
     cut_off.unlink(missing_ok=True)
-    return again
+    return interrupted
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -236,33 +286,32 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
-    """Flow runs first, while the server still hears how they ended; then the rest at once. Within
-    10 s. cut_off: keeps their ids.
+    """Stop the flow runs first, while the server can still record their states, then all services
+    at once; within 10 s. The ids of the interrupted runs are written to `cut_off`.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if "worker" in services:
-        going: list[str] = []
-        with suppress(OSError):  # the server may be what has ended
-            going = _running()
-            write_json(cut_off, going)
-            for run in (
-                going
-            ):  # before their processes end, for the worker reports a crash of those that have not
+        running: list[str] = []
+        with suppress(OSError):  # the server may be the service that ended
+            running = _running()
+            write_json(cut_off, running)
+            # Before their processes end: after that the worker reports them as crashed
+            for run in running:
                 set_state(run, CUT_OFF_STATE)
+        # Not reached by the worker's end: each leads a session of its own
         processes = [
             process
             for worker in _children(services["worker"].pid)
             for process in _children(worker.pid)
-        ]  # each leads a session
+        ]
         for process in processes:
             process.terminate()
         for process in psutil.wait_procs(processes, RUN_SECONDS)[1]:
             process.kill()
         with suppress(OSError):
-            for run in flow_runs(
-                id={"any_": going}, state={"name": {"any_": ["Crashed"]}}
-            ):  # which were their own last words
+            # Some set this state themselves as they ended
+            for run in flow_runs(id={"any_": running}, state={"name": {"any_": ["Crashed"]}}):
                 set_state(run, CUT_OFF_STATE, force=True)
     for service in services.values():
         service.terminate()

@@ -1,4 +1,4 @@
-"""`rondo report`: what a run has come to, as one HTML file that asks for nothing from outside.
+"""`rondo report`: the results of all rounds in one HTML file that loads nothing from the network.
 
-`story` reads the files that the stages have written, `charts` draws, `page` puts both together.
+`round_data` reads the files that the stages wrote, `charts` draws, `page` renders the file.
 """

@@ -1,5 +1,6 @@
-"""Pictures of the report: matplotlib's SVG, whose colours the page's style sets, for light, dark
-and paper.
+"""Charts of the report: SVG by matplotlib.
+
+The colours are CSS variables of the page, so that one picture fits light, dark and printed pages.
 """
 
 import io
@@ -14,10 +15,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Points = tuple[Sequence[float], Sequence[float]]  # x, y
-Rate = tuple[float, float, float]  # share, and its interval
+Curve = tuple[Sequence[float], Sequence[float]]  # x, y
+Rate = tuple[float, float, float]  # share, low and high end of its interval
 
-# matplotlib knows no CSS variables: these colours stand for them until the text is there
+# matplotlib does not know CSS variables: it draws with these unused colours, and _svg replaces each
+# by its variable
 INK, LINE, BAD = "#010101", "#020202", "#030303"
 SERIES = ("#0300f1", "#0300f2", "#0300f3", "#0300f4")
 VARIABLES = {
@@ -27,8 +29,14 @@ VARIABLES = {
     **{colour: f"var(--c{n})" for n, colour in enumerate(SERIES, 1)},
 }
 PAPER = {
-    "--ink": "#1b1f24", "--line": "#d5dae0", "--bad": "#b3261e", "--c1": "#2a6fb0", "--c2": "#c25e00", "--c3": "#4d8b31", "--c4": "#8a4fa3",
-}  # fmt: skip
+    "--ink": "#1b1f24",
+    "--line": "#d5dae0",
+    "--bad": "#b3261e",
+    "--c1": "#2a6fb0",
+    "--c2": "#c25e00",
+    "--c3": "#4d8b31",
+    "--c4": "#8a4fa3",
+}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -42,24 +50,26 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "grid.color": LINE,
     "legend.frameon": False,
-    "text.parse_math": False,  # a model may write $
+    "text.parse_math": False,  # labels contain texts of models, and those may contain $
 }
-BOUNDS = (":", "-.")
-FAR = 2.0  # heights of the curves
+BOUND_STYLES = (":", "-.")
+MAX_BOUND_DISTANCE = 2.0  # from the curves, in heights of the curves
 
 
 @dataclass(frozen=True)
 class Marks:
-    """By what the legend calls them: heights as dotted lines, moments as dashed upright ones, spots
-    (x, y) as crosses.
+    """What a line chart shows beside its curves, by the label in the legend.
+
+    bounds: y of a dotted horizontal line. updates: x of a dashed vertical line. points: (x, y) of a
+    cross.
     """
 
     bounds: Mapping[str, float] = field(default_factory=dict)
-    moments: Mapping[str, float] = field(default_factory=dict)
-    spots: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    updates: Mapping[str, float] = field(default_factory=dict)
+    points: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.bounds) + len(self.moments) + len(self.spots)
+        return len(self.bounds) + len(self.updates) + len(self.points)
 
 
 NO_MARKS = Marks()
@@ -67,66 +77,62 @@ NO_MARKS = Marks()
 
 def lines(
     title: str,
-    series: Mapping[str, Points],
-    x: str,
-    y: str,
+    series: Mapping[str, Curve],
+    x_label: str,
+    y_label: str,
     marks: Marks = NO_MARKS,
     dots: bool = False,
 ) -> Markup:
-    named = len(series) + len(marks) if len(series) > 1 or marks else 0
+    """Curves by their label, with marks; `dots` marks each measurement."""
+    legend_entries = len(series) + len(marks) if len(series) > 1 or marks else 0
 
     def draw(axes: Axes) -> None:
+        curve_style: dict[str, Any] = {"markersize": 4, "linewidth": 1.6}
         for (label, (xs, ys)), colour in zip(series.items(), SERIES, strict=False):
-            axes.plot(
-                xs,
-                ys,
-                "o-" if dots else "-",
-                color=colour,
-                label=label,
-                markersize=4,
-                linewidth=1.6,
-            )
-        low, high = axes.get_ylim()
-        for (label, bound), dashes in zip(marks.bounds.items(), cycle(BOUNDS)):
-            near = (
-                low - FAR * (high - low) <= bound <= high + FAR * (high - low)
-            )  # else the legend says it, and the curve keeps its shape
-            axes.plot([], [], color=INK, linestyle=dashes, linewidth=1, label=label)
-            if near:
-                axes.axhline(bound, color=INK, linestyle=dashes, linewidth=1)
-        for label, moment in marks.moments.items():
-            axes.axvline(moment, color=INK, linestyle="--", linewidth=1, label=label)
-        for label, (at_x, at_y) in marks.spots.items():
-            axes.plot([at_x], [at_y], "X", color=BAD, markersize=8, markeredgewidth=0, label=label)
-        axes.set(xlabel=x, ylabel=y)
-        axes.locator_params(
-            axis="x", integer=all(float(at).is_integer() for xs, _ in series.values() for at in xs)
-        )
-        if named:
+            axes.plot(xs, ys, "o-" if dots else "-", color=colour, label=label, **curve_style)
+        _draw_bounds(axes, marks.bounds)
+        for label, x in marks.updates.items():
+            axes.axvline(x, color=INK, linestyle="--", linewidth=1, label=label)
+        for label, (x, y) in marks.points.items():
+            axes.plot([x], [y], "X", color=BAD, markersize=8, markeredgewidth=0, label=label)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        only_integers = all(float(x).is_integer() for xs, _ in series.values() for x in xs)
+        axes.locator_params(axis="x", integer=only_integers)
+        if legend_entries:
             axes.figure.legend(fontsize=8, loc="outside lower left")
 
-    return _svg(title, (4.6, 2.7 + 0.17 * named), draw)
+    return _svg(title, (4.6, 2.7 + 0.17 * legend_entries), draw)
+
+
+def _draw_bounds(axes: Axes, bounds: Mapping[str, float]) -> None:
+    """Horizontal lines, all in the legend.
+
+    A bound far from the curves is only in the legend: drawn, it would flatten them.
+    """
+    low, high = axes.get_ylim()
+    margin = MAX_BOUND_DISTANCE * (high - low)
+    for (label, bound), style in zip(bounds.items(), cycle(BOUND_STYLES)):
+        axes.plot([], [], color=INK, linestyle=style, linewidth=1, label=label)
+        if low - margin <= bound <= high + margin:
+            axes.axhline(bound, color=INK, linestyle=style, linewidth=1)
 
 
 def bars(title: str, rates: Mapping[str, Rate], bounds: Mapping[str, float]) -> Markup:
-    """Shares with their intervals, one below the other."""
+    """Horizontal bars of shares with their intervals, the first one on top; bounds are vertical
+    lines.
+    """
 
     def draw(axes: Axes) -> None:
-        names = list(rates)[::-1]
+        names = list(rates)[::-1]  # matplotlib starts at the bottom
         values = [rates[name] for name in names]
-        spread = [
-            [rate - low for rate, low, _ in values],
-            [high - rate for rate, _, high in values],
+        shares = [share for share, _, _ in values]
+        intervals = [
+            [share - low for share, low, _ in values],
+            [high - share for share, _, high in values],
         ]
-        axes.barh(names, [rate for rate, _, _ in values], color=SERIES[0], height=0.6)
-        axes.errorbar(
-            [rate for rate, _, _ in values],
-            range(len(names)),
-            xerr=spread,
-            fmt="none",
-            ecolor=INK,
-            elinewidth=1,
-        )
+        axes.barh(names, shares, color=SERIES[0], height=0.6)
+        rows = range(len(names))
+        axes.errorbar(shares, rows, xerr=intervals, fmt="none", ecolor=INK, elinewidth=1)
         for label, bound in bounds.items():
             axes.axvline(bound, color=INK, linestyle=":", linewidth=1)
             axes.annotate(
@@ -142,17 +148,16 @@ def bars(title: str, rates: Mapping[str, Rate], bounds: Mapping[str, float]) -> 
 
 
 def on_paper(picture: Markup) -> str:
-    """The picture for where there is no page with a style of its own: dark on white."""
-    text = str(picture)  # Markup would escape what is put in
+    """The picture with fixed colours, dark on white, for pages without the report's style."""
+    svg = str(picture)  # Markup.replace would escape the new text
     for variable, colour in PAPER.items():
-        text = text.replace(f"var({variable})", colour)
-    return text.replace("<svg ", '<svg style="background: #fff" ', 1)
+        svg = svg.replace(f"var({variable})", colour)
+    return svg.replace("<svg ", '<svg style="background: #fff" ', 1)
 
 
 def _svg(title: str, size: tuple[float, float], draw: Callable[[Axes], None]) -> Markup:
-    with rc_context(
-        {**STYLE, "svg.hashsalt": title}
-    ):  # ids that are this picture's own, and the same in every run
+    # The salt makes ids that differ between pictures and are the same in every run
+    with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(size, layout="constrained")
         axes = figure.subplots()
         axes.grid(alpha=0.5, linewidth=0.5)
@@ -160,15 +165,13 @@ def _svg(title: str, size: tuple[float, float], draw: Callable[[Axes], None]) ->
         axes.set_title(title, loc="left", pad=14)
         draw(axes)
         buffer = io.StringIO()
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    named = set(re.findall(r"#([\w-]+)", text))
-    text = re.sub(
-        r' id="([^"]+)"', lambda found: found[0] if found[1] in named else "", text
-    )  # axes_1 is in every picture
+        no_metadata = {"Date": None, "Creator": None}
+        figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # Ids without a reference, such as axes_1, are in every picture and would clash on one page
+    referenced = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
     for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
-    return Markup(text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))
+        svg = svg.replace(colour, variable)
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))

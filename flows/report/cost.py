@@ -1,5 +1,6 @@
-"""What a round has cost, stage by stage: minutes, watt-hours, tokens. Only what the files say; what
-they do not say is not guessed.
+"""The cost of a round per stage: minutes, watt-hours, tokens.
+
+Only what the stages' files contain is shown; an unknown amount stays unknown.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,143 +9,145 @@ from statistics import fmean
 from typing import Any
 
 from flows.report import summary
-from flows.report.round_data import Round
+from flows.report.round_data import RoundResults
 from stages.lib.core.files import read_jsonl, work_dir
 
 Amount = float | None
-ANSWERED = (
-    "base",
-    "sft",
-    "ppo",
-    "champion",
-)  # all passes of the evaluation; checkpoints have fewer
-BILL = {
-    "judges: tokens read": "tokens_in",
-    "judges: tokens written": "tokens_out",
+# The models that `evaluate` samples with all samples per prompt; PPO's checkpoints have fewer
+EVALUATED_MODELS = ("base", "sft", "ppo", "champion")
+JUDGE_ROWS = {
+    "judges: input tokens": "tokens_in",
+    "judges: output tokens": "tokens_out",
     "judges: price": "cost",
 }
 
 
 @dataclass(frozen=True)
-class Line:
-    """cells: by stage. about: the stages whose cell is not exact. unknown: what to say in place of
-    a total.
+class CostRow:
+    """A row of the cost table.
+
+    amounts: by stage. estimated: the stages whose amount is not exact. unknown: the total if no
+    stage has an amount.
     """
 
     title: str
-    cells: Mapping[str, Amount]
-    about: frozenset[str] = field(default_factory=frozenset)
+    amounts: Mapping[str, Amount]
+    estimated: frozenset[str] = field(default_factory=frozenset)
     unknown: str = "-"
 
     @property
     def known(self) -> dict[str, float]:
-        return {stage: amount for stage, amount in self.cells.items() if amount is not None}
+        return {stage: amount for stage, amount in self.amounts.items() if amount is not None}
 
     def cell(self, stage: str) -> str:
-        return shown(self.cells.get(stage), stage in self.about)
+        return format_amount(self.amounts.get(stage), stage in self.estimated)
 
     @property
     def total(self) -> str:
-        return (
-            shown(sum(self.known.values()), bool(self.about & set(self.known)))
-            if self.known
-            else self.unknown
-        )
+        if not self.known:
+            return self.unknown
+        return format_amount(sum(self.known.values()), bool(self.estimated & set(self.known)))
 
 
-def lines(told: Round) -> list[Line]:
-    """Minutes, energy and tokens of a round; those of judges where a judge counts them."""
-    energy = {stage: note.watt_hours for stage, note in told.made.items()}
-    written = {"ppo": written_by_policy(told), "evaluate": written_for_evaluation(told)}
-    found = [
-        Line(
-            "minutes",
-            {
-                stage: taken / 60
-                for stage in summary.STAGES
-                if (taken := seconds(told, stage)) is not None
-            },
-        ),
-        Line("watt-hours", energy, unknown="not readable" if energy else "-"),
-        Line("tokens trained on", {"sft": trained_on(told)}, about=frozenset({"sft"})),
-        Line(
-            "tokens written",
-            written,
-            about=frozenset() if "response_length" in told.curves["ppo"] else frozenset({"ppo"}),
-        ),
+def cost_rows(results: RoundResults) -> list[CostRow]:
+    """Minutes, energy and tokens of a round; rows for judges only if a judge reports its usage."""
+    minutes = {
+        stage: taken / 60
+        for stage in summary.STAGES
+        if (taken := stage_seconds(results, stage)) is not None
+    }
+    energy = {stage: note.watt_hours for stage, note in results.provenance.items()}
+    generated = {"ppo": policy_tokens(results), "evaluate": evaluation_tokens(results)}
+    # PPO's curves have the mean length of each update; without them it is that of one update
+    exact = "response_length" in results.curves["ppo"]
+    rows = [
+        CostRow("minutes", minutes),
+        CostRow("watt-hours", energy, unknown="not readable" if energy else "-"),
+        CostRow("tokens trained on", {"sft": sft_tokens(results)}, estimated=frozenset({"sft"})),
+        CostRow("tokens generated", generated, estimated=frozenset(() if exact else ("ppo",))),
     ]
-    bills = (
-        Line(
-            title, {stage: spent(told, stage, key) for stage in ("annotate", "evaluate", "replay")}
+    judge_rows = (
+        CostRow(
+            title,
+            {
+                stage: judge_usage(results, stage, key)
+                for stage in ("annotate", "evaluate", "replay")
+            },
         )
-        for title, key in BILL.items()
+        for title, key in JUDGE_ROWS.items()
     )
-    return [*found, *(line for line in bills if line.known)]
+    return [*rows, *(row for row in judge_rows if row.known)]
 
 
-def seconds(told: Round, stage: str) -> Amount:
-    """As the run that made it took them; else, by the clock beside its metrics, from its start to
-    its last step.
+def stage_seconds(results: RoundResults, stage: str) -> Amount:
+    """Seconds of the run that made the stage's results; without its provenance, the time from the
+    first to the last row of its clock.jsonl.
     """
-    if stage in told.made:
-        return told.made[stage].seconds
-    clock = work_dir(told.name, stage) / "clock.jsonl"
+    if stage in results.provenance:
+        return results.provenance[stage].seconds
+    clock = work_dir(results.name, stage) / "clock.jsonl"
     times = [row["time"] for row in read_jsonl(clock, "")] if clock.exists() else []
     return times[-1] - times[0] if len(times) > 1 else None
 
 
-def trained_on(told: Round) -> Amount:
-    """SFT's, prompts and completions: of a pass over its rows as much as its steps had rows; which
-    rows that were is not known.
+def sft_tokens(results: RoundResults) -> Amount:
+    """Prompt and completion tokens that SFT trained on.
+
+    An estimate: the tokens of one epoch, times the rows of all steps, over the rows of one epoch.
+    Which rows were in the last, partial epoch is not recorded.
     """
-    sft, config = told.metrics["sft"], told.settings("sft").get("sft")
+    sft, config = results.metrics["sft"], results.settings("sft").get("sft")
     if not sft.get("train_rows") or "steps" not in sft or not config:
         return None
-    rows = (
-        sft["steps"] * config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
-    )
-    return float(sft["train_tokens"] * rows / sft["train_rows"])
+    batch_size = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
+    return float(sft["train_tokens"] * (sft["steps"] * batch_size) / sft["train_rows"])
 
 
-def written_by_policy(told: Round) -> Amount:
-    """PPO's episodes: the mean length of all updates by its curve, else that around the policy that
-    was kept.
+def policy_tokens(results: RoundResults) -> Amount:
+    """Tokens of PPO's episodes, by the mean response length of all updates; without curves, by that
+    of the updates around the selected policy.
     """
-    ppo, lengths = told.metrics["ppo"], told.curves["ppo"].get("response_length")
+    ppo, lengths = results.metrics["ppo"], results.curves["ppo"].get("response_length")
     length = fmean(lengths) if lengths else ppo.get("response_length")
     return ppo["episodes"] * length if "episodes" in ppo and length is not None else None
 
 
-def written_for_evaluation(told: Round) -> Amount:
-    """The models' answers to the frozen prompts; a checkpoint with the policy's weights gave none
-    of its own.
-    """
-    found, config = told.metrics["evaluate"], told.settings("evaluate").get("evaluate")
-    if "prompts" not in found or not config:
+def evaluation_tokens(results: RoundResults) -> Amount:
+    """Tokens of the responses to the evaluation prompts, of all models and checkpoints."""
+    metrics, config = results.metrics["evaluate"], results.settings("evaluate").get("evaluate")
+    if "prompts" not in metrics or not config:
         return None
-    kept = f"step_{told.metrics['ppo'].get('policy_update', 0):05d}"
-    lengths = [
-        found[name]["length"] * config["samples_per_prompt"] for name in ANSWERED if name in found
+    # The checkpoint of the selected update has the policy's weights: evaluate reuses its responses
+    reused = f"step_{results.metrics['ppo'].get('policy_update', 0):05d}"
+    tokens_per_prompt = [
+        metrics[name]["length"] * config["samples_per_prompt"]
+        for name in EVALUATED_MODELS
+        if name in metrics
     ]
-    steps = (row for name, row in found.get("checkpoints", {}).items() if name != kept)
-    lengths += [row["length"] * config["checkpoint_samples_per_prompt"] for row in steps]
-    return float(found["prompts"] * sum(lengths))
+    tokens_per_prompt += [
+        row["length"] * config["checkpoint_samples_per_prompt"]
+        for name, row in metrics.get("checkpoints", {}).items()
+        if name != reused
+    ]
+    return float(metrics["prompts"] * sum(tokens_per_prompt))
 
 
-def spent(told: Round, stage: str, key: str) -> Amount:
-    """What the judges of a stage have counted, those together that count; prices where one is set."""
-    amounts = [bill[key] for bill in bills(told.metrics[stage]) if bill.get(key) is not None]
+def judge_usage(results: RoundResults, stage: str, key: str) -> Amount:
+    """The sum of a usage counter over the judges of a stage that report it."""
+    judges = judge_metrics(results.metrics[stage])
+    amounts = [judge[key] for judge in judges if judge.get(key) is not None]
     return sum(amounts) if amounts else None
 
 
-def bills(metrics: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Of the judge that annotates, or of those of a jury."""
+def judge_metrics(metrics: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Where usage is counted: at the top for the one judge of annotate, per judge for a jury."""
     return [metrics, *metrics.get("jury", {}).get("alone", {}).values()]
 
 
-def shown(amount: Amount, about: bool) -> str:
+def format_amount(amount: Amount, estimated: bool) -> str:
+    """`1,234`, `1.5`, `about 580` for an estimate (two digits), `-` if unknown."""
     if amount is None:
         return "-"
-    if about:
+    if estimated:
         return f"about {float(f'{amount:.2g}'):,.0f}"
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

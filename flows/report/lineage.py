@@ -1,4 +1,4 @@
-"""Lineage: which run made each stage of a round, and under which md5 DVC keeps it."""
+"""Lineage: the run that made each stage of a round, and the md5s of its outputs in DVC."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,39 +7,38 @@ from typing import Any
 from flows.core.prefect_api import PREFECT_URL
 from flows.report import summary
 from flows.tracking import provenance
+from flows.tracking.provenance import StageProvenance
 
-KEPT = ("/data", "/model", "/policy")
+LISTED_OUTPUTS = ("/data", "/model", "/policy")  # how their paths end
 
 
 @dataclass(frozen=True)
 class Origin:
-    """made: None where it was not made here. kept: md5 of what DVC has of it, models and data, by
-    path.
+    """provenance: None if the outputs were made in another folder. md5s: of the data and models in
+    DVC, by path.
     """
 
     address: str
-    made: provenance.StageProvenance | None
-    kept: Mapping[str, str]
+    provenance: StageProvenance | None
+    md5s: Mapping[str, str]
 
     @property
     def prefect(self) -> str | None:
-        """The page of its flow run."""
-        return (
-            f"{PREFECT_URL}/runs/flow-run/{self.made.flow_run}"
-            if self.made and self.made.flow_run
-            else None
-        )
+        """The address of the flow run's page."""
+        flow_run = self.provenance.flow_run if self.provenance else None
+        return f"{PREFECT_URL}/runs/flow-run/{flow_run}" if flow_run else None
 
 
 def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> list[Origin]:
-    """Of all stages that dvc.lock knows: of `assets`, which the rounds share, then round by round."""
+    """Of all stages in dvc.lock: `assets`, which the rounds share, then round by round."""
     addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in summary.STAGES)]
     return [
-        Origin(address, provenance.read(address, lock), kept(lock))
+        Origin(address, provenance.read(address, lock), listed_md5s(lock))
         for address in addresses
         if (lock := locks.get(address))
     ]
 
 
-def kept(lock: Mapping[str, Any]) -> dict[str, str]:
-    return {out["path"]: out["md5"] for out in lock.get("outs", []) if out["path"].endswith(KEPT)}
+def listed_md5s(lock: Mapping[str, Any]) -> dict[str, str]:
+    outs = lock.get("outs", [])
+    return {out["path"]: out["md5"] for out in outs if out["path"].endswith(LISTED_OUTPUTS)}

@@ -1,4 +1,4 @@
-"""reports/report.html: the story, and below it what it rests on."""
+"""reports/report.html: each round's verdict and next step, then the numbers behind it."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -12,7 +12,7 @@ from flows.core.services import MLFLOW_PAGES
 from flows.core.tables import short
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
-from flows.report.round_data import Round, read_badcases, read_round
+from flows.report.round_data import RoundResults, read_badcases, read_round
 from flows.tracking.records import read_locks
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.html import render_page
@@ -21,32 +21,32 @@ from stages.lib.data.prompts import transcript
 from stages.ppo.common.health import WINDOW
 
 REPORT = REPORTS / "report.html"
-PROXY_SCALE = 4  # the reward model's score is some four times the judge's
+REWARD_SCALE = 4  # the reward model's score varies about four times as much as the judge's
 
 
 def write(rounds: Sequence[str]) -> Path:
-    """The report of these rounds; returns where it is."""
+    """Write the report of these rounds and return its path."""
     params, locks = load_params(), read_locks()
-    told = [read_round(name, locks) for name in rounds]
+    results = [read_round(name, locks) for name in rounds]
     page = render_page(
         "flows.report",
         "report.html.jinja",
-        {"said": said, "prompt": said_prompt, "number": number, "short": short},
+        {"visible": visible_text, "prompt": prompt_text, "number": format_number, "short": short},
         stages=summary.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
         params=params,
-        rounds=told,
+        rounds=results,
         verdicts=dict(zip(rounds, summary.verdict(list(rounds)), strict=True)),
         table=summary.rows(list(rounds)),
         notes=summary.not_comparable(list(rounds)),
         charts={
-            each.name: {stage: draw(each, params) for stage, draw in PICTURES.items()}
-            for each in told
+            result.name: {stage: draw(result, params) for stage, draw in PICTURES.items()}
+            for result in results
         },
         window=WINDOW,
         badcases=read_badcases(rounds),
-        costs={each.name: cost.lines(each) for each in told},
+        costs={result.name: cost.cost_rows(result) for result in results},
         origins=origins(rounds, locks),
         mlflow=MLFLOW_PAGES,
     )
@@ -54,32 +54,33 @@ def write(rounds: Sequence[str]) -> Path:
     return REPORT
 
 
-def battery(told: Round, params: Params) -> list[Markup]:
-    found, gate = told.metrics["battery"], params.gates.reward
-    if not found:
+def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
+    """Rates of the reward model's test battery, with the thresholds of its gate."""
+    metrics, gate = results.metrics["battery"], params.gates.reward
+    if not metrics:
         return []
     endings = {
         repr(text): rate(row)
-        for row, text in zip(found["endings"].values(), found["endings_text"], strict=True)
+        for row, text in zip(metrics["endings"].values(), metrics["endings_text"], strict=True)
     }
     endings |= {
         f"{text!r}, mined": rate(row)
-        for row, text in zip(found["mined"].values(), found["mined_text"], strict=True)
+        for row, text in zip(metrics["mined"].values(), metrics["mined_text"], strict=True)
     }
     probes = {
         name.replace("_", " "): rate(row)
-        for name, row in found["probes"].items()
-        if name != "prompt_swapped"
-    }  # which has no band
-    sides = {
-        f"{side.replace('_', ' ')}": (row["accuracy"], row["low"], row["high"])
-        for group in found["accuracy"].values()
-        for side, row in group.items()
+        for name, row in metrics["probes"].items()
+        if name != "prompt_swapped"  # it has no threshold
+    }
+    slices = {
+        name.replace("_", " "): (row["accuracy"], row["low"], row["high"])
+        for group in metrics["accuracy"].values()
+        for name, row in group.items()
     }
     return [
-        charts.bars("A broken text beats the whole one", probes, {"band": gate.probe}),
-        charts.bars("An ending turns a right pair", endings, {"band": gate.ending}),
-        charts.bars("Accuracy by kind of pair", sides, {"band": gate.worst_slice}),
+        charts.bars("Corrupted text scores above the original", probes, {"threshold": gate.probe}),
+        charts.bars("Appended ending reverses a correct pair", endings, {"threshold": gate.ending}),
+        charts.bars("Accuracy by kind of pair", slices, {"threshold": gate.worst_slice}),
     ]
 
 
@@ -87,42 +88,40 @@ def rate(row: Mapping[str, Any]) -> charts.Rate:
     return row["rate"], row["low"], row["high"]
 
 
-def against_kl(told: Round, _: Params) -> list[Markup]:
-    curve = told.curves["evaluate"]
+def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
+    """Judge, reward model and distinct-2 of SFT, checkpoints and policy, over their KL from SFT."""
+    curve = results.curves["evaluate"]
     if not curve:
         return []
-    order = sorted(range(len(curve["kl"])), key=lambda place: curve["kl"][place])
-    kl, judge, proxy, distinct = (
-        [curve[name][place] for place in order]
+    order = sorted(range(len(curve["kl"])), key=lambda index: curve["kl"][index])
+    kl, judge, reward, distinct = (
+        [curve[name][index] for index in order]
         for name in ("kl", "sentiment", "score", "distinct_2")
     )
     series = {
         "judge": (kl, judge),
-        f"reward model / {PROXY_SCALE}": (kl, [value / PROXY_SCALE for value in proxy]),
+        f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in reward]),
         "distinct-2": (kl, distinct),
     }
-    return [
-        charts.lines(
-            "Judge against reward model, SFT to the policy",
-            series,
-            "KL, nats a sequence",
-            "",
-            dots=True,
-        )
-    ]
+    title = "Judge against reward model, SFT to the policy"
+    return [charts.lines(title, series, "KL, nats per sequence", "", dots=True)]
 
 
-PICTURES = {"battery": battery, "ppo": policy_curves.pictures, "evaluate": against_kl}  # by stage
+PICTURES = {
+    "battery": battery_pictures,
+    "ppo": policy_curves.pictures,
+    "evaluate": evaluation_pictures,
+}  # by stage
 
 
-def said(text: Any) -> str:
-    """A model's text, so that what cannot be seen is."""
-    return "not asked" if text is None else str(text).replace("\n", " ↵ ") or "(nothing)"
+def visible_text(text: Any) -> str:
+    """A model's text with visible line breaks, and a word for a missing or an empty one."""
+    return "no response" if text is None else str(text).replace("\n", " ↵ ") or "(empty)"
 
 
-def said_prompt(prompt: str | list[dict[str, str]]) -> str:
-    return said(prompt if isinstance(prompt, str) else transcript(prompt).strip())
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    return visible_text(prompt if isinstance(prompt, str) else transcript(prompt).strip())
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

@@ -1,5 +1,5 @@
-"""How the policy learnt: its curves, on them the bands of PPO's health, what was found and when,
-and the policy that was kept.
+"""Charts of PPO's training: its metrics by update, with the thresholds of the health checks, their
+findings, and the update of the selected policy.
 """
 
 import math
@@ -10,104 +10,105 @@ from statistics import fmean, median
 from markupsafe import Markup
 
 from flows.report import charts
-from flows.report.round_data import Round
+from flows.report.round_data import RoundResults
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import SIGNS, WINDOW, HealthCheck
 
 Curves = Mapping[str, Sequence[float]]
-# title, columns, unit
+# title, columns of curves.csv, unit
 CURVES = (
     ("Reward model's score", ("score_mean",), "standard deviations"),
-    ("Reward: score less KL", ("reward_mean",), "standard deviations"),
-    ("Judge, which the policy does not see", ("judge_mean", "validation_judge"), "sentiment"),
-    ("Do judge and reward model agree?", ("score_judge_correlation",), "correlation"),
-    ("KL from SFT", ("kl", "validation_kl"), "nats a sequence"),
-    ("Length", ("response_length",), "tokens"),
+    ("Reward: score minus KL penalty", ("reward_mean",), "standard deviations"),
+    ("Judge score (not in the reward)", ("judge_mean", "validation_judge"), "sentiment"),
+    ("Judge and reward model: correlation", ("score_judge_correlation",), "correlation"),
+    ("KL from SFT", ("kl", "validation_kl"), "nats per sequence"),
+    ("Response length", ("response_length",), "tokens"),
     ("Variety across prompts", ("distinct_2",), "share"),
-    ("Same endings, repeats", ("ending_share", "repetition_3"), "share"),
-    ("Entropy", ("entropy",), "nats a token"),
-    ("Loss of the critic", ("value_loss",), ""),
-    ("Clipped", ("clip_fraction",), "share of tokens"),
+    ("Shared endings and repetition", ("ending_share", "repetition_3"), "share"),
+    ("Entropy", ("entropy",), "nats per token"),
+    ("Critic loss", ("value_loss",), ""),
+    ("Clipped ratios", ("clip_fraction",), "share of tokens"),
 )
-# What a sign compares with its number, as its metric says after the comma: where that is on the
-# curve. values: the curve's.
+# A health check's metric is `column` or `column, relation`. If there is a relation, its threshold
+# is relative to the start of the run: these functions return where it is on the curve itself, from
+# the threshold, the curve's values and all curves.
 RELATIONS: Mapping[str, Callable[[float, Sequence[float], Curves], float]] = {
-    "": lambda number, values, curves: number,
-    "last / first": lambda number, values, curves: number * first(values),
-    "last / median": lambda number, values, curves: number * median(values),
-    "rise": lambda number, values, curves: number + first(values),
-    "rise in standard deviations": lambda number, values, curves: (
-        number * first(curves["reward_std"]) + first(values)
+    "": lambda threshold, values, curves: threshold,
+    "last / first": lambda threshold, values, curves: threshold * first(values),
+    "last / median": lambda threshold, values, curves: threshold * median(values),
+    "rise": lambda threshold, values, curves: threshold + first(values),
+    "rise in standard deviations": lambda threshold, values, curves: (
+        threshold * first(curves["reward_std"]) + first(values)
     ),
 }
 
 
-def pictures(told: Round, params: Params) -> list[Markup]:
-    """The curves that were measured."""
-    curves, drawn = told.curves["ppo"], []
+def pictures(results: RoundResults, params: Params) -> list[Markup]:
+    """A chart for each entry of CURVES that was measured."""
+    curves, drawn = results.curves["ppo"], []
     for title, columns, unit in CURVES:
-        series = {column: points for column in columns if (points := measured(curves, column))}
+        series = {column: curve for column in columns if (curve := measured(curves, column))}
         if series:
             dots = any("validation" in column for column in columns)
-            drawn.append(
-                charts.lines(title, series, "update", unit, marks(told, columns, params.ppo), dots)
-            )
+            column_marks = marks(results, columns, params.ppo)
+            drawn.append(charts.lines(title, series, "update", unit, column_marks, dots))
     return drawn
 
 
-def marks(told: Round, columns: Sequence[str], params: PpoParams) -> charts.Marks:
-    """What the picture of these columns is marked with."""
-    curves = told.curves["ppo"]
-    bounds = {sign.name: bound(sign, curves, params) for sign in SIGNS if sign.column in columns}
-    kept = told.metrics["ppo"].get("policy_update")
-    spots = {}
-    for finding in told.findings:
-        column = finding["metric"].split()[0].rstrip(",")
-        at = dict(zip(*(measured(curves, column) or ((), ())), strict=True)).get(finding["update"])
-        if column in columns and at is not None:
-            spots[f"{finding['verdict']}: {finding['sign']}, update {finding['update']}"] = (
-                finding["update"],
-                at,
-            )
+def marks(results: RoundResults, columns: Sequence[str], params: PpoParams) -> charts.Marks:
+    """Thresholds, findings and the selected update, for the chart of these columns."""
+    curves = results.curves["ppo"]
+    bounds = {
+        check.name: bound(check, curves, params) for check in SIGNS if check.column in columns
+    }
+    selected = results.metrics["ppo"].get("policy_update")
+    points = {}
+    for finding in results.findings:
+        column, update = finding["metric"].split()[0].rstrip(","), finding["update"]
+        values_by_update = dict(zip(*(measured(curves, column) or ((), ())), strict=True))
+        value = values_by_update.get(update)
+        if column in columns and value is not None:
+            points[f"{finding['verdict']}: {finding['sign']}, update {update}"] = (update, value)
     return charts.Marks(
         bounds={
             f"{name}: {value:.4g}": value for name, value in bounds.items() if value is not None
         },
-        moments={} if kept is None else {f"kept: update {kept}": kept},
-        spots=spots,
+        updates={} if selected is None else {f"selected: update {selected}": selected},
+        points=points,
     )
 
 
-def bound(sign: HealthCheck, curves: Curves, params: PpoParams) -> float | None:
-    """Where on its curve the band of a sign ends, for the mean of WINDOW updates; None where it had
-    too few updates to be read.
+def bound(check: HealthCheck, curves: Curves, params: PpoParams) -> float | None:
+    """The threshold of a health check as a height on its curve, for the mean of WINDOW updates.
+
+    None if the threshold is relative to the start and there were too few updates for the check.
     """
-    _, _, relation = sign.metric.partition(", ")
-    _, values = measured(curves, sign.column) or ((), ())
-    if relation and len(values) < sign.after:
+    _, _, relation = check.metric.partition(", ")
+    _, values = measured(curves, check.column) or ((), ())
+    if relation and len(values) < check.after:
         return None
-    return RELATIONS[relation](limit(sign.band, params), values, curves)
+    return RELATIONS[relation](threshold(check.band, params), values, curves)
 
 
-def limit(band: str, params: PpoParams) -> float:
-    """The number of a band: `at most ppo.max_kl nats` is that of params.yaml, `0.75 or more` says
-    it.
+def threshold(band: str, params: PpoParams) -> float:
+    """The number in a band: `at most ppo.max_kl nats` names a key of params.yaml, `0.75 or more`
+    contains the number.
     """
-    found = re.search(r"ppo\.(\w+)|[\d.]+", band)
-    assert found, band
-    return float(getattr(params, found[1]) if found[1] else found[0])
+    match = re.search(r"ppo\.(\w+)|[\d.]+", band)
+    assert match, band
+    return float(getattr(params, match[1]) if match[1] else match[0])
 
 
 def first(values: Sequence[float]) -> float:
     return fmean(values[:WINDOW])
 
 
-def measured(curves: Curves, name: str) -> charts.Points | None:
-    """A column by step, where it was measured."""
-    both = [
-        (x, y)
-        for x, y in zip(curves.get("step", ()), curves.get(name, ()), strict=False)
-        if not math.isnan(y)
+def measured(curves: Curves, column: str) -> charts.Curve | None:
+    """Updates and values of a column, without the updates at which it was not measured."""
+    points = [
+        (update, value)
+        for update, value in zip(curves.get("step", ()), curves.get(column, ()), strict=False)
+        if not math.isnan(value)
     ]
-    return ([x for x, _ in both], [y for _, y in both]) if both else None
+    return ([update for update, _ in points], [value for _, value in points]) if points else None

@@ -1,4 +1,6 @@
-"""What the files of a round say, for the report; whatever is not there yet is left out."""
+"""The results of a round as its files contain them, for the report; a missing file leaves its field
+empty.
+"""
 
 import csv
 import math
@@ -17,32 +19,36 @@ from stages.lib.core.types import Row
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}
-SHOWN = 4  # of the best and the worst samples, and of badcases in each state
+SHOWN = 4  # of the best and of the worst samples, and of the badcases in each state
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """passed: None where the gate was not reached. opened: passed or let through. checks: as in its
-    file, those out of their band first.
+    """The result of a gate.
+
+    subject: what the gate checks. passed: None if the gate was not reached. accepted: passed,
+    approved, or passed with a warning. checks: as in its file, failed ones first.
     """
 
-    who: str
+    subject: str
     passed: bool | None
-    opened: bool
+    accepted: bool
     outcome: str
     checks: Sequence[Row]
 
     @property
     def mark(self) -> tuple[str, str]:
-        """Its class on the page, and its sign."""
+        """Its CSS class and its sign on the page."""
         if self.passed is None:
             return "", "-"
-        return ("good", "✓") if self.passed else ("let", "!") if self.opened else ("bad", "✗")
+        return ("good", "✓") if self.passed else ("warn", "!") if self.accepted else ("bad", "✗")
 
 
 @dataclass(frozen=True)
-class Round:
-    """locks: what dvc.lock has of its stages. made: by which run, where that is known."""
+class RoundResults:
+    """locks: the entries of its stages in dvc.lock. provenance: the run that made each stage, where
+    it is recorded.
+    """
 
     name: str
     verdicts: Sequence[Verdict]
@@ -53,60 +59,55 @@ class Round:
     data: Mapping[str, Any]
     versions: Mapping[str, str]
     locks: Mapping[str, Mapping[str, Any]]
-    made: Mapping[str, StageProvenance]
+    provenance: Mapping[str, StageProvenance]
 
     @property
     def done(self) -> bool:
-        """Every gate has opened."""
-        return all(verdict.opened for verdict in self.verdicts)
+        """No gate failed, and all were reached."""
+        return all(verdict.accepted for verdict in self.verdicts)
 
     def settings(self, stage: str) -> Mapping[str, Any]:
-        """What of params.yaml the stage has run with."""
-        found: Mapping[str, Any] = self.locks[stage].get("params", {}).get("params.yaml", {})
-        return found
+        """The values of params.yaml that the stage ran with."""
+        params: Mapping[str, Any] = self.locks[stage].get("params", {}).get("params.yaml", {})
+        return params
 
 
-def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> Round:
-    """locks: dvc.lock's, by address."""
+def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> RoundResults:
+    """The results of a round; `locks` are the entries of dvc.lock by address."""
     samples = stage_dir(name, "evaluate") / "samples.jsonl"
-    ours = {stage: locks.get(f"{stage}@{name}", {}) for stage in summary.STAGES}
-    return Round(
+    health = summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json")
+    evaluation = summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json")
+    round_locks = {stage: locks.get(f"{stage}@{name}", {}) for stage in summary.STAGES}
+    return RoundResults(
         name=name,
-        verdicts=[verdict(name, gate) for gate in GATES],
+        verdicts=[read_verdict(name, gate) for gate in GATES],
         metrics={stage: summary.read_metrics(stage_dir(name, stage)) for stage in summary.STAGES},
         curves={
             stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
         },
         samples=extreme_samples(read_jsonl(samples, "")) if samples.exists() else [],
-        findings=summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json").get(
-            "findings", []
-        ),
+        findings=health.get("findings", []),
         data=summary.read_json_or_nothing(REPORTS / name / "data.json"),
-        versions=summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json").get(
-            "versions", {}
-        ),
-        locks=ours,
-        made={
+        versions=evaluation.get("versions", {}),
+        locks=round_locks,
+        provenance={
             stage: note
-            for stage, lock in ours.items()
+            for stage, lock in round_locks.items()
             if (note := provenance.read(f"{stage}@{name}", lock))
         },
     )
 
 
-def verdict(round_: str, gate: str) -> Verdict:
-    found = read_gate(round_, gate)
-    if found is None:
+def read_verdict(round_: str, gate: str) -> Verdict:
+    result = read_gate(round_, gate)
+    if result is None:
         return Verdict(GATES[gate], None, False, "not reached", [])
-    checks = sorted(found["checks"], key=lambda check: check["passed"])
-    let_through = "let through, " if found["opened"] and not found["passed"] else ""
-    return Verdict(
-        GATES[gate], found["passed"], found["opened"], let_through + summary.outcome(found), checks
-    )
+    checks = sorted(result["checks"], key=lambda check: check["passed"])
+    return Verdict(GATES[gate], result["passed"], result["opened"], summary.outcome(result), checks)
 
 
 def columns(path: Path) -> dict[str, list[float]]:
-    """A CSV's columns; NaN where a cell is empty."""
+    """A CSV's columns by name; NaN for an empty cell, no column if there is no file."""
     if not path.exists():
         return {}
     with path.open() as stream:
@@ -118,25 +119,27 @@ def columns(path: Path) -> dict[str, list[float]]:
 
 
 def extreme_samples(samples: Sequence[Row]) -> list[Row]:
-    """Those whose judged sentiment the policy has raised most, and least, over SFT's."""
+    """Samples whose judged sentiment rose most, then those whose rose least, from SFT to the
+    policy.
+    """
     ranked = sorted(samples, key=lambda row: row["sft_sentiment"] - row["ppo_sentiment"])
     return [*ranked[:SHOWN], *ranked[SHOWN:][-SHOWN:]]
 
 
 @dataclass(frozen=True)
 class Badcases:
-    """counts: of each cause by state, over all rounds; some: a few of each state."""
+    """Badcases of all rounds. counts: of each cause by state. examples: some of each state."""
 
     counts: Mapping[str, Counter[str]]
-    some: Mapping[str, Sequence[Badcase]]
+    examples: Mapping[str, Sequence[Badcase]]
 
 
 def read_badcases(rounds: Sequence[str]) -> Badcases:
-    """The ledger of the newest round that has one."""
+    """The ledger of the newest round that has one; it contains all earlier badcases too."""
     cases = next((read_ledger(name) for name in reversed(rounds) if ledger_path(name).exists()), [])
     counts: dict[str, Counter[str]] = {}
-    some: dict[str, list[Badcase]] = {}
+    by_state: dict[str, list[Badcase]] = {}
     for case in cases:
         counts.setdefault(case.cause.value, Counter())[case.state.value] += 1
-        some.setdefault(case.state.value, []).append(case)
-    return Badcases(counts, {state: found[:SHOWN] for state, found in some.items()})
+        by_state.setdefault(case.state.value, []).append(case)
+    return Badcases(counts, {state: cases[:SHOWN] for state, cases in by_state.items()})

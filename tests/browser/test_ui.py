@@ -142,7 +142,7 @@ class Ui:
     def approve(self, by: str, reason: str) -> None:
         self.page.get_by_role("button", name="Resume").click()
         modal = self.page.locator(".p-modal").last
-        expect(modal).to_contain_text("The sft gate of r0 is shut")
+        expect(modal).to_contain_text("The sft gate of r0 failed")
         modal.locator("input[type=checkbox]").evaluate("toggle => toggle.click()")
         for number, text in enumerate((by, reason)):
             modal.locator("textarea").nth(number).fill(text)

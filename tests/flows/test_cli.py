@@ -129,7 +129,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
     api = f"http://127.0.0.1:{environment['PREFECT_SERVER_API_PORT']}/api"
     server = up(project, environment, "--notify", receiver.url)
     try:
-        assert "notifies: block `rondo` (Custom Webhook)" in read_until(server, "Ctrl-C")
+        assert "notifications: block `rondo` (Custom Webhook)" in read_until(server, "Ctrl-C")
         in_use = rondo(project, "up", **environment)
         assert in_use.returncode == 2
         assert "is in use" in in_use.stderr
@@ -151,7 +151,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         until(lambda: not of_project(project))
 
         server = up(project, environment)
-        assert f"goes on: {sleeping}" in read_until(server, "Ctrl-C")
+        assert f"resumes: {sleeping}" in read_until(server, "Ctrl-C")
         [schedule] = request(f"{api}/deployments/name/next-round/next-round")["schedules"]
         assert schedule["active"]  # as the person left it
         until(lambda: computes(project))
@@ -301,7 +301,7 @@ def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver:
     run.kill()
     run.wait()
     until(lambda: not computes(project))
-    receiver.wait_for("Crashed\nits process has gone", known)
+    receiver.wait_for("Crashed\nits process ended", known)
     assert request(f"{api}/flow_runs/{known}")["state_name"] == "Crashed"
 
 

@@ -1,4 +1,4 @@
-"""The search of all recorded policies, against a real MLflow database."""
+"""`rondo best`, against a real MLflow database."""
 
 import subprocess
 from pathlib import Path
@@ -29,7 +29,7 @@ def record(
     evaluation: str = "e1",
     **steps: dict[str, float],
 ) -> None:
-    """A run that evaluated its policy, with an interval of 0.1 about it, and checkpoints."""
+    """Record a run with a policy, whose interval is 0.1 wide, and with checkpoints."""
     interval = {
         "win_rate": win_rate,
         "win_rate_low": win_rate - 0.05,
@@ -66,12 +66,9 @@ def best(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.main(["best", *arguments])
-    said = capsys.readouterr()
-    return (
-        int(ended.value.code or 0),
-        [" ".join(line.split()) for line in said.out.splitlines()],
-        said.err,
-    )
+    output = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in output.out.splitlines()]
+    return int(ended.value.code or 0), lines, output.err
 
 
 def test_policies_of_all_runs_best_first_under_a_kl(
@@ -80,9 +77,8 @@ def test_policies_of_all_runs_best_first_under_a_kl(
     near, far = {"win_rate": 0.9, "kl": 7.9}, {"win_rate": 0.95, "kl": 8.1}
     record(database, "one", 0.8, 5.0, md5="a", step_00009=near, step_00018=far)
     record(database, "two", 0.85, 6.0, md5="b")
-    record(
-        database, "three", 0.8, 5.0, md5="a", step_00009=near, step_00018=far
-    )  # the policies of `one` again
+    # the same policies as those of `one`
+    record(database, "three", 0.8, 5.0, md5="a", step_00009=near, step_00018=far)
     code, lines, _ = best(capsys)  # gates.promote.max_kl is 8
     assert code == 0 and lines[0].startswith("run round policy win rate against SFT [95%] KL")
     assert lines[2:5] == [
@@ -91,9 +87,11 @@ def test_policies_of_all_runs_best_first_under_a_kl(
         "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0-dirty",
     ]
     assert lines[5] == (
-        "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; its weights are with DVC: "
-        "`git log -S acheckpoints -- dvc.lock` names the commit to check out, if there is one. "
-        "The best two that were kept, on the same prompts: `rondo compare three:r0 two:r0`"
+        "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; "
+        "its weights are in DVC: "
+        "`git log -S acheckpoints -- dvc.lock` prints the commit to check out, if there is one. "
+        "To compare the two best selected policies on the same prompts: "
+        "`rondo compare three:r0 two:r0`"
     )
     assert [line.split()[0] for line in best(capsys, "--kl", "5.5")[1][2:-1]] == ["three"]
     assert [line.split()[3] for line in best(capsys, "--kl", "9")[1][2:-1]] == [
@@ -104,7 +102,7 @@ def test_policies_of_all_runs_best_first_under_a_kl(
     ]
 
 
-def test_what_was_evaluated_otherwise_stands_in_a_table_of_its_own_the_newest_first(
+def test_each_evaluation_has_its_own_table_the_newest_first(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(database, "one", 0.9, 5.0, md5="a")
@@ -124,13 +122,13 @@ def test_what_was_evaluated_otherwise_stands_in_a_table_of_its_own_the_newest_fi
     assert lines[-1].endswith("`rondo compare three:r0 two:r0`")
 
 
-def test_the_weights_of_the_best_are_where_they_lie(
+def test_the_location_of_the_best_weights(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(database, "one", 0.9, 5.0, md5="a")
     write_text(Path("rounds/r0/ppo/policy/adapter.bin"), "here")
     assert best(capsys)[1][-1].endswith("its weights are in rounds/r0/ppo/policy")
-    record(database, "two", 0.8, 5.0, md5="b")  # what lies here now
+    record(database, "two", 0.8, 5.0, md5="b")  # the weights in this folder are its now
     assert "`git log -S apolicy -- dvc.lock`" in best(capsys)[1][-1]
     for command in (
         ["init", "-q"],
@@ -138,25 +136,25 @@ def test_the_weights_of_the_best_are_where_they_lie(
         ["branch", "runs/one"],
     ):
         subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *command], check=True)
-    assert "with DVC: `git checkout runs/one`, then `dvc checkout ppo@r0`" in best(capsys)[1][-1]
+    assert "in DVC: `git checkout runs/one`, then `dvc checkout ppo@r0`" in best(capsys)[1][-1]
     own = Path(".rondo/workspaces/one/rounds/r0/ppo/policy").absolute()
     own.mkdir(parents=True)
     assert f"its weights are in {own}." in best(capsys)[1][-1]
 
 
-def test_without_a_policy_the_next_step_is_told(
+def test_without_a_policy_the_error_names_the_next_step(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, said = best(capsys)
+    code, _, error = best(capsys)
     assert (
         code == 2
-        and said
+        and error
         == "rondo: BadInput: MLflow has no policy that was evaluated: `rondo run` records them\n"
     )
     record(database, "one", 0.9, 5.2, md5="a")
-    code, _, said = best(capsys, "--kl", "5")
+    code, _, error = best(capsys, "--kl", "5")
     assert (
         code == 2
-        and "none of 1 policies is under 5 nats" in said
-        and "policy of one:r0: `rondo best --kl 6` shows it" in said
+        and "none of 1 policies is under 5 nats" in error
+        and "policy of one:r0: `rondo best --kl 6` shows it" in error
     )

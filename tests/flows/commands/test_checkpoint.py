@@ -1,5 +1,5 @@
-"""What `evaluate-checkpoint` tells MLflow, in a real database; the evaluation itself is in
-tests/stages/test_checkpoint.py.
+"""The records of `evaluate-checkpoint` in a real MLflow database; tests/stages tests the evaluation
+itself.
 """
 
 import json
@@ -32,8 +32,8 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One for all tests here: making one takes seconds. Folders, and so their runs, have names of
-    their own.
+    """One for all tests of this file, because creating one takes seconds. Each test has its own
+    folder, and runs are named after folders.
     """
     return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
 
@@ -45,7 +45,10 @@ def folder(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
     Path("params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
     Path(".gitignore").write_text("/rounds\n")
-    make = f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); (path / 'adapter.bin').write_text('9')"
+    make = (
+        f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); "
+        "(path / 'adapter.bin').write_text('9')"
+    )
     ppo = {"cmd": f'{sys.executable} -c "{make}"', "outs": ["rounds/${key}/ppo/checkpoints"]}
     Path("dvc.yaml").write_text(
         yaml.safe_dump({"stages": {"ppo": {"foreach": {"r0": None}, "do": ppo}}})
@@ -59,8 +62,8 @@ def folder(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def told(path: str = STEP, evaluation: str = "e1") -> Path:
-    """What stages/evaluate/checkpoint.py leaves behind."""
+def write_report(path: str = STEP, evaluation: str = "e1") -> Path:
+    """The files that stages/evaluate/checkpoint.py writes."""
     report = Path(f"reports/r0/checkpoint_{Path(path).name}_{HASH[:8]}.json")
     models = {"sft": {"kl": 0.0}, "ppo": {"kl": 5.0}, "checkpoint": {"kl": 6.5, "sentiment": 0.75}}
     write_json(
@@ -88,7 +91,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     folder: Path, database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):  # the second time nothing is added
-        record("", told(), folder / ".rondo", pytest.fail)
+        record("", write_report(), folder / ".rondo", pytest.fail)
     (model,) = models(database, folder.name)
     assert numbers(model) == {
         "kl": 6.5,
@@ -120,7 +123,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
         == "FINISHED"
     )
 
-    record("", told(evaluation="e2"), folder / ".rondo", pytest.fail)
+    record("", write_report(evaluation="e2"), folder / ".rondo", pytest.fail)
     assert {model.tags["evaluation_id"] for model in models(database, folder.name)} == {"e1", "e2"}
     with pytest.raises(SystemExit):
         cli.main(["best", "--kl", "7"])
@@ -130,14 +133,14 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     )
 
 
-def test_in_a_run_s_folder_it_is_the_run_s_which_stays_as_it_ended(
+def test_in_a_workspace_it_belongs_to_the_run_whose_status_stays(
     folder: Path, database: str
 ) -> None:
     MlflowTracker("own", database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(
         False, {"summary.md": "the table"}
     )
     write_text(Path(STEP) / "adapter.bin", "another than dvc.lock's")
-    record("own", told(), folder / ".rondo", pytest.fail)
+    record("own", write_report(), folder / ".rondo", pytest.fail)
     (model,) = models(database, "own")
     assert model.tags["md5"] == HASH
     client = MlflowClient(database)
@@ -152,7 +155,7 @@ def test_in_a_run_s_folder_it_is_the_run_s_which_stays_as_it_ended(
 def test_an_adapter_from_elsewhere_has_a_name_that_mlflow_takes(
     folder: Path, database: str
 ) -> None:
-    record("", told("/models/it's v1.2"), folder / ".rondo", pytest.fail)
+    record("", write_report("/models/it's v1.2"), folder / ".rondo", pytest.fail)
     (model,) = models(database, folder.name)
     assert (model.name, model.tags["md5"]) == ("r0-it_s_v1_2", HASH)
 
@@ -160,10 +163,10 @@ def test_an_adapter_from_elsewhere_has_a_name_that_mlflow_takes(
 def test_mlflow_that_is_down_gets_it_later(
     folder: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     with monkeypatch.context() as down:
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
-        record("", told(), folder / ".rondo", said.append)
-    assert len(said) == 1 and NOWHERE in said[0]
+        record("", write_report(), folder / ".rondo", lines.append)
+    assert len(lines) == 1 and NOWHERE in lines[0]
     MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail)
     assert [model.name for model in models(database, folder.name)] == ["r0-step_00009"]

@@ -58,11 +58,11 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.main(["compare", *arguments])
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out, said.err
+    output = capsys.readouterr()
+    return int(ended.value.code or 0), output.out, output.err
 
 
-def test_two_runs_are_paired_by_prompt_and_say_what_was_otherwise(
+def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(database, "one-before", BEFORE, 0.11)
@@ -72,11 +72,11 @@ def test_two_runs_are_paired_by_prompt_and_say_what_was_otherwise(
     assert code == 0 and lines[0] == "A = one-before:r0 B = two-after:r0"
     assert (
         "KL from SFT, nats 6.000 6.000" in lines
-        and "people's texts, rise over SFT, nats a token - -" in lines
+        and "loss on human texts over SFT, nats per token - -" in lines
     )
     # by prompt 0.4 0.4, 0 0.02, 0.3 -0.2; as wins 1 1, 1/2 1/2, 1 0
     [gain] = [line for line in lines if line.startswith("judged sentiment (VADER), B - A")]
-    [won] = [line for line in lines if line.startswith("how often B's is higher")]
+    [won] = [line for line in lines if line.startswith("share of samples higher in B")]
     assert "0.153 [0.010, 0.400]" in gain and "0.667 [0.500, 1.000]" in won
     assert "ppo.kl_coef 0.11 0.3" in lines and not any(
         line.startswith(("seed", "git")) for line in lines
@@ -95,19 +95,16 @@ def test_the_pages_of_mlflow_are_of_the_two_evaluations_and_of_their_pipeline_ru
     numbers, curves = (parse_qs(page.partition("?")[2]) for page in opened)
     client = MlflowClient(database)
     assert [
-        client.get_run(each).data.tags["rondo.address"] for each in json.loads(numbers["runs"][0])
+        client.get_run(id_).data.tags["rondo.address"] for id_ in json.loads(numbers["runs"][0])
     ] == ["evaluate@r0"] * 2
-    shown = client.search_runs(
-        json.loads(numbers["experiments"][0]), curves["searchFilter"][0]
-    )  # what the page asks the server for
-    assert {(run.data.tags["rondo.run"], run.data.tags["rondo.address"]) for run in shown} == {
-        ("one", "pipeline"),
-        ("two", "pipeline"),
-    }
+    # the query that the page sends to the server
+    runs = client.search_runs(json.loads(numbers["experiments"][0]), curves["searchFilter"][0])
+    tags = {(run.data.tags["rondo.run"], run.data.tags["rondo.address"]) for run in runs}
+    assert tags == {("one", "pipeline"), ("two", "pipeline")}
     assert curves["compareRunsMode"] == ["CHART"]
 
 
-def test_what_cannot_be_compared_says_why(
+def test_runs_that_cannot_be_compared_are_an_error_with_the_reason(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -116,14 +113,16 @@ def test_what_cannot_be_compared_says_why(
     )
     record(database, "one", BEFORE, 0.11)
     record(database, "one-warm", BEFORE, 0.11, **{"ppo.temperature": 0.7})
-    code, _, said = compare(capsys, "one", "one-warm")  # a whole name is no beginning
+    code, _, error = compare(capsys, "one", "one-warm")  # `one` is a whole name: no ambiguity
     assert (
         code == 2
-        and "one:r0 and one-warm:r0 were evaluated otherwise (ppo.temperature 1.0 and 0.7)" in said
+        and "one:r0 and one-warm:r0 were evaluated with different settings "
+        "(ppo.temperature 1.0 and 0.7)"
+        in error
     )
-    assert "o: several runs begin so; there are one-warm, one" in compare(capsys, "o", "one")[2]
+    assert "o: several runs match; there are one-warm, one" in compare(capsys, "o", "one")[2]
     assert (
         "two: no such run with an evaluation; there are one-warm, one"
         in compare(capsys, "one", "two")[2]
     )
-    assert "one:r1: run one has evaluated r0" in compare(capsys, "one:r1", "one")[2]
+    assert "one:r1: run one evaluated r0" in compare(capsys, "one:r1", "one")[2]

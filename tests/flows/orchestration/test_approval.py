@@ -13,16 +13,17 @@ from stages.lib.core.errors import BadInput, GateFailed
 GATE = "gate_sft@r0"
 
 
-def reach(*settings: str) -> dvc_stages.Outcome:
+def run_to_gate(*settings: str) -> dvc_stages.Outcome:
+    """Run the stages up to the SFT gate, and the gate, with these settings."""
     write_params(resolve("keep", None, settings))
     for address in ("assets", "prepare@r0", "sft@r0"):
         dvc_stages.run(address, print)
     return dvc_stages.run(GATE, print)
 
 
-def test_a_gate_that_asks_waits_for_a_reason_and_then_opens(project: Path) -> None:
+def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path) -> None:
     with pytest.raises(GateFailed, match="rondo approve sft r0 --reason"):
-        reach("gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
+        run_to_gate("gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
     assert waiting(GATE)
     with pytest.raises(BadInput, match="--reason is empty"):
         decide_here("sft", "r0", True, "Ada", " ")
@@ -39,15 +40,15 @@ def test_a_gate_that_asks_waits_for_a_reason_and_then_opens(project: Path) -> No
     assert not waiting(GATE)
 
 
-def test_nothing_to_decide_is_told(project: Path) -> None:
+def test_a_gate_with_nothing_to_decide_is_bad_input(project: Path) -> None:
     with pytest.raises(
         BadInput, match=r"gate_sft\.json: no such verdict; run `dvc repro gate_sft@r0`"
     ):
         decide_here("sft", "r0", True, "Ada", "yes")
-    reach()
-    with pytest.raises(BadInput, match="has passed"):
+    run_to_gate()
+    with pytest.raises(BadInput, match="the sft gate of r0 passed"):
         decide_here("sft", "r0", True, "Ada", "yes")
     with pytest.raises(GateFailed):
-        reach("gates.sft.loss_drop=0.9")
+        run_to_gate("gates.sft.loss_drop=0.9")
     with pytest.raises(BadInput, match=r"gates\.sft\.policy is `block`"):
         decide_here("sft", "r0", True, "Ada", "yes")

@@ -1,6 +1,4 @@
-"""What the network failed is tried again, by `rondo run` against a real Prefect server, and nothing
-else is.
-"""
+"""`rondo run` against a real Prefect server: it retries a stage only after a network error."""
 
 import os
 import subprocess
@@ -19,7 +17,7 @@ from tests.servers import free_port, request, until
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for all tests here, since its start is what takes the time."""
+    """One server for all tests of this file: starting it takes most of the time."""
     port = free_port()
     environment = os.environ | prefect_environment(tmp_path_factory.mktemp("prefect"))
     command = [
@@ -71,12 +69,12 @@ def rondo_run(
     )
 
 
-def tries(done: subprocess.CompletedProcess[str]) -> int:
+def count_tries(done: subprocess.CompletedProcess[str]) -> int:
     return done.stdout.count("[sft@r0] step 1/3")
 
 
 def states(api: str, address: str) -> set[str]:
-    """The names of those that a stage was in."""
+    """The names of all states that a stage had."""
     runs = [run["id"] for run in request(f"{api}/task_runs/filter", {}) if run["name"] == address]
     return {
         state["name"]
@@ -85,43 +83,43 @@ def states(api: str, address: str) -> set[str]:
     }
 
 
-def test_what_the_network_failed_passes_at_the_second_try(project: Path, api: str) -> None:
+def test_an_unreachable_server_is_tried_a_second_time(project: Path, api: str) -> None:
     done = rondo_run(project, api, "sft.max_steps=7", "1")
     assert done.returncode == 0, done.stderr
     assert (
-        tries(done) == 2
+        count_tries(done) == 2
         and "[sft@r0] out of reach at try 1 of 2: tried again in 1 s" in done.stdout
     )
     assert "[evaluate@r0] ran" in done.stdout
-    until(
-        lambda: {"AwaitingRetry", "Completed"} <= states(api, "sft@r0")
-    )  # the server may be behind
+    # the server may record states with a delay
+    until(lambda: {"AwaitingRetry", "Completed"} <= states(api, "sft@r0"))
 
 
-def test_a_server_that_stays_away_ends_the_run_with_4(project: Path, api: str) -> None:
+def test_a_server_that_stays_unreachable_ends_the_run_with_4(project: Path, api: str) -> None:
     done = rondo_run(project, api, "sft.max_steps=8", "0,1")
     assert done.returncode == 4
     assert (
-        tries(done) == 3 and "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
+        count_tries(done) == 3
+        and "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
     )
     assert "[gate_sft@r0]" not in done.stdout
     assert "rondo: Unreachable: sft@r0: " in done.stderr and "no answer" in done.stderr
 
 
-def test_what_is_wrong_is_tried_once(project: Path, api: str) -> None:
+def test_another_failure_is_not_retried(project: Path, api: str) -> None:
     done = rondo_run(project, api, "sft.max_steps=1", "0,0")
     assert done.returncode == 2
-    assert tries(done) == 1 and "tried again" not in done.stdout
+    assert count_tries(done) == 1 and "tried again" not in done.stdout
     assert "rondo: BadInput: sft@r0: " in done.stderr and "rows missing" in done.stderr
 
 
-def test_the_waits_are_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RONDO_NETWORK_WAITS", raising=False)
     assert retries.retry_delays() == [10, 60, 300]
-    for said, expected in (("", []), ("1, 0.5", [1, 0.5])):
-        monkeypatch.setenv("RONDO_NETWORK_WAITS", said)
+    for value, expected in (("", []), ("1, 0.5", [1, 0.5])):
+        monkeypatch.setenv("RONDO_NETWORK_WAITS", value)
         assert retries.retry_delays() == expected
-    for said in ("soon", "1,-2", "inf"):
-        monkeypatch.setenv("RONDO_NETWORK_WAITS", said)
-        with pytest.raises(BadInput, match=rf"RONDO_NETWORK_WAITS={said}: expected seconds"):
+    for value in ("soon", "1,-2", "inf"):
+        monkeypatch.setenv("RONDO_NETWORK_WAITS", value)
+        with pytest.raises(BadInput, match=rf"RONDO_NETWORK_WAITS={value}: expected seconds"):
             retries.retry_delays()

@@ -1,4 +1,4 @@
-"""A folder in which no stage has run yet."""
+"""A project folder in which no stage has run yet."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a round has cost, by numbers that were worked out by hand."""
+"""The cost of a round, against numbers worked out by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tests.flows.report.reading import Page
 
 
 def lock(settings: dict[str, dict[str, Any]]) -> None:
-    """dvc.lock, in which stages of r0 have run with these settings."""
+    """Write a dvc.lock in which stages of r0 ran with these settings."""
     stages = {
         f"{name}@r0": {"params": {"params.yaml": {name: values}}, "outs": []}
         for name, values in settings.items()
@@ -27,8 +27,8 @@ def metrics(stage: str, values: dict[str, Any]) -> None:
     write_json(stage_dir("r0", stage) / "metrics.json", values)
 
 
-def told() -> dict[str, cost.Line]:
-    return {line.title: line for line in cost.lines(read_round("r0", read_locks()))}
+def rows() -> dict[str, cost.CostRow]:
+    return {row.title: row for row in cost.cost_rows(read_round("r0", read_locks()))}
 
 
 def test_tokens_of_training_and_writing(project: Path) -> None:
@@ -51,44 +51,36 @@ def test_tokens_of_training_and_writing(project: Path) -> None:
             "prompts": 100,
         },
     )
-    found = told()
+    costs = rows()
     # 42 steps of 16 rows are 0.7226 of 930 rows, whose tokens are 19385: 14007
-    assert (
-        found["tokens trained on"].cell("sft") == found["tokens trained on"].total == "about 14,000"
-    )
-    # 64 episodes of about 9; 100 prompts twice by three models, once by the checkpoint that is not
-    # the policy
-    assert found["tokens written"].cell("ppo") == "about 580"
-    assert found["tokens written"].cell("evaluate") == "9,500"
-    assert found["tokens written"].total == "about 10,000"
-    assert found["tokens written"].cell("replay") == "-"
-    # the curve has the length of every update: 32 episodes of 8, 32 of 12.5
+    trained_on = costs["tokens trained on"]
+    assert trained_on.cell("sft") == trained_on.total == "about 14,000"
+    # 64 episodes of about 9 tokens
+    generated = costs["tokens generated"]
+    assert generated.cell("ppo") == "about 580"
+    # 100 prompts: 2 samples of 20, 10 and 12 tokens by the models, 1 of 11 by step_00010;
+    # step_00020 is the policy itself
+    assert generated.cell("evaluate") == "9,500"
+    assert generated.total == "about 10,000"
+    assert generated.cell("replay") == "-"
+    # with curves the length of each update is known: 32 episodes of 8, 32 of 12.5
     write_text(stage_dir("r0", "ppo") / "curves.csv", "step,response_length\n1,8\n2,12.5\n")
-    assert (
-        told()["tokens written"].cell("ppo") == "656" and told()["tokens written"].total == "10,156"
-    )
+    generated = rows()["tokens generated"]
+    assert (generated.cell("ppo"), generated.total) == ("656", "10,156")
 
 
-def test_what_judges_counted(project: Path) -> None:
+def test_usage_of_judges_is_summed(project: Path) -> None:
     judge = {"tokens_in": 900, "tokens_out": 30, "cost": 0.5}
     metrics("annotate", judge)
-    metrics(
-        "evaluate",
-        {
-            "jury": {
-                "alone": {
-                    "lexicon": {"kappa": 1.0},
-                    "a": judge,
-                    "b": {"tokens_in": 100, "tokens_out": 1, "cost": None},
-                }
-            }
-        },
-    )
-    found = told()
-    assert [
-        found["judges: tokens read"].cell(stage) for stage in ("annotate", "evaluate", "replay")
-    ] == ["900", "1,000", "-"]
-    assert (found["judges: tokens written"].total, found["judges: price"].total) == ("61", "1")
+    other = {"tokens_in": 100, "tokens_out": 1, "cost": None}
+    jury = {"lexicon": {"kappa": 1.0}, "a": judge, "b": other}
+    metrics("evaluate", {"jury": {"alone": jury}})
+    costs = rows()
+    tokens_in = costs["judges: input tokens"]
+    assert [tokens_in.cell(stage) for stage in ("annotate", "evaluate", "replay")] == [
+        *("900", "1,000", "-")
+    ]
+    assert (costs["judges: output tokens"].total, costs["judges: price"].total) == ("61", "1")
 
 
 def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
@@ -99,17 +91,12 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
         meter.seconds = seconds
         provenance.record_provenance(address, provenance.RunRef("run", "none"), None, meter)
     times = [{"step": -1, "time": 1000.0}, {"step": 1, "time": 1120.0}]
-    write_jsonl(
-        work_dir("r0", "reward") / "clock.jsonl", times
-    )  # of an older version, which took no notes
+    # a stage without a provenance record, as older versions left it
+    write_jsonl(work_dir("r0", "reward") / "clock.jsonl", times)
     write_jsonl(work_dir("r0", "ppo") / "clock.jsonl", times)
-    minutes, energy = told()["minutes"], told()["watt-hours"]
-    assert [minutes.cell(stage) for stage in ("sft", "reward", "ppo", "replay")] == [
-        "1.5",
-        "2",
-        "10",
-        "-",
-    ]
+    minutes, energy = rows()["minutes"], rows()["watt-hours"]
+    assert [minutes.cell(stage) for stage in ("sft", "reward", "ppo")] == ["1.5", "2", "10"]
+    assert minutes.cell("replay") == "-"
     assert minutes.total == "13.5"
     assert (energy.cell("ppo"), energy.total) == ("-", "not readable")
 
@@ -119,16 +106,15 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
     with Meter([Counter(counter)]) as meter:
         write_text(counter / "energy_uj", "5400000000")
     provenance.record_provenance("ppo@r0", provenance.RunRef("run", "none"), None, meter)
-    energy = told()["watt-hours"]
+    energy = rows()["watt-hours"]
     assert (energy.cell("sft"), energy.cell("ppo"), energy.total) == ("-", "1.5", "1.5")
 
 
-def test_nothing_is_made_up(project: Path) -> None:
-    assert {line.total for line in told().values()} == {"-"}
-    metrics("ppo", {"policy_update": 3})  # of DPO, which has no episodes
-    metrics(
-        "sft", {"train_rows": 4, "train_tokens": 9, "steps": 1}
-    )  # without a lock there is no size of a batch
-    assert {line.total for line in told().values()} == {"-"}
+def test_an_amount_that_no_file_contains_is_unknown(project: Path) -> None:
+    assert {row.total for row in rows().values()} == {"-"}
+    metrics("ppo", {"policy_update": 3})  # DPO has no episodes
+    # without dvc.lock the batch size is unknown
+    metrics("sft", {"train_rows": 4, "train_tokens": 9, "steps": 1})
+    assert {row.total for row in rows().values()} == {"-"}
     words = Page(page.write(["r0"]).read_text()).words
     assert "r0: minutes" in words and "r0: judges: price" not in words

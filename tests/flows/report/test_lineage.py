@@ -1,4 +1,4 @@
-"""Which run made what, in the report."""
+"""Lineage in the report: which run made each result."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from stages.lib.core.files import write_text
 from tests.flows.report.reading import Page
 
 
-def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None:
+def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
     outs = {
         "assets": "assets/model",
         "sft@r0": "rounds/r0/sft/model",
@@ -32,28 +32,25 @@ def test_who_made_what_with_links_to_the_pages_of_the_run(project: Path) -> None
         "sft@r0", provenance.RunRef("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter
     )
     note = provenance.place("sft@r0")
-    write_text(
-        note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"')
-    )  # as within a flow
-    text = page.write(["r0"]).read_text()
-    told = Page(text)
-    assert told.open == []
-    places = [told.words.index(address) for address in ("assets", "sft@r0", "reward@r0")]
+    # within a flow the record has the flow run's id
+    write_text(note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"'))
+    html = Page(page.write(["r0"]).read_text())
+    assert html.open_tags == []
+    starts = [html.words.index(address) for address in ("assets", "sft@r0", "reward@r0")]
     assets, sft, reward = (
-        " ".join(told.words[a:b]) for a, b in zip(places, [*places[1:], None], strict=True)
+        " ".join(html.words[start:end])
+        for start, end in zip(starts, [*starts[1:], None], strict=True)
     )
-    assert "not made here" in assets and "assets/model md5 of assets/model" in assets
+    assert "made in another folder" in assets and "assets/model md5 of assets/model" in assets
     assert "20270102-030405-abc" in sft and "01234567-dirty" in sft and "fedcba98" in sft
     assert "rounds/r0/sft/model md5 of rounds/r0/sft/model" in sft
-    assert "not made here" in reward and "scores.jsonl" not in reward
-    assert f"{PREFECT_URL}/runs/flow-run/11111111-2222" in told.links
-    assert mlflow in told.links
-    assert "prepare@r0" not in told.words  # has not run
+    assert "made in another folder" in reward and "scores.jsonl" not in reward
+    assert f"{PREFECT_URL}/runs/flow-run/11111111-2222" in html.links
+    assert mlflow in html.links
+    assert "prepare@r0" not in html.words  # has not run
 
 
-def test_a_short_name_keeps_what_was_put_after_it() -> None:
-    assert [short(text) for text in ("0123456789abc", "0123456789abc-dirty", "none")] == [
-        "01234567",
-        "01234567-dirty",
-        "none",
-    ]
+def test_a_short_hash_keeps_its_dirty_mark() -> None:
+    assert short("0123456789abc") == "01234567"
+    assert short("0123456789abc-dirty") == "01234567-dirty"
+    assert short("none") == "none"

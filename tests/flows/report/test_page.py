@@ -1,4 +1,4 @@
-"""The report, from files as stages leave them."""
+"""The report, from files in the format that stages write."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from flows.report import charts, page
 from flows.report.round_data import extreme_samples
 from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
-from stages.replay.badcases import Badcase, Retest, ledger_path
+from stages.replay.badcases import Badcase, Cause, Retest, ledger_path
 from tests.flows.report.reading import Page
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
@@ -75,7 +75,9 @@ def write_round(name: str) -> None:
         "base": "",
     }
     sample |= {
-        f"{who}_{what}": 0.25 for who in ("base", "sft", "ppo") for what in ("sentiment", "score")
+        f"{model}_{metric}": 0.25
+        for model in ("base", "sft", "ppo")
+        for metric in ("sentiment", "score")
     }
     write_jsonl(stage_dir(name, "evaluate") / "samples.jsonl", [sample])
 
@@ -88,53 +90,48 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
         "fall_high": 0.8,
     }
     write_json(slices, {"slices": {"mine_safe": row}})
-    case = Badcase.model_validate(
-        {
-            "id": "abc",
-            "round": "r0",
-            "cause": "no_eos",
-            "origin": 4,
-            "prompt_id": "p",
-            "prompt": "It",
-            "response": " was & was",
-        }
-        | {
-            "score": 1.5,
-            "sentiment": 0.0,
-            "sentiment_plain": 0.0,
-            "repetition": 0.0,
-            "tries": [Retest(round="r0", fired=3, of=4, ranked=True)],
-        }
+    case = Badcase(
+        id="abc",
+        round="r0",
+        cause=Cause.no_eos,
+        origin=4,
+        prompt_id="p",
+        prompt="It",
+        response=" was & was",
+        score=1.5,
+        sentiment=0.0,
+        sentiment_plain=0.0,
+        repetition=0.0,
+        tries=[Retest(round="r0", fired=3, of=4, ranked=True)],
     )
     write_jsonl(ledger_path("r0"), [case.model_dump(mode="json")])
     text = page.write(["r0"]).read_text()
-    told = Page(text)
-    assert told.open == [] and told.fetched == []
-    # one screen says who is at fault and what to do
-    assert (
-        "r0: the reward model is at fault: reward.accuracy_low 0.71, wanted >= 0.8. Look at <the> data"
-        in " ".join(told.words)
-    )
-    assert "what the shut gate says" in " ".join(told.words)
+    html = Page(text)
+    assert html.open_tags == [] and html.fetched == []
+    # the first screen names the stage at fault and the next step
+    visible = " ".join(html.words)
+    failed = "reward.accuracy_low 0.71, wanted >= 0.8. Look at <the> data"
+    assert f"r0: the reward model is at fault: {failed}" in visible
+    assert "do what the failed gate recommends" in visible
     assert (
         "warn at update 17: length hack, response_length 1.36. it pays for length. First: a penalty"
-        in told.words
+        in html.words
     )
-    # what models wrote is text
-    assert "<script>alert(1)</script>" in told.words and "<script" not in text.lower()
-    assert "was ↵ fine" in told.words and "(nothing)" in told.words and "was & was" in told.words
-    assert "mine_safe" in told.words and "0.5 [0.2, 0.8]" in told.words and "r0 3/4" in told.words
+    # a text of a model is never HTML
+    assert "<script>alert(1)</script>" in html.words and "<script" not in text.lower()
+    assert "was ↵ fine" in html.words and "(empty)" in html.words and "was & was" in html.words
+    assert "mine_safe" in html.words and "0.5 [0.2, 0.8]" in html.words and "r0 3/4" in html.words
     titles = [
-        "A broken text beats the whole one",
-        "An ending turns a right pair",
+        "Corrupted text scores above the original",
+        "Appended ending reverses a correct pair",
         "Accuracy by kind of pair",
         "Reward model's score",
         "KL from SFT",
     ]
-    assert told.pictures == [*titles, "Judge against reward model, SFT to the policy"]
-    # the pictures' colours are the page's
+    assert html.pictures == [*titles, "Judge against reward model, SFT to the policy"]
+    # the pictures use the page's colours
     assert "var(--c1)" in text and not any(colour in text for colour in charts.VARIABLES)
-    # tables that are wider than the window scroll by keyboard
+    # wide tables can be scrolled by keyboard
     regions = re.findall(r'<div class="wide"([^>]*)>', text)
     assert len(regions) >= 5 and all(
         'tabindex="0"' in region and "aria-label=" in region for region in regions
@@ -145,9 +142,9 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
 
 
 def test_before_anything_has_run(project: Path) -> None:
-    told = Page(page.write(["r0"]).read_text())
-    assert told.open == [] and told.pictures == [] and told.words.count("not reached") == 3
-    assert Page(page.write([]).read_text()).open == []
+    html = Page(page.write(["r0"]).read_text())
+    assert html.open_tags == [] and html.pictures == [] and html.words.count("not reached") == 3
+    assert Page(page.write([]).read_text()).open_tags == []
 
 
 def test_the_same_picture_twice_is_the_same_text() -> None:
@@ -163,17 +160,8 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
 def test_the_best_and_the_worst_samples_once_each() -> None:
     rows = [{"id": n, "sft_sentiment": 0.0, "ppo_sentiment": n / 10} for n in range(6)]
     assert [row["id"] for row in extreme_samples(rows)] == [5, 4, 3, 2, 1, 0]
-    assert [
-        row["id"]
-        for row in extreme_samples(
-            [*rows, *({**row, "id": row["id"] + 6, "ppo_sentiment": -1.0} for row in rows)]
-        )
-    ][:4] == [
-        5,
-        4,
-        3,
-        2,
-    ]
+    worse_rows = [{**row, "id": row["id"] + 6, "ppo_sentiment": -1.0} for row in rows]
+    assert [row["id"] for row in extreme_samples([*rows, *worse_rows])][:4] == [5, 4, 3, 2]
 
 
 def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> None:
@@ -181,30 +169,32 @@ def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> N
 
     assert report_page(["r0"]).endswith("reports/report.html")
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [{"id": "of another version"}])
-    assert "was not written (KeyError" in report_page(
-        ["r0"]
-    ) and "`rondo report` tries again" in report_page(["r0"])
+    message = report_page(["r0"])
+    assert "was not written (KeyError" in message and "`rondo report` tries again" in message
 
 
-def test_what_was_let_through_is_neither_passed_nor_shut(project: Path) -> None:
+def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
+    project: Path,
+) -> None:
     approval = {"approved": True, "by": "Ada", "reason": "seen by hand"}
-    known = {
+    verdicts = {
         "sft": check(False) | {"opened": True, "policy": "ask", "approval": approval},
         "reward": check(False) | {"opened": True, "policy": "warn"},
         "promote": check(False) | {"policy": "ask", "approval": approval | {"approved": False}},
     }
-    for gate, verdict in known.items():
+    for gate, verdict in verdicts.items():
         write_json(Path(f"reports/r0/gate_{gate}.json"), verdict)
     text = page.write(["r0"]).read_text()
-    words, failed = Page(text).words, "reward.accuracy_low 0.71, wanted >= 0.8"
+    failed = "reward.accuracy_low 0.71, wanted >= 0.8"
+    words = Page(text).words
     assert [word for word in words if word in ("✓", "!", "✗")] == ["!", "!", "✗"]
-    assert text.count('class="gate let"') == 2 and text.count('class="gate bad"') == 1
-    assert f"let through, approved by Ada (seen by hand): {failed}" in words
-    assert f"let through, warned of: {failed}" in words
+    assert text.count('class="gate warn"') == 2 and text.count('class="gate bad"') == 1
+    assert f"approved by Ada (seen by hand): {failed}" in words
+    assert f"passed with a warning: {failed}" in words
     assert f"refused by Ada (seen by hand): {failed}" in words
 
 
-def test_whatever_people_and_models_wrote_is_text(project: Path) -> None:
+def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     evil = "--><script>alert('x')</script> $\\nothing$ <img src=x onerror=y>"
     write_round("r0")
     battery = BATTERY | {
@@ -229,15 +219,15 @@ def test_whatever_people_and_models_wrote_is_text(project: Path) -> None:
         "update": 2,
         "value": 1.0,
     }
-    drawn = finding | {"metric": "kl"}
-    write_json(stage_dir("r0", "ppo") / "health.json", {"findings": [finding, drawn]})
+    finding_on_a_curve = finding | {"metric": "kl"}
+    write_json(stage_dir("r0", "ppo") / "health.json", {"findings": [finding, finding_on_a_curve]})
     sample = dict.fromkeys(("id", "base", "sft", "champion", "ppo"), evil) | {
         "prompt": [{"role": "user", "content": evil}]
     }
     sample |= {
-        f"{who}_{what}": 0.25
-        for who in ("base", "sft", "champion", "ppo")
-        for what in ("sentiment", "score")
+        f"{model}_{metric}": 0.25
+        for model in ("base", "sft", "champion", "ppo")
+        for metric in ("sentiment", "score")
     }
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
     approval = {"approved": True, "by": evil, "reason": evil}
@@ -264,11 +254,11 @@ def test_whatever_people_and_models_wrote_is_text(project: Path) -> None:
     case |= {"score": 1.5, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0, "tries": []}
     write_jsonl(ledger_path("r0"), [Badcase.model_validate(case).model_dump(mode="json")])
     text = page.write(["r0"]).read_text()
-    told = Page(text)
-    assert told.open == [] and told.fetched == []
+    html = Page(text)
+    assert html.open_tags == [] and html.fetched == []
     assert "<script" not in text.lower() and "<img" not in text
-    assert told.words.count(evil) >= 10  # samples, badcases, gates' numbers
+    assert html.words.count(evil) >= 10  # samples, badcases, gates' numbers
     assert {repr(evil), f"{evil!r}, mined", f"{evil}: {evil}, update 2"} <= set(
-        told.words
+        html.words
     )  # in pictures
-    assert any(f"approved by {evil} ({evil})" in word for word in told.words)
+    assert any(f"approved by {evil} ({evil})" in word for word in html.words)

@@ -1,3 +1,5 @@
+"""The results table and the verdicts below it, from files in the format that stages write."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -69,20 +71,20 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert summary.known_rounds() == ["r0", "r1"]
     table = rows(summary.markdown(["r0", "r1"]))
     assert table[""] == ["r0", "r1"]
-    assert table["SFT loss, nats a token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
+    assert table["SFT loss, nats per token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
     assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
-    assert table["RM best-of-n rise, judged [95%]"] == ["0.397 [0.306, 0.478]", "-"]
-    assert table["RM fooled by its worst ending"] == ["0.41", "-"]
-    assert table["policy's reward, first -> kept"] == ["-0.61 -> 2.58", "-"]
+    assert table["RM best-of-n gain, judged [95%]"] == ["0.397 [0.306, 0.478]", "-"]
+    assert table["RM pairs reversed by the worst ending"] == ["0.41", "-"]
+    assert table["policy's reward, first -> selected"] == ["-0.61 -> 2.58", "-"]
     assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
     assert table["judged sentiment, SFT -> policy"] == ["0.26 -> 0.74", "-"]
-    assert table["people's texts, rise over SFT, nats a token"] == ["0.51", "-"]
-    assert table["worst slice: worse than SFT by up to"] == ["xstest_unsafe 0.040", "-"]
+    assert table["loss on human texts over SFT, nats per token"] == ["0.51", "-"]
+    assert table["worst slice: drop against SFT"] == ["xstest_unsafe 0.040", "-"]
     assert table["badcases found"] == ["41", "-"]
     assert table["badcases repaired"] == ["9 of 30, 2 by chance", "-"]
-    assert table["repaired ones that came back"] == ["1 of 12", "-"]
+    assert table["repaired badcases that regressed"] == ["1 of 12", "-"]
     assert table["demonstrations, pairs; replayed rows"] == ["930, 1187; 0", "-"]
-    assert table["RM fooled, before -> after"] == ["-", "-"]
+    assert table["RM pairs reversed by exploits, before -> after"] == ["-", "-"]
 
 
 def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: float) -> None:
@@ -98,7 +100,7 @@ def evaluated(files: Path, name: str, win_rate: float, id_: str, temperature: fl
     )
 
 
-def test_numbers_of_other_evaluations_do_not_stand_side_by_side(files: Path) -> None:
+def test_numbers_of_other_evaluations_are_in_rows_of_their_own(files: Path) -> None:
     for name, win_rate, id_, temperature in (
         ("r0", 0.6, "a", 1.0),
         ("r1", 0.7, "b", 0.7),
@@ -106,8 +108,8 @@ def test_numbers_of_other_evaluations_do_not_stand_side_by_side(files: Path) -> 
     ):
         evaluated(files, name, win_rate, id_, temperature)
     write(files / "rounds/r3/sft/metrics.json", METRICS["sft"])  # not evaluated yet
-    told = summary.markdown(["r0", "r1", "r2", "r3"])
-    table = rows(told)
+    text = summary.markdown(["r0", "r1", "r2", "r3"])
+    table = rows(text)
     assert table["win rate against SFT [95%]"] == [
         "0.600 [0.750, 0.860]",
         "-",
@@ -115,33 +117,36 @@ def test_numbers_of_other_evaluations_do_not_stand_side_by_side(files: Path) -> 
         "-",
     ]
     assert table["win rate against SFT [95%] †"] == ["-", "0.700 [0.750, 0.860]", "-", "-"]
-    assert table["win rate undecided: prompts needed †"] == ["-", "352", "-", "-"]
-    # what is not of the evaluation stays in one row
-    assert table["SFT loss, nats a token"] == [
+    assert table["prompts needed to decide the win rate †"] == ["-", "352", "-", "-"]
+    # rows of other stages are not repeated
+    assert table["SFT loss, nats per token"] == [
         "5.170 -> 4.500",
         "5.170 -> 4.500",
         "-",
         "5.170 -> 4.500",
     ]
-    assert "SFT loss, nats a token †" not in table
-    line = "† r1 not comparable with r0: evaluated otherwise (ppo.temperature 1.0 and 0.7); run `dvc repro evaluate@r0 evaluate@r1`"
-    assert f"- {line}\n" in told and f"{line}\n" in summary.text(["r0", "r1", "r2"])
+    assert "SFT loss, nats per token †" not in table
+    line = (
+        "† r1 not comparable with r0: evaluated with other settings (ppo.temperature 1.0 and 0.7); "
+        "run `dvc repro evaluate@r0 evaluate@r1`"
+    )
+    assert f"- {line}\n" in text and f"{line}\n" in summary.text(["r0", "r1", "r2"])
 
 
 def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
     for name in ("r0", "r1"):
         evaluated(files, name, 0.6, "a", 1.0)
-    told = summary.markdown(["r0", "r1"])
-    assert (
-        rows(told)["win rate against SFT [95%]"] == ["0.600 [0.750, 0.860]"] * 2 and "†" not in told
-    )
-    # a round that says nothing of its evaluation is not taken for an equal one
+    text = summary.markdown(["r0", "r1"])
+    assert rows(text)["win rate against SFT [95%]"] == ["0.600 [0.750, 0.860]"] * 2
+    assert "†" not in text
+    # a round without an evaluation id is not comparable either
     (files / "rounds/r1/evaluate/manifest.json").unlink()
     write(files / "rounds/r1/evaluate/metrics.json", METRICS["evaluate"])
-    assert (
-        "† r1 not comparable with r0: evaluated otherwise (a manifest.json does not say how)"
-        in summary.markdown(["r0", "r1"])
+    line = (
+        "† r1 not comparable with r0: "
+        "evaluated with other settings (a manifest.json does not contain them)"
     )
+    assert line in summary.markdown(["r0", "r1"])
 
 
 def gate(passed: bool, opened: bool, approval: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -160,7 +165,7 @@ def gate(passed: bool, opened: bool, approval: dict[str, Any] | None = None) -> 
     return {**facts, "passed": passed, "opened": opened, "approval": approval, "checks": [check]}
 
 
-def test_the_first_gate_that_is_shut_names_who_is_at_fault(files: Path) -> None:
+def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
     for name in ("sft", "reward", "promote"):
         write(files / f"reports/r0/gate_{name}.json", gate(passed=True, opened=True))
         write(files / f"reports/r3/gate_{name}.json", gate(passed=name != "reward", opened=True))
@@ -173,30 +178,29 @@ def test_the_first_gate_that_is_shut_names_who_is_at_fault(files: Path) -> None:
         "failed": {"reward.accuracy_low": 0.7},
     }
     write(files / "reports/r4/gate_sft.json", gate(passed=False, opened=True, approval=approval))
+    failed = "reward.accuracy_low 0.7, wanted >= 0.8"
     assert summary.verdict(["r0", "r1", "r2", "r3", "r4"]) == [
         "r0: all gates passed",
-        "r1: the reward model is at fault: reward.accuracy_low 0.7, wanted >= 0.8. Look at the data.",
+        f"r1: the reward model is at fault: {failed}. Look at the data.",
         "r2: has not reached the sft gate",
-        "r3: all gates opened; reward gate: warned of: reward.accuracy_low 0.7, wanted >= 0.8",
-        "r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): reward.accuracy_low 0.7, wanted >= 0.8",
+        f"r3: all gates passed or approved; reward gate: passed with a warning: {failed}",
+        f"r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): {failed}",
     ]
 
 
 @pytest.mark.parametrize(
-    ("manifest", "said"),
+    ("manifest", "name"),
     [({}, "PPO"), ({"algorithm": "dpo"}, "DPO"), ({"algorithm": "best_of_n"}, "best-of-n")],
 )
-def test_what_made_the_policy_is_what_is_at_fault(
-    files: Path, manifest: dict[str, str], said: str
+def test_the_algorithm_that_trained_the_policy_is_at_fault(
+    files: Path, manifest: dict[str, str], name: str
 ) -> None:
-    for name in ("sft", "reward", "promote"):
-        write(
-            files / f"reports/r0/gate_{name}.json",
-            gate(passed=name != "promote", opened=name != "promote"),
-        )
+    for gate_name in ("sft", "reward", "promote"):
+        passed = gate_name != "promote"
+        write(files / f"reports/r0/gate_{gate_name}.json", gate(passed=passed, opened=passed))
     write(files / "rounds/r0/ppo/manifest.json", manifest)
     [line] = summary.verdict(["r0"])
-    assert line.startswith(f"r0: {said} is at fault: ")
+    assert line.startswith(f"r0: {name} is at fault: ")
 
 
 def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
@@ -217,12 +221,13 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
     verdict = gate(passed=False, opened=False)
     write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
     write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
+    below_champion = "evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look."
     assert summary.verdict(["r0", "r1"]) == [
-        "r0: not promoted, the champion stays: evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look.",
-        "r1: PPO is at fault: evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look.; evaluate.ppo.kl 9, wanted <= 8. Nearer.",
+        f"r0: not promoted, the champion stays: {below_champion}",
+        f"r1: PPO is at fault: {below_champion}; evaluate.ppo.kl 9, wanted <= 8. Nearer.",
     ]
 
 
-def test_an_interval_stands_behind_its_mean_where_it_is_known() -> None:
+def test_an_interval_is_shown_if_it_is_known() -> None:
     assert tables.interval(0.88149, 0.8318, 0.9232) == "0.881 [0.832, 0.923]"
     assert tables.interval(0.5, None, None) == "0.500"
