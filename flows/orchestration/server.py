@@ -107,7 +107,8 @@ def serve(home: Path, notify: str | None = None, say: Callable[[str], None] = pr
     ):  # SIGINT too: a shell ignores it for what it starts in the background
         signal.signal(number, _interrupt)
     try:
-        begin("prefect", "prefect", "server", "start", "--host", HOST, "--port", str(PREFECT_PORT))
+        listen = ("--host", HOST, "--port", str(PREFECT_PORT))
+        begin("prefect", "flows.orchestration.prefect_server", "server", "start", *listen)
         store, artifacts = f"sqlite:///{home / 'mlflow.db'}", str(home / "mlartifacts")
         address = ("--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1")
         begin(
