@@ -153,7 +153,7 @@ class Ui:
         for number, text in enumerate((by, reason)):
             modal.locator("textarea").nth(number).fill(text)
         shot(self.page, "approve")
-        self.submit(modal, status=200)
+        self.submit(modal)
 
 
 def test_a_run_from_the_form_to_the_report(

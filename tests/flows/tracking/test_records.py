@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests here: making one takes seconds. Runs differ by their name."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+def database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests here. Runs differ by their name."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    return f"sqlite:///{shutil.copy(empty_tables, file)}"
 
 
 def run_all(tracker: NullTracker) -> None:
