@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
@@ -47,6 +48,27 @@ TINY = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take minutes first, so that no worker is left with one at the end."""
     items.sort(key=lambda item: item.path.name not in SLOWEST)
+
+
+@pytest.fixture(scope="session")
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that has a folder built once in a session, by the first worker that needs it, and
+    returns it. Tests work on copies.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def build_once(name: str, build: Callable[[Path], None]) -> Path:
+        built, done = folder / name, folder / f"{name}.done"
+        with FileLock(folder / f"{name}.lock"):
+            if not done.exists():
+                built.mkdir()
+                build(built)
+                done.touch()
+        return built
+
+    return build_once
 
 
 @pytest.fixture(scope="session")

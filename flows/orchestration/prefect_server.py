@@ -12,6 +12,7 @@ BEGIN IMMEDIATE takes the write lock first, and waits for it (Prefect sets 60 s)
 """
 
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from prefect.server.database.configurations import AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
@@ -32,7 +33,8 @@ def begin_immediate(
 def main() -> None:
     from prefect.cli import app
 
-    AioSqliteConfiguration.begin_transaction = begin_immediate  # type: ignore[method-assign,assignment]
+    configuration: Any = AioSqliteConfiguration
+    configuration.begin_transaction = begin_immediate
     app()
 
 

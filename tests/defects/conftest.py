@@ -3,6 +3,7 @@ where a defect is planted.
 """
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
@@ -120,15 +121,20 @@ def write(sources: World) -> None:
 
 
 @pytest.fixture(scope="session")
-def clean(
-    tmp_path_factory: pytest.TempPathFactory, forking_python: str
-) -> tuple[Path, Stop | None]:
+def clean(built_once: Callable[..., Path], forking_python: str) -> tuple[Path, Stop | None]:
     """A folder in which the pipeline ran on the world as it is, and where it stopped."""
-    folder, sources = tmp_path_factory.mktemp("clean"), world()
-    with chdir(folder), pytest.MonkeyPatch.context() as environment:
-        environment.setenv(fork_server.VARIABLE, forking_python)
-        write(sources)
-        return folder, go(settings(sources, {}), "assets")
+
+    def build(folder: Path) -> None:
+        sources = world()
+        (folder / "world").mkdir()
+        with chdir(folder / "world"), pytest.MonkeyPatch.context() as environment:
+            environment.setenv(fork_server.VARIABLE, forking_python)
+            write(sources)
+            stop = go(settings(sources, {}), "assets")
+        (folder / "stop").write_bytes(pickle.dumps(stop))
+
+    folder = built_once("clean", build)
+    return folder / "world", pickle.loads((folder / "stop").read_bytes())
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ Python for each but the real gate.
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,9 +125,9 @@ def make_project(folder: Path, number: int = 1) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """git and DVC take a second to make a project; a copy takes none."""
-    return make_project(tmp_path_factory.mktemp("project"))
+def made_project(built_once: Callable[..., Path]) -> Path:
+    """git and DVC take seconds to make a project; a copy takes none."""
+    return built_once("project", make_project)
 
 
 @pytest.fixture
@@ -142,11 +143,13 @@ def project(
 
 
 @pytest.fixture(scope="session")
-def empty_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_tables(built_once: Callable[..., Path]) -> Path:
     """MLflow's tables without an experiment of ours. Making them takes seconds, a copy none."""
-    file = tmp_path_factory.mktemp("tables") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
-    return file
+
+    def build(folder: Path) -> None:
+        MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_experiments()
+
+    return built_once("tables", build) / "mlflow.db"
 
 
 @pytest.fixture(scope="session")
