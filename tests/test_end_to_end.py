@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from flows.execution import fork_server
 from flows.execution.dvc_stages import command_environment
 
 
@@ -23,7 +26,9 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
+def test_both_rounds_then_nothing_to_do_then_one_gate(
+    clone: Path, forking_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rondo = (sys.executable, "-m", "flows.cli")
     # neither policy is promoted, which does not keep the second round from learning; who is
     # approved is the champion that it meets
@@ -35,6 +40,8 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
         and "Not promoted; the next round learns from its badcases." in said
     )
     assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] is None
+    # the first run had a fork server of its own; what follows shares that of the tests
+    monkeypatch.setenv(fork_server.VARIABLE, forking_python)
     for name, code in (("r0", 3), ("r1", 0)):
         run(*rondo, "approve", "promote", name, "--reason", "a test", cwd=clone)
         run(*rondo, "run", cwd=clone, code=code)
@@ -96,17 +103,17 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     # by hand: nothing to do; a changed threshold reruns its two gates alone; one that blocks stops
     # with the gate's name
     assert "Data and pipelines are up to date" in run(
-        sys.executable, "-m", "dvc", "repro", cwd=clone
+        forking_python, "-m", "dvc", "repro", cwd=clone
     )
     params = (clone / "params.yaml").read_text()
     (clone / "params.yaml").write_text(params.replace("loss_drop: 0.2", "loss_drop: 0.3"))
-    output = run(sys.executable, "-m", "dvc", "repro", cwd=clone)
+    output = run(forking_python, "-m", "dvc", "repro", cwd=clone)
     assert [line for line in output.splitlines() if line.startswith("Running stage")] == [
         "Running stage 'gate_sft@r0':",
         "Running stage 'gate_sft@r1':",
     ]
     (clone / "params.yaml").write_text(params.replace("policy: warn", "policy: block"))
-    run(sys.executable, "-m", "dvc", "repro", cwd=clone, code=255)
+    run(forking_python, "-m", "dvc", "repro", cwd=clone, code=255)
     assert (
         not (clone / "gates/r0/sft.ok").exists()
         and not read(clone / "reports/r0/gate_sft.json")["passed"]
@@ -114,11 +121,11 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(clone: Path) -> None:
     # put back, the gate comes from DVC's cache, with the verdict of that time
     (clone / "params.yaml").write_text(params)
     assert "Stage 'gate_sft@r0' is cached" in run(
-        sys.executable, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone
+        forking_python, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone
     )
     assert read(clone / "reports/r0/gate_sft.json")["opened"]
     # and so does every stage that has once been run: the lock is gone, the results are not computed
     # again
     (clone / "dvc.lock").unlink()
-    output = run(sys.executable, "-m", "dvc", "repro", "ppo@r0", cwd=clone)
+    output = run(forking_python, "-m", "dvc", "repro", "ppo@r0", cwd=clone)
     assert "Running stage" not in output and "Stage 'ppo@r0' is cached" in output

@@ -174,7 +174,9 @@ def _service_environment(home: Path) -> dict[str, str]:
 def _start_servers(services: _Services, home: Path, log: Callable[[str], None]) -> None:
     """Start both servers and wait for Prefect, which the next steps need."""
     prefect_address = ("--host", HOST, "--port", str(PREFECT_PORT))
-    services.start("prefect", "prefect", "server", "start", *prefect_address)
+    services.start(
+        "prefect", "flows.orchestration.prefect_server", "server", "start", *prefect_address
+    )
     mlflow_address = ("--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1")
     database = ("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}")
     artifacts = ("--artifacts-destination", str(home / "mlartifacts"))

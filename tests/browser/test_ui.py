@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from flows.execution.dvc_stages import command_environment
 from flows.tracking.records import HEALTH
@@ -25,6 +25,7 @@ SCREENSHOTS = ROOT / ".rondo/screenshots"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+CHANGES = re.compile(r"/(create_flow_run|resume)$")  # the requests of the forms' Submit
 RUN_SECONDS = 600.0  # generous: what is asked is whether, not how fast
 PAGE_SECONDS = 90.0
 expect.set_options(timeout=PAGE_SECONDS * 1000)
@@ -107,8 +108,13 @@ class Ui:
     def rounds(self, number: int) -> None:
         self.page.locator("input[type=number]").first.fill(str(number))
 
-    def submit(self) -> None:
-        self.page.get_by_role("button", name="Submit").click()
+    def submit(self, within: Page | Locator | None = None, status: int = 201) -> None:
+        """Click Submit (of the page, or of what is given), and compare the server's answer."""
+        button = (within or self.page).get_by_role("button", name="Submit")
+        with self.page.expect_response(lambda answer: bool(CHANGES.search(answer.url))) as caught:
+            button.click()
+        answer = caught.value
+        assert answer.status == status, f"{answer.url}: {answer.status} {answer.text()}"
 
     def open_newest(self) -> str:
         """The page of the newest run; returns its id."""
@@ -147,7 +153,7 @@ class Ui:
         for number, text in enumerate((by, reason)):
             modal.locator("textarea").nth(number).fill(text)
         shot(self.page, "approve")
-        modal.get_by_role("button", name="Submit").click()
+        self.submit(modal)
 
 
 def test_a_run_from_the_form_to_the_report(
@@ -162,7 +168,7 @@ def test_a_run_from_the_form_to_the_report(
     for section in ("Sections", "BatteryParams"):
         page.get_by_text(section, exact=True).first.click()
     page.locator("input[type=number]").nth(1).fill("-5")
-    ui.submit()
+    ui.submit(status=409)
     expect(
         page.get_by_text(
             "'sections.battery.pairs'. Failure reason: -5 is less than the minimum of 1"
@@ -171,7 +177,7 @@ def test_a_run_from_the_form_to_the_report(
     ui.form("rlhf-pipeline")
     ui.fill(["gates.sft.policy=ask"])
     ui.rounds(-1)
-    ui.submit()
+    ui.submit(status=409)
     expect(page.get_by_text("-1 is less than the minimum of 0").first).to_be_visible()
     shot(page, "form")
     assert ui.runs() == []

@@ -3,6 +3,7 @@ where a defect is planted.
 """
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import chdir
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
+from flows.execution import fork_server
 from stages.annotate import __main__ as annotate
 from stages.assets import __main__ as assets
 from stages.battery import __main__ as battery
 from stages.gate.verdict import run_gate
 from stages.lib.core.errors import RondoError
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params, check_params
 from stages.prepare import __main__ as prepare
 from stages.reward import __main__ as reward
@@ -76,13 +79,26 @@ def settings(sources: World, changes: dict[str, Any]) -> Params:
     return check_params(values, "test")
 
 
-def go(params: Params, start: str) -> Stop | None:
-    """The steps from `start` on, here; None where nothing stops them."""
+# of prepare's files those that SFT and its gate read
+SFT_DATA = [
+    stage_dir("r0", "prepare") / "data" / f"{name}.jsonl"
+    for name in ("sft_train", "sft_eval", "eval_prompts")
+]
+
+
+def go(params: Params, start: str, trained: Path | None = None) -> Stop | None:
+    """The steps from `start` on, here; None if nothing stops them.
+
+    trained: a world that passed SFT's gate with these settings. SFT's outputs here are a copy of
+    its outputs, and are kept if its data are the same.
+    """
     Path("params.yaml").write_text(
         yaml.safe_dump(params.model_dump(mode="json"))
     )  # for the process that reloads the reward model
     names = list(STEPS)
     for step in names[names.index(start) :]:
+        if trained and step in ("sft", "gate_sft") and same_files(SFT_DATA, trained):
+            continue
         try:
             STEPS[step](params, "r0")
         except RondoError as error:
@@ -94,23 +110,39 @@ def go(params: Params, start: str) -> Stop | None:
     return None
 
 
+def same_files(paths: list[Path], folder: Path) -> bool:
+    """Whether these files, here, are byte for byte those of the other folder."""
+    return all(path.read_bytes() == (folder / path).read_bytes() for path in paths)
+
+
 def write(sources: World) -> None:
     for name, rows in sources.items():
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture(scope="session")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stop | None]:
+def clean(built_once: Callable[..., Path], forking_python: str) -> tuple[Path, Stop | None]:
     """A folder in which the pipeline ran on the world as it is, and where it stopped."""
-    folder, sources = tmp_path_factory.mktemp("clean"), world()
-    with chdir(folder):
-        write(sources)
-        return folder, go(settings(sources, {}), "assets")
+
+    def build(folder: Path) -> None:
+        sources = world()
+        (folder / "world").mkdir()
+        with chdir(folder / "world"), pytest.MonkeyPatch.context() as environment:
+            environment.setenv(fork_server.VARIABLE, forking_python)
+            write(sources)
+            stop = go(settings(sources, {}), "assets")
+        (folder / "stop").write_bytes(pickle.dumps(stop))
+
+    folder = built_once("clean", build)
+    return folder / "world", pickle.loads((folder / "stop").read_bytes())
 
 
 @pytest.fixture
 def planted(
-    clean: tuple[Path, Stop | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clean: tuple[Path, Stop | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fast_processes: None,
 ) -> Callable[..., Stop | None]:
     """Run from `start` on in a copy of that folder, with other settings or sources (from `assets`
     on, which records them).
@@ -123,6 +155,7 @@ def planted(
     def run(start: str, sources: World | None = None, **changes: Any) -> Stop | None:
         everything = world() | (sources or {})
         write(sources or {})
-        return go(settings(everything, changes), start)
+        pairs_alone = start == "assets" and changes.keys() <= {"reward"} and clean[1] is None
+        return go(settings(everything, changes), start, clean[0] if pairs_alone else None)
 
     return run

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flows.execution import fork_server
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.lm.loading import load_tokenizer
@@ -130,8 +131,11 @@ def test_a_head_that_was_lost_when_the_model_was_saved(planted):
         reload_difference(MODEL, [[1, 2]], torch.zeros(1), work_dir("r0", "reward"))
 
 
-def test_a_head_that_was_saved_as_another(planted):
-    """What the reward stage asks before it says anything else of its model."""
+def test_a_head_that_was_saved_as_another(planted, monkeypatch):
+    """What the reward stage asks before it says anything else of its model; here in a process of
+    the real interpreter.
+    """
+    monkeypatch.delenv(fork_server.VARIABLE)
     scorer, texts = (
         RewardScorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8),
         [[5, 6, 7], [8, 9]],

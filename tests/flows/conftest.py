@@ -5,10 +5,12 @@ Python for each but the real gate.
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
@@ -122,17 +124,39 @@ def make_project(folder: Path, number: int = 1) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def made_project(built_once: Callable[..., Path]) -> Path:
+    """git and DVC take seconds to make a project; a copy takes none."""
+    return built_once("project", make_project)
+
+
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(
+    made_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_processes: None
+) -> Path:
     """The project as working directory."""
-    monkeypatch.chdir(make_project(tmp_path))
+    shutil.copytree(made_project, tmp_path, symlinks=True, dirs_exist_ok=True)
+    # the index knows the files of the original
+    subprocess.run(["git", "update-index", "-q", "--refresh"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Making a database takes seconds, copying it does not."""
+@pytest.fixture(scope="session")
+def empty_tables(built_once: Callable[..., Path]) -> Path:
+    """MLflow's tables without an experiment of ours. Making them takes seconds, a copy none."""
+
+    def build(folder: Path) -> None:
+        MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_experiments()
+
+    return built_once("tables", build) / "mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def empty(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with our experiment, and no run."""
     folder = tmp_path_factory.mktemp("store")
+    shutil.copy(empty_tables, folder / "mlflow.db")
     MlflowStore(f"sqlite:///{folder / 'mlflow.db'}", folder / "artifacts")
     return folder / "mlflow.db"
 

@@ -1,4 +1,4 @@
-"""`rondo` as a user runs it: real processes, real Prefect and MLflow servers, a small DVC project."""
+"""`rondo` as a user runs it: real processes, Prefect and MLflow servers, a small DVC project."""
 
 import json
 import os
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from flows.core import prefect_api
+from flows.execution import fork_server
 from flows.orchestration import notifications
 from tests.paths import ROOT
 from tests.servers import free_port, read_until, request, until
@@ -189,9 +190,11 @@ def with_the_flow(project: Path) -> dict[str, str]:
 
 
 def up(project: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """`rondo up`, whose runs have fork servers of their own."""
     command = [sys.executable, "-m", "flows.cli", "up", *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name != fork_server.VARIABLE}
     return subprocess.Popen(
-        command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+        command, cwd=project, env={**inherited, **environment}, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -332,8 +335,11 @@ def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(left["actions"]) == 2 and not left["enabled"]
 
 
-def test_a_run_that_is_told_to_end_leaves_nothing_behind(project: Path) -> None:
-    """With a server of its own, for there is no other on this port."""
+def test_a_run_that_is_told_to_end_leaves_nothing_behind(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a Prefect server of its own, for there is no other on this port, and a fork server."""
+    monkeypatch.delenv(fork_server.VARIABLE)
     environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
     run = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True)

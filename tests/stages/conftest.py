@@ -89,10 +89,18 @@ def write_adapter(model, folder: Path, seed: int) -> None:
     policy.unload()
 
 
+@pytest.fixture(scope="session")
+def made_rounds() -> dict[float, tuple[Path, torch.Tensor]]:
+    """By taste: a round as `make_round` has written it, and torch's random state after that."""
+    return {}
+
+
 @pytest.fixture
-def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Params]:
+def make_round(
+    tmp_path, monkeypatch, tiny_folder, made_rounds, tmp_path_factory, fast_processes
+) -> Callable[[str, float], Params]:
     """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that
-    -1 dislikes what 1 likes.
+    -1 dislikes what 1 likes. The first round of a taste is built, later ones are copies.
     """
     from stages.assets.__main__ import PREDECESSOR
     from stages.lib.core.files import read_jsonl, write_json, write_jsonl
@@ -112,7 +120,16 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
 
     def make(round_: str, taste: float) -> Params:
-        folder = Path("rounds") / round_
+        if taste not in made_rounds:
+            folder = tmp_path_factory.mktemp("round")
+            build(folder, taste)
+            made_rounds[taste] = folder, torch.get_rng_state()
+        folder, random_state = made_rounds[taste]
+        shutil.copytree(folder, Path("rounds") / round_, dirs_exist_ok=True)
+        torch.set_rng_state(random_state)
+        return params
+
+    def build(folder: Path, taste: float) -> None:
         write_data(folder / "prepare/data")
         (folder / "annotate/data").mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "prepare/data/pairs_train.jsonl", folder / "annotate/data")
@@ -163,7 +180,6 @@ def make_round(tmp_path, monkeypatch, tiny_folder) -> Callable[[str, float], Par
             for p, r in zip(prompts, said, strict=True)
         ]
         RolloutLog(folder / "ppo/rollouts").append(rows)
-        return params
 
     return make
 

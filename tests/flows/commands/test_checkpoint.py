@@ -3,6 +3,7 @@ itself.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,11 +32,12 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One for all tests of this file, because creating one takes seconds. Each test has its own
-    folder, and runs are named after folders.
+def database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One for all tests here. Folders, and so their runs, have names of
+    their own.
     """
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    return f"sqlite:///{shutil.copy(empty_tables, file)}"
 
 
 @pytest.fixture

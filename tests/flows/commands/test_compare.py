@@ -1,6 +1,7 @@
 """Two runs in a real MLflow database, compared as a user compares them."""
 
 import json
+import shutil
 import webbrowser
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -20,10 +21,11 @@ AFTER = {"p1": (0.5, 0.6), "p2": (0.4, 0.42), "p3": (0.3, -0.2)}
 
 
 @pytest.fixture
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def database(empty_tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A database in which no run was recorded yet; its folder is the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("dvc.yaml").touch()
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    uri = f"sqlite:///{shutil.copy(empty_tables, tmp_path / 'mlflow.db')}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return uri
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -31,10 +31,9 @@ time.sleep(60)
 """
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    with fork_server.fork_server({}):
-        yield fork_server.python()
+@pytest.fixture
+def python(forking_python: str) -> str:
+    return forking_python
 
 
 @pytest.fixture
@@ -55,6 +54,19 @@ def gone(pid: int) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def waits(client: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    """Return when the client has connected, and handles signals, as it does before it waits for the
+    server.
+    """
+    ready, handled = False, 1 << signal.SIGTERM - 1
+    while not ready:
+        assert client.poll() is None
+        status = Path(f"/proc/{client.pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        ready = bool(int(caught.split()[1], 16) & handled)
+        time.sleep(0.01)
 
 
 def servers() -> list[psutil.Process]:
@@ -158,7 +170,7 @@ def test_a_signal_before_the_server_is_ready_is_not_lost(job):
             [fork_server.python(), "-m", "job"], cwd=job("import time; time.sleep(60)")
         ) as client,
     ):
-        time.sleep(0.5)  # the request is sent; the server is still importing
+        waits(client)  # the server is still importing
         client.send_signal(signal.SIGTERM)
         assert client.wait(30) == 128 + signal.SIGTERM
 
@@ -170,7 +182,7 @@ def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(job):
         with subprocess.Popen(
             [fork_server.python(), "-m", "job"], cwd=job(PRINT), stdout=subprocess.PIPE, text=True
         ) as client:
-            time.sleep(0.5)
+            waits(client)
             server.kill()
             assert "False __main__" in client.communicate(timeout=120)[0]
 
@@ -178,7 +190,7 @@ def test_if_the_server_dies_before_it_responds_the_real_interpreter_runs(job):
 def test_a_client_that_dies_before_it_is_accepted_does_not_end_the_server(job):
     with fork_server.fork_server({}):
         with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
-            time.sleep(0.5)
+            waits(client)
             client.kill()
         done = subprocess.run(
             [fork_server.python(), "-m", "job"],

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evalu
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests here, because creating one takes seconds; run names differ."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+def database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests here. Runs differ by their name."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    return f"sqlite:///{shutil.copy(empty_tables, file)}"
 
 
 def run_all(tracker: NullTracker) -> None:

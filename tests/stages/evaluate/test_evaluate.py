@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flows.execution import fork_server
 from stages.evaluate.__main__ import check_reproduced, main, rerun_policy
 from stages.evaluate.evaluator import Evaluator, Sample
 from stages.evaluate.results import describe, paired_win_rates, win_rate_with_prompts_needed
@@ -105,7 +106,8 @@ def test_a_second_evaluation_that_differs_is_an_error():
         check_reproduced(first, [first[0], replace(first[1], score=0.1)])
 
 
-def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round):
+def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round, monkeypatch):
+    monkeypatch.delenv(fork_server.VARIABLE)  # here by the real interpreter
     params = make_round("r0", 1.0)
     evaluator = Evaluator(params, "r0")
     first = evaluator.answer(evaluator.load_ppo(), 0)
