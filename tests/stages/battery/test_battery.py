@@ -69,7 +69,7 @@ def test_two_rounds(make_round):
 
 
 def check_files(metrics: dict) -> None:
-    """samples.jsonl: two samples per prompt, then probes that beat their original; and the tables."""
+    """samples.jsonl: two samples per prompt, then failed probes; and the tables."""
     shown = read_jsonl(Path("rounds/r0/battery/samples.jsonl"), "")
     samples, failures = shown[:6], shown[6:]
     assert [row["kind"] for row in samples] == ["best", "worst"] * 3

@@ -233,7 +233,7 @@ def test_a_round_and_its_champion(make_round):
 
     shutil.copytree("rounds/r0/ppo/checkpoints/step_00002", policy, dirs_exist_ok=True)
     with pytest.raises(
-        BadInput, match=r"rounds/r0/ppo/policy is not what became champion: run `dvc checkout"
+        BadInput, match=r"rounds/r0/ppo/policy is not the version that became champion: run `dvc checkout"
     ):
         main(params, "r1")
 
