@@ -1,1 +1,1 @@
-"""gate: thresholds, verdicts and approvals of the quality gates, and the champion they decide on."""
+"""gate: thresholds, verdicts and approvals of the quality gates, and the resulting champion."""

@@ -162,7 +162,7 @@ def decision_message(verdict: Mapping[str, Any]) -> str:
 
 
 def format_check(row: Check) -> str:
-    """`reward.ece 0.04, wanted <= 0.1`; without a value: `missing`, or `not measured` if allowed."""
+    """`reward.ece 0.04, wanted <= 0.1`; no value: `missing`, or `not measured` if allowed."""
     no_value = "not measured" if row["passed"] else "missing"
     value = no_value if row["value"] is None else format(row["value"], ".4g")
     return f"{row['metric']} {value}, wanted {row['band']}"
