@@ -37,8 +37,9 @@ from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 from stages.lib.lm.scoring import RewardScorer
 
 BATCH = 128  # responses sampled or scored at once
-SUMMARY = ("worst_slice", "worst_probe", "worst_ending", "worst_mined", "drift", "scale")
-SUMMARY += ("judge_correlation",)  # the metrics of the last line of the stage's output
+# the metrics of the stage's last line of output
+WORST = ("worst_slice", "worst_probe", "worst_ending", "worst_mined")
+SUMMARY = (*WORST, "drift", "scale", "judge_correlation")
 
 
 def main(params: Params, round_: str) -> None:

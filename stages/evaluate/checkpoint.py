@@ -54,8 +54,13 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
     evaluator = Evaluator(params, round_)
-    base = load_causal_lm(ASSETS / "model", params.model)
-    jury = load_jury(params, round_, base, evaluator.tokenizer, evaluator.people)
+    jury = load_jury(
+        params,
+        round_,
+        load_causal_lm(ASSETS / "model", params.model),
+        evaluator.tokenizer,
+        evaluator.people,
+    )
     results = ModelResults(evaluator, losses, f"checkpoint@{round_}")
     models = {
         "sft": evaluator.sft,
