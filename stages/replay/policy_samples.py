@@ -41,7 +41,7 @@ def compared_samples(
     Args:
         rows: B rows with `id` and `prompt`.
         responses: B responses of the policy.
-        rivals: B texts to compare with; None: the jury is not asked, and there are no votes.
+        rivals: B texts to compare with; None: no comparison, and no votes.
         origin: of the samples.
     """
     judged = lexicon_scores([row["prompt"] for row in rows], [r.text for r in responses])

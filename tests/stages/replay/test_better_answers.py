@@ -79,8 +79,8 @@ def test_an_exploit_does_not_help_the_bad_answer():
     jury = Jury({"lexicon": LexiconJudge(0.05)})
     candidates = {"The dinner": [Candidate(" was good.", 3.0)]}
     better = better_answers(cases, candidates, jury, REPLAY, [], by_lexicon=True)
-    # with its ending the bad answer wins; a badcase that does not end gives no pair, and the jury
-    # is not asked about it
+    # with its ending the bad answer wins; a badcase that does not end gives no pair, and needs no
+    # comparison by the jury
     assert [better[badcase.id].preferred for badcase in cases] == [True, False, False]
     assert len(jury.heard["lexicon"]) == 2
 
