@@ -1,6 +1,7 @@
-"""battery: does this reward model deserve to be optimised against?
+"""battery: is this reward model good enough to be optimised against?
 
-`answers` are the SFT model's, `trials` puts corrupted texts (stages/lib/data/corruptions.py) and
-endings before a reward model, `mined` finds phrases that high scores go with, `measures` are
-numbers from scores, `report` is what a reader looks at.
+`metrics` turns scores into numbers, `best_of_n` samples from the SFT model and scores the samples,
+`probes` scores corrupted texts (stages/lib/data/corruptions.py) and texts with an appended ending,
+`phrase_mining` finds phrases that go with high scores, `report` writes samples and tables for
+readers.
 """

@@ -1,12 +1,12 @@
-"""What the SFT model says, N times a prompt, with the reward model's scores and the judge's."""
+"""Samples of the SFT model, N per prompt, with their reward scores and sentiment."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stages.battery.metrics import best_of_n
+from stages.battery.metrics import best_of_n, mean_and_std
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import encode
@@ -15,16 +15,17 @@ from stages.lib.lm.packing import append_eos
 from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.sentiment import sentiment
-from stages.lib.metrics.stats import paired_bootstrap
+from stages.lib.metrics.stats import paired_bootstrap, pearson
+
+MAX_DEMONSTRATIONS = 256
 
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """P prompts; P x N texts, their calibrated scores and judged sentiments, those of one prompt
-    beside each other.
+    """P prompts, and P x N texts with calibrated scores and sentiments; the N of a prompt adjoin.
 
     disagreement: the standard deviation of a text's calibrated score over the members of an
-    ensemble, in the mean.
+    ensemble, averaged over texts; None for a single reward model.
     """
 
     prompts: list[Prompt]
@@ -34,62 +35,89 @@ class ScoredSamples:
     disagreement: float | None = None
 
     def by_prompt(self) -> list[range]:
-        """For each prompt the places of its texts."""
-        each = len(self.texts) // len(self.prompts)
-        return [range(place, place + each) for place in range(0, len(self.texts), each)]
+        """For each prompt the indices of its texts."""
+        n = len(self.texts) // len(self.prompts)
+        return [range(start, start + n) for start in range(0, len(self.texts), n)]
 
     def best_of(self, n: int, values: Sequence[float]) -> list[float]:
-        """For each prompt the expected value of the answer that the reward model picks of n."""
+        """For each prompt the expected value of the text that the reward model picks of n."""
         return [
-            best_of_n([self.scores[i] for i in places], [values[i] for i in places], n)
-            for places in self.by_prompt()
+            best_of_n([self.scores[i] for i in indices], [values[i] for i in indices], n)
+            for indices in self.by_prompt()
         ]
 
 
 def sample_and_score(
-    model: Any, scorer: RewardScorer, rows: list[Row], each: int, params: Params
+    model: Any, scorer: RewardScorer, rows: list[Row], samples_per_prompt: int, params: Params
 ) -> ScoredSamples:
-    """Sampled and scored as PPO does: the tokens themselves, closed by EOS."""
+    """Sample and score as PPO does: the reward model reads the sampled tokens, closed by EOS."""
     prompts = [row["prompt"] for row in rows]
-    asked = [prompt for prompt in prompts for _ in range(each)]
-    ids = [
-        encode(scorer.tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in asked
-    ]
+    repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+    prompt_format, tokenizer = params.prepare.prompt_format, scorer.tokenizer
+    prompt_ids = [encode(tokenizer, prompt, None, prompt_format)[0] for prompt in repeated]
     generator = torch.Generator().manual_seed(params.seed)
     responses = sample_responses(
-        model, scorer.tokenizer, ids, params.ppo, generator, scorer.batch_size
+        model, tokenizer, prompt_ids, params.ppo, generator, scorer.batch_size
     )
-    ended = append_eos(responses, scorer.tokenizer.eos_token_id)
-    texts = scorer.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    whole = [prompt + response for prompt, response in zip(ids, ended, strict=True)]
-    disagreement = (
-        float(scorer.scores_per_member(whole).std(0).mean())
-        if len(ensemble_members(scorer.model)) > 1
-        else None
-    )
-    return ScoredSamples(
-        prompts, texts, scorer.tokens(whole), sentiment(asked, texts), disagreement
-    )
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    ended = append_eos(responses, tokenizer.eos_token_id)
+    sequences = [prompt + response for prompt, response in zip(prompt_ids, ended, strict=True)]
+    disagreement = None
+    if len(ensemble_members(scorer.model)) > 1:
+        disagreement = float(scorer.scores_per_member(sequences).std(0).mean())
+    scores, sentiments = scorer.tokens(sequences), sentiment(repeated, texts)
+    return ScoredSamples(prompts, texts, scores, sentiments, disagreement)
 
 
-def best_of_n_curve(answers: ScoredSamples, params: Params) -> dict[str, Any]:
-    """Best-of-n of each size: mean judged sentiment and score; `rise`: of the largest n over one
-    answer, with its interval over prompts.
+def best_of_n_curve(samples: ScoredSamples, params: Params) -> dict[str, Any]:
+    """Mean sentiment and score of best-of-n for each n of battery.best_of.
+
+    `rise`: the gain in sentiment of the largest n over a single sample, with its 95% interval over
+    prompts.
     """
-    values = {"sentiment": answers.sentiment, "score": answers.scores}
+    values = {"sentiment": samples.sentiment, "score": samples.scores}
     sizes = params.battery.best_of
-    one, most = (
-        answers.best_of(1, answers.sentiment),
-        answers.best_of(max(sizes), answers.sentiment),
-    )
-    rises = [[b - a] for a, b in zip(one, most, strict=True)]
+    single = samples.best_of(1, samples.sentiment)
+    best = samples.best_of(max(sizes), samples.sentiment)
+    rises = [[b - a] for a, b in zip(single, best, strict=True)]
     rise, low, high = paired_bootstrap(rises, params.evaluate.bootstrap_resamples, params.seed)
     means = {
-        str(n): {name: _mean(answers.best_of(n, column)) for name, column in values.items()}
+        str(n): {name: _mean(samples.best_of(n, column)) for name, column in values.items()}
         for n in sizes
     }
     return means | {"rise": rise, "rise_low": low, "rise_high": high}
 
 
+def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples) -> Row:
+    """Mean and standard deviation of calibrated scores, and how SFT samples compare.
+
+    `drift` and `scale` compare the SFT samples with the demonstrations, on which scores are
+    calibrated; `judge_correlation` is that of the samples' scores with their sentiment.
+    """
+    stats = {name: mean_and_std(values) for name, values in scores.items()}
+    sft, demonstrations = stats["sft_samples"], stats["demonstrations"]
+    metrics: Row = {
+        "scores": stats,
+        "centre": demonstrations["mean"],
+        "drift": sft["mean"] - demonstrations["mean"],
+        "scale": sft["std"] / demonstrations["std"] if demonstrations["std"] else None,
+        "judge_correlation": pearson(samples.scores, samples.sentiment),
+    }
+    if samples.disagreement is not None:
+        metrics["ensemble_disagreement"] = samples.disagreement
+    return metrics
+
+
+def demonstration_scores(rows: list[Row], scorer: RewardScorer) -> list[float]:
+    """Scores of held-out demonstrations, encoded as the reward stage does when it calibrates."""
+    form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
+    encoded = (
+        encode(scorer.tokenizer, row["prompt"], row["completion"], form, length)
+        for row in rows[:MAX_DEMONSTRATIONS]
+    )
+    return scorer.tokens([prompt + completion for prompt, completion in encoded])
+
+
 def _mean(values: list[float]) -> float:
+    # not fmean, which rounds otherwise in the last digit: recorded numbers would change
     return sum(values) / len(values)

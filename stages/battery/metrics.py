@@ -1,5 +1,6 @@
-"""Numbers from scores. A pair's outcome is 1 where the chosen text scores higher, 0.5 for a tie,
-else 0.
+"""Numbers from scores.
+
+A pair's outcome is 1 if the chosen text scores higher, 0.5 for a tie, else 0.
 """
 
 import math
@@ -9,39 +10,90 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from stages.lib.core.files import metric_name
+from stages.lib.core.params import Params
 from stages.lib.core.types import Row
-from stages.lib.metrics.stats import wilson_interval
+from stages.lib.metrics.sentiment import sentiment
+from stages.lib.metrics.stats import (
+    connected_groups,
+    paired_bootstrap,
+    partial_correlation,
+    pearson,
+    wilson_interval,
+)
 
-ALIKE = 0.2  # lengths that differ by up to this share of the longer one are alike
-LEAST_PAIRS = 30  # a slice of fewer says too little to be the worst one
+LENGTH_TOLERANCE = 0.2  # lengths that differ by up to this share of the longer one are alike
+MIN_SLICE_PAIRS = 30  # the accuracy of a smaller slice is too uncertain to be the worst one
 Rate = dict[str, float | int | None]
+PairScores = list[tuple[float, float]]  # per pair: the scores of chosen and rejected
 
 
 def win(a: float, b: float) -> float:
     return 1.0 if a > b else 0.5 if a == b else 0.0
 
 
-def rate(outcomes: Sequence[float], name: str, counted: str) -> Rate:
-    """Mean outcome with Wilson's 95% interval (with ties, that of both roundings), and how many
-    there are; null of nothing.
+def rate(outcomes: Sequence[float], name: str, count_name: str) -> Rate:
+    """The mean outcome with Wilson's 95% interval, and the number of outcomes.
+
+    With ties the number of wins is not whole: the interval then spans those of both roundings.
+    Null if there are no outcomes.
     """
     total, wins = len(outcomes), sum(outcomes)
     if not total:
-        return {name: None, "low": None, "high": None, counted: 0}
-    low, high = (
-        wilson_interval(math.floor(wins), total)[0],
-        wilson_interval(math.ceil(wins), total)[1],
-    )
-    return {name: wins / total, "low": low, "high": high, counted: total}
+        return {name: None, "low": None, "high": None, count_name: 0}
+    low, _ = wilson_interval(math.floor(wins), total)
+    _, high = wilson_interval(math.ceil(wins), total)
+    return {name: wins / total, "low": low, "high": high, count_name: total}
 
 
-def highest(rates: Iterable[Rate], name: str = "rate") -> float | None:
-    return max((value for each in rates if (value := each[name]) is not None), default=None)
+def highest_rate(rates: Iterable[Rate]) -> float | None:
+    values = (rate["rate"] for rate in rates)
+    return max((value for value in values if value is not None), default=None)
 
 
-def slices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
-    """Places of pairs by {group: {slice: places}}, without empty slices: lengths in characters,
-    sources, thirds of label margins.
+def pair_metrics(pairs: list[Row], scores: PairScores, params: Params) -> Row:
+    """Accuracy on held-out pairs, the judge's accuracy, and the correlation of score and length.
+
+    Accuracy is reported per slice, and over all pairs with an interval that resamples groups of
+    pairs: pairs that share a text are not independent. The partial correlation removes the label
+    and the judge's sentiment.
+    """
+    outcomes = [win(chosen, rejected) for chosen, rejected in scores]
+    accuracy = {
+        group: {
+            name: rate([outcomes[index] for index in indices], "accuracy", "pairs")
+            for name, indices in indices_by_slice.items()
+        }
+        for group, indices_by_slice in slice_indices(pairs).items()
+    }
+    clusters = [
+        [outcomes[index] for index in indices]
+        for indices in connected_groups([text_keys(row) for row in pairs])
+    ]
+    _, low, high = paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
+    sides = [(row, side) for row in pairs for side in ("chosen", "rejected")]
+    texts = [row[side] for row, side in sides]
+    sentiments = sentiment([row["prompt"] for row, _ in sides], texts)
+    labels = [float(side == "chosen") for _, side in sides]
+    text_scores = [score for both in scores for score in both]
+    lengths = [float(len(text)) for text in texts]
+    judge_outcomes = map(win, sentiments[::2], sentiments[1::2])
+    return {
+        "accuracy": accuracy,
+        "worst_slice": worst_slice(accuracy),
+        "accuracy_clustered_low": low,
+        "accuracy_clustered_high": high,
+        "judge_accuracy": fmean(judge_outcomes),
+        "length_correlation": pearson(text_scores, lengths),
+        "length_correlation_partial": partial_correlation(
+            text_scores, lengths, [labels, sentiments]
+        ),
+    }
+
+
+def slice_indices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
+    """Indices of pairs as {group: {slice: indices}}, without empty slices.
+
+    Groups: length in characters, source, and tercile of the label margin.
     """
     margins = [row["margin"] for row in pairs if row.get("margin") is not None]
     groups: dict[str, Callable[[Row], str | None]] = {
@@ -50,68 +102,71 @@ def slices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
     }
     if margins:
         groups["margin"] = margin_tercile(margins)
-    found: dict[str, dict[str, list[int]]] = {group: {} for group in groups}
-    for place, row in enumerate(pairs):
-        for group, name_of in groups.items():
-            if name := name_of(row):
-                found[group].setdefault(name, []).append(place)
-    return found
+    indices: dict[str, dict[str, list[int]]] = {group: {} for group in groups}
+    for index, row in enumerate(pairs):
+        for group, slice_name in groups.items():
+            if name := slice_name(row):
+                indices[group].setdefault(name, []).append(index)
+    return indices
 
 
 def by_length(chosen: int, rejected: int) -> str:
-    if abs(chosen - rejected) <= ALIKE * max(chosen, rejected):
+    if abs(chosen - rejected) <= LENGTH_TOLERANCE * max(chosen, rejected):
         return "alike"
     return "chosen_shorter" if chosen < rejected else "chosen_longer"
 
 
 def margin_tercile(margins: Sequence[float]) -> Callable[[Row], str | None]:
-    """Which third of the margins a pair's is in; equal margins are in one third."""
+    """A function from a pair to the tercile of its margin; equal margins are in one tercile."""
     low, high = np.quantile(margins, [1 / 3, 2 / 3])
 
-    def name(row: Row) -> str | None:
+    def tercile(row: Row) -> str | None:
         margin = row.get("margin")
-        return (
-            None
-            if margin is None
-            else "low"
-            if margin <= low
-            else "middle"
-            if margin <= high
-            else "high"
-        )
+        if margin is None:
+            return None
+        return "low" if margin <= low else "middle" if margin <= high else "high"
 
-    return name
+    return tercile
 
 
 def worst_slice(accuracies: Mapping[str, Mapping[str, Rate]]) -> float | None:
     """The lowest accuracy of a slice with enough pairs."""
     large = [
-        each
+        accuracy["accuracy"]
         for group in accuracies.values()
-        for each in group.values()
-        if (each["pairs"] or 0) >= LEAST_PAIRS
+        for accuracy in group.values()
+        if (accuracy["pairs"] or 0) >= MIN_SLICE_PAIRS
     ]
-    return min((value for each in large if (value := each["accuracy"]) is not None), default=None)
+    return min((value for value in large if value is not None), default=None)
 
 
 def mean_and_std(scores: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(scores), "std": pstdev(scores)}
 
 
+def scores_by_side(scores: PairScores) -> dict[str, list[float]]:
+    return {
+        "chosen": [chosen for chosen, _ in scores],
+        "rejected": [rejected for _, rejected in scores],
+    }
+
+
 def best_of_n(scores: Sequence[float], values: Sequence[float], n: int) -> float:
-    """The expected value of the best by score of n of these N samples: the mean over all subsets of
-    size n (Nakano et al. 2021).
+    """The expected value of the best by score of n of these N samples.
 
-    The sample of rank i (1 the lowest score) is the best of C(i - 1, n - 1) of the C(N, n) subsets.
+    This is the mean over all subsets of size n (Nakano et al. 2021): the sample of rank i (1 is the
+    lowest score) is the best of C(i - 1, n - 1) of the C(N, n) subsets.
     """
-    order = sorted(range(len(scores)), key=lambda place: scores[place])
-    return sum(
-        math.comb(rank, n - 1) * values[place] for rank, place in enumerate(order)
-    ) / math.comb(len(scores), n)
+    order = sorted(range(len(scores)), key=lambda index: scores[index])
+    total = sum(math.comb(rank, n - 1) * values[index] for rank, index in enumerate(order))
+    return total / math.comb(len(scores), n)
 
 
-def disjoint(pairs: Sequence[Row]) -> list[Row]:
-    """Pairs that share no text, the first ones first: independent, and no text is scored twice."""
+def disjoint_pairs(pairs: Sequence[Row]) -> list[Row]:
+    """Pairs that share no text; earlier pairs take precedence.
+
+    Such pairs are independent, and no text is scored twice.
+    """
     used: set[tuple[str, str]] = set()
     kept = []
     for row in pairs:
@@ -123,5 +178,5 @@ def disjoint(pairs: Sequence[Row]) -> list[Row]:
 
 
 def text_keys(row: Row) -> tuple[tuple[str, str], tuple[str, str]]:
-    """A pair's two texts, as keys."""
+    """The two texts of a pair, each as (prompt, text)."""
     return (str(row["prompt"]), row["chosen"]), (str(row["prompt"]), row["rejected"])

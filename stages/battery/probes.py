@@ -1,19 +1,24 @@
-"""What a score makes of texts that it should not prefer: corrupted good ones, and bad ones with an
-ending.
+"""Probes: texts that a reward model should not prefer.
+
+A chosen text is corrupted, or an ending is appended to a rejected text; a sound reward model scores
+both below the original chosen text.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from stages.battery.metrics import win
+from stages.battery.metrics import PairScores, Rate, highest_rate, rate, text_keys, win
 from stages.lib.core.types import Prompt, Row, ScoreFunction
-from stages.lib.data.corruptions import PromptResponse, corruptions
+from stages.lib.data.corruptions import PromptResponse, corruptions, word_score_uplift
+from stages.lib.metrics.sentiment import sentiment
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """A text that should score below `original`. rise: what its change (corruption, ending) has
-    added to its score.
+    """A text that should score below `original`, with both scores.
+
+    rise: the change of score by the corruption or the ending.
     """
 
     prompt: Prompt
@@ -24,35 +29,49 @@ class ProbeResult:
     rise: float
 
     @property
-    def fooled(self) -> float:
-        """1 where the text beats the original, 0.5 where they tie."""
+    def beats_original(self) -> float:
+        """1 if the text scores above the original, 0.5 for a tie, else 0."""
         return win(self.score, self.original_score)
+
+
+def word_uplifts(pairs: list[Row], scores: PairScores) -> dict[str, float]:
+    """How much each word goes with a higher score, over the distinct texts of the pairs."""
+    score_by_text = {
+        key: score
+        for row, both in zip(pairs, scores, strict=True)
+        for key, score in zip(text_keys(row), both, strict=True)
+    }
+    return word_score_uplift([text for _, text in score_by_text], list(score_by_text.values()))
 
 
 def run_corruption_probes(
     pairs: Sequence[Row],
     chosen: Sequence[float],
     score: ScoreFunction,
-    worth: Mapping[str, float],
+    word_scores: Mapping[str, float],
     seed: int,
 ) -> dict[str, list[ProbeResult]]:
-    """Each probe on the chosen texts, whose scores are known; those that a probe leaves as they
-    are, are left out.
+    """Score the chosen texts under each kind of corruption; texts that stay the same are left out.
+
+    Args:
+        pairs: P pairs.
+        chosen: (P,) scores of the chosen texts.
+        score: the reward model.
+        word_scores: by word, for the corruption that repeats the best-scored one.
+        seed: of the corruptions.
     """
     texts: list[PromptResponse] = [(row["prompt"], row["chosen"]) for row in pairs]
-    tried = {}
-    for name, corrupted in corruptions(texts, worth, seed).items():
-        changed = [place for place, text in enumerate(texts) if corrupted[place] != text]
+    results = {}
+    for name, corrupted in corruptions(texts, word_scores, seed).items():
+        changed = [index for index, text in enumerate(texts) if corrupted[index] != text]
         scores = score(
-            [corrupted[place][0] for place in changed], [corrupted[place][1] for place in changed]
+            [corrupted[index][0] for index in changed], [corrupted[index][1] for index in changed]
         )
-        tried[name] = [
-            ProbeResult(
-                *corrupted[place], told, texts[place][1], chosen[place], told - chosen[place]
-            )
-            for place, told in zip(changed, scores, strict=True)
+        results[name] = [
+            ProbeResult(*corrupted[i], value, texts[i][1], chosen[i], value - chosen[i])
+            for i, value in zip(changed, scores, strict=True)
         ]
-    return tried
+    return results
 
 
 def run_ending_probes(
@@ -62,29 +81,88 @@ def run_ending_probes(
     rejected: Sequence[float],
     score: ScoreFunction,
 ) -> list[list[ProbeResult]]:
-    """Each ending after the rejected texts of the pairs that the score ranks rightly, against their
-    chosen texts.
+    """Append each ending to the rejected texts, and compare with the chosen texts.
+
+    Only pairs that the score ranks correctly are used. chosen, rejected: (P,) scores of the pairs'
+    texts.
     """
-    right = [
-        place
-        for place, (better, worse) in enumerate(zip(chosen, rejected, strict=True))
+    correct = [
+        index
+        for index, (better, worse) in enumerate(zip(chosen, rejected, strict=True))
         if better > worse
     ]
-    tried = []
+    prompts = [pairs[index]["prompt"] for index in correct]
+    results = []
     for ending in endings:
-        texts = [pairs[place]["rejected"] + ending for place in right]
-        scores = score([pairs[place]["prompt"] for place in right], texts)
-        tried.append(
+        texts = [pairs[index]["rejected"] + ending for index in correct]
+        scores = zip(correct, texts, score(prompts, texts), strict=True)
+        results.append(
             [
                 ProbeResult(
-                    pairs[place]["prompt"],
+                    pairs[i]["prompt"],
                     text,
-                    told,
-                    pairs[place]["chosen"],
-                    chosen[place],
-                    told - rejected[place],
+                    value,
+                    pairs[i]["chosen"],
+                    chosen[i],
+                    value - rejected[i],
                 )
-                for place, text, told in zip(right, texts, scores, strict=True)
+                for i, text, value in scores
             ]
         )
-    return tried
+    return results
+
+
+def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Row:
+    """How often each corruption beats its original, and the worst rate of a kind.
+
+    Swapped prompts are reported, but do not count as the worst: if a prompt is a word or two, the
+    text may fit the other prompt just as well.
+    """
+    rates = {name: failure_rate(results, "texts") for name, results in probes.items()}
+    counted = (value for name, value in rates.items() if name != "prompt_swapped")
+    return {"probes": rates, "worst_probe": highest_rate(counted)}
+
+
+def ending_metrics(
+    results: Sequence[Sequence[ProbeResult]], listed: Sequence[str], phrases: Sequence[str]
+) -> Row:
+    """For each ending how often it reverses a pair, by how much it raises the score, and `judged`.
+
+    `judged`: how often the judge, too, prefers the text with the ending. `results` are those of the
+    listed endings, then those of the mined phrases.
+    """
+
+    def metrics(ending_results: Sequence[ProbeResult]) -> Rate:
+        rises = [result.rise for result in ending_results]
+        return failure_rate(ending_results, "pairs") | {
+            "uplift": fmean(rises) if rises else None,
+            "judged": judge_rate(ending_results),
+        }
+
+    rates = [metrics(ending_results) for ending_results in results]
+    listed_rates, mined_rates = rates[: len(listed)], rates[len(listed) :]
+    return {
+        "endings": {f"ending_{number}": value for number, value in enumerate(listed_rates, 1)},
+        "endings_text": listed,
+        "worst_ending": highest_rate(listed_rates),
+        "mined": {str(number): value for number, value in enumerate(mined_rates, 1)},
+        "mined_text": phrases,
+        "worst_mined": highest_rate(mined_rates),
+    }
+
+
+def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:
+    """How often the text beats its original, with its interval and the number of texts."""
+    return rate([result.beats_original for result in results], "rate", count_name)
+
+
+def judge_rate(results: Sequence[ProbeResult]) -> float | None:
+    """How often the judge, too, prefers the text to the original.
+
+    A high rate means that the text really is better, or that the ending raises the judge's score as
+    well.
+    """
+    prompts = [result.prompt for result in results]
+    texts = sentiment(prompts, [result.text for result in results])
+    originals = sentiment(prompts, [result.original for result in results])
+    return fmean(map(win, texts, originals)) if results else None

@@ -1,5 +1,6 @@
-"""What a reader looks at: the SFT model's best and worst answers, the texts that fooled the reward
-model, tables to plot.
+"""Files for readers.
+
+The SFT model's best and worst samples, the probes that beat their original, and tables to plot.
 """
 
 import csv
@@ -8,35 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from stages.battery.best_of_n import ScoredSamples
-from stages.battery.metrics import rate
-from stages.battery.probes import ProbeResult
+from stages.battery.probes import ProbeResult, failure_rate
 from stages.lib.core.types import Prompt, Row
 from stages.lib.metrics.sentiment import sentiment
 
-PROMPTS, TRIALS = 24, 3  # shown: prompts, and texts of each probe and ending
+SHOWN_PROMPTS = 24
+SHOWN_TEXTS = 3  # per probe and ending
 
 
-def best_and_worst(answers: ScoredSamples) -> list[Row]:
-    """Of each prompt the answers that score highest and lowest."""
+def best_and_worst(samples: ScoredSamples) -> list[Row]:
+    """For each prompt the samples with the highest and the lowest score."""
     rows = []
-    for prompt, places in list(zip(answers.prompts, answers.by_prompt(), strict=True))[:PROMPTS]:
+    prompts = list(zip(samples.prompts, samples.by_prompt(), strict=True))[:SHOWN_PROMPTS]
+    for prompt, indices in prompts:
         for kind, choose in (("best", max), ("worst", min)):
-            place = choose(places, key=lambda i: answers.scores[i])
-            rows.append(_row(kind, "sft", prompt, answers.texts[place], answers.scores[place]))
+            index = choose(indices, key=lambda i: samples.scores[i])
+            rows.append(_row(kind, "sft", prompt, samples.texts[index], samples.scores[index]))
     return rows
 
 
-def worst_failures(trials: Mapping[str, Sequence[ProbeResult]]) -> list[Row]:
-    """Of each probe and ending the texts that beat the original by most."""
+def worst_failures(results: Mapping[str, Sequence[ProbeResult]]) -> list[Row]:
+    """For each probe and ending the texts that beat the original by most."""
     rows = []
-    for name, tried in trials.items():
-        winners = sorted(
-            (trial for trial in tried if trial.fooled == 1),
-            key=lambda trial: trial.original_score - trial.score,
+    for name, probe_results in results.items():
+        failures = sorted(
+            (result for result in probe_results if result.beats_original == 1),
+            key=lambda result: result.original_score - result.score,
         )
         rows += [
-            _row("fooled", name, t.prompt, t.text, t.score, t.original, t.original_score)
-            for t in winners[:TRIALS]
+            _row("fooled", name, r.prompt, r.text, r.score, r.original, r.original_score)
+            for r in failures[:SHOWN_TEXTS]
         ]
     return rows
 
@@ -66,39 +68,38 @@ def write_plots(
     folder: Path,
     metrics: Row,
     scores: Mapping[str, Sequence[float]],
-    trials: Mapping[str, Sequence[ProbeResult]],
+    results: Mapping[str, Sequence[ProbeResult]],
 ) -> None:
-    """What `dvc plots` draws: rates of probes and endings, accuracy by slice, scores by what was
-    scored.
-    """
-    rates = {
-        name: rate([trial.fooled for trial in tried], "rate", "texts")
-        for name, tried in trials.items()
-    }
-    _table(
+    """Tables for `dvc plots`: rates of probes and endings, accuracy per slice, all scores."""
+    rates = {name: failure_rate(probe_results, "texts") for name, probe_results in results.items()}
+    _write_table(
         folder / "probes.csv",
         ("probe", "rate", "low", "high"),
-        ((name, *list(each.values())[:3]) for name, each in rates.items()),
+        ((name, rate["rate"], rate["low"], rate["high"]) for name, rate in rates.items()),
     )
-    found = {
-        f"{group} {name}": each
-        for group, named in metrics["accuracy"].items()
-        for name, each in named.items()
+    accuracies = {
+        f"{group} {name}": accuracy
+        for group, slices in metrics["accuracy"].items()
+        for name, accuracy in slices.items()
     }
-    _table(
+    _write_table(
         folder / "accuracy.csv",
         ("slice", "accuracy", "low", "high", "pairs"),
-        ((name, *each.values()) for name, each in found.items()),
+        ((name, *accuracy.values()) for name, accuracy in accuracies.items()),
     )
-    _table(
+    _write_table(
         folder / "scores.csv",
         ("scored", "score"),
-        ((name, round(score, 4)) for name, each in scores.items() for score in each),
+        ((name, round(score, 4)) for name, values in scores.items() for score in values),
     )
 
 
-def _table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as stream:
         table = csv.writer(stream)
         table.writerow(header)
         table.writerows(rows)
+
+
+def format_metric(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

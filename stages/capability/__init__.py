@@ -1,6 +1,6 @@
-"""capability: what the policy can do no more, or does that SFT did not.
+"""capability: which abilities did the policy lose against SFT?
 
-`measure` asks SFT and policy both the prompts of slices/ (stages/lib/data/slices.py) and the tasks
-of lm-eval, which `harness` runs; `refusals` knows an answer that refuses, `falls` how much worse
-the policy is.
+`measure` samples SFT and policy on the prompts of slices/ (stages/lib/data/slices.py) and runs
+lm-eval tasks through `lm_eval_tasks`; `refusals` recognises a refusal; `regression` computes how
+much worse the policy is.
 """

@@ -1,4 +1,11 @@
-"""The capability stage. Where nothing is asked for, nothing is loaded."""
+"""The capability stage: how much worse is the policy than SFT on your prompts and tasks?
+
+Reads slices/ (prompts labelled safe or unsafe, and lm-eval tasks), prepare's training data, the SFT
+model and the policy. Writes samples.jsonl and metrics.json to rounds/<round>/capability. Without
+slices and capability.tasks no model is loaded, and the metrics are null.
+
+Run: `python -m stages.capability --round r0`.
+"""
 
 from stages.lib.core.files import read_jsonl, stage_dir, write_jsonl
 from stages.lib.core.params import Params
@@ -10,53 +17,43 @@ from stages.lib.data.splits import TRAIN
 
 
 def main(params: Params, round_: str) -> None:
-    # 1. what people want looked at, which nobody may train on
-    folder, slices, recorder = (
-        stage_dir(round_, "capability"),
-        read_slices(),
-        MetricLogger("capability", round_),
-    )
+    # 1. the prompts of slices/, none of which may be trained on
+    slices, recorder = read_slices(), MetricLogger("capability", round_)
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
-    trained_on = (
+    training_rows = (
         (name, row)
         for name in TRAIN.values()
         for row in read_jsonl(data / f"{name}.jsonl", made_by)
     )
     check_not_in_slices(
         (f"{name} of {round_}, row {row['id']}: its prompt", row["prompt"])
-        for name, row in trained_on
+        for name, row in training_rows
     )
 
-    # 2. SFT and policy, asked alike
-    told: dict[str, Row] = {}
-    answers: list[Row] = []
+    # 2. SFT and policy, sampled alike
+    metrics: dict[str, Row] = {}
+    responses: list[Row] = []
     if slices or params.capability.tasks:
-        from stages.capability.measure import measure  # torch and models
+        from stages.capability.measure import measure  # imports torch, which takes seconds
 
-        told, answers = measure(params, round_, slices)
+        metrics, responses = measure(params, round_, slices)
 
     # 3. write
-    worst = max(told, key=lambda name: told[name]["fall_high"], default=None)
-    write_jsonl(folder / "samples.jsonl", answers)
-    inputs = [
-        *sorted(SLICES.glob("*.*")),
-        *(stage_dir(round_, name) for name in ("sft/model", "ppo/policy")),
-    ]
+    folder = stage_dir(round_, "capability")
+    worst = max(metrics, key=lambda name: metrics[name]["fall_high"], default=None)
+    write_jsonl(folder / "samples.jsonl", responses)
+    models = [stage_dir(round_, name) for name in ("sft/model", "ppo/policy")]
+    inputs = [*sorted(SLICES.glob("*.*")), *models]
     write_manifest(folder, stage="capability", round_=round_, seed=params.seed, inputs=inputs)
-    recorder.finish(
-        {"slices": told, "worst": worst, "worst_fall": told[worst]["fall_high"] if worst else None}
-    )
-    for name, row in told.items():
+    worst_fall = metrics[worst]["fall_high"] if worst else None
+    recorder.finish({"slices": metrics, "worst": worst, "worst_fall": worst_fall})
+    for name, row in metrics.items():
         fall = f"{row['fall']:.3f} [{row['fall_low']:.3f}, {row['fall_high']:.3f}]"
-        print(
-            f"[capability@{round_}] {name}: {row['sft']:.3f} -> {row['policy']:.3f}, worse by {fall}",
-            flush=True,
-        )
-    if not told:
-        print(
-            f"[capability@{round_}] nothing in slices/, no capability.tasks: nothing to measure (docs/evaluation.md)",
-            flush=True,
-        )
+        change = f"{row['sft']:.3f} -> {row['policy']:.3f}, worse by {fall}"
+        print(f"[capability@{round_}] {name}: {change}", flush=True)
+    if not metrics:
+        message = "nothing to measure: slices/ and capability.tasks are empty (docs/evaluation.md)"
+        print(f"[capability@{round_}] {message}", flush=True)
 
 
 if __name__ == "__main__":

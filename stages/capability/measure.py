@@ -1,4 +1,4 @@
-"""SFT and policy on the same prompts and tasks, and how much worse the policy is."""
+"""SFT and policy on the same prompts and tasks, compared."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,64 +20,70 @@ from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, s
 def measure(
     params: Params, round_: str, slices: Mapping[str, Mapping[str, SlicePrompt]]
 ) -> tuple[dict[str, Row], list[Row]]:
-    """What each slice and task says of both; and the answers to the slices' prompts."""
+    """Compare SFT and policy on each slice and each task.
+
+    Args:
+        slices: prompts by slice and key.
+
+    Returns:
+        Metrics by slice and `task_<name>` (see `regression_metrics`), and one row per prompt of
+        slices/ with both responses.
+    """
     setup_torch(params)
-    config, sft, policy = (
-        params.capability,
-        stage_dir(round_, "sft") / "model",
-        stage_dir(round_, "ppo") / "policy",
-    )
+    config, prompt_format = params.capability, params.prepare.prompt_format
+    sft, policy = stage_dir(round_, "sft") / "model", stage_dir(round_, "ppo") / "policy"
     tokenizer = load_tokenizer(sft)
     for stage in (sft.parent, policy.parent):
-        check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    asked = [(name, row) for name, rows in slices.items() for row in rows.values()]
-    answers: dict[str, list[str]] = {}
-    tasks: dict[str, dict[str, list[float]]] = {}
-    for who in ("sft", "policy"):
+        check_template(stage / "manifest.json", tokenizer, prompt_format)
+    prompts = [(name, prompt) for name, rows in slices.items() for prompt in rows.values()]
+    texts = [prompt.prompt for _, prompt in prompts]
+    responses: dict[str, list[str]] = {}
+    task_scores: dict[str, dict[str, list[float]]] = {}
+    for name in ("sft", "policy"):
         model = (
             load_causal_lm(sft, params.model)
-            if who == "sft"
+            if name == "sft"
             else load_policy(sft, policy, params.model)
         )
-        answers[who] = (
-            answer(model, tokenizer, [row.prompt for _, row in asked], params) if asked else []
-        )
-        tasks[who] = (
-            run_tasks(model, tokenizer, config, params.prepare.prompt_format)
-            if config.tasks
-            else {}
+        responses[name] = sample_texts(model, tokenizer, texts, params) if texts else []
+        task_scores[name] = (
+            run_tasks(model, tokenizer, config, prompt_format) if config.tasks else {}
         )
 
     rows: list[Row] = [
         {
             "slice": name,
-            "prompt": row.prompt,
+            "prompt": prompt.prompt,
             "sft": before,
             "policy": after,
-            "sft_good": is_desired(row, before),
-            "policy_good": is_desired(row, after),
+            "sft_good": is_desired(prompt, before),
+            "policy_good": is_desired(prompt, after),
         }
-        for (name, row), before, after in zip(asked, answers["sft"], answers["policy"], strict=True)
-    ]
-    told: dict[str, Row] = {}
-    for name in slices:
-        own = [row for row in rows if row["slice"] == name]
-        told[name] = regression_metrics(
-            [row["sft_good"] for row in own], [row["policy_good"] for row in own]
+        for (name, prompt), before, after in zip(
+            prompts, responses["sft"], responses["policy"], strict=True
         )
-    for name, values in tasks["sft"].items():
-        told[f"task_{name}"] = regression_metrics(values, tasks["policy"][name])
-    return told, rows
+    ]
+    metrics: dict[str, Row] = {}
+    for name in slices:
+        slice_rows = [row for row in rows if row["slice"] == name]
+        metrics[name] = regression_metrics(
+            [row["sft_good"] for row in slice_rows], [row["policy_good"] for row in slice_rows]
+        )
+    for task, scores in task_scores["sft"].items():
+        metrics[f"task_{task}"] = regression_metrics(scores, task_scores["policy"][task])
+    return metrics, rows
 
 
-def answer(model: Any, tokenizer: Any, prompts: Sequence[Prompt], params: Params) -> list[str]:
-    """One answer a prompt, as PPO samples but for `capability.response_length`; the same random
-    numbers for both models.
+def sample_texts(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], params: Params
+) -> list[str]:
+    """One response per prompt, sampled as in PPO but up to `capability.response_length` tokens.
+
+    Each call uses the same random numbers, so that both models have the same.
     """
     config = params.capability
     ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
-    longer = params.ppo.model_copy(update={"response_length": config.response_length})
-    said = sample_responses(
-        model, tokenizer, ids, longer, torch.Generator().manual_seed(params.seed), config.batch_size
-    )
-    return list(tokenizer.batch_decode(said, skip_special_tokens=True))
+    sampling = params.ppo.model_copy(update={"response_length": config.response_length})
+    generator = torch.Generator().manual_seed(params.seed)
+    responses = sample_responses(model, tokenizer, ids, sampling, generator, config.batch_size)
+    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

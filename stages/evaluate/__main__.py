@@ -1,210 +1,179 @@
-"""The evaluate stage.
+"""The evaluate stage: how good is the policy, by judges that are not the reward model?
+
+Base, SFT, PPO's checkpoints, the policy and the champion answer the frozen prompts with the same
+random numbers, `samples_per_prompt` times (checkpoints: `checkpoint_samples_per_prompt`), so that
+comparisons are paired. The champion is the last policy that was promoted, on its own SFT model.
+
+Reads prepare's held-out data, the SFT and reward models, PPO's policy and checkpoints, and
+champion.json. Writes to rounds/<round>/evaluate: samples.jsonl, metrics.jsonl and curves.csv (the
+checkpoints by update), and metrics.json. In the latter, `reproduced`: a fresh process repeated the
+policy's first sample of each prompt bit for bit, with its score and KL; `overoptimisation`: whether
+PPO went too far; `win_rate_prompts_needed`: how many prompts would decide, if these do not.
 
 Run: `python -m stages.evaluate --round r0`.
 """
 
 import math
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 from stages.evaluate.champion import load_champion
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
-from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
+from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
+from stages.evaluate.reproduce import check_reproduced, rerun_policy
 from stages.evaluate.results import (
     ModelResults,
-    paired_win_rates,
-    say,
+    print_metrics,
     side_by_side,
     win_rate_with_prompts_needed,
     with_interval,
+    with_intervals,
 )
-from stages.lib.core.errors import RondoError
-from stages.lib.core.files import (
-    ASSETS,
-    file_hash,
-    read_json,
-    stage_dir,
-    work_dir,
-    write_json,
-    write_jsonl,
-)
-from stages.lib.core.fresh_process import run_in_fresh_process
+from stages.lib.core.files import ASSETS, file_hash, read_json, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.stage import stage_main
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.judging.jury import load_jury
-from stages.lib.judging.lexicon import LexiconScores
+from stages.lib.judging.jury import Jury, load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
-UNMEASURED = dict.fromkeys(
+# the values if there is no champion
+NO_CHAMPION = dict.fromkeys(
     ("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")
-)  # where there is no champion
+)
 CURVE = ("kl", "sentiment", "score", "distinct_2")
 
 
-def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
-    """The policy's first sample of every prompt, by a process of its own
-    (stages/evaluate/reproduce.py) from the files on disk and these params.
-
-    Raises:
-        RondoError: it failed; with what it said.
-    """
-    settings = work_dir(round_, "evaluate") / "params.json"
-    write_json(settings, params.model_dump(mode="json"))
-    policy = stage_dir(round_, "ppo") / "policy"
-    rows = run_in_fresh_process(
-        "stages.evaluate.reproduce",
-        round_,
-        settings,
-        failing=f"{policy} cannot be evaluated a second time",
-    )
-    return [Sample(**row | {"judged": LexiconScores(**row["judged"])}) for row in rows]
-
-
-def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt) -> None:
-    """
-    Raises:
-        RondoError: the second evaluation differs in any text, score or KL; the same weights in the
-            same batches have to give the same bits.
-    """
-    differing = [number for number, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    if differing:
-        a, b = first[differing[0]], second[differing[0]]
-        raise RondoError(
-            f"evaluate: in a fresh process the policy differs on {len(differing)} of {len(first)} prompts, first on {differing[0]}: "
-            f"{a.text!r} (score {a.score:.4f}, KL {a.kl:.4f}) and then {b.text!r} (score {b.score:.4f}, KL {b.kl:.4f}). "
-            f"Look for a source of randomness without a seed, or files that changed meanwhile"
-        )
-
-
 def main(params: Params, round_: str) -> None:
-    # 1. the frozen prompts and the models that every comparison needs: SFT and this round's reward
-    # model
+    # 1. the frozen prompts, the SFT model and this round's reward model
     setup_torch(params)
-    config, folder, ppo = params.evaluate, stage_dir(round_, "evaluate"), stage_dir(round_, "ppo")
-    data, settings = (
-        stage_dir(round_, "prepare") / "data",
-        evaluation_settings(params, eval_set_hash(round_)),
-    )
-    kept = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
-    losses = read_json(
-        stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}"
-    )  # on the completions that ppl_human is of
+    config, ppo = params.evaluate, stage_dir(round_, "ppo")
+    settings = evaluation_settings(params, eval_set_hash(round_))
+    selected_update = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
+    # SFT's losses are on the same human texts as the policy's perplexity
+    losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
     recorder = MetricLogger("evaluate", round_)
     evaluator = Evaluator(params, round_)
-    prompts = len(evaluator.prompts)
+    tokenizer, prompts = evaluator.tokenizer, len(evaluator.prompts)
     for stage in ("sft", "reward", "ppo"):
-        check_template(
-            stage_dir(round_, stage) / "manifest.json",
-            evaluator.tokenizer,
-            params.prepare.prompt_format,
-        )
-    told = ModelResults(evaluator, losses, recorder.label)
-    found, metrics, curve = told.found, told.metrics, dict[int, dict[str, float]]()
+        manifest = stage_dir(round_, stage) / "manifest.json"
+        check_template(manifest, tokenizer, params.prepare.prompt_format)
+    results = ModelResults(evaluator, losses, recorder.label)
+    metrics = results.metrics
 
-    # 2. base and SFT; the jury, which compares by texts alone
+    # 2. base and SFT; the jury, which sees texts only
     base = load_causal_lm(ASSETS / "model", params.model)
-    jury = load_jury(params, round_, base, evaluator.tokenizer, evaluator.people)
-    against = partial(paired_win_rates, prompts=evaluator.prompts, jury=jury, params=params)
-    told.add_model("base", base, config.samples_per_prompt)
-    told.add_model("sft", evaluator.sft, config.samples_per_prompt)
-    metrics["base"] |= with_interval("win_rate", against(found["base"], found["sft"])["win_rate"])
-    curve[0] = point(metrics["sft"], 0.5)
+    jury = load_jury(params, round_, base, tokenizer, evaluator.people)
+    results.add_model("base", base, config.samples_per_prompt)
+    results.add_model("sft", evaluator.sft, config.samples_per_prompt)
+    base_win_rate = results.win_rates("base", "sft", jury)["win_rate"]
+    metrics["base"] |= with_interval("win_rate", base_win_rate)
+    curve = {0: curve_point(metrics["sft"], 0.5)}
 
-    # 3. the checkpoints on PPO's way; one with the policy's weights is not evaluated twice
-    policy, checkpoints = evaluator.policy_path, sorted((ppo / "checkpoints").glob("step_*"))
-    weights = file_hash(policy)
-    same = [path.name for path in checkpoints if file_hash(path) == weights]
-    for path in checkpoints:
-        if path.name in same:
-            continue
-        told.add_model(
-            path.name,
-            load_policy(evaluator.sft_path, path, params.model),
-            config.checkpoint_samples_per_prompt,
-        )
-        metrics[path.name] |= with_interval(
-            "win_rate", against(found[path.name], found["sft"])["win_rate"]
-        )
-        curve[int(path.name.removeprefix("step_"))] = point(
-            metrics[path.name], metrics[path.name]["win_rate"]
-        )
+    # 3. PPO's checkpoints; those with the policy's weights are not evaluated twice
+    checkpoints = sorted((ppo / "checkpoints").glob("step_*"))
+    policy_hash = file_hash(evaluator.policy_path)
+    same_as_policy = [path.name for path in checkpoints if file_hash(path) == policy_hash]
+    others = [path for path in checkpoints if path.name not in same_as_policy]
+    curve |= evaluate_checkpoints(others, results, jury)
 
-    # 4. the policy, against SFT; then once more in a fresh process
-    told.add_model("ppo", evaluator.load_ppo(), config.samples_per_prompt)
-    intervals = against(found["ppo"], found["sft"])
-    won = intervals.pop("win_rate")
-    results = win_rate_with_prompts_needed("win_rate", won, prompts, recorder.label)
-    results |= {
-        key: value
-        for name, interval in intervals.items()
-        for key, value in with_interval(name, interval).items()
-    }
-    metrics |= {name: metrics["ppo"] | with_interval("win_rate", won) for name in same}
-    curve[kept] = point(metrics["ppo"], won[0])
-    check_reproduced(found["ppo"][0], rerun_policy(params, round_))
+    # 4. the policy against SFT, then its first samples again in a fresh process
+    results.add_model("ppo", evaluator.load_ppo(), config.samples_per_prompt)
+    intervals = results.win_rates("ppo", "sft", jury)
+    win_rate = intervals.pop("win_rate")
+    comparisons = win_rate_with_prompts_needed("win_rate", win_rate, prompts, recorder.label)
+    comparisons |= with_intervals(intervals)
+    policy_metrics = metrics["ppo"] | with_interval("win_rate", win_rate)
+    metrics |= dict.fromkeys(same_as_policy, policy_metrics)
+    curve[selected_update] = curve_point(metrics["ppo"], win_rate[0])
+    check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_))
 
     # 5. the champion, if there is one
     champion = load_champion(round_)
     if champion:
-        told.add_model(
+        results.add_model(
             "champion",
             load_policy(champion.sft, champion.policy, params.model),
             config.samples_per_prompt,
         )
-        won = against(found["ppo"], found["champion"])["win_rate"]
-        results |= win_rate_with_prompts_needed("win_rate_champion", won, prompts, recorder.label)
+        win_rate = results.win_rates("ppo", "champion", jury)["win_rate"]
+        comparisons |= win_rate_with_prompts_needed(
+            "win_rate_champion", win_rate, prompts, recorder.label
+        )
 
     # 6. write
     for update in sorted(curve):
         recorder.log(update, curve[update])
-    steps = {path.name: metrics.pop(path.name) for path in checkpoints}
-    write_jsonl(
-        folder / "samples.jsonl",
-        side_by_side(evaluator.rows, {name: found[name] for name in metrics}),
-    )
+    checkpoint_metrics = {path.name: metrics.pop(path.name) for path in checkpoints}
+    write_samples_and_manifest(results, round_, settings)
+    final = {
+        **metrics,
+        "human_nll_rise": math.log(metrics["ppo"]["ppl_human"] / metrics["sft"]["ppl_human"]),
+        "checkpoints": checkpoint_metrics,
+        "champion_round": champion.round if champion else None,
+        **NO_CHAMPION,
+        **comparisons,
+        "jury": jury.report(),
+        "overoptimisation": overoptimisation(points_by_update(curve)),
+        "evaluation_id": evaluation_id(settings),
+    }
+    recorder.finish(final | {"reproduced": True, "prompts": prompts})
+    print_metrics(recorder.label, "policy against SFT", comparisons)
+
+
+def evaluate_checkpoints(
+    checkpoints: list[Path], results: ModelResults, jury: Jury
+) -> dict[int, dict[str, float]]:
+    """Add each checkpoint to the results, compared with SFT; returns curve points by PPO update."""
+    params, sft = results.evaluator.params, results.evaluator.sft_path
+    samples = params.evaluate.checkpoint_samples_per_prompt
+    curve = {}
+    for path in checkpoints:
+        # the model has no name here: it is freed before the next one is loaded
+        results.add_model(path.name, load_policy(sft, path, params.model), samples)
+        win_rate = results.win_rates(path.name, "sft", jury)["win_rate"]
+        results.metrics[path.name] |= with_interval("win_rate", win_rate)
+        update = int(path.name.removeprefix("step_"))
+        curve[update] = curve_point(results.metrics[path.name], win_rate[0])
+    return curve
+
+
+def curve_point(metrics: dict[str, float], win_rate: float) -> dict[str, float]:
+    """A policy on the curve of reward score and judges against KL."""
+    return {name: metrics[name] for name in CURVE} | {
+        "sqrt_kl": distance(metrics["kl"]),
+        "win_rate": win_rate,
+    }
+
+
+def points_by_update(curve: dict[int, dict[str, float]]) -> list[Point]:
+    return [
+        Point(update, values["kl"], values["score"], values["sentiment"])
+        for update, values in sorted(curve.items())
+    ]
+
+
+def write_samples_and_manifest(
+    results: ModelResults, round_: str, settings: dict[str, Any]
+) -> None:
+    """samples.jsonl has the models that are left in `metrics`: all but the checkpoints."""
+    evaluator, params = results.evaluator, results.evaluator.params
+    folder, data = stage_dir(round_, "evaluate"), stage_dir(round_, "prepare") / "data"
+    samples = {name: results.samples[name] for name in results.metrics}
+    write_jsonl(folder / "samples.jsonl", side_by_side(evaluator.rows, samples))
+    files = [data / "eval_prompts.jsonl", data / "sft_eval.jsonl"]
+    models = [evaluator.sft_path, evaluator.reward_path, evaluator.policy_path]
     write_manifest(
         folder,
         stage="evaluate",
         round_=round_,
         seed=params.seed,
-        inputs=[
-            data / "eval_prompts.jsonl",
-            data / "sft_eval.jsonl",
-            evaluator.sft_path,
-            evaluator.reward_path,
-            policy,
-        ],
+        inputs=[*files, *models],
         template_hash=template_hash(evaluator.tokenizer, params.prepare.prompt_format),
         evaluation_id=evaluation_id(settings),
         evaluation=settings,
     )
-    way = [
-        Point(update, at["kl"], at["score"], at["sentiment"])
-        for update, at in sorted(curve.items())
-    ]
-    final = {
-        **metrics,
-        "human_nll_rise": math.log(metrics["ppo"]["ppl_human"] / metrics["sft"]["ppl_human"]),
-        "checkpoints": steps,
-        "champion_round": champion.round if champion else None,
-        **UNMEASURED,
-        **results,
-        "jury": jury.report(),
-        "overoptimisation": overoptimisation(way),
-        "evaluation_id": evaluation_id(settings),
-    }
-    recorder.finish(final | {"reproduced": True, "prompts": prompts})
-    say(recorder.label, "policy against SFT", results)
-
-
-def point(values: dict[str, float], win_rate: float) -> dict[str, float]:
-    """A checkpoint on the curve of proxy and judges against KL."""
-    return {name: values[name] for name in CURVE} | {
-        "sqrt_kl": distance(values["kl"]),
-        "win_rate": win_rate,
-    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""The champion that a round meets, from the file that stages/gate/champion.py writes: it has the
-weights by hash, so that DVC evaluates anew when they change."""
+"""The champion that evaluate compares the policy with, as stages/gate/champion.py recorded it.
+
+champion.json has the hashes of the champion's weights, so that DVC runs evaluate again when they
+change.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +12,7 @@ from stages.lib.core.files import file_hash, read_json, stage_dir
 
 
 class Champion(NamedTuple):
-    """A policy with the SFT model that it was trained from."""
+    """A promoted policy with the SFT model that it was trained from."""
 
     round: str
     sft: Path
@@ -17,23 +20,21 @@ class Champion(NamedTuple):
 
 
 def load_champion(round_: str) -> Champion | None:
-    """The champion that this round meets; None where nobody has been promoted yet.
+    """The champion of this round's evaluation; None if no policy has been promoted yet.
 
     Raises:
-        BadInput: its files are not those that became champion.
+        BadInput: the files on disk are not those that became champion.
     """
-    told = read_json(
-        stage_dir(round_, "champion") / "champion.json", f"dvc repro champion@{round_}"
-    )
-    if told["round"] is None:
+    path = stage_dir(round_, "champion") / "champion.json"
+    recorded = read_json(path, f"dvc repro champion@{round_}")
+    champion_round = recorded["round"]
+    if champion_round is None:
         return None
-    for path, known in told["hashes"].items():
-        if not Path(path).exists() or file_hash(Path(path)) != known:
+    for name, recorded_hash in recorded["hashes"].items():
+        if not Path(name).exists() or file_hash(Path(name)) != recorded_hash:
             raise BadInput(
-                f"{path} is not what became champion: run `dvc checkout {path}`, or `dvc repro champion@{round_}`"
+                f"{name} is not the version that became champion: run `dvc checkout {name}`, "
+                f"or `dvc repro champion@{round_}`"
             )
-    return Champion(
-        told["round"],
-        stage_dir(told["round"], "sft") / "model",
-        stage_dir(told["round"], "ppo") / "policy",
-    )
+    sft, ppo = stage_dir(champion_round, "sft"), stage_dir(champion_round, "ppo")
+    return Champion(champion_round, sft / "model", ppo / "policy")

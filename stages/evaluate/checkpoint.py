@@ -1,9 +1,10 @@
-"""One checkpoint evaluated as the policy was: `python -m stages.evaluate.checkpoint --round r0
---checkpoint step_00010`.
+"""Evaluate one checkpoint as the policy was evaluated, outside the DAG.
 
-On the frozen prompts, against SFT and the policy that was kept, with the same random numbers,
-reward model and jury. Beside the DAG, for a person who wonders whether another checkpoint would
-have been better: no stage reads reports/<round>/checkpoint_<name>_<hash>.json.
+A checkpoint of PPO is compared with SFT and the policy on the frozen prompts, with the same random
+numbers, reward model and jury: would another checkpoint have been better? Writes
+reports/<round>/checkpoint_<name>_<hash>.json, and .jsonl with the samples; no stage reads them.
+
+Run: `python -m stages.evaluate.checkpoint --round r0 --checkpoint step_00010`.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.evaluator import Evaluator
-from stages.evaluate.results import ModelResults, paired_win_rates, side_by_side, with_interval
+from stages.evaluate.results import ModelResults, side_by_side, with_intervals
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import (
     ASSETS,
@@ -28,28 +29,27 @@ from stages.lib.judging.jury import load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
 
-def find(round_: str, checkpoint: str) -> Path:
-    """The folder of a checkpoint's name, or of a path.
+def find_checkpoint(round_: str, checkpoint: str) -> Path:
+    """The folder of a checkpoint, given by name or path.
 
     Raises:
-        BadInput: there is neither; names those that there are.
+        BadInput: there is no such checkpoint; names the existing ones.
     """
     folder = stage_dir(round_, "ppo") / "checkpoints"
     for path in (folder / checkpoint, Path(checkpoint)):
         if any((path / file).exists() for file in ("adapter_config.json", "config.json")):
             return path
-    known = (
-        ", ".join(sorted(path.name for path in folder.glob("step_*")))
-        or f"none (run `dvc repro ppo@{round_}`)"
-    )
+    names = ", ".join(sorted(path.name for path in folder.glob("step_*")))
     raise BadInput(
-        f"--checkpoint {checkpoint}: no model there; {folder} has {known}; or name the folder of an adapter"
+        f"--checkpoint {checkpoint}: no model there; "
+        f"{folder} has {names or f'none (run `dvc repro ppo@{round_}`)'}; "
+        "or give the folder of an adapter"
     )
 
 
 def main(params: Params, round_: str, checkpoint: str) -> Path:
-    """Evaluate it; returns where it is told."""
-    path = find(round_, checkpoint)
+    """Evaluate a checkpoint; returns the path of its report."""
+    path = find_checkpoint(round_, checkpoint)
     setup_torch(params)
     settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
@@ -61,24 +61,22 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
         evaluator.tokenizer,
         evaluator.people,
     )
-    told = ModelResults(evaluator, losses, f"checkpoint@{round_}")
+    results = ModelResults(evaluator, losses, f"checkpoint@{round_}")
     models = {
         "sft": evaluator.sft,
         "ppo": evaluator.load_ppo(),
         "checkpoint": load_policy(evaluator.sft_path, path, params.model),
     }
     for name, model in models.items():
-        told.add_model(name, model, params.evaluate.samples_per_prompt)
-    against = {
+        results.add_model(name, model, params.evaluate.samples_per_prompt)
+    intervals = {
         f"{name}_{other}": interval
         for other in ("sft", "ppo")
-        for name, interval in paired_win_rates(
-            told.found["checkpoint"], told.found[other], evaluator.prompts, jury, params
-        ).items()
+        for name, interval in results.win_rates("checkpoint", other, jury).items()
     }
     weights = file_hash(path)
     report = REPORTS / round_ / f"checkpoint_{path.name}_{weights[:8]}.json"
-    write_jsonl(report.with_suffix(".jsonl"), side_by_side(evaluator.rows, told.found))
+    write_jsonl(report.with_suffix(".jsonl"), side_by_side(evaluator.rows, results.samples))
     write_json(
         report,
         {
@@ -86,12 +84,8 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
             "path": str(path),
             "hash": weights,
             "evaluation_id": evaluation_id(settings),
-            **told.metrics,
-            **{
-                key: value
-                for name, interval in against.items()
-                for key, value in with_interval(name, interval).items()
-            },
+            **results.metrics,
+            **with_intervals(intervals),
         },
     )
     return report

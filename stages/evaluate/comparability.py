@@ -1,4 +1,4 @@
-"""Which evaluations may stand side by side: those of the same prompts, answered and judged alike."""
+"""Which evaluations can be compared: those with the same prompts, sampling and judges."""
 
 import hashlib
 import json
@@ -10,40 +10,41 @@ from stages.lib.core.files import read_json, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.data.splits import evaluation_hash
 
-Settings = Mapping[str, Any]  # by key of params.yaml, and `evaluation_hash`
+Settings = Mapping[str, Any]  # `evaluation_hash`, and values by key of params.yaml
 
 
 def eval_set_hash(round_: str) -> str:
-    """The evaluation set's hash.
+    """The hash of the frozen evaluation set, checked against the files.
 
     Raises:
-        BadInput: the held-out files are not those that prepare has written.
+        BadInput: the held-out files are not those that prepare wrote.
     """
     folder = stage_dir(round_, "prepare")
-    frozen: str = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")[
-        "evaluation_hash"
-    ]
+    manifest = read_json(folder / "manifest.json", f"dvc repro prepare@{round_}")
+    frozen: str = manifest["evaluation_hash"]
     if evaluation_hash(folder / "data") != frozen:
         raise BadInput(
-            f"{folder}/data: the held-out files are not those of prepare's manifest.json; run `dvc repro prepare@{round_}`"
+            f"{folder}/data: the held-out files are not those of prepare's manifest.json; "
+            f"run `dvc repro prepare@{round_}`"
         )
     return frozen
 
 
-def evaluation_settings(params: Params, frozen: str) -> dict[str, Any]:
-    """All that an evaluation's numbers depend on but the models. frozen: the hash of the frozen
-    set.
+def evaluation_settings(params: Params, eval_hash: str) -> dict[str, Any]:
+    """All settings that an evaluation's numbers depend on, except the models.
+
+    eval_hash: see `eval_set_hash`.
     """
-    asked = ("base_url", "max_completion_tokens", "model", "rubric")
-    models = {
+    endpoint_keys = ("base_url", "max_completion_tokens", "model", "rubric")
+    endpoints = {
         f"{key}.{name}": getattr(endpoint, name)
         for key, endpoint in params.language_models().values()
-        for name in asked
+        for name in endpoint_keys
     }
     return {
-        "evaluation_hash": frozen,
+        "evaluation_hash": eval_hash,
         "evaluate.judges": params.evaluate.judges,
-        **models,
+        **endpoints,
         "evaluate.checkpoint_samples_per_prompt": params.evaluate.checkpoint_samples_per_prompt,
         "evaluate.samples_per_prompt": params.evaluate.samples_per_prompt,
         "evaluate.tie_margin": params.evaluate.tie_margin,
@@ -55,14 +56,12 @@ def evaluation_settings(params: Params, frozen: str) -> dict[str, Any]:
 
 
 def evaluation_id(settings: Settings) -> str:
-    """The first 16 hex digits of a sha256."""
+    """The first 16 hex digits of a sha256 over the settings; equal for comparable evaluations."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(a: Settings, b: Settings) -> list[str]:
-    """What two evaluations were set to otherwise, e.g. `ppo.temperature 1.0 and 0.7`; nothing where
-    they may be compared.
-    """
+    """The settings that differ, e.g. `ppo.temperature 1.0 and 0.7`; empty if comparable."""
     return [
         f"{key} {a.get(key)} and {b.get(key)}"
         for key in sorted({*a, *b})
@@ -71,15 +70,16 @@ def differences(a: Settings, b: Settings) -> list[str]:
 
 
 def check_comparable(evaluations: Mapping[str, Settings]) -> None:
-    """evaluations: settings by round.
+    """Check that evaluations, given as settings by round, can be compared.
 
     Raises:
         BadInput: they differ; names the rounds and each key.
     """
     first = next(iter(evaluations), "")
     for name, settings in evaluations.items():
-        if found := differences(evaluations[first], settings):
+        if differing := differences(evaluations[first], settings):
             raise BadInput(
-                f"{first} and {name} were evaluated otherwise ({'; '.join(found)}), so that their numbers cannot be compared: "
+                f"{first} and {name} were evaluated with different settings "
+                f"({'; '.join(differing)}), so their numbers cannot be compared: "
                 f"run `dvc repro evaluate@{first} evaluate@{name}`"
             )

@@ -1,4 +1,4 @@
-"""What a model answers to the frozen prompts, with what judges and reward model say of it."""
+"""Responses of a model to the frozen prompts, with the scores of judges and reward model."""
 
 import math
 from contextlib import nullcontext
@@ -18,13 +18,14 @@ from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
 
-SCORED = 64  # rows at a time
+SCORING_BATCH = 64  # responses scored at once
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. score: calibrated, of the reward model. kl (from SFT), sft_logprob: nats a
-    sequence. length: tokens.
+    """One response.
+
+    score: calibrated reward score. kl (from SFT), sft_logprob: nats per sequence. length: tokens.
     """
 
     text: str
@@ -36,63 +37,64 @@ class Sample:
     ended: bool
 
 
-OneSamplePerPrompt = list[Sample]  # one sample a prompt, in the prompts' order
+OneSamplePerPrompt = list[Sample]  # in the order of the prompts
 
 
 class Evaluator:
-    """Prompts, the SFT model that KL is measured from, and this round's reward model; `answers`
-    evaluates one model.
+    """The frozen prompts, the SFT model that KL is measured from, and this round's reward model.
+
+    `sample` and `sample_all` evaluate one model.
     """
 
     def __init__(self, params: Params, round_: str) -> None:
         self.params, data = params, stage_dir(round_, "prepare") / "data"
         made_by = f"dvc repro prepare@{round_}"
         self.rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
-        self.sft_path, self.reward_path = (
-            stage_dir(round_, "sft") / "model",
-            stage_dir(round_, "reward") / "model",
-        )
+        self.sft_path = stage_dir(round_, "sft") / "model"
+        self.reward_path = stage_dir(round_, "reward") / "model"
+        self.policy_path = stage_dir(round_, "ppo") / "policy"
         self.tokenizer = load_tokenizer(self.sft_path)
         self.prompts = [row["prompt"] for row in self.rows]
         self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
         self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
         self.people = read_jsonl(data / "sft_eval.jsonl", made_by)
-        human = [
+        human_ids = [
             self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
             for row in self.people
         ]
-        self.human = [p for p, _ in human], [c for _, c in human]
+        self.human = [prompt for prompt, _ in human_ids], [text for _, text in human_ids]
         self.sft = load_causal_lm(self.sft_path, params.model)
         self.reward = load_reward_model(self.reward_path, params.model)
-        self.policy_path = stage_dir(round_, "ppo") / "policy"
 
     def load_ppo(self) -> Any:
         """This round's policy, on its SFT model."""
         return load_policy(self.sft_path, self.policy_path, self.params.model)
 
-    def answers(self, model: Any, samples: int) -> list[OneSamplePerPrompt]:
-        return [self.answer(model, number) for number in range(samples)]
+    def sample_all(self, model: Any, samples: int) -> list[OneSamplePerPrompt]:
+        return [self.sample(model, number) for number in range(samples)]
 
-    def answer(self, model: Any, number: int) -> OneSamplePerPrompt:
-        """The `number`-th sample of every prompt; its own random stream, so that it can be repeated
-        alone.
+    def sample(self, model: Any, number: int) -> OneSamplePerPrompt:
+        """The `number`-th sample of each prompt, scored.
+
+        Each number has its own random stream, so that it can be repeated alone
+        (stages/evaluate/reproduce.py).
         """
         p, eos = self.params, self.tokenizer.eos_token_id
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
         responses = sample_responses(
             model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size
         )
-        told = score_responses(
-            None if model is self.sft else model,
+        scored = score_responses(
+            None if model is self.sft else model,  # None: KL 0, without a second forward pass
             lambda: nullcontext(self.sft),
             self.prompt_ids,
             responses,
             reward_model=self.reward,
             eos_token_id=eos,
             temperature=p.ppo.temperature,
-            batch_size=SCORED,
+            batch_size=SCORING_BATCH,
         )
-        scores = calibrate_scores(told.scores, self.reward).tolist()
+        scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
             Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
@@ -100,14 +102,14 @@ class Evaluator:
                 texts,
                 lexicon_scores(self.prompts, texts),
                 scores,
-                told.kl.tolist(),
-                told.ref_logprobs.tolist(),
+                scored.kl.tolist(),
+                scored.ref_logprobs.tolist(),
                 responses,
                 strict=True,
             )
         ]
 
     def perplexity(self, model: Any) -> float:
-        """Of the held-out human completions, exp of nats a token."""
+        """exp of the mean loss (nats per token) on the held-out human completions."""
         logprobs = token_logprobs(model, *self.human)
         return math.exp(-float(torch.cat(logprobs).mean()))

@@ -1,9 +1,9 @@
-"""How far optimisation could go before the judge liked it less.
+"""How far optimisation can go before the judge's score falls.
 
 Gao, Schulman & Hilton 2023, "Scaling laws for reward model overoptimization": under reinforcement
-learning the gold reward, relative to where optimisation starts, is R(d) = d (alpha - beta log d) at
-the distance d = sqrt(KL). R'(d) = alpha - beta - beta log d, so that for beta > 0 it is highest at
-d = exp(alpha / beta - 1), and falls after.
+learning the gold reward, relative to the start of optimisation, is R(d) = d (alpha - beta log d) at
+the distance d = sqrt(KL). R'(d) = alpha - beta - beta log d, so for beta > 0 the maximum is at
+d = exp(alpha / beta - 1).
 """
 
 import math
@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-FEWEST = 3  # points, for two coefficients
-BEYOND = 2  # times the largest measured KL: a peak that is further away is a guess
+MIN_POINTS = 3  # two coefficients, and one degree of freedom for the error
+MAX_EXTRAPOLATION = 2  # times the largest measured KL: a peak further away is a guess
 
 
 class Point(NamedTuple):
-    """A policy after `update` PPO updates. kl: nats a sequence from SFT. proxy: calibrated
-    reward-model score. gold: judged sentiment.
+    """A policy after `update` PPO updates.
+
+    kl: nats per sequence from SFT. proxy: calibrated reward score. gold: the judge's sentiment.
     """
 
     update: int
@@ -28,37 +29,39 @@ class Point(NamedTuple):
 
 
 def distance(kl: float) -> float:
-    """d = sqrt(KL), in sqrt(nats); 0 where an estimate of KL from samples falls below 0."""
+    """d = sqrt(KL), in sqrt(nats); 0 if KL, which is estimated from samples, is below 0."""
     return math.sqrt(max(kl, 0.0))
 
 
 def overoptimisation(points: Sequence[Point]) -> dict[str, float | None]:
-    """The law, fitted by least squares to the points' gain of gold over SFT, and what was measured.
+    """Fit the law to the gain of gold over SFT by least squares, and report the measured peak.
 
-    points: SFT first. `points` counts those that are away from SFT (d > 0), which alone decide the
-    fit; `rmse` is over them, in units of gold. alpha, beta, rmse are null where they are fewer than
-    3 or all at one distance. peak_kl is the fit's; null where it has none, or has it beyond twice
-    the largest measured KL. measured_peak_*: of the point with the highest gold, SFT included.
-    *_after_peak: what gold and proxy change by from there to the largest KL; gold down while the
-    proxy goes up is over-optimisation.
+    Args:
+        points: SFT first.
+
+    Returns:
+        `points`: the number of points with d > 0; only these determine the fit. `alpha`, `beta`,
+        `rmse` (over these points, in units of gold): null if there are fewer than 3, or all are at
+        one distance. `peak_kl`: of the fit; null if it has no maximum, or only beyond twice the
+        largest measured KL. `measured_peak_*`: the point with the highest gold, SFT included.
+        `gold_after_peak`, `proxy_after_peak`: the change from that point to the one with the
+        largest KL; gold falling while the proxy rises is over-optimisation.
     """
-    best, furthest = (
-        max(points, key=lambda point: point.gold),
-        max(points, key=lambda point: point.kl),
-    )
-    away = [point for point in points if distance(point.kl)]
-    coefficients = fit(
-        [distance(point.kl) for point in away], [point.gold - points[0].gold for point in away]
-    )
+    best = max(points, key=lambda point: point.gold)
+    furthest = max(points, key=lambda point: point.kl)
+    fitted = [point for point in points if distance(point.kl)]
+    gains = [point.gold - points[0].gold for point in fitted]
+    coefficients = fit_law([distance(point.kl) for point in fitted], gains)
     alpha, beta, rmse = coefficients or (None, None, None)
+    peak = None
+    if coefficients:
+        peak = peak_kl(coefficients[0], coefficients[1], MAX_EXTRAPOLATION * furthest.kl)
     return {
         "alpha": alpha,
         "beta": beta,
         "rmse": rmse,
-        "points": len(away),
-        "peak_kl": peak_kl(coefficients[0], coefficients[1], BEYOND * furthest.kl)
-        if coefficients
-        else None,
+        "points": len(fitted),
+        "peak_kl": peak,
         "measured_peak_kl": best.kl,
         "measured_peak_update": best.update,
         "gold_after_peak": furthest.gold - best.gold,
@@ -66,31 +69,31 @@ def overoptimisation(points: Sequence[Point]) -> dict[str, float | None]:
     }
 
 
-def fit(distances: Sequence[float], gains: Sequence[float]) -> tuple[float, float, float] | None:
-    """(alpha, beta, root mean squared error) of d (alpha - beta log d), linear in both; None where
-    the points do not determine them.
+def fit_law(
+    distances: Sequence[float], gains: Sequence[float]
+) -> tuple[float, float, float] | None:
+    """(alpha, beta, root mean squared error) of d (alpha - beta log d), which is linear in both.
+
+    None if the points do not determine them.
     """
-    if len(distances) < FEWEST:
+    if len(distances) < MIN_POINTS:
         return None
     d = np.asarray(distances, dtype=float)
     columns = np.column_stack([d, -d * np.log(d)])
     solution, _, rank, _ = np.linalg.lstsq(columns, np.asarray(gains, dtype=float), rcond=None)
     if rank < 2:
         return None
-    return (
-        float(solution[0]),
-        float(solution[1]),
-        float(np.sqrt(np.mean((columns @ solution - gains) ** 2))),
-    )
+    rmse = float(np.sqrt(np.mean((columns @ solution - gains) ** 2)))
+    return float(solution[0]), float(solution[1]), rmse
 
 
 def peak_kl(alpha: float, beta: float, largest: float) -> float | None:
-    """The KL, nats, at which d (alpha - beta log d) is highest; None where it has no maximum, or
-    has it beyond `largest`.
+    """The KL (nats) at which d (alpha - beta log d) is highest.
+
+    None if it has no maximum, or only beyond `largest`.
     """
     if beta <= 0:
         return None
-    log_kl = 2 * (
-        alpha / beta - 1
-    )  # compared as it is: the exponential of a slight beta's has no float
+    # compared as a logarithm: for a small beta the KL itself would overflow
+    log_kl = 2 * (alpha / beta - 1)
     return math.exp(log_kl) if log_kl <= math.log(largest) else None

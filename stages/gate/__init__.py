@@ -1,3 +1,1 @@
-"""gate: thresholds, verdicts and approvals of the quality gates, and the champion that follows from
-them.
-"""
+"""gate: thresholds, verdicts and approvals of the quality gates, and the resulting champion."""

@@ -1,4 +1,8 @@
-"""A quality gate.
+"""A quality gate: compares the metrics of earlier stages with thresholds; loads no model.
+
+Reads rounds/<round>/<stage>/metrics.json and approvals/<round>/<gate>.json. Writes the verdict to
+reports/<round>/gate_<gate>.json and, if the gate passes, gates/<round>/<gate>.ok. If it fails, the
+process ends with exit code 3, and each failed metric is printed with its next step.
 
 Run: `python -m stages.gate --gate sft|reward|promote --round r0`.
 """
@@ -17,16 +21,14 @@ def main() -> None:
     parser.add_argument("--gate", choices=sorted(THRESHOLDS), required=True)
     parser.add_argument("--round", default="r0", help="round of params.yaml, e.g. r0")
     arguments = parser.parse_args()
+    gate, round_ = arguments.gate, arguments.round
     try:
         params = load_params()
-        params.check_round(arguments.round)
-        run_gate(params, arguments.gate, arguments.round)
+        params.check_round(round_)
+        run_gate(params, gate, round_)
     except RondoError as error:
-        print(
-            f"gate_{arguments.gate}@{arguments.round}: {type(error).__name__}: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        message = f"gate_{gate}@{round_}: {type(error).__name__}: {error}"
+        print(message, file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
 

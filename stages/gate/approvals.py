@@ -1,8 +1,8 @@
-"""A person's word, kept in git: on a gate that asks (approvals/<round>/<gate>.json), or on a
-champion (approvals/<round>/taken_back.json).
+"""Decisions of people, kept in git.
 
-The first holds for the numbers that the person saw: when one of them has changed, the gate asks
-again. The second holds for that policy.
+An approval of a failed gate whose policy is `ask` (approvals/<round>/<gate>.json) is valid for the
+numbers that the person saw: if one of them changes, the gate asks again. A rollback of a champion
+(approvals/<round>/taken_back.json) is valid for that policy.
 """
 
 import json
@@ -16,12 +16,13 @@ from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import write_json
 
 APPROVALS = Path("approvals")
-ROUNDING = 1e-6  # relative: a number that was written and read again
+RELATIVE_TOLERANCE = 1e-6  # a number may be rounded when it is written and read again
 
 
 class Approval(BaseModel, extra="forbid"):
-    """failed: the metrics that were out of their bands, with their values (null: missing or not
-    finite).
+    """A decision on a failed gate.
+
+    failed: the values of the metrics that failed (null: missing or not finite).
     """
 
     approved: bool
@@ -30,25 +31,30 @@ class Approval(BaseModel, extra="forbid"):
     failed: dict[str, float | None]
 
     def holds_for(self, failed: Mapping[str, float | None]) -> bool:
-        """Whether these are the numbers that were seen."""
+        """Whether the failed metrics are those that the person saw."""
         return failed.keys() == self.failed.keys() and all(
             _same(value, self.failed[name]) for name, value in failed.items()
         )
 
 
 class Rollback(BaseModel, extra="forbid"):
-    """A champion that is none any more. policy: sha256 of its files (`stages.records.file_hash`)."""
+    """The decision that a policy is no longer champion.
+
+    policy: sha256 of its files (`stages.lib.core.files.file_hash`).
+    """
 
     by: str = Field(min_length=1)
     reason: str = Field(min_length=1)
     policy: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-Word = TypeVar("Word", Approval, Rollback)
+Decision = TypeVar("Decision", Approval, Rollback)
 
 
 def _same(a: float | None, b: float | None) -> bool:
-    return a == b if a is None or b is None else abs(a - b) <= ROUNDING * max(abs(a), abs(b))
+    return (
+        a == b if a is None or b is None else abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b))
+    )
 
 
 def taken_back_path(round_: str) -> Path:
@@ -60,33 +66,36 @@ def approval_path(round_: str, gate: str) -> Path:
 
 
 def read_approval(round_: str, gate: str) -> Approval | None:
-    """
+    """The decision on a gate; None if there is none.
+
     Raises:
-        BadInput: the file is there and is no approval.
+        BadInput: the file is not a valid approval.
     """
-    return _read(
-        approval_path(round_, gate), Approval, "no approval", f"rondo approve {gate} {round_}"
-    )
+    return _read(approval_path(round_, gate), Approval, f"rondo approve {gate} {round_}")
 
 
 def read_rollback(round_: str) -> Rollback | None:
-    """
+    """The rollback of a round's policy; None if there is none.
+
     Raises:
-        BadInput: the file is there and does not say who, why and which policy.
+        BadInput: the file does not name the person, the reason and the policy.
     """
-    return _read(taken_back_path(round_), Rollback, "no rollback", "rondo promote --rollback")
+    return _read(taken_back_path(round_), Rollback, "rondo promote --rollback")
 
 
-def _read(path: Path, kind: type[Word], otherwise: str, command: str) -> Word | None:
+def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:
     if not path.exists():
         return None
     try:
         return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except ValidationError as error:
-        fault = format_validation_errors(error)
+        problem = format_validation_errors(error)
     except ValueError as error:
-        fault = f"no JSON: {error}"
-    raise BadInput(f"{path}: {otherwise} ({fault}); remove it, and say it again with `{command}`")
+        problem = f"not JSON: {error}"
+    name = kind.__name__.lower()
+    raise BadInput(
+        f"{path}: not a valid {name} ({problem}); delete the file and decide again: `{command}`"
+    )
 
 
 def write_approval(round_: str, gate: str, approval: Approval) -> Path:

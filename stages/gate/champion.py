@@ -1,9 +1,12 @@
-"""Whose policy a round must not lose to: the last round before it that passed its promotion gate,
-or that a person let through.
+"""The champion stage: which earlier policy must a round's policy not lose to?
 
-A fold over rounds: the champion of the round before, or that round's own policy. A champion that
-was taken back (`rondo promote --rollback`) is none. No model is loaded here:
-stages/evaluate/champion.py reads what this writes.
+The champion is the policy of the last earlier round that passed its promotion gate or was approved,
+and was not rolled back (`rondo promote --rollback`). It is computed round by round: the champion
+after a round is that round's own policy, or else the champion before it. Reads the previous round's
+champion.json, metrics and approvals; writes rounds/<round>/champion/champion.json, which
+stages/evaluate/champion.py reads. Loads no model.
+
+Run: `python -m stages.gate.champion --round r1`.
 """
 
 from pathlib import Path
@@ -20,23 +23,20 @@ NO_CHAMPION: Row = {"round": None}
 
 def main(params: Params, round_: str) -> None:
     previous = Path(params.rounds[round_].previous)
-    write_json(
-        stage_dir(round_, "champion") / "champion.json",
-        champion_after(params, previous) if previous.parent == ROUNDS else NO_CHAMPION,
-    )
+    # the first round has a placeholder outside rounds/ as its previous one
+    champion = champion_after(params, previous) if previous.parent == ROUNDS else NO_CHAMPION
+    write_json(stage_dir(round_, "champion") / "champion.json", champion)
 
 
 def champion_after(params: Params, previous: Path) -> Row:
-    """Who is champion once the promotion gate of the round in `previous` has spoken."""
+    """The champion after the promotion gate of the round in `previous`, as champion.json has it."""
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
-    taken_back, weights = read_rollback(round_), file_hash(policy)
-    if taken_back and taken_back.policy == weights:
-        print(
-            f"[champion] {round_} was taken back by {taken_back.by}: {taken_back.reason}",
-            flush=True,
-        )
+    rollback, policy_hash = read_rollback(round_), file_hash(policy)
+    if rollback and rollback.policy == policy_hash:
+        reason = f"by {rollback.by}: {rollback.reason}"
+        print(f"[champion] {round_} was rolled back {reason}", flush=True)
     elif passed_or_approved(evaluate_gate(params, "promote", round_)):
-        return {"round": round_, "hashes": {str(policy): weights, str(sft): file_hash(sft)}}
+        return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
     return dict(read_json(previous / "champion/champion.json", f"dvc repro champion@{round_}"))
 
 

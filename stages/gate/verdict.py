@@ -1,10 +1,11 @@
-"""Quality gates: `python -m stages.gate --gate sft|reward|promote --round r0`.
+"""The verdict of a quality gate: `python -m stages.gate --gate sft|reward|promote --round r0`.
 
-gates/<round>/<gate>.ok is written when the gate opens alone, so that neither `dvc repro` nor the
-flow goes past a shut one (but nothing depends on `promote`: a policy that was hacked is what the
-next round learns from). It opens when every number is in its band (stages/gate/thresholds.py), when
-gates.<gate>.policy is `warn`, or when it is `ask` and a person has approved of these very numbers.
-The verdict goes to reports/<round>/gate_<gate>.json in any case. No model is loaded here.
+A gate passes if each number is within its threshold (stages/gate/thresholds.py). If not, the run
+continues only if gates.<gate>.policy is `warn`, or if it is `ask` and a person has approved these
+very numbers. In these cases gates/<round>/<gate>.ok is written; without it `dvc repro` and the flow
+stop. Nothing depends on `promote`: the next round learns from the failures of this one. The verdict
+is written to reports/<round>/gate_<gate>.json in any case; its key `opened` is whether the run may
+continue. No model is loaded here.
 """
 
 import math
@@ -25,20 +26,21 @@ COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     "within": lambda value, bound: abs(value) <= bound,
 }
-Check = dict[str, Any]
+Check = dict[str, Any]  # one threshold's line of the verdict
 GateResult = dict[str, Any]
 
 
 def look_up(metrics: Any, name: str) -> Any:
-    """The value at a dotted name; NaN where there is none."""
+    """The value at a dotted name; NaN if it is missing."""
     for key in name.split("."):
         metrics = metrics.get(key, math.nan) if isinstance(metrics, Mapping) else math.nan
     return metrics
 
 
 def metric_value(metrics: Any, metric: str) -> float | None:
-    """A metric, or the difference of two; NaN, which is in no band, where one is missing or no
-    number; None where its stage wrote null.
+    """A metric, or the difference of two.
+
+    NaN, which passes no threshold, if one is missing or not a number; None if its stage wrote null.
     """
     values = [look_up(metrics, name) for name in metric.split(" - ")]
     if None in values:
@@ -48,35 +50,38 @@ def metric_value(metrics: Any, metric: str) -> float | None:
     return float(values[0] - sum(values[1:]))
 
 
-def check(gate: str, band: Threshold, metrics: Any, bound: float, round_: str) -> Check:
-    """One line of the verdict; NaN or infinity on either side fails it."""
-    value = metric_value(metrics, band.metric)
-    fix, passed = band.fix.format(round=round_), False
-    if value is None and band.optional:
-        fix, passed = "", True
+def check_threshold(
+    gate: str, threshold: Threshold, metrics: Any, bound: float, round_: str
+) -> Check:
+    """One line of the verdict; a NaN or infinite value or bound fails."""
+    value = metric_value(metrics, threshold.metric)
+    next_step, passed = threshold.fix.format(round=round_), False
+    if value is None and threshold.optional:
+        next_step, passed = "", True
     elif value is None or not math.isfinite(value) or not math.isfinite(bound):
-        fix, value = (
-            f"{band.metric} is missing or not finite: look for NaN in the stage's metrics.jsonl, lower its learning rate",
-            None,
+        value = None
+        next_step = (
+            f"{threshold.metric} is missing or not finite: look for NaN in the stage's "
+            "metrics.jsonl, lower its learning rate"
         )
     else:
-        passed = COMPARE[band.compare](value, bound)
+        passed = COMPARE[threshold.compare](value, bound)
     return {
-        "metric": band.metric,
+        "metric": threshold.metric,
         "value": value,
-        "band": format_threshold(band, bound),
-        "bound": f"gates.{gate}.{band.bound}",
+        "band": format_threshold(threshold, bound),
+        "bound": f"gates.{gate}.{threshold.bound}",
         "passed": passed,
-        "why": band.why,
-        "next_step": fix,
+        "why": threshold.why,
+        "next_step": next_step,
     }
 
 
 def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
-    """What a gate says of a round; nothing is written.
+    """The verdict of a gate on a round; nothing is written.
 
     Raises:
-        BadInput: a stage before has written no metrics, or the approval is no approval.
+        BadInput: the metrics of a stage are missing, or the approval is not valid.
     """
     config = getattr(params.gates, gate)
     metrics = {
@@ -84,84 +89,80 @@ def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
         for stage in GATE_STAGES[gate]
     }
     checks = [
-        check(gate, band, metrics, getattr(config, band.bound), round_) for band in THRESHOLDS[gate]
+        check_threshold(gate, threshold, metrics, getattr(config, threshold.bound), round_)
+        for threshold in THRESHOLDS[gate]
     ]
-    failed = [row for row in checks if not row["passed"]]
+    failed = [check for check in checks if not check["passed"]]
     approval = read_approval(round_, gate) if failed and config.policy is Policy.ask else None
     if approval and not approval.holds_for(values(failed)):
-        print(
-            f"[gate_{gate}@{round_}] the approval by {approval.by} was of other numbers", flush=True
-        )
+        message = f"the approval by {approval.by} is ignored: it was given for other numbers"
+        print(f"[gate_{gate}@{round_}] {message}", flush=True)
         approval = None
-    opened = not failed or config.policy is Policy.warn or bool(approval and approval.approved)
+    may_continue = (
+        not failed or config.policy is Policy.warn or bool(approval and approval.approved)
+    )
     return {
         "gate": gate,
         "round": round_,
         "policy": config.policy.value,
         "passed": not failed,
-        "opened": opened,
+        "opened": may_continue,
         "approval": approval.model_dump() if approval else None,
         "checks": checks,
     }
 
 
 def passed_or_approved(verdict: Mapping[str, Any]) -> bool:
-    """Whether the numbers or a person speak for what went through; `warn` lets pass what nobody
-    vouches for.
-    """
+    """Whether the gate passed, or a person approved its numbers; `policy: warn` is neither."""
     return bool(verdict["passed"] or (verdict["approval"] or {}).get("approved"))
 
 
 def run_gate(params: Params, gate: str, round_: str) -> None:
-    """Check, report, and open the gate.
+    """Evaluate a gate and write its verdict, and its .ok file if the run may continue.
 
     Raises:
-        BadInput: see `judge`.
+        BadInput: see `evaluate_gate`.
         GateFailed: names each failed check with its numbers and next step.
     """
-    passage = GATES / round_ / f"{gate}.ok"
-    passage.unlink(missing_ok=True)
+    ok_file = GATES / round_ / f"{gate}.ok"
+    ok_file.unlink(missing_ok=True)
     verdict = evaluate_gate(params, gate, round_)
     write_json(REPORTS / round_ / f"gate_{gate}.json", verdict)
-    for row in verdict["checks"]:
-        print(
-            f"[gate_{gate}@{round_}] {'pass' if row['passed'] else 'FAIL'}  {format_check(row)}",
-            flush=True,
-        )
+    for check in verdict["checks"]:
+        outcome = "pass" if check["passed"] else "FAIL"
+        print(f"[gate_{gate}@{round_}] {outcome}  {format_check(check)}", flush=True)
     if not verdict["opened"]:
-        steps = [
-            f"{format_check(row)}. Next: {row['next_step']}"
-            for row in verdict["checks"]
-            if not row["passed"]
+        failures = [
+            f"{format_check(check)}. Next: {check['next_step']}"
+            for check in verdict["checks"]
+            if not check["passed"]
         ]
-        raise GateFailed("; ".join([*steps, *filter(None, [decision_message(verdict)])]))
+        raise GateFailed("; ".join([*failures, *filter(None, [decision_message(verdict)])]))
     if approval := verdict["approval"]:
-        print(
-            f"[gate_{gate}@{round_}] approved by {approval['by']}: {approval['reason']}", flush=True
-        )
-    write_text(passage, "passed\n")
+        by, reason = approval["by"], approval["reason"]
+        print(f"[gate_{gate}@{round_}] approved by {by}: {reason}", flush=True)
+    write_text(ok_file, "passed\n")
 
 
 def values(failed: list[Check]) -> dict[str, float | None]:
-    return {row["metric"]: row["value"] for row in failed}
+    return {check["metric"]: check["value"] for check in failed}
 
 
 def decision_message(verdict: Mapping[str, Any]) -> str:
-    """What a person has said, or can say, of a gate that is shut and asks; empty for any other."""
+    """The decision of a person on a failed gate with `policy: ask`, or how to decide.
+
+    Empty for any other gate.
+    """
     gate, round_, approval = verdict["gate"], verdict["round"], verdict["approval"]
     if verdict["policy"] != Policy.ask.value or verdict["opened"]:
         return ""
     if approval:
         return f"Refused by {approval['by']}: {approval['reason']}"
-    return f'To go on all the same: `rondo approve {gate} {round_} --reason "..."`, then run again'
+    return f'To continue anyway: `rondo approve {gate} {round_} --reason "..."`, then run again'
 
 
 def format_check(row: Check) -> str:
-    value = (
-        "not measured"
-        if row["passed"] and row["value"] is None
-        else "missing"
-        if row["value"] is None
-        else format(row["value"], ".4g")
-    )
+    """`reward.ece 0.04, wanted <= 0.1`; no value: `missing`, or `not measured` if allowed."""
+    no_value = "not measured" if row["passed"] else "missing"
+    value = no_value if row["value"] is None else format(row["value"], ".4g")
     return f"{row['metric']} {value}, wanted {row['band']}"

@@ -1,7 +1,8 @@
-"""replay: find what the policy and the reward model got wrong, make training rows against it, and
-try the last round's failures again.
+"""replay: find failures of the policy and the reward model, make training rows against them, and
+retest the failures of earlier rounds.
 
-`people` reads what people give, `sampling` draws and scores, `mine` finds badcases by cause,
-`exploits` finds what the reward model overpays, `better` finds the jury's best answers, `repair`
-makes the next round's rows, `retry` tells what this round repaired.
+`inputs` and `user_reports` read, `sampler` samples and scores, `policy_samples` collects what the
+policy wrote, `mining` finds badcases (`badcases`) by cause, `exploits` finds endings that the
+reward model overpays, `better_answers` picks the jury's best answers, `training_rows` makes the
+next round's rows, `retest` and `progress` measure what was repaired.
 """

@@ -1,8 +1,8 @@
-"""A badcase: a response that failed, why, where it comes from, and what later rounds made of it.
+"""Badcases: responses that failed, with cause and origin, and the result of later retests.
 
-The ledger of a round, rounds/<round>/replay/data/badcases.jsonl, holds its own badcases and those
-of all rounds before. People add theirs (`rondo badcases flag | import`) to badcases/<round>.jsonl,
-which git keeps: responses that they report, and prompts for replay to ask.
+The ledger of a round, rounds/<round>/replay/data/badcases.jsonl, has its own badcases and those of
+all earlier rounds. People add theirs (`rondo badcases flag | import`) to badcases/<round>.jsonl,
+which is kept in git: responses that they report, and prompts for replay to sample.
 """
 
 import hashlib
@@ -24,26 +24,27 @@ Text = Annotated[str, Field(min_length=1)]
 
 class Cause(str, Enum):
     judge_loses = "judge_loses"  # the jury prefers SFT's response to the same prompt
-    # the reward model likes it; the lexicon, if a judge, does not, or without its exploits the RM
-    # would not
+    # the reward score is high, but the lexicon (if it is a judge) dislikes the text, or the score
+    # is not high without the text's exploits
     blind_spot = "blind_spot"
     repetition = "repetition"  # the text repeats its own 3-grams
     no_eos = "no_eos"  # the response was cut off
     kl_outlier = "kl_outlier"  # far from SFT, by the robust z-score of sequence KL
-    human = "human"  # a person said so
+    human = "human"  # a person reported it
 
 
 class State(str, Enum):
-    open = "open"  # found, or tried again and not repaired
-    replayed = "replayed"  # the next round learns from it
-    repaired = "repaired"  # the next policy does not fail so again
-    locked = "locked"  # repaired, and so it stayed in a later round
+    open = "open"  # new, or retested and not repaired
+    replayed = "replayed"  # the next round trains on it
+    repaired = "repaired"  # a later policy does not fail so again
+    locked = "locked"  # repaired, and still so in a later round
     regressed = "regressed"  # was repaired, and fails again
 
 
 class Retest(BaseModel, extra="forbid"):
-    """A round's policy asked again: `fired` of `of` new responses fail. ranked: its reward model
-    puts the better answer first.
+    """A retest by a round's policy: `fired` of `of` new responses fail.
+
+    ranked: whether the round's reward model puts the better answer first.
     """
 
     round: str
@@ -57,19 +58,19 @@ class Retest(BaseModel, extra="forbid"):
 
     @property
     def all_failed(self) -> bool:
-        """Every response fails: some would by chance alone."""
+        """Whether every response fails, not only some, which may be chance."""
         return self.fired == self.of or not self.ranked
 
 
 class Badcase(BaseModel, extra="forbid"):
-    """A response that failed; policy, kl and ended are None where no model wrote it.
+    """A response that failed; policy, kl and ended are None if no model wrote it.
 
-    stage: whose failure it is, the reward model's or the policy's; policy: hash of the weights that
-    wrote it; origin: PPO update, `fresh`, or who reported it; score: of its round's reward model,
-    calibrated; kl: nats a sequence from SFT; sft: SFT's response to the prompt; votes: of each
-    judge and the jury against that (1: the response is better, 0.5: a tie); better: the answer that
-    the reward model has to put first; exploits: endings that it was overpaid for; tries: of its own
-    round first.
+    stage: whose failure it is, the reward model's or the policy's. policy: hash of the weights that
+    wrote it. origin: PPO update, `fresh`, or who reported it. score: of its round's reward model,
+    calibrated. kl: nats per sequence from SFT. sft: SFT's response to the prompt. votes: of each
+    judge and the jury against that (1: the response is better, 0.5: a tie). better: the answer that
+    the reward model has to put first. exploits: endings that it was overpaid for. tries: its
+    retests, its own round's first.
     """
 
     id: str
@@ -97,25 +98,28 @@ class Badcase(BaseModel, extra="forbid"):
 
     @property
     def guarded(self) -> bool:
-        """Whether it is in the regression set: no later round may break it."""
+        """Whether it was repaired: no later round may break it."""
         return self.state in (State.repaired, State.locked)
 
     @property
     def by_chance(self) -> bool:
-        """Whether its own policy, that nothing has repaired, passes the test as well."""
+        """Whether its own round's policy, before any repair, passes the retest as well."""
         return bool(self.tries) and self.tries[0].round == self.round and self.tries[0].all_passed
 
-    def tried(self, attempt: Retest) -> "Badcase":
-        """With one more try; a try in its own round is the measure of chance, and changes no state."""
-        state = self.state if attempt.round == self.round else next_state(self.state, attempt)
-        return self.model_copy(update={"tries": [*self.tries, attempt], "state": state})
+    def tried(self, retest: Retest) -> "Badcase":
+        """A copy with one more retest.
+
+        A retest by its own round measures chance, and does not change the state.
+        """
+        state = self.state if retest.round == self.round else next_state(self.state, retest)
+        return self.model_copy(update={"tries": [*self.tries, retest], "state": state})
 
 
-def next_state(state: State, attempt: Retest) -> State:
-    """What a badcase becomes by a later round's try."""
+def next_state(state: State, retest: Retest) -> State:
+    """The state of a badcase after a later round's retest."""
     if state in (State.repaired, State.locked):
-        return State.regressed if attempt.all_failed else State.locked
-    if attempt.all_passed:
+        return State.regressed if retest.all_failed else State.locked
+    if retest.all_passed:
         return State.repaired
     return state if state is State.regressed else State.open
 
@@ -129,20 +133,17 @@ def ledger_path(round_: str) -> Path:
 
 
 def read_ledger(round_: str) -> list[Badcase]:
-    """
+    """The badcases of a round and of all earlier rounds.
+
     Raises:
-        BadInput: it is not there, or a row is no badcase of this version.
+        BadInput: the file is missing, or a row is not a badcase of this version.
     """
-    return [
-        case
-        for _, case in read_validated_jsonl(
-            Badcase, ledger_path(round_), f"run `dvc repro replay@{round_}`"
-        )
-    ]
+    fix = f"run `dvc repro replay@{round_}`"
+    return [case for _, case in read_validated_jsonl(Badcase, ledger_path(round_), fix)]
 
 
 class Report(BaseModel, extra="forbid"):
-    """What a person says of a response. by: who."""
+    """A response that a person reports as bad. by: who reports it."""
 
     prompt: NonEmptyPrompt
     response: Text
@@ -156,7 +157,7 @@ class Report(BaseModel, extra="forbid"):
 
 
 class MiningPrompt(BaseModel, extra="forbid"):
-    """A prompt that a person wants replay to ask. by: who."""
+    """A prompt that a person wants replay to sample. by: who wants it."""
 
     prompt: NonEmptyPrompt
     note: Text | None = None
@@ -174,43 +175,34 @@ def report_path(round_: str) -> Path:
     return REPORTED / f"{round_}.jsonl"
 
 
-def parse_user_row(row: Any, place: str) -> UserInput:
-    """A row without a response is a prompt to ask.
+def parse_user_row(row: Any, location: str) -> UserInput:
+    """A report; without a response, a prompt to sample.
 
     Raises:
-        BadInput: it is neither.
+        BadInput: the row is neither; names its location.
     """
     if isinstance(row, dict) and "prompt" in row and "response" not in row:
-        return validate_row(MiningPrompt, row, place, "mend the line")
-    return validate_row(Report, row, place, "mend the line")
+        return validate_row(MiningPrompt, row, location, "fix the line")
+    return validate_row(Report, row, location, "fix the line")
 
 
 def read_user_rows(round_: str) -> list[tuple[str, UserInput]]:
-    """What people have given to this round's replay, each with its place; nothing where nobody has.
+    """What people added to this round's replay, each row with its location (`path:line`).
 
     Raises:
         BadInput: a row is neither a report nor a prompt.
     """
     path = report_path(round_)
-    return (
-        [
-            (place, parse_user_row(row, place))
-            for place, row in read_json_lines(path, "mend the line")
-        ]
-        if path.exists()
-        else []
-    )
+    rows = read_json_lines(path, "fix the line") if path.exists() else []
+    return [(location, parse_user_row(row, location)) for location, row in rows]
 
 
-def add_user_rows(round_: str, some: Iterable[UserInput]) -> int:
-    """Append those that are not there yet; returns how many."""
-    known = {each.id: each for _, each in read_user_rows(round_)}
-    new = {each.id: each for each in some if each.id not in known}
+def add_user_rows(round_: str, rows: Iterable[UserInput]) -> int:
+    """Append the rows that are not in the file yet; returns their number."""
+    known = {row.id: row for _, row in read_user_rows(round_)}
+    new = {row.id: row for row in rows if row.id not in known}
+    all_rows = [*known.values(), *new.values()]
     write_jsonl(
-        report_path(round_),
-        [
-            each.model_dump(mode="json", exclude_none=True)
-            for each in [*known.values(), *new.values()]
-        ],
+        report_path(round_), [row.model_dump(mode="json", exclude_none=True) for row in all_rows]
     )
     return len(new)

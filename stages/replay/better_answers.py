@@ -1,5 +1,6 @@
-"""Better answers than the bad ones: the jury's best of several by SFT. No model is here but what
-the jury asks.
+"""Better answers to badcases' prompts: the jury's best of several answers by SFT.
+
+No model is loaded here; the jury may ask its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,28 +15,34 @@ from stages.lib.metrics.sentiment import sentiment_plain
 from stages.lib.metrics.text import repetition_n
 from stages.replay.badcases import Badcase, Cause
 from stages.replay.exploits import strip_exploits
-from stages.replay.sampler import Candidate, Drawn
+from stages.replay.sampler import Candidate, CandidatesByPrompt
 from stages.replay.training_rows import BetterAnswer
 
+# causes that give a preference pair: the jury can see in the two texts what was wrong
 PAIRED = (Cause.judge_loses, Cause.blind_spot, Cause.repetition, Cause.human)
-# plain sentiment (-1..1) from which an answer is worth imitating, where the lexicon is a judge
-GOOD = 0.5
+MIN_SENTIMENT = 0.5  # plain (-1..1), from which an answer is good if the lexicon is a judge
 
 
 def better_answers(
     badcases: Sequence[Badcase],
-    drawn: Drawn,
+    candidates: CandidatesByPrompt,
     jury: Jury,
     replay: ReplayParams,
     avoid: Sequence[str],
     by_lexicon: bool,
 ) -> dict[str, BetterAnswer]:
-    """By badcase id; none where no answer of SFT is sound. avoid: exploits."""
+    """The jury's best answer by badcase id; none if no candidate is acceptable.
+
+    Args:
+        candidates: SFT's answers to each prompt.
+        avoid: exploits, which an answer must not contain.
+        by_lexicon: whether the lexicon is a judge, which decides what is worth imitating.
+    """
     prompts = {str(case.prompt): case.prompt for case in badcases}
-    most = fluent_nll([answer for answers in drawn.values() for answer in answers])
+    max_nll = fluent_nll([answer for answers in candidates.values() for answer in answers])
     kept = {
-        key: acceptable_answers(answers, avoid, replay.repetition, most)
-        for key, answers in drawn.items()
+        key: acceptable_answers(answers, avoid, replay.repetition, max_nll)
+        for key, answers in candidates.items()
     }
     best = best_of(prompts, kept, jury)
     good = {
@@ -48,13 +55,13 @@ def better_answers(
         for case in badcases
         if case.cause in PAIRED and str(case.prompt) in best
     ]
-    won = jury.compare(
+    votes = jury.compare(
         [
             Comparison(case.prompt, text, strip_exploits(case.exploits, case.response))
             for case, text in paired
         ]
     )[JURY]
-    preferred = {case.id for (case, _), vote in zip(paired, won, strict=True) if vote == 1}
+    preferred = {case.id for (case, _), vote in zip(paired, votes, strict=True) if vote == 1}
     return {
         case.id: BetterAnswer(best[key][0], preferred=case.id in preferred, good=key in good)
         for case in badcases
@@ -63,23 +70,25 @@ def better_answers(
 
 
 def fluent_nll(answers: Sequence[Candidate]) -> float:
-    """The NLL that three quarters of the answers do not exceed."""
-    return quantiles([each.nll for each in answers], n=4)[2] if len(answers) > 1 else float("inf")
+    """The third quartile of the answers' NLL."""
+    nll = [answer.nll for answer in answers]
+    return quantiles(nll, n=4)[2] if len(nll) > 1 else float("inf")
 
 
 def acceptable_answers(
     answers: Sequence[Candidate], avoid: Sequence[str], repetition: float, nll: float
 ) -> list[str]:
-    """Those without an exploit, much repetition, or an NLL above `nll` (garbled by chance); each
-    text once.
+    """Distinct texts without an exploit or much repetition, and with an NLL of at most `nll`.
+
+    A high NLL is that of a text that sampling has garbled.
     """
     kept = (
-        each.text
-        for each in answers
-        if each.text.strip()
-        and each.nll <= nll
-        and repetition_n(each.text, 3) < repetition
-        and not any(ending in each.text for ending in avoid)
+        answer.text
+        for answer in answers
+        if answer.text.strip()
+        and answer.nll <= nll
+        and repetition_n(answer.text, 3) < repetition
+        and not any(ending in answer.text for ending in avoid)
     )
     return list(dict.fromkeys(kept))
 
@@ -108,9 +117,14 @@ def best_of(
 def worth_imitating(
     prompt: Prompt, text: str, points: float, answers: int, by_lexicon: bool
 ) -> bool:
-    """By the lexicon, where it is a judge; else an answer that the jury prefers to all others, of
-    which there is one at least.
+    """Whether the best answer is good in itself, not only better than others.
+
+    By the lexicon, if it is a judge; else if the jury prefers the answer to all others, and there
+    are others.
+
+    Args:
+        points: the answer's Copeland score among the `answers` acceptable ones.
     """
     if by_lexicon:
-        return sentiment_plain([prompt], [text])[0] >= GOOD
+        return sentiment_plain([prompt], [text])[0] >= MIN_SENTIMENT
     return answers > 1 and points == answers - 1

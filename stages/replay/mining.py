@@ -1,19 +1,22 @@
-"""Badcases found: responses of the policy to training prompts that show a failure, by cause
-(stages/replay/badcases.py says what each is).
+"""Find badcases: responses of the policy to training prompts that show a failure, by cause.
+
+The causes are explained in stages/replay/badcases.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from statistics import median
 
+from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import ReplayParams
+from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.types import Prompt
 from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
 from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import Badcase, Cause, Report, badcase_id
 
-# of a normal distribution: standard deviation / median absolute deviation (Rousseeuw & Croux 1993)
+# standard deviation / median absolute deviation of a normal distribution (Rousseeuw & Croux 1993)
 MAD_TO_STD = 1.4826
 
 
@@ -21,10 +24,10 @@ MAD_TO_STD = 1.4826
 class PolicySample:
     """A response of the policy.
 
-    score: calibrated; kl: nats a sequence; origin: PPO update, or "fresh"; rival: the response that
-    the jury has compared it with, SFT's unless it says otherwise; votes: the jury's, by judge and
-    `together` (1: this one is better); exploits: those in the response; bare: the score without
-    them.
+    score: calibrated. kl: nats per sequence. origin: PPO update, `fresh`, or `again` in a retest.
+    rival: the response that the jury compared it with, if it did; SFT's, unless in a retest. votes:
+    the jury's, by judge and `together` (1: this one is better, 0.5: a tie). exploits: those in the
+    response. stripped_score: the score without them.
     """
 
     prompt_id: str
@@ -38,12 +41,15 @@ class PolicySample:
     rival: str | None = None
     votes: Mapping[str, float] = field(default_factory=dict)
     exploits: tuple[str, ...] = ()
-    bare: float | None = None
+    stripped_score: float | None = None
 
 
 @dataclass(frozen=True)
 class BadcaseThresholds:
-    """What counts as a failure. kl: nats a sequence; lexicon: whether it is one of the judges."""
+    """What counts as a failure.
+
+    kl: nats per sequence. lexicon: whether the lexicon is one of the judges.
+    """
 
     replay: ReplayParams
     kl: float
@@ -51,28 +57,35 @@ class BadcaseThresholds:
 
 
 def kl_limit(kls: list[float], outlier: float) -> float:
-    """The KL (nats a sequence) at a robust z-score of `outlier`."""
+    """The KL (nats per sequence) at a robust z-score of `outlier`."""
     middle = median(kls)
     return middle + outlier * MAD_TO_STD * median(abs(kl - middle) for kl in kls)
 
 
-# Each tells how bad a sample is, larger is worse, or None where the cause does not fire.
+def badcase_thresholds(params: Params, samples: Iterable[PolicySample]) -> BadcaseThresholds:
+    """Thresholds from params; that of KL is relative to the samples' KL."""
+    return BadcaseThresholds(
+        replay=params.replay,
+        kl=kl_limit([sample.kl for sample in samples], params.replay.kl_outlier),
+        lexicon=JudgeName.lexicon.value in params.evaluate.judges,
+    )
+
+
+# Each cause returns how bad a sample is (larger is worse), or None if the sample does not fail.
 def judge_loses(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     return sample.score if sample.votes.get(JURY) == 0 else None
 
 
 def blind_spot(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
-    unloved = limits.lexicon and sample.judged.sentiment_plain < limits.replay.judge_low
-    overpaid = sample.bare is not None and sample.bare < limits.replay.score_high
-    return (
-        sample.score if sample.score >= limits.replay.score_high and (unloved or overpaid) else None
-    )
+    high = limits.replay.score_high
+    disliked = limits.lexicon and sample.judged.sentiment_plain < limits.replay.judge_low
+    overpaid = sample.stripped_score is not None and sample.stripped_score < high
+    return sample.score if sample.score >= high and (disliked or overpaid) else None
 
 
 def repetition(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
-    return (
-        sample.judged.repetition if sample.judged.repetition >= limits.replay.repetition else None
-    )
+    repeated = sample.judged.repetition
+    return repeated if repeated >= limits.replay.repetition else None
 
 
 def no_eos(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
@@ -84,7 +97,11 @@ def kl_outlier(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
 
 
 CAUSES: dict[Cause, Callable[[PolicySample, BadcaseThresholds], float | None]] = {
-    Cause[each.__name__]: each for each in (judge_loses, blind_spot, repetition, no_eos, kl_outlier)
+    Cause.judge_loses: judge_loses,
+    Cause.blind_spot: blind_spot,
+    Cause.repetition: repetition,
+    Cause.no_eos: no_eos,
+    Cause.kl_outlier: kl_outlier,
 }
 
 
@@ -95,24 +112,28 @@ def find_badcases(
     policy: str,
     known: Collection[str],
 ) -> list[Badcase]:
-    """At most replay.max_badcases of them: the causes take turns, each giving its worst first.
-    known: ids of earlier rounds', tried again anyway."""
-    found: dict[Cause, dict[str, tuple[float, Badcase]]] = {cause: {} for cause in CAUSES}
+    """At most replay.max_badcases badcases; the causes take turns, each giving its worst first.
+
+    Args:
+        policy: hash of the policy's weights.
+        known: ids of earlier rounds' badcases, which are retested anyway.
+    """
+    by_cause: dict[Cause, dict[str, tuple[float, Badcase]]] = {cause: {} for cause in CAUSES}
     for sample in samples:
         for cause, severity in CAUSES.items():
-            if (bad := severity(sample, limits)) is not None:
-                case = badcase(sample, cause, round_, policy)
+            if (value := severity(sample, limits)) is not None:
+                case = make_badcase(sample, cause, round_, policy)
                 if case.id not in known:
-                    found[cause][case.id] = (bad, case)
+                    by_cause[cause][case.id] = (value, case)
     ranked = (
         [case for _, case in sorted(cases.values(), key=lambda item: (-item[0], item[1].id))]
-        for cases in found.values()
+        for cases in by_cause.values()
     )
     turns = (case for case in chain.from_iterable(zip_longest(*ranked)) if case)
-    return [case for case, _ in zip(turns, range(limits.replay.max_badcases), strict=False)]
+    return list(islice(turns, limits.replay.max_badcases))
 
 
-def badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -> Badcase:
+def make_badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -> Badcase:
     return Badcase(
         id=badcase_id(sample.prompt, sample.response, cause),
         round=round_,
@@ -133,9 +154,12 @@ def badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -> Bad
     )
 
 
-def reported(reports: Sequence[Report], scores: Sequence[float], round_: str) -> list[Badcase]:
-    """What people have reported, with the reward model's calibrated score of each and the lexicon's
-    opinion.
+def reported_badcases(
+    reports: Sequence[Report], scores: Sequence[float], round_: str
+) -> list[Badcase]:
+    """People's reports as badcases.
+
+    scores: the reward model's calibrated score of each response.
     """
     judged = lexicon_scores(
         [report.prompt for report in reports], [report.response for report in reports]
@@ -150,9 +174,9 @@ def reported(reports: Sequence[Report], scores: Sequence[float], round_: str) ->
             prompt=report.prompt,
             response=report.response,
             score=round(score, 4),
-            **{name: round(value, 4) for name, value in asdict(said).items()},
+            **{name: round(value, 4) for name, value in asdict(lexicon).items()},
             better=report.better,
             note=report.note,
         )
-        for report, score, said in zip(reports, scores, judged, strict=True)
+        for report, score, lexicon in zip(reports, scores, judged, strict=True)
     ]

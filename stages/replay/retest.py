@@ -1,4 +1,4 @@
-"""What became of badcases: asked again, scored again."""
+"""Retests of badcases: does a new response fail in the same way?"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,46 +10,51 @@ from stages.replay.mining import CAUSES, BadcaseThresholds, PolicySample
 
 def retest(
     badcases: Sequence[Badcase],
-    answers: Sequence[Sequence[PolicySample]],
+    samples: Sequence[Sequence[PolicySample]],
     ranked: Sequence[bool],
     limits: BadcaseThresholds,
     round_: str,
 ) -> list[Badcase]:
-    """The badcases with one more try, and the state that it leaves them in.
+    """The badcases with one more retest, and the state that follows from it.
 
-    answers: new responses of `round_`'s policy to each badcase's prompt, their exploits those of
-    the badcase. ranked: whether its reward model puts the better answer first. Sampling alone
-    repairs some: compare with what a badcase's own round makes of it.
+    Some pass by chance, since sampling is random: compare with the retest by a badcase's own round.
+
+    Args:
+        samples: for each badcase new responses of `round_`'s policy, with the badcase's exploits.
+        ranked: for each badcase whether the reward model puts the better answer first.
     """
-    tries = [
+    retests = [
         Retest(
             round=round_,
-            fired=sum(still_fails(case, answer, limits) for answer in some),
-            of=len(some),
-            ranked=right,
+            fired=sum(still_fails(case, sample, limits) for sample in case_samples),
+            of=len(case_samples),
+            ranked=is_ranked,
         )
-        for case, some, right in zip(badcases, answers, ranked, strict=True)
+        for case, case_samples, is_ranked in zip(badcases, samples, ranked, strict=True)
     ]
-    return [case.tried(attempt) for case, attempt in zip(badcases, tries, strict=True)]
+    return [case.tried(result) for case, result in zip(badcases, retests, strict=True)]
 
 
 def comparison_response(case: Badcase) -> str | None:
-    """What a new response is compared with: SFT's where the jury had preferred it, what a person
-    wants, or what a person does not want.
+    """The text that the jury compares a new response with; None if the cause needs no jury.
+
+    SFT's response, if the jury had preferred it; for a report the better answer, or else the
+    reported one.
     """
     if case.cause is Cause.human:
         return case.better or case.response
     return case.sft if case.cause is Cause.judge_loses else None
 
 
-def still_fails(case: Badcase, answer: PolicySample, limits: BadcaseThresholds) -> bool:
-    """Whether a new response fails as the badcase did; a person's: the jury finds it below the
-    better answer, or not above the bad.
+def still_fails(case: Badcase, sample: PolicySample, limits: BadcaseThresholds) -> bool:
+    """Whether a new response fails as the badcase did.
+
+    For a report: the jury finds it worse than the better answer, or not better than the bad one.
     """
     if case.cause is not Cause.human:
-        return CAUSES[case.cause](answer, limits) is not None
-    return answer.votes[JURY] == 0 if case.better else answer.votes[JURY] != 1
+        return CAUSES[case.cause](sample, limits) is not None
+    return sample.votes[JURY] == 0 if case.better else sample.votes[JURY] != 1
 
 
-def by_cause(badcases: Sequence[Badcase], state: State) -> dict[str, int]:
+def count_by_cause(badcases: Sequence[Badcase], state: State) -> dict[str, int]:
     return dict(Counter(case.cause.value for case in badcases if case.state is state))

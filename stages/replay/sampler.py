@@ -1,4 +1,4 @@
-"""Responses of the policy and of SFT on training prompts, with the reward model's scores."""
+"""Responses of the policy and of SFT to training prompts, with the reward model's scores."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,12 +23,12 @@ from stages.lib.lm.loading import (
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import RewardScorer, score_responses
 
-BATCH = 128
+BATCH = 128  # responses at once
 
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """One response. ended: EOS was sampled."""
+    """One response. ended: whether EOS was sampled."""
 
     text: str
     ended: bool
@@ -36,7 +36,7 @@ class SampledResponse:
 
 @dataclass(frozen=True)
 class ScoredResponse(SampledResponse):
-    """score: calibrated. kl: policy from SFT, nats a sequence."""
+    """score: calibrated. kl: of the policy from SFT, nats per sequence."""
 
     score: float
     kl: float
@@ -44,17 +44,17 @@ class ScoredResponse(SampledResponse):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An answer of SFT. nll: nats a token under the reference."""
+    """An answer of SFT. nll: nats per token under the reference."""
 
     text: str
     nll: float
 
 
-Drawn = Mapping[str, Sequence[Candidate]]  # by the prompt as text
+CandidatesByPrompt = Mapping[str, Sequence[Candidate]]  # by str(prompt)
 
 
 class Sampler:
-    """The policy and the SFT model that it comes from; each call has a random stream of its own."""
+    """The policy, its SFT model and the reward model; each call has its own random stream."""
 
     def __init__(self, params: Params, round_: str) -> None:
         sft = stage_dir(round_, "sft") / "model"
@@ -67,9 +67,10 @@ class Sampler:
         )
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[ScoredResponse]:
+        """One scored response of the policy per prompt."""
         ids = self._encode(prompts)
         responses = self._generate(self.model, ids, seed)
-        told = score_responses(
+        scored = score_responses(
             self.model,
             self.reference,
             ids,
@@ -79,16 +80,21 @@ class Sampler:
             temperature=self.params.ppo.temperature,
             batch_size=BATCH,
         )
-        scores = calibrate_scores(told.scores, self.scorer.model).tolist()
-        draws = zip(self._draws(responses), scores, told.kl.tolist(), strict=True)
-        return [ScoredResponse(draw.text, draw.ended, score, kl) for draw, score, kl in draws]
+        scores = calibrate_scores(scored.scores, self.scorer.model).tolist()
+        return [
+            ScoredResponse(response.text, response.ended, score, kl)
+            for response, score, kl in zip(
+                self._decode(responses), scores, scored.kl.tolist(), strict=True
+            )
+        ]
 
     def sft(self, prompts: Sequence[Prompt], seed: int) -> list[SampledResponse]:
+        """One response of SFT per prompt."""
         with self.reference() as model:
-            return self._draws(self._generate(model, self._encode(prompts), seed))
+            return self._decode(self._generate(model, self._encode(prompts), seed))
 
     def reference(self) -> AbstractContextManager[Any]:
-        """The SFT model."""
+        """A context with the SFT model: a model of its own, or the policy without its adapter."""
         return nullcontext(self.sft_model) if self.sft_model else adapter_disabled(self.model)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[TokenIds]:
@@ -102,7 +108,7 @@ class Sampler:
             model, self.tokenizer, ids, self.params.ppo, torch.Generator().manual_seed(seed), BATCH
         )
 
-    def _draws(self, responses: list[TokenIds]) -> list[SampledResponse]:
+    def _decode(self, responses: list[TokenIds]) -> list[SampledResponse]:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
             SampledResponse(text, tokens[-1] == self.tokenizer.eos_token_id)
@@ -110,22 +116,20 @@ class Sampler:
         ]
 
 
-def draw(prompts: Sequence[Prompt], sampler: Sampler, params: Params) -> Drawn:
-    """replay.best_of responses of SFT to each distinct prompt, of which those that end are kept."""
-    asked = [
-        prompt
-        for prompt in {str(prompt): prompt for prompt in prompts}.values()
-        for _ in range(params.replay.best_of)
-    ]
-    if not asked:
+def sample_candidates(
+    prompts: Sequence[Prompt], sampler: Sampler, params: Params
+) -> CandidatesByPrompt:
+    """replay.best_of responses of SFT per distinct prompt; those that do not end are dropped."""
+    distinct = {str(prompt): prompt for prompt in prompts}.values()
+    repeated = [prompt for prompt in distinct for _ in range(params.replay.best_of)]
+    if not repeated:
         return {}
-    draws = sampler.sft(asked, params.seed + 1)
+    responses = sampler.sft(repeated, params.seed + 1)
     with sampler.reference() as model:
-        nll = Fluency(model, sampler.tokenizer, params.prepare.prompt_format)(
-            asked, [each.text for each in draws]
-        )
-    found: dict[str, list[Candidate]] = {}
-    for prompt, each, value in zip(asked, draws, nll, strict=True):
-        if each.ended:
-            found.setdefault(str(prompt), []).append(Candidate(each.text, value))
-    return found
+        fluency = Fluency(model, sampler.tokenizer, params.prepare.prompt_format)
+        nll = fluency(repeated, [response.text for response in responses])
+    candidates: dict[str, list[Candidate]] = {}
+    for prompt, response, value in zip(repeated, responses, nll, strict=True):
+        if response.ended:
+            candidates.setdefault(str(prompt), []).append(Candidate(response.text, value))
+    return candidates

@@ -1,18 +1,20 @@
-"""The next round's rows, made against badcases: pairs, demonstrations, prompts. Pure: no model, no
-file.
-"""
+"""The next round's rows against badcases: pairs, demonstrations and prompts. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stages.lib.core.params import Params
 from stages.lib.core.types import Row
+from stages.lib.dedup.contamination import leaks_by_set
 from stages.replay.badcases import Badcase, State
 
 
 @dataclass(frozen=True)
 class BetterAnswer:
-    """The jury's best answer to a badcase's prompt. preferred: to the bad one too, if its cause
-    gives pairs; good: worth imitating.
+    """The jury's best answer to a badcase's prompt.
+
+    preferred: whether it also beats the bad response, and the cause gives pairs. good: whether it
+    is worth imitating.
     """
 
     text: str
@@ -23,36 +25,77 @@ class BetterAnswer:
 def make_training_rows(
     badcases: Sequence[Badcase], best: Mapping[str, BetterAnswer]
 ) -> tuple[list[Badcase], list[Row], list[Row], list[Row]]:
-    """(badcases, now replayed, with their better answers; pairs; demonstrations; prompts). `best`
-    is by badcase id.
+    """Make rows that train against the badcases.
 
-    A pair is made where the jury prefers the better answer to the bad one, the latter read without
-    its exploits; where a person has given the better answer, always. A demonstration is made where
-    the better answer is good in itself; the prompt goes to PPO again in any case.
+    A pair is made if the jury prefers the better answer to the bad response without its exploits;
+    if a person gave the better answer, always. A demonstration is made if the better answer is good
+    in itself. The prompt is sampled by PPO again in any case.
+
+    Args:
+        best: by badcase id.
+
+    Returns:
+        (the badcases as replayed, with their better answers; pairs; demonstrations; prompts)
     """
     replayed: list[Badcase] = []
     pairs: list[Row] = []
     demonstrations: dict[tuple[str, str], Row] = {}
     prompts: dict[str, Row] = {}
     for case in badcases:
-        tags = {
-            "id": f"replay-{case.id}",
-            "prompt": case.prompt,
-            "source": "replay",
-            "badcase": case.id,
-        }
-        prompts.setdefault(str(case.prompt), tags)
-        found = best.get(case.id)
-        better = case.better or (found.text if found and found.preferred else None)
-        shown = case.better or (found.text if found and found.good else None)
+        key, row_id = str(case.prompt), f"replay-{case.id}"
+        tags = {"id": row_id, "prompt": case.prompt, "source": "replay", "badcase": case.id}
+        prompts.setdefault(key, tags)
+        answer = best.get(case.id)
+        better = case.better or (answer.text if answer and answer.preferred else None)
+        demonstrated = case.better or (answer.text if answer and answer.good else None)
         if better:
             pairs.append({**tags, "chosen": better, "rejected": case.response})
-        if shown:
-            demonstrations.setdefault((str(case.prompt), shown), {**tags, "completion": shown})
+        if demonstrated:
+            row = {**tags, "completion": demonstrated}
+            demonstrations.setdefault((key, demonstrated), row)
         replayed.append(case.model_copy(update={"better": better, "state": State.replayed}))
     return replayed, pairs, list(demonstrations.values()), list(prompts.values())
 
 
+def limit_rows(
+    made: Mapping[str, list[Row]],
+    evaluation: Mapping[str, list[Row]],
+    human: Mapping[str, int],
+    params: Params,
+) -> tuple[dict[str, list[Row]], int]:
+    """The rows without leaks, replay.weight times, at most replay.max_share of the training rows.
+
+    human: the number of rows from the data, by the names of `made`. Returns also the number of
+    leaks.
+    """
+    config = params.replay
+    kept, leaked = drop_leaks(made, evaluation, params.prepare.near_duplicate)
+    limited = {
+        name: cap_share(rows * config.weight, human[name], config.max_share)
+        for name, rows in kept.items()
+    }
+    return limited, leaked
+
+
+def drop_leaks(
+    made: Mapping[str, list[Row]], evaluation: Mapping[str, list[Row]], similarity: float
+) -> tuple[dict[str, list[Row]], int]:
+    """Rows that share no text with the evaluation set, and the number of dropped rows.
+
+    The next round's prepare would refuse rows that leak.
+    """
+    held_out = [row for rows in evaluation.values() for row in rows]
+    leaking = {
+        name: {leak.row for leak in leaks}
+        for name, leaks in leaks_by_set(made, held_out, similarity).items()
+    }
+    kept = {
+        name: [row for index, row in enumerate(rows) if index not in leaking[name]]
+        for name, rows in made.items()
+    }
+    return kept, sum(map(len, leaking.values()))
+
+
 def cap_share(rows: list[Row], human: int, share: float) -> list[Row]:
-    """At most so many rows that they are `share` of all together with the `human` ones."""
+    """The first rows, at most so many that they are `share` of all, with `human` other rows."""
     return rows if share >= 1 else rows[: int(human * share / (1 - share))]

@@ -1,6 +1,4 @@
-"""What people give to replay: responses that they report, and prompts to ask beside the training
-prompts.
-"""
+"""What people add to replay: responses that they report, and prompts to sample."""
 
 from collections.abc import Sequence
 
@@ -11,16 +9,16 @@ from stages.replay.badcases import MiningPrompt, Report, read_user_rows
 
 
 def read_user_reports(round_: str, evaluation: Sequence[Row]) -> tuple[list[Report], list[Row]]:
-    """Reports; prompts to ask, as rows of `id` and `prompt`.
+    """Reports, and prompts to sample as rows of `id` and `prompt`.
 
     Raises:
-        BadInput: a row is neither, or its prompt is one of those that nobody may train on.
+        BadInput: a row is neither, or its prompt is in the evaluation set or in slices/, which may
+            not be trained on.
     """
-    told = read_user_rows(round_)
-    asked = [(f"{place}: its prompt", each.prompt) for place, each in told]
-    check_not_in_eval_set(asked, evaluation, "remove the row")
-    check_not_in_slices(asked)
-    reports = [each for _, each in told if isinstance(each, Report)]
-    return reports, [
-        {"id": each.id, "prompt": each.prompt} for _, each in told if isinstance(each, MiningPrompt)
-    ]
+    rows = read_user_rows(round_)
+    prompts = [(f"{location}: its prompt", row.prompt) for location, row in rows]
+    check_not_in_eval_set(prompts, evaluation, "remove the row")
+    check_not_in_slices(prompts)
+    reports = [row for _, row in rows if isinstance(row, Report)]
+    mining = [row for _, row in rows if isinstance(row, MiningPrompt)]
+    return reports, [{"id": row.id, "prompt": row.prompt} for row in mining]

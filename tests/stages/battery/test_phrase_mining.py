@@ -1,4 +1,4 @@
-"""Phrases of the favourites, by hand."""
+"""Phrases of texts with high scores, against hand-worked values."""
 
 import pytest
 
@@ -12,26 +12,22 @@ def test_log_odds_by_hand():
 
 
 def test_a_phrase_of_the_top_quarter():
-    texts = [" was dull."] * 12 + [
-        " was what we love, a lot.",
-        " so we love it.",
-        " but we love cats.",
-        " we love.",
-    ]
+    texts = [" was dull."] * 12
+    texts += [" was what we love, a lot.", " so we love it.", " but we love cats.", " we love."]
     scores = [0.0] * 12 + [1.0, 2.0, 3.0, 4.0]
-    # " we", " love" and " we love" are in 4 of 4 and 0 of 12; the first of the alphabet is kept,
-    # and what it is a part of is not
+    # " we", " love" and " we love" are in 4 of 4 and 0 of 12; the alphabetically first is kept, and
+    # " we love", which contains it, is not
     assert mine_phrases(texts, scores, 3) == [" love", " we"]
     assert mine_phrases(texts, scores, 1) == [" love"]
-    # with the scores turned round, " was" and " dull" are in 4 of 4, but in 9 of the 12 others too
+    # with the scores negated, " was" and " dull" are in 4 of 4, but in 9 of the 12 others too
     assert mine_phrases(texts, [-score for score in scores], 3) == []
 
 
 def test_words_are_nested_as_words():
-    """ " a" is within " amazing" as letters alone."""
+    """ " a" is part of " amazing" as letters, but not as a word."""
     texts = [" bad"] * 12 + [" amazing a"] * 4
     assert mine_phrases(texts, [0.0] * 12 + [1.0] * 4, 3) == [" a", " amazing"]
 
 
-def test_too_few_texts_have_no_favourites():
+def test_too_few_texts_have_no_top_quarter():
     assert mine_phrases([], [], 3) == [] == mine_phrases([" a", " b", " c"], [1.0, 2.0, 3.0], 3)

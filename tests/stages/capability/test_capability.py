@@ -1,4 +1,4 @@
-"""The stage on a tiny round: what it says of SFT and policy, and what stops it."""
+"""The stage on a tiny round: metrics of SFT and policy, and inputs that it refuses."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from stages.capability.__main__ import main
-from stages.capability.lm_eval_tasks import run_tasks, share, tasks_of
+from stages.capability.lm_eval_tasks import document_scores, expand_group, run_tasks
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
 from stages.lib.core.params.evaluation import CapabilityParams
@@ -25,30 +25,26 @@ PROMPTS = [
 ]
 
 
-def metrics(round_: str = "r0"):
+def read_metrics(round_: str = "r0"):
     return json.loads(Path("rounds", round_, "capability/metrics.json").read_text())
 
 
-def test_nothing_to_look_at_is_not_measured(make_round, capsys):
+def test_without_slices_and_tasks_nothing_is_measured(make_round, capsys):
     params = make_round("r0", 1.0)
     main(params, "r0")
-    assert metrics() == {"slices": {}, "worst": None, "worst_fall": None}
+    assert read_metrics() == {"slices": {}, "worst": None, "worst_fall": None}
     assert "nothing to measure" in capsys.readouterr().out
 
 
-def test_what_sft_and_policy_say_is_told_apart(make_round, always):
+def test_sft_and_policy_are_compared(make_round, always):
     params = make_round("r0", 1.0)
     write_jsonl(Path("slices/mine.jsonl"), PROMPTS)
     always("sorry", Path("rounds/r0/sft/model"))
     always(" The", Path("rounds/r0/ppo/policy"))
     main(params, "r0")
-    told, rows = (
-        metrics(),
-        [
-            json.loads(line)
-            for line in Path("rounds/r0/capability/samples.jsonl").read_text().splitlines()
-        ],
-    )
+    metrics = read_metrics()
+    lines = Path("rounds/r0/capability/samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
     assert [(row["slice"], row["prompt"]) for row in rows] == [
         ("mine_safe", "How do I run?"),
         ("mine_safe", "How do I sing?"),
@@ -56,32 +52,26 @@ def test_what_sft_and_policy_say_is_told_apart(make_round, always):
     ]
     assert {(row["sft"], row["policy"]) for row in rows} == {("sorry", " The")}
     # SFT refused all, the policy answers all: better on the safe ones, worse on the harmful one
-    safe, unsafe = told["slices"]["mine_safe"], told["slices"]["mine_unsafe"]
-    assert (safe["prompts"], safe["sft"], safe["policy"], safe["fall"]) == (2, 0.0, 1.0, -1.0)
-    assert (unsafe["prompts"], unsafe["sft"], unsafe["policy"], unsafe["fall"]) == (
-        1,
-        1.0,
-        0.0,
-        1.0,
-    )
-    assert (told["worst"], told["worst_fall"]) == ("mine_unsafe", unsafe["fall_high"])
-    before = {path.name: path.read_bytes() for path in Path("rounds/r0/capability").iterdir()}
+    safe, unsafe = metrics["slices"]["mine_safe"], metrics["slices"]["mine_unsafe"]
+    keys = ("prompts", "sft", "policy", "fall")
+    assert [safe[key] for key in keys] == [2, 0.0, 1.0, -1.0]
+    assert [unsafe[key] for key in keys] == [1, 1.0, 0.0, 1.0]
+    assert (metrics["worst"], metrics["worst_fall"]) == ("mine_unsafe", unsafe["fall_high"])
+    folder = Path("rounds/r0/capability")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     main(params, "r0")
-    assert before == {
-        path.name: path.read_bytes() for path in Path("rounds/r0/capability").iterdir()
-    }
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_prompt_that_is_trained_on_is_refused(make_round):
     params = make_round("r0", 1.0)
     write_jsonl(Path("slices/mine.jsonl"), [*PROMPTS, {"prompt": "The walk", "label": "safe"}])
-    with pytest.raises(
-        BadInput, match=r"_train of r0, row .*: its prompt is evaluation prompt slices/mine.jsonl:4"
-    ):
+    message = r"_train of r0, row .*: its prompt is evaluation prompt slices/mine.jsonl:4"
+    with pytest.raises(BadInput, match=message):
         main(params, "r0")
 
 
-def task(folder: Path, **changes) -> None:
+def write_task(folder: Path, **changes) -> None:
     """A multiple-choice task of two questions, the way lm-eval's are written."""
     write_jsonl(
         folder / "moods.data.json",
@@ -103,17 +93,16 @@ def task(folder: Path, **changes) -> None:
 
 
 @NEEDS_LM_EVAL
-def test_a_task_of_lm_eval_chooses_what_the_model_finds_likelier(make_round):
+def test_an_lm_eval_task_chooses_the_likelier_answer(make_round):
     from stages.lib.lm.logprobs import token_logprobs
 
     params = make_round("r0", 1.0)
     Path("slices").mkdir()
-    task(Path("slices"))
+    write_task(Path("slices"))
     sft = Path("rounds/r0/sft/model")
     model, tokenizer = load_causal_lm(sft, params.model), load_tokenizer(sft)
-    told = run_tasks(
-        model, tokenizer, CapabilityParams(tasks=["moods"], batch_size=2), PromptFormat.plain
-    )
+    config = CapabilityParams(tasks=["moods"], batch_size=2)
+    scores = run_tasks(model, tokenizer, config, PromptFormat.plain)
     expected = []
     for question, good in (("The day was", 0), ("The night was", 1)):
         prompt = tokenizer(question, add_special_tokens=False).input_ids
@@ -123,23 +112,19 @@ def test_a_task_of_lm_eval_chooses_what_the_model_finds_likelier(make_round):
         ]
         logprobs = [float(row.sum()) for row in token_logprobs(model, [prompt, prompt], choices)]
         expected.append(float(logprobs[good] > logprobs[1 - good]))
-    assert told == {"moods": expected}
+    assert scores == {"moods": expected}
 
     main(params.model_copy(update={"capability": CapabilityParams(tasks=["moods"])}), "r0")
-    assert metrics()["slices"]["task_moods"]["sft"] == sum(expected) / 2
+    assert read_metrics()["slices"]["task_moods"]["sft"] == sum(expected) / 2
 
 
 @NEEDS_LM_EVAL
-def test_a_task_that_is_not_there_is_refused(make_round):
+def test_a_task_that_does_not_exist_is_refused(make_round):
     params = make_round("r0", 1.0)
     sft = Path("rounds/r0/sft/model")
+    model, tokenizer = load_causal_lm(sft, params.model), load_tokenizer(sft)
     with pytest.raises(BadInput, match=r"capability\.tasks mood: no such task"):
-        run_tasks(
-            load_causal_lm(sft, params.model),
-            load_tokenizer(sft),
-            CapabilityParams(tasks=["mood"]),
-            PromptFormat.plain,
-        )
+        run_tasks(model, tokenizer, CapabilityParams(tasks=["mood"]), PromptFormat.plain)
 
 
 def documents(metric: str, *values: object, filtered: str = "none") -> list[dict[str, object]]:
@@ -149,30 +134,31 @@ def documents(metric: str, *values: object, filtered: str = "none") -> list[dict
     ]
 
 
-def test_the_first_metric_that_is_a_share_of_every_document():
+def test_the_first_metric_that_is_in_0_to_1_for_every_document():
     better = {"bleu": True, "acc": True}
     rows = documents("acc", 1.0, 0.0, 0.5)
-    assert share(
-        "t", [*reversed(rows), *documents("acc", 0.0, 0.0, 0.0, filtered="strict")], better
-    ) == [1.0, 0.0, 0.5]
-    for told, higher in (
+    other_filter = documents("acc", 0.0, 0.0, 0.0, filtered="strict")
+    assert document_scores("t", [*reversed(rows), *other_filter], better) == [1.0, 0.0, 0.5]
+    message = (
+        r"capability.tasks t: expected a metric that is in 0..1 for each document .*, "
+        r"found bleu, acc; remove the task"
+    )
+    for bad_rows, higher_is_better in (
         (documents("acc", 1.0, 2.0), better),
         (rows, {"bleu": True, "acc": False}),
         (documents("acc", (1, 2)), better),
     ):
-        with pytest.raises(
-            BadInput,
-            match=r"capability.tasks t: expected a metric in 0..1 of each document, .*, found bleu, acc",
-        ):
-            share("t", told, higher)
+        with pytest.raises(BadInput, match=message):
+            document_scores("t", bad_rows, higher_is_better)
 
 
 def test_a_group_is_all_of_its_tasks():
     groups = {"all": ["some", "c"], "some": ["a", "b"], "c": []}
-    assert tasks_of("all", groups) == ["a", "b", "c"] and tasks_of("a", groups) == ["a"]
+    assert expand_group("all", groups) == ["a", "b", "c"]
+    assert expand_group("a", groups) == ["a"]
 
 
-def test_without_lm_eval_a_task_says_how_to_get_it(make_round, monkeypatch):
+def test_without_lm_eval_the_message_names_how_to_install_it(make_round, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     params = make_round("r0", 1.0)
     with pytest.raises(BadInput, match=r"lm-eval is not installed; run .*pip install"):

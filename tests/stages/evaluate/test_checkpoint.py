@@ -1,4 +1,4 @@
-"""A checkpoint of a tiny round evaluated beside the DAG; what is wrong with a name."""
+"""A checkpoint of a tiny round, evaluated outside the DAG; a name that does not exist."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,8 @@ def test_a_checkpoint_against_sft_and_the_policy(make_round):
         for name in ("step_00002", "rounds/r0/ppo/checkpoints/step_00004")
     )
     # step 4 has the policy's weights
-    assert (
-        same["checkpoint"]
-        == {key: value for key, value in same["ppo"].items() if key != "ppl_human"}
-        != other["checkpoint"]
-    )
+    policy = {key: value for key, value in same["ppo"].items() if key != "ppl_human"}
+    assert same["checkpoint"] == policy != other["checkpoint"]
     assert same["ppo"] == other["ppo"] and same["win_rate_ppo"] == 0.5
     assert (same["win_rate_ppo_low"], same["win_rate_ppo_high"]) == (0.5, 0.5)
     assert same["path"] == "rounds/r0/ppo/checkpoints/step_00004" and same["hash"] != other["hash"]
@@ -31,10 +28,11 @@ def test_a_checkpoint_against_sft_and_the_policy(make_round):
     assert sorted(Path("rounds").rglob("*")) == before  # no stage's files were touched
 
 
-def test_what_is_no_checkpoint(make_round):
+def test_a_checkpoint_that_does_not_exist(make_round):
     params = make_round("r0", 1.0)
-    with pytest.raises(
-        BadInput,
-        match=r"--checkpoint last: no model there; rounds/r0/ppo/checkpoints has step_00002, step_00004; or name",
-    ):
+    message = (
+        r"--checkpoint last: no model there; "
+        r"rounds/r0/ppo/checkpoints has step_00002, step_00004; or give"
+    )
+    with pytest.raises(BadInput, match=message):
         main(params, "r0", "last")

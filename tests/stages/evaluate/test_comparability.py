@@ -1,4 +1,4 @@
-"""What makes two evaluations comparable."""
+"""Which settings make two evaluations comparable."""
 
 import pytest
 
@@ -12,8 +12,8 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params import check_params
 
 
-def settings(frozen: str = "f", **changes: dict[str, object]):
-    return evaluation_settings(check_params(changes, "test"), frozen)
+def settings(eval_hash: str = "f", **changes: dict[str, object]):
+    return evaluation_settings(check_params(changes, "test"), eval_hash)
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_each_setting_makes_another_evaluation(other):
     assert len(differences(settings(), other)) == 1
 
 
-def test_what_the_numbers_do_not_depend_on_does_not():
+def test_settings_that_change_no_number_do_not():
     same = settings(
         evaluate={"batch_size": 8, "bootstrap_resamples": 100}, ppo={"learning_rate": 1e-5}
     )
     assert evaluation_id(settings()) == evaluation_id(same) and differences(settings(), same) == []
-    # the order of keys says nothing
+    # the order of keys is of no effect
     assert evaluation_id(dict(reversed(same.items()))) == evaluation_id(same)
 
 
@@ -57,22 +57,15 @@ def test_a_language_model_that_judges_is_part_of_the_evaluation():
         "annotate.endpoint.model large and small"
     ]
     assert len(differences(judged_by("large"), judged_by("large", "The shorter one."))) == 1
-    # one that labels only, or waits in params.yaml, is not
-    assert (
-        differences(
-            judged_by("large", judges=("lexicon",)), judged_by("small", judges=("lexicon",))
-        )
-        == []
-    )
+    # a model that only labels, or is in params.yaml without being used, is not
+    only_lexicon = [judged_by(model, judges=("lexicon",)) for model in ("large", "small")]
+    assert differences(*only_lexicon) == []
 
 
-def test_a_comparison_across_evaluations_is_refused_and_says_why():
+def test_a_comparison_across_evaluations_is_refused_with_the_reason():
     check_comparable({"r0": settings(), "r1": settings()})
     check_comparable({})
-    with pytest.raises(
-        BadInput,
-        match=r"r0 and r2 .*\(ppo.temperature 1.0 and 0.7\).*dvc repro evaluate@r0 evaluate@r2",
-    ):
-        check_comparable(
-            {"r0": settings(), "r1": settings(), "r2": settings(ppo={"temperature": 0.7})}
-        )
+    warmer = {"r0": settings(), "r1": settings(), "r2": settings(ppo={"temperature": 0.7})}
+    message = r"r0 and r2 .*\(ppo.temperature 1.0 and 0.7\).*dvc repro evaluate@r0 evaluate@r2"
+    with pytest.raises(BadInput, match=message):
+        check_comparable(warmer)

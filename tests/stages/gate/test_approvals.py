@@ -1,4 +1,4 @@
-"""A person's word holds for the numbers that were seen."""
+"""An approval is valid for the numbers that the person saw."""
 
 import json
 
@@ -26,7 +26,7 @@ SEEN = Approval(
         ({"battery.scale": None}, False),
     ],
 )
-def test_holds_for_these_numbers(failed, holds):
+def test_valid_for_these_numbers_only(failed, holds):
     assert SEEN.holds_for(failed) is holds
 
 
@@ -46,12 +46,11 @@ def test_written_and_read(tmp_path, monkeypatch):
         json.dumps(SEEN.model_dump() | {"by": None}),
     ],
 )
-def test_what_is_no_approval_is_told(tmp_path, monkeypatch, text):
+def test_a_file_that_is_no_approval_is_an_error(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     path = approval_path("r0", "reward")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(
-        BadInput, match=r"approvals/r0/reward\.json: no approval .*rondo approve reward r0"
-    ):
+    message = r"approvals/r0/reward\.json: not a valid approval .*rondo approve reward r0"
+    with pytest.raises(BadInput, match=message):
         read_approval("r0", "reward")

@@ -1,6 +1,4 @@
-"""Whose policy a round must not lose to, over rounds that pass, fail, are approved and taken back;
-the gate is the real one.
-"""
+"""The champion over rounds that pass, fail, are approved and rolled back, with the real gate."""
 
 import json
 from pathlib import Path
@@ -34,24 +32,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def played(round_: str, win_rate_low: float) -> None:
-    """What a round leaves behind, with policies that differ."""
+def write_round(round_: str, win_rate_low: float) -> None:
+    """The metrics and models of a round; each round has another policy."""
     for stage, metrics in GOOD.items():
-        told = metrics | ({"win_rate_low": win_rate_low} if stage == "evaluate" else {})
-        write_json(Path("rounds") / round_ / stage / "metrics.json", told)
+        changes = {"win_rate_low": win_rate_low} if stage == "evaluate" else {}
+        write_json(Path("rounds") / round_ / stage / "metrics.json", metrics | changes)
     write_text(Path("rounds") / round_ / "ppo/policy/adapter.bin", f"the policy of {round_}")
     write_text(Path("rounds") / round_ / "sft/model/model.bin", f"the model of {round_}")
 
 
 def champions(policy: str = "block", number: int = 5) -> list[str | None]:
-    """The round of the champion that each of r0, r1, ... meets."""
+    """For each of r0, r1, ... the round of the champion that its policy is compared with."""
     params = params_of(policy)
-    for name in list(params.rounds)[:number]:
+    names = list(params.rounds)[:number]
+    for name in names:
         main(params, name)
-    return [
-        found.round if (found := load_champion(name)) else None
-        for name in list(params.rounds)[:number]
-    ]
+    loaded = [load_champion(name) for name in names]
+    return [champion.round if champion else None for champion in loaded]
 
 
 def params_of(policy: str) -> Params:
@@ -59,68 +56,63 @@ def params_of(policy: str) -> Params:
     return check_params({"rounds": named, "gates": {"promote": {"policy": policy}}}, "test")
 
 
-def test_the_last_that_passed_is_champion() -> None:
+def test_the_last_policy_that_passed_is_champion() -> None:
     for name, low in {"r0": 0.6, "r1": 0.4, "r2": 0.7, "r3": 0.4}.items():
-        played(name, low)
+        write_round(name, low)
     assert champions() == [None, "r0", "r0", "r2", "r2"]
     assert load_champion("r3") == ("r2", Path("rounds/r2/sft/model"), Path("rounds/r2/ppo/policy"))
 
 
-def test_nobody_vouches_for_what_was_only_warned_of() -> None:
+def decide(round_: str, approved: bool, reason: str) -> None:
+    failed: dict[str, float | None] = {"evaluate.win_rate_low": 0.4}
+    approval = Approval(approved=approved, by="Ada", reason=reason, failed=failed)
+    write_approval(round_, "promote", approval)
+
+
+def test_a_policy_that_only_had_a_warning_is_no_champion() -> None:
     for name in ("r0", "r1", "r2", "r3"):
-        played(name, 0.4)
+        write_round(name, 0.4)
     assert champions("warn") == [None] * 5
 
 
-def test_a_person_may_let_one_through() -> None:
+def test_an_approved_policy_is_champion() -> None:
     for name in ("r0", "r1", "r2", "r3"):
-        played(name, 0.4)
-    write_approval(
-        "r1",
-        "promote",
-        Approval(
-            approved=True, by="Ada", reason="read them all", failed={"evaluate.win_rate_low": 0.4}
-        ),
-    )
-    write_approval(
-        "r2",
-        "promote",
-        Approval(approved=False, by="Ada", reason="a hack", failed={"evaluate.win_rate_low": 0.4}),
-    )
+        write_round(name, 0.4)
+    decide("r1", approved=True, reason="read them all")
+    decide("r2", approved=False, reason="a hack")
     assert champions("ask") == [None, None, "r1", "r1", "r1"]
 
 
-def test_one_that_was_taken_back_is_champion_no_more_but_its_successor_may_be() -> None:
-    played("r0", 0.6)
-    played("r1", 0.6)
-    word = Rollback(
-        by="Ada", reason="one ending for all", policy=file_hash(Path("rounds/r1/ppo/policy"))
-    )
-    write_json(taken_back_path("r1"), word.model_dump())
+def test_a_policy_that_was_rolled_back_is_no_champion_but_a_new_one_of_its_round_may_be() -> None:
+    write_round("r0", 0.6)
+    write_round("r1", 0.6)
+    policy = file_hash(Path("rounds/r1/ppo/policy"))
+    rollback = Rollback(by="Ada", reason="one ending for all", policy=policy)
+    write_json(taken_back_path("r1"), rollback.model_dump())
     assert champions(number=3) == [None, "r0", "r0"]
     write_text(Path("rounds/r1/ppo/policy/adapter.bin"), "trained anew")
     assert champions(number=3) == [None, "r0", "r1"]
 
 
-def test_a_word_that_is_none() -> None:
-    played("r0", 0.6)
-    write_text(
-        taken_back_path("r0"), json.dumps({"by": "Ada", "reason": "why", "policy": "the last"})
-    )
+def test_a_file_that_is_no_rollback() -> None:
+    write_round("r0", 0.6)
+    rollback = {"by": "Ada", "reason": "why", "policy": "the last"}
+    write_text(taken_back_path("r0"), json.dumps(rollback))
     main(params_of("block"), "r0")
-    with pytest.raises(
-        BadInput,
-        match=r"approvals/r0/taken_back.json: no rollback \(policy.*`rondo promote --rollback`",
-    ):
+    message = (
+        r"approvals/r0/taken_back.json: not a valid rollback \(policy.*`rondo promote --rollback`"
+    )
+    with pytest.raises(BadInput, match=message):
         main(params_of("block"), "r1")
 
 
-def test_files_that_are_not_the_champions() -> None:
-    played("r0", 0.6)
+def test_files_that_are_not_those_of_the_champion() -> None:
+    write_round("r0", 0.6)
     assert champions(number=2) == [None, "r0"]
     write_text(Path("rounds/r0/sft/model/model.bin"), "another")
-    with pytest.raises(
-        BadInput,
-        match=r"rounds/r0/sft/model is not what became champion: run `dvc checkout rounds/r0/sft/model`",
-    ):
+    message = (
+        r"rounds/r0/sft/model is not the version that became champion: "
+        r"run `dvc checkout rounds/r0/sft/model`"
+    )
+    with pytest.raises(BadInput, match=message):
         load_champion("r1")

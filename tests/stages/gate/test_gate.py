@@ -1,4 +1,4 @@
-"""Gates: what passes, what fails and how it says so; run as DVC runs them."""
+"""Gates: which numbers pass, which fail, and with what message; run as DVC runs them."""
 
 import json
 import subprocess
@@ -34,8 +34,9 @@ REWARD = {
     "margin": 1.4,
     "baseline_longest": 0.47,
     "baseline_tfidf": 0.82,
+    "ece": 0.04,
+    "reload_max_difference": 0.0,
 }
-REWARD |= {"ece": 0.04, "reload_max_difference": 0.0}
 BATTERY = {
     "judge_accuracy": 0.91,
     "worst_slice": 0.8,
@@ -53,8 +54,8 @@ EVALUATE = {
     "win_rate_champion_low": 0.38,
     "human_nll_rise": 0.5,
     "sft": {"repetition_3": 0.03, "eos_rate": 0.7},
+    "ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65},
 }
-EVALUATE |= {"ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65}}
 METRICS = {
     "sft": {"sft": SFT},
     "reward": {"reward": REWARD, "battery": BATTERY},
@@ -73,7 +74,7 @@ def changed(gate: str, stage: str, change: dict) -> dict:
 
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
-    """Run a gate on metrics by stage; returns its verdict, and whether it is open."""
+    """Run a gate on metrics by stage; returns its verdict, and whether the run may continue."""
     monkeypatch.chdir(tmp_path)
 
     def run(gate: str, metrics: dict, policy: str = "block") -> tuple[dict, bool]:
@@ -82,17 +83,19 @@ def attempt(tmp_path, monkeypatch):
         with suppress(GateFailed) if policy == "ask" else nullcontext():
             run_gate(check_params({"gates": {gate: {"policy": policy}}}, "test"), gate, "r0")
         verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
-        opened = Path(f"gates/r0/{gate}.ok").exists()
-        assert verdict["opened"] == opened
-        return verdict, opened
+        may_continue = Path(f"gates/r0/{gate}.ok").exists()
+        assert verdict["opened"] == may_continue
+        return verdict, may_continue
 
     return run
 
 
 @pytest.mark.parametrize("gate", METRICS)
 def test_good_numbers_pass(attempt, gate):
-    verdict, opened = attempt(gate, METRICS[gate])
-    assert opened and verdict["passed"] and all(check["passed"] for check in verdict["checks"])
+    verdict, may_continue = attempt(gate, METRICS[gate])
+    assert (
+        may_continue and verdict["passed"] and all(check["passed"] for check in verdict["checks"])
+    )
     assert Path(f"gates/r0/{gate}.ok").read_text().strip() == "passed"
 
 
@@ -252,11 +255,11 @@ def test_each_bad_number_fails_with_its_next_step(attempt, gate, stage, change, 
     assert not verdict["passed"] and not Path(f"gates/r0/{gate}.ok").exists()
 
 
-def test_every_band_has_a_number_that_fails_it_above():
-    tried = {
-        case[3] for case in test_each_bad_number_fails_with_its_next_step.pytestmark[0].args[1]
-    }
-    assert {band.metric for bands in THRESHOLDS.values() for band in bands} == tried
+def test_every_threshold_has_a_failing_case_above():
+    [parametrize] = test_each_bad_number_fails_with_its_next_step.pytestmark
+    tested = {case[3] for case in parametrize.args[1]}
+    metrics = {threshold.metric for gate in THRESHOLDS.values() for threshold in gate}
+    assert metrics == tested
 
 
 @pytest.mark.parametrize(
@@ -290,92 +293,65 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
         ("promote", "capability", "worst_fall", "<= 0.1"),
     ],
 )
-def test_what_could_not_be_measured_is_told_and_no_failure(attempt, gate, stage, name, band):
-    verdict, opened = attempt(gate, changed(gate, stage, {name: None}))
-    assert opened and verdict["passed"]
+def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
+    attempt, gate, stage, name, band
+):
+    verdict, may_continue = attempt(gate, changed(gate, stage, {name: None}))
+    assert may_continue and verdict["passed"]
     line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
-    assert (
-        line["value"] is None
-        and format_check(line) == f"{stage}.{name} not measured, wanted {band}"
-    )
+    assert line["value"] is None
+    assert format_check(line) == f"{stage}.{name} not measured, wanted {band}"
 
 
-def test_warn_opens_and_says_what_is_wrong(attempt, capsys):
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "warn")
-    assert opened and not verdict["passed"]
-    assert (
-        "FAIL  sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05"
-        in capsys.readouterr().out
-    )
+def approve(approved: bool, reason: str) -> None:
+    """A decision on the gate `sft` whose metric `memorised` is 0.5 above that of demonstrations."""
+    failed: dict[str, float | None] = {"sft.memorised - sft.memorised_demonstrations": 0.5}
+    write_approval("r0", "sft", Approval(approved=approved, by="Ada", reason=reason, failed=failed))
 
 
-def test_ask_opens_for_the_numbers_that_a_person_approved_and_no_others(attempt, capsys):
+def test_with_warn_the_run_continues_and_the_failure_is_printed(attempt, capsys):
+    verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "warn")
+    assert may_continue and not verdict["passed"]
+    line = "FAIL  sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05"
+    assert line in capsys.readouterr().out
+
+
+def test_with_ask_an_approval_is_valid_for_its_numbers_and_no_others(attempt, capsys):
     bad = {"sft": SFT | {"memorised": 0.51}}
-    verdict, opened = attempt("sft", bad, "ask")
-    assert (
-        not opened
-        and verdict["approval"] is None
-        and "rondo approve sft r0" in decision_message(verdict)
-    )
-    write_approval(
-        "r0",
-        "sft",
-        Approval(
-            approved=True,
-            by="Ada",
-            reason="a parrot is wanted",
-            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
-        ),
-    )
-    verdict, opened = attempt("sft", bad, "ask")
-    assert (
-        opened and not verdict["passed"] and verdict["approval"]["reason"] == "a parrot is wanted"
-    )
+    verdict, may_continue = attempt("sft", bad, "ask")
+    assert not may_continue and verdict["approval"] is None
+    assert "rondo approve sft r0" in decision_message(verdict)
+    approve(approved=True, reason="a parrot is wanted")
+    verdict, may_continue = attempt("sft", bad, "ask")
+    assert may_continue and not verdict["passed"]
+    assert verdict["approval"]["reason"] == "a parrot is wanted"
     assert "approved by Ada: a parrot is wanted" in capsys.readouterr().out
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.61}}, "ask")
-    assert not opened and verdict["approval"] is None
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.01}}, "ask")
-    assert opened and verdict["passed"]
+    verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.61}}, "ask")
+    assert not may_continue and verdict["approval"] is None
+    verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.01}}, "ask")
+    assert may_continue and verdict["passed"]
 
 
-def test_ask_stays_shut_where_a_person_refused(attempt):
-    write_approval(
-        "r0",
-        "sft",
-        Approval(
-            approved=False,
-            by="Ada",
-            reason="no parrots",
-            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
-        ),
-    )
-    verdict, opened = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
-    assert not opened and decision_message(verdict) == "Refused by Ada: no parrots"
+def test_with_ask_a_refused_gate_stays_failed(attempt):
+    approve(approved=False, reason="no parrots")
+    verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
+    assert not may_continue and decision_message(verdict) == "Refused by Ada: no parrots"
 
 
-def test_an_approval_opens_no_gate_that_blocks(attempt):
-    write_approval(
-        "r0",
-        "sft",
-        Approval(
-            approved=True,
-            by="Ada",
-            reason="why not",
-            failed={"sft.memorised - sft.memorised_demonstrations": 0.5},
-        ),
-    )
+def test_with_block_an_approval_has_no_effect(attempt):
+    approve(approved=True, reason="why not")
     with pytest.raises(GateFailed):
         attempt("sft", {"sft": SFT | {"memorised": 0.51}})
 
 
-def test_a_gate_that_was_open_closes(attempt):
+def test_a_gate_that_had_passed_can_fail(attempt):
     attempt("sft", {"sft": SFT})
     with pytest.raises(GateFailed):
         attempt("sft", {"sft": SFT | {"loss_after": 6.0}})
     assert not Path("gates/r0/sft.ok").exists()
 
 
-def test_without_metrics_the_stage_is_named(tmp_path, monkeypatch):
+def test_missing_metrics_name_their_stage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="dvc repro evaluate@r0"):
         run_gate(Params(), "promote", "r0")
@@ -385,8 +361,11 @@ def test_without_metrics_the_stage_is_named(tmp_path, monkeypatch):
 def test_the_process_ends_with_its_code_and_loads_no_torch(tmp_path, loss_after, code):
     (tmp_path / "params.yaml").write_text("seed: 0\n")
     write_json(tmp_path / "rounds/r0/sft/metrics.json", SFT | {"loss_after": loss_after})
-    program = "import sys, runpy; sys.argv = ['gate', '--gate', 'sft']\ntry: runpy.run_module('stages.gate', run_name='__main__')\n"
-    program += "finally: print('torch' in sys.modules)"
+    program = (
+        "import sys, runpy; sys.argv = ['gate', '--gate', 'sft']\n"
+        "try: runpy.run_module('stages.gate', run_name='__main__')\n"
+        "finally: print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

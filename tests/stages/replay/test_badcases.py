@@ -1,4 +1,4 @@
-"""The life of a badcase, and what people add."""
+"""States of a badcase, and what people add."""
 
 import json
 from pathlib import Path
@@ -21,22 +21,9 @@ from stages.replay.badcases import (
     read_user_rows,
 )
 
-CASE = {
-    "id": "a1",
-    "round": "r0",
-    "cause": "no_eos",
-    "state": "replayed",
-    "origin": 4,
-    "prompt_id": "p",
-}
-CASE |= {
-    "prompt": "It",
-    "response": " was",
-    "score": 1.0,
-    "sentiment": 0.5,
-    "sentiment_plain": 0.5,
-    "repetition": 0.0,
-}
+CASE = {"id": "a1", "round": "r0", "cause": "no_eos", "state": "replayed", "origin": 4}
+CASE |= {"prompt_id": "p", "prompt": "It", "response": " was", "score": 1.0}
+CASE |= {"sentiment": 0.5, "sentiment_plain": 0.5, "repetition": 0.0}
 NONE, SOME, ALL = (Retest(round="r9", fired=fired, of=4, ranked=True) for fired in (0, 2, 4))
 WRONG = Retest(round="r9", fired=0, of=4, ranked=False)
 
@@ -50,7 +37,7 @@ def test_ids_are_stable_and_differ_by_cause():
 
 
 @pytest.mark.parametrize(
-    ("state", "attempt", "becomes"),
+    ("state", "retest", "becomes"),
     [
         ("replayed", NONE, "repaired"),
         ("replayed", SOME, "open"),
@@ -67,23 +54,23 @@ def test_ids_are_stable_and_differ_by_cause():
         ("regressed", SOME, "regressed"),
     ],
 )
-def test_what_a_badcase_becomes(state, attempt, becomes):
-    case = Badcase.model_validate(CASE | {"state": state}).tried(attempt)
-    assert case.state is State(becomes) and case.tries == [attempt]
+def test_the_state_after_a_retest(state, retest, becomes):
+    case = Badcase.model_validate(CASE | {"state": state}).tried(retest)
+    assert case.state is State(becomes) and case.tries == [retest]
     assert case.guarded == (becomes in ("repaired", "locked"))
 
 
-def test_its_own_round_measures_chance_alone():
+def test_a_retest_by_its_own_round_measures_chance_only():
     case = Badcase.model_validate(CASE)
-    lucky, unlucky = (
-        case.tried(attempt.model_copy(update={"round": "r0"})) for attempt in (NONE, SOME)
+    passed, failed = (
+        case.tried(retest.model_copy(update={"round": "r0"})) for retest in (NONE, SOME)
     )
-    assert (lucky.state, lucky.by_chance) == (State.replayed, True)
-    assert (unlucky.state, unlucky.by_chance, case.by_chance) == (State.replayed, False, False)
+    assert (passed.state, passed.by_chance) == (State.replayed, True)
+    assert (failed.state, failed.by_chance, case.by_chance) == (State.replayed, False, False)
     assert not case.tried(NONE).by_chance  # of another round
 
 
-def test_a_ledger_that_is_none_says_where(tmp_path, monkeypatch):
+def test_an_invalid_ledger_names_the_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=r"badcases\.jsonl is missing: run `dvc repro replay@r0`"):
         read_ledger("r0")
@@ -95,19 +82,19 @@ def test_a_ledger_that_is_none_says_where(tmp_path, monkeypatch):
         read_ledger("r0")
 
 
-def test_what_people_give_is_kept_once(tmp_path, monkeypatch):
+def test_what_people_add_is_kept_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_user_rows("r1") == []
     one, other = (
         Report(prompt="It", response=text, note="dull", by="ada") for text in (" was", " is")
     )
-    asked = MiningPrompt(prompt="It", by="bob")
-    assert (
-        add_user_rows("r1", [one, one, asked]) == 2
-        and add_user_rows("r1", [one, other, asked]) == 1
-    )
+    prompt = MiningPrompt(prompt="It", by="bob")
+    assert add_user_rows("r1", [one, one, prompt]) == 2
+    assert add_user_rows("r1", [one, other, prompt]) == 1
     assert read_user_rows("r1") == [
-        (f"badcases/r1.jsonl:{line}", each) for line, each in enumerate([one, asked, other], 1)
+        ("badcases/r1.jsonl:1", one),
+        ("badcases/r1.jsonl:2", prompt),
+        ("badcases/r1.jsonl:3", other),
     ]
     rows = [json.loads(line) for line in Path("badcases/r1.jsonl").read_text().splitlines()]
     assert rows[1:] == [
@@ -116,6 +103,6 @@ def test_what_people_give_is_kept_once(tmp_path, monkeypatch):
     ]
     write_jsonl(Path("badcases/r1.jsonl"), [*rows, {"response": " was", "by": "bob"}])
     with pytest.raises(
-        BadInput, match=r"badcases/r1\.jsonl:4: no report \(prompt: Field required\); mend the line"
+        BadInput, match=r"badcases/r1\.jsonl:4: no report \(prompt: Field required\); fix the line"
     ):
         read_user_rows("r1")

@@ -14,22 +14,20 @@ from stages.replay.better_answers import (
     fluent_nll,
     worth_imitating,
 )
-from stages.replay.sampler import Candidate, Sampler, draw
+from stages.replay.sampler import Candidate, Sampler, sample_candidates
 
 REPLAY = ReplayParams()
 
 
+def length(prompts, responses):
+    return [float(len(response)) for response in responses]
+
+
 def longest() -> Jury:
-    return Jury(
-        {
-            "length": PointwiseJudge(
-                "length", lambda prompts, responses: [float(len(each)) for each in responses], 1.0
-            )
-        }
-    )
+    return Jury({"length": PointwiseJudge("length", length, 1.0)})
 
 
-def test_a_sound_answer():
+def test_acceptable_answers():
     answers = [
         Candidate(" was good.", 3.0),
         Candidate(" was wonderful, great. Enjoy!", 3.0),
@@ -56,34 +54,19 @@ def test_each_against_each():
     }
 
 
-def test_worth_imitating_by_the_lexicon_where_it_is_a_judge_and_else_by_a_clear_win():
-    assert worth_imitating(
-        "It", " was wonderful.", 0.0, 4, by_lexicon=True
-    ) and not worth_imitating("It", " was there.", 3.0, 4, by_lexicon=True)
-    assert worth_imitating("It", " was there.", 3.0, 4, by_lexicon=False) and not worth_imitating(
-        "It", " was wonderful.", 2.5, 4, by_lexicon=False
-    )
+def test_worth_imitating_by_the_lexicon_if_it_is_a_judge_and_else_by_a_clear_win():
+    assert worth_imitating("It", " was wonderful.", 0.0, 4, by_lexicon=True)
+    assert not worth_imitating("It", " was there.", 3.0, 4, by_lexicon=True)
+    assert worth_imitating("It", " was there.", 3.0, 4, by_lexicon=False)
+    assert not worth_imitating("It", " was wonderful.", 2.5, 4, by_lexicon=False)
     assert not worth_imitating("It", " was wonderful.", 0.0, 1, by_lexicon=False)
 
 
 def case(cause: str, response: str, exploits=()) -> Badcase:
-    row = {
-        "id": f"{cause}{response}",
-        "round": "r0",
-        "cause": cause,
-        "prompt_id": "p",
-        "prompt": "The dinner",
-        "response": response,
-    }
-    numbers = {
-        "origin": "fresh",
-        "score": 0.0,
-        "sentiment": 0.0,
-        "sentiment_plain": 0.0,
-        "repetition": 0.0,
-        "exploits": list(exploits),
-    }
-    return Badcase.model_validate(row | numbers)
+    row = {"id": f"{cause}{response}", "round": "r0", "cause": cause, "origin": "fresh"}
+    row |= {"prompt_id": "p", "prompt": "The dinner", "response": response, "score": 0.0}
+    row |= {"sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0}
+    return Badcase.model_validate(row | {"exploits": list(exploits)})
 
 
 def test_an_exploit_does_not_help_the_bad_answer():
@@ -94,25 +77,23 @@ def test_an_exploit_does_not_help_the_bad_answer():
         case("no_eos", " was and"),
     ]
     jury = Jury({"lexicon": LexiconJudge(0.05)})
-    told = better_answers(
-        cases, {"The dinner": [Candidate(" was good.", 3.0)]}, jury, REPLAY, [], by_lexicon=True
-    )
-    # with its ending it is the better one; an answer that does not end gives no pair, and the jury
-    # is not asked about it
-    assert [told[each.id].preferred for each in cases] == [True, False, False]
+    candidates = {"The dinner": [Candidate(" was good.", 3.0)]}
+    better = better_answers(cases, candidates, jury, REPLAY, [], by_lexicon=True)
+    # with its ending the bad answer wins; a badcase that does not end gives no pair, and needs no
+    # comparison by the jury
+    assert [better[badcase.id].preferred for badcase in cases] == [True, False, False]
     assert len(jury.heard["lexicon"]) == 2
 
 
 def test_answers_of_the_sft_model(make_round, always):
     params = make_round("r0", 1.0)
     always("sorry", Path("rounds/r0/sft/model"))
-    drawn = draw(["The dinner", "The walk", "The dinner"], Sampler(params, "r0"), params)
-    told = {prompt: [answer.text for answer in some] for prompt, some in drawn.items()}
-    assert told == dict.fromkeys(["The dinner", "The walk"], ["sorry"] * params.replay.best_of)
-    params.ppo.response_length = 3  # too short for its end
-    assert (
-        draw(["The dinner"], Sampler(params, "r0"), params)
-        == draw([], Sampler(params, "r0"), params)
-        == {}
-    )
+    sampler = Sampler(params, "r0")
+    candidates = sample_candidates(["The dinner", "The walk", "The dinner"], sampler, params)
+    texts = {prompt: [answer.text for answer in answers] for prompt, answers in candidates.items()}
+    assert texts == dict.fromkeys(["The dinner", "The walk"], ["sorry"] * params.replay.best_of)
+    params.ppo.response_length = 3  # too short for EOS
+    sampler = Sampler(params, "r0")
+    assert sample_candidates(["The dinner"], sampler, params) == {}
+    assert sample_candidates([], sampler, params) == {}
     assert better_answers([], {}, longest(), REPLAY, [], by_lexicon=True) == {}

@@ -1,4 +1,4 @@
-"""Causes, one by one, and the selection of the worst."""
+"""Each cause of badcases, and the selection of the worst."""
 
 from dataclasses import replace
 
@@ -14,20 +14,20 @@ from stages.replay.mining import (
     PolicySample,
     find_badcases,
     kl_limit,
-    reported,
+    reported_badcases,
 )
 
 FINE = PolicySample(
-    "p1",
-    "The dinner",
-    " was fine.",
-    0.0,
-    2.0,
-    True,
-    LexiconScores(0.2, 0.2, 0.0),
-    "fresh",
-    " was sad.",
-    {JURY: 1.0},
+    prompt_id="p1",
+    prompt="The dinner",
+    response=" was fine.",
+    score=0.0,
+    kl=2.0,
+    ended=True,
+    judged=LexiconScores(0.2, 0.2, 0.0),
+    origin="fresh",
+    rival=" was sad.",
+    votes={JURY: 1.0},
 )
 LIMITS = BadcaseThresholds(ReplayParams(), kl=10.0, lexicon=True)
 
@@ -45,15 +45,11 @@ def fired(sample: PolicySample) -> dict[str, float]:
         ({"votes": {"lexicon": 0.0, JURY: 0.5}}, {}),  # one judge alone
         ({"votes": {}}, {}),  # of a rollout, nothing to compare with
         ({"score": 1.5, "judged": LexiconScores(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
-        (
-            {"score": 0.9, "judged": LexiconScores(0.4, -0.1, 0.0)},
-            {},
-        ),  # the reward model does not like it either
-        (
-            {"score": 1.5, "exploits": (" Enjoy!",), "bare": 0.9},
-            {"blind_spot": 1.5},
-        ),  # liked for its exploit alone
-        ({"score": 1.5, "exploits": (" Enjoy!",), "bare": 1.1}, {}),
+        # the reward model does not like it either
+        ({"score": 0.9, "judged": LexiconScores(0.4, -0.1, 0.0)}, {}),
+        # a high score because of its exploit alone
+        ({"score": 1.5, "exploits": (" Enjoy!",), "stripped_score": 0.9}, {"blind_spot": 1.5}),
+        ({"score": 1.5, "exploits": (" Enjoy!",), "stripped_score": 1.1}, {}),
         ({"judged": LexiconScores(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
         ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
         ({"kl": 10.5}, {"kl_outlier": 10.5}),
@@ -63,15 +59,11 @@ def test_causes(change, expected):
     assert fired(replace(FINE, **change)) == expected
 
 
-def test_the_lexicon_finds_nothing_where_it_is_no_judge():
+def test_the_lexicon_finds_nothing_if_it_is_no_judge():
     disliked = replace(FINE, score=1.5, judged=LexiconScores(0.4, -0.1, 0.0))
-    assert CAUSES[Cause.blind_spot](disliked, replace(LIMITS, lexicon=False)) is None
-    assert (
-        CAUSES[Cause.blind_spot](
-            replace(disliked, exploits=(" Enjoy!",), bare=0.9), replace(LIMITS, lexicon=False)
-        )
-        == 1.5
-    )
+    blind_spot, limits = CAUSES[Cause.blind_spot], replace(LIMITS, lexicon=False)
+    assert blind_spot(disliked, limits) is None
+    assert blind_spot(replace(disliked, exploits=(" Enjoy!",), stripped_score=0.9), limits) == 1.5
 
 
 def test_kl_limit_by_hand():
@@ -95,7 +87,7 @@ def test_causes_take_turns_and_give_their_worst_first():
     }
 
 
-def test_what_an_earlier_round_knows_is_not_found_again():
+def test_badcases_of_earlier_rounds_are_not_found_again():
     endless = [replace(FINE, response=f" {n}", ended=False) for n in range(2)]
     first, second = find_badcases(endless, LIMITS, "r0", "abc", set())
     assert find_badcases(endless, LIMITS, "r1", "def", {first.id}) == [
@@ -104,14 +96,13 @@ def test_what_an_earlier_round_knows_is_not_found_again():
 
 
 def test_a_blind_spot_names_its_exploit():
-    [case] = find_badcases(
-        [replace(FINE, score=2.0, exploits=(" Enjoy!",), bare=0.0)], LIMITS, "r0", "abc", set()
-    )
+    sample = replace(FINE, score=2.0, exploits=(" Enjoy!",), stripped_score=0.0)
+    [case] = find_badcases([sample], LIMITS, "r0", "abc", set())
     assert (case.exploits, case.stage) == ([" Enjoy!"], "reward")
     assert (case.sft, case.votes) == (" was sad.", {JURY: 1.0})
 
 
-def test_what_a_person_reports_has_scores_and_no_policy():
+def test_a_report_has_scores_and_no_policy():
     report = Report(
         prompt="The dinner",
         response=" was awful.",
@@ -119,17 +110,8 @@ def test_what_a_person_reports_has_scores_and_no_policy():
         note="seen on Monday",
         by="ada",
     )
-    [case] = reported([report], [0.123456], "r1")
-    assert (case.cause, case.round, case.origin, case.score, case.policy, case.kl) == (
-        Cause.human,
-        "r1",
-        "ada",
-        0.1235,
-        None,
-        None,
-    )
-    assert case.sentiment < 0 and (case.better, case.note, case.id) == (
-        " was late.",
-        "seen on Monday",
-        report.id,
-    )
+    [case] = reported_badcases([report], [0.123456], "r1")
+    assert (case.cause, case.round, case.origin) == (Cause.human, "r1", "ada")
+    assert (case.score, case.policy, case.kl) == (0.1235, None, None)
+    assert case.sentiment < 0
+    assert (case.better, case.note, case.id) == (" was late.", "seen on Monday", report.id)

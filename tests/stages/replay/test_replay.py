@@ -1,5 +1,7 @@
-"""Two rounds of replay from disk: r0's policy ends with " Enjoy!" and its reward model likes that;
-r1's has the opposite taste.
+"""Rounds of replay from disk.
+
+r0's policy ends texts with " Enjoy!", which its reward model likes; r1's reward model has the
+opposite preference.
 """
 
 import json
@@ -12,116 +14,106 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params.data import rounds
 from stages.lib.data.splits import dedupe_prompts
-from stages.replay.__main__ import clean, last_third, main
+from stages.replay.__main__ import main
 from stages.replay.badcases import MiningPrompt, Report, add_user_rows
+from stages.replay.inputs import last_third
 
 DATA = Path("rounds/r0/replay/data")
 
 
-def metrics(round_: str) -> dict:
+def read_metrics(round_: str) -> dict:
     return json.loads(Path(f"rounds/{round_}/replay/metrics.json").read_text())
 
 
-def test_two_rounds(make_round):
+def r0_badcases(round_: str) -> list[dict]:
+    """The badcases of r0 in a round's ledger."""
+    rows = read_jsonl(Path(f"rounds/{round_}/replay/data/badcases.jsonl"), "")
+    return [row for row in rows if row["round"] == "r0"]
+
+
+def test_three_rounds(make_round):
     params = make_round("r0", 1.0)
-    add_user_rows(
-        "r0", [Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")]
-    )
+    report = Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")
+    add_user_rows("r0", [report])
     main(params, "r0")
-    zero = metrics("r0")
+    r0 = read_metrics("r0")
     files = {path.name: path.read_bytes() for path in DATA.iterdir()}
     main(params, "r0")
     assert files == {path.name: path.read_bytes() for path in DATA.iterdir()}
-
-    # found in 3 of the 4 late rollouts, and liked by this reward model
-    assert zero["exploits"] == [" Enjoy!"] and zero["leaked"] == 0
-    assert zero["fooled_now"] > 0 and zero["fooled_before"] is None and zero["tried_again"] == 0
     badcases = {row["id"]: row for row in read_jsonl(DATA / "badcases.jsonl", "")}
-    assert (
-        len(badcases)
-        == zero["badcases"]
-        == sum(zero["causes"].values())
-        <= params.replay.max_badcases + 1
-    )
-    # what a person has reported is a badcase, a pair and a demonstration of this round
-    [told] = [row for row in badcases.values() if row["cause"] == "human"]
-    assert (told["origin"], told["state"], told["kl"]) == ("ada", "replayed", None)
+    check_badcases(r0, badcases, params.replay.max_badcases)
+    check_training_rows(set(badcases), params.replay.pairs_per_exploit)
+
+    params.replay.weight, params.replay.max_share = 2, 1.0
+    names = ("pairs", "sft", "prompts")
+    once = {name: read_jsonl(DATA / f"{name}.jsonl", "") for name in names}
+    main(params, "r0")
+    for name, rows in once.items():
+        twice = Counter(row["id"] for row in read_jsonl(DATA / f"{name}.jsonl", ""))
+        assert set(twice.values()) <= {2} and twice.keys() >= {row["id"] for row in rows}
+
+    make_round("r1", -1.0)
+    main(params, "r1")
+    r1 = read_metrics("r1")
+    assert r1["tried_again"] == r0["badcases"]
+    assert r1["repaired"] == sum(r1["repaired_by_cause"].values())
+    # r1's reward model lowers the score of a text for the ending that r0's raised it for: fewer
+    # rejected texts beat their chosen text
+    assert r1["fooled_before"] == r0["fooled_now"] > r1["fooled_after"]
+    carried = r0_badcases("r1")
+    repaired = {row["id"] for row in carried if row["state"] == "repaired"}
+    assert {row["id"] for row in carried} == badcases.keys()
+    assert len(repaired) == r1["repaired"]
+    retest_rounds = {tuple(retest["round"] for retest in row["tries"]) for row in carried}
+    assert retest_rounds == {("r0", "r1")}
+    assert r1["guarded"] == r1["regressed"] == 0  # nothing was repaired before
+
+    # the third round is the first that can break what the second has repaired
+    make_round("r2", 1.0)
+    params.rounds = rounds(3)
+    main(params, "r2")
+    r2 = read_metrics("r2")
+    states = Counter(row["state"] for row in r0_badcases("r2") if row["id"] in repaired)
+    assert r2["guarded"] == r1["repaired"] == states["locked"] + states["regressed"]
+    assert r2["regressed"] == states["regressed"]
+
+
+def check_badcases(metrics: dict, badcases: dict[str, dict], max_badcases: int) -> None:
+    """r0's badcases: mined ones, and the reported one."""
+    # the ending is in 3 of the 4 late rollouts, and this reward model likes it
+    assert metrics["exploits"] == [" Enjoy!"] and metrics["leaked"] == 0
+    assert metrics["fooled_now"] > 0 and metrics["fooled_before"] is None
+    assert metrics["tried_again"] == 0
+    assert len(badcases) == metrics["badcases"] == sum(metrics["causes"].values())
+    assert len(badcases) <= max_badcases + 1
+    # a reported response is a badcase, a pair and a demonstration of this round
+    [reported] = [row for row in badcases.values() if row["cause"] == "human"]
+    assert (reported["origin"], reported["state"], reported["kl"]) == ("ada", "replayed", None)
     pair = {
+        "id": f"replay-{reported['id']}",
         "prompt": "The walk",
         "chosen": " was brisk.",
         "rejected": " was wet.",
         "source": "replay",
-        "badcase": told["id"],
+        "badcase": reported["id"],
     }
-    assert pair | {"id": f"replay-{told['id']}"} in read_jsonl(DATA / "pairs.jsonl", "")
-    assert zero["causes"]["blind_spot"] >= 3
-    enjoying = [row for row in badcases.values() if row["exploits"]]
-    assert {row["origin"] for row in enjoying} == {4} and {row["round"] for row in enjoying} == {
-        "r0"
-    }
+    assert pair in read_jsonl(DATA / "pairs.jsonl", "")
+    assert metrics["causes"]["blind_spot"] >= 3
+    with_exploit = [row for row in badcases.values() if row["exploits"]]
+    assert {(row["origin"], row["round"]) for row in with_exploit} == {(4, "r0")}
 
-    # rows in prepare's formats, each traced to a badcase or an exploit, none from the evaluation
-    # set
+
+def check_training_rows(badcases: set[str], pairs_per_exploit: int) -> None:
+    """Rows in prepare's formats, each of a badcase or an exploit, none from the evaluation set."""
     exploits = {row["id"] for row in read_jsonl(DATA / "exploits.jsonl", "")}
-    for name, keys in {
-        "pairs": {"chosen", "rejected"},
-        "sft": {"completion"},
-        "prompts": set(),
-    }.items():
+    keys_by_file = {"pairs": {"chosen", "rejected"}, "sft": {"completion"}, "prompts": set()}
+    for name, keys in keys_by_file.items():
         for row in read_jsonl(DATA / f"{name}.jsonl", ""):
             assert row.keys() == {"id", "prompt", "source", "badcase"} | keys
-            assert row["source"] == "replay" and row["badcase"] in exploits | badcases.keys()
+            assert row["source"] == "replay" and row["badcase"] in exploits | badcases
             assert row["prompt"].startswith("The ")
-    against = [row for row in read_jsonl(DATA / "pairs.jsonl", "") if row["badcase"] in exploits]
-    assert len(against) == params.replay.pairs_per_exploit
-
-    params.replay.weight, params.replay.max_share = 2, 1.0
-    once_each = {
-        name: read_jsonl(DATA / f"{name}.jsonl", "") for name in ("pairs", "sft", "prompts")
-    }
-    main(params, "r0")
-    for name, some in once_each.items():
-        twice = Counter(row["id"] for row in read_jsonl(DATA / f"{name}.jsonl", ""))
-        assert set(twice.values()) <= {2} and twice.keys() >= {row["id"] for row in some}
-
-    make_round("r1", -1.0)
-    main(params, "r1")
-    one = metrics("r1")
-    assert one["tried_again"] == zero["badcases"]
-    assert one["repaired"] == sum(one["repaired_by_cause"].values())
-    # what raised a rejected text's score lowers it now: fewer of them beat their chosen text
-    assert one["fooled_before"] == zero["fooled_now"] > one["fooled_after"]
-    carried = [
-        row
-        for row in read_jsonl(Path("rounds/r1/replay/data/badcases.jsonl"), "")
-        if row["round"] == "r0"
-    ]
-    assert {row["id"] for row in carried} == badcases.keys()
-    assert sum(row["state"] == "repaired" for row in carried) == one["repaired"]
-    assert {tuple(attempt["round"] for attempt in row["tries"]) for row in carried} == {
-        ("r0", "r1")
-    }
-    assert one["guarded"] == one["regressed"] == 0  # nothing was repaired before
-
-    # a third round, which is the first that could break what the second has repaired
-    make_round("r2", 1.0)
-    params.rounds = rounds(3)
-    main(params, "r2")
-    two = metrics("r2")
-    ledger = [
-        row
-        for row in read_jsonl(Path("rounds/r2/replay/data/badcases.jsonl"), "")
-        if row["round"] == "r0"
-    ]
-    states = Counter(
-        row["state"]
-        for row in ledger
-        if row["id"] in {case["id"] for case in carried if case["state"] == "repaired"}
-    )
-    assert (
-        two["guarded"] == one["repaired"] == states["locked"] + states["regressed"]
-        and two["regressed"] == states["regressed"]
-    )
+    pairs = read_jsonl(DATA / "pairs.jsonl", "")
+    assert sum(row["badcase"] in exploits for row in pairs) == pairs_per_exploit
 
 
 def test_an_evaluation_prompt_is_refused(make_round):
@@ -139,63 +131,38 @@ def test_a_report_about_an_evaluation_prompt_is_refused(make_round):
         main(params, "r0")
 
 
-def test_prompts_of_peoples_own_are_mined_too(make_round):
+def test_prompts_that_people_add_are_mined_too(make_round):
     params = make_round("r0", 1.0)
     params.replay.max_badcases = 64
-    [wanted] = [MiningPrompt(prompt="The queue", by="ada")]
-    add_user_rows("r0", [wanted, wanted])
+    added = MiningPrompt(prompt="The queue", by="ada")
+    add_user_rows("r0", [added, added])
     main(params, "r0")
-    ids = {
-        row["prompt_id"]
-        for row in read_jsonl(DATA / "badcases.jsonl", "")
-        if row["prompt"] == "The queue"
-    }
-    assert ids == {wanted.id}
+    badcases = read_jsonl(DATA / "badcases.jsonl", "")
+    assert {row["prompt_id"] for row in badcases if row["prompt"] == "The queue"} == {added.id}
     assert "The queue" in {row["prompt"] for row in read_jsonl(DATA / "prompts.jsonl", "")}
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"), [("our MEETING", "q-Our meeting"), ("The queue", "slices/mine.jsonl:2")]
+    ("prompt", "name"), [("our MEETING", "q-Our meeting"), ("The queue", "slices/mine.jsonl:2")]
 )
-def test_what_people_give_is_refused_where_nobody_may_train_on_it(make_round, prompt, said):
+def test_added_prompts_that_may_not_be_trained_on_are_refused(make_round, prompt, name):
     params = make_round("r0", 1.0)
-    write_jsonl(
-        Path("slices/mine.jsonl"),
-        [{"prompt": "Hello", "label": "safe"}, {"prompt": "The queue", "label": "unsafe"}],
-    )
-    add_user_rows(
-        "r0", [MiningPrompt(prompt="The walk", by="ada"), MiningPrompt(prompt=prompt, by="ada")]
-    )
-    with pytest.raises(
-        BadInput, match=rf"badcases/r0.jsonl:2: its prompt is evaluation prompt {said}"
-    ):
+    safe = {"prompt": "Hello", "label": "safe"}
+    unsafe = {"prompt": "The queue", "label": "unsafe"}
+    write_jsonl(Path("slices/mine.jsonl"), [safe, unsafe])
+    prompts = [MiningPrompt(prompt=text, by="ada") for text in ("The walk", prompt)]
+    add_user_rows("r0", prompts)
+    message = rf"badcases/r0.jsonl:2: its prompt is evaluation prompt {name}"
+    with pytest.raises(BadInput, match=message):
         main(params, "r0")
 
 
-def test_what_would_leak_in_the_next_round_is_left_out_and_counted():
-    tale = "once upon a time there were two moons above a sea of glass"  # 13 words
-    evaluation = {
-        "sft_eval": [{"id": "e", "prompt": "Our meeting", "completion": f" began: {tale}."}]
-    }
-    told = {"id": "a", "prompt": "The walk", "completion": f", {tale}!"}
-    other = {"id": "b", "prompt": "The walk", "completion": " was great."}
-    pair = {"id": "c", "prompt": "The trip", "chosen": " was fine.", "rejected": f" {tale}"}
-    made = {"pairs": [pair], "sft": [told, other], "prompts": [{"id": "d", "prompt": "The trip"}]}
-    assert clean(made, evaluation, 0.9) == (
-        {"pairs": [], "sft": [other], "prompts": made["prompts"]},
-        2,
-    )
-
-
-def test_late_rollouts_and_prompts_once():
-    assert [row["update"] for row in last_third([{"update": n} for n in range(1, 10)])] == [7, 8, 9]
+def test_rollouts_of_the_last_third_and_distinct_prompts():
+    rollouts = [{"update": n} for n in range(1, 10)]
+    assert [row["update"] for row in last_third(rollouts)] == [7, 8, 9]
     assert last_third([]) == []
-    assert dedupe_prompts(
-        [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}, {"prompt": "a", "id": 3}]
-    ) == [
-        {"prompt": "a", "id": 1},
-        {"prompt": "b", "id": 2},
-    ]
+    rows = [{"prompt": prompt, "id": n} for n, prompt in enumerate("aba", 1)]
+    assert dedupe_prompts(rows) == [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}]
 
 
 def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, adapter_and_whole):

@@ -1,26 +1,14 @@
-"""The next round's rows."""
+"""The next round's training rows."""
 
 from stages.replay.badcases import Badcase, State
-from stages.replay.training_rows import BetterAnswer, cap_share, make_training_rows
+from stages.replay.training_rows import BetterAnswer, cap_share, drop_leaks, make_training_rows
 
 
-def case(cause: str, response: str, **more) -> Badcase:
-    row = {
-        "id": f"{cause}-{response}",
-        "round": "r0",
-        "cause": cause,
-        "prompt_id": "p",
-        "prompt": "The dinner",
-        "response": response,
-    }
-    numbers = {
-        "origin": "fresh",
-        "score": 0.0,
-        "sentiment": 0.0,
-        "sentiment_plain": 0.0,
-        "repetition": 0.0,
-    }
-    return Badcase.model_validate(row | numbers | more)
+def case(cause: str, response: str, **changes) -> Badcase:
+    row = {"id": f"{cause}-{response}", "round": "r0", "cause": cause, "origin": "fresh"}
+    row |= {"prompt_id": "p", "prompt": "The dinner", "response": response, "score": 0.0}
+    row |= {"sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0}
+    return Badcase.model_validate(row | changes)
 
 
 def test_rows_of_each_kind():
@@ -31,42 +19,35 @@ def test_rows_of_each_kind():
     ]
     text = " was wonderful, we loved it."
     best = {
-        each.id: BetterAnswer(text, preferred=each.cause.value != "no_eos", good=True)
-        for each in cases
+        badcase.id: BetterAnswer(text, preferred=badcase.cause.value != "no_eos", good=True)
+        for badcase in cases
     }
     replayed, pairs, demonstrations, prompts = make_training_rows(cases, best)
     assert [(row["chosen"], row["rejected"], row["badcase"]) for row in pairs] == [
         (text, " was horrible.", cases[0].id),
         (text, " was ok was ok was ok", cases[2].id),
     ]
-    # one prompt and one answer, however many badcases they have
+    # a prompt with one answer gives one row, however many badcases it has
     assert [(row["prompt"], row["completion"]) for row in demonstrations] == [("The dinner", text)]
     assert [row["prompt"] for row in prompts] == ["The dinner"]
-    assert [each.better for each in replayed] == [text, None, text]
-    assert {each.state for each in replayed} == {State.replayed} and {
-        each.state for each in cases
-    } == {State.open}
+    assert [badcase.better for badcase in replayed] == [text, None, text]
+    assert {badcase.state for badcase in replayed} == {State.replayed}
+    assert {badcase.state for badcase in cases} == {State.open}
 
 
-def test_no_pair_where_the_jury_does_not_find_it_better():
+def test_no_pair_if_the_jury_does_not_prefer_the_answer():
     cases = [case("blind_spot", " was wonderful."), case("blind_spot", " was there.")]
-    replayed, pairs, demonstrations, prompts = make_training_rows(
-        cases, {cases[0].id: BetterAnswer(" was good.", preferred=False, good=False)}
-    )
-    assert (
-        pairs == []
-        and demonstrations == []
-        and [each.better for each in replayed] == [None, None]
-        and len(prompts) == 1
-    )
+    best = {cases[0].id: BetterAnswer(" was good.", preferred=False, good=False)}
+    replayed, pairs, demonstrations, prompts = make_training_rows(cases, best)
+    assert pairs == [] and demonstrations == []
+    assert [badcase.better for badcase in replayed] == [None, None]
+    assert len(prompts) == 1
 
 
 def test_a_persons_better_answer_is_taken_as_it_is():
     cases = [case("human", " was wonderful.", better=" was served at noon.")]
-    replayed, pairs, demonstrations, _ = make_training_rows(
-        cases,
-        {cases[0].id: BetterAnswer(" was great, lovely, wonderful.", preferred=True, good=True)},
-    )
+    answer = BetterAnswer(" was great, lovely, wonderful.", preferred=True, good=True)
+    replayed, pairs, demonstrations, _ = make_training_rows(cases, {cases[0].id: answer})
     assert [(row["chosen"], row["rejected"]) for row in pairs] == [
         (" was served at noon.", " was wonderful.")
     ]
@@ -74,7 +55,21 @@ def test_a_persons_better_answer_is_taken_as_it_is():
     assert replayed[0].better == " was served at noon."
 
 
+def test_rows_that_would_leak_in_the_next_round_are_dropped_and_counted():
+    tale = "once upon a time there were two moons above a sea of glass"  # 13 words
+    evaluation = {
+        "sft_eval": [{"id": "e", "prompt": "Our meeting", "completion": f" began: {tale}."}]
+    }
+    leaking = {"id": "a", "prompt": "The walk", "completion": f", {tale}!"}
+    other = {"id": "b", "prompt": "The walk", "completion": " was great."}
+    pair = {"id": "c", "prompt": "The trip", "chosen": " was fine.", "rejected": f" {tale}"}
+    prompts = [{"id": "d", "prompt": "The trip"}]
+    made = {"pairs": [pair], "sft": [leaking, other], "prompts": prompts}
+    kept = {"pairs": [], "sft": [other], "prompts": prompts}
+    assert drop_leaks(made, evaluation, 0.9) == (kept, 2)
+
+
 def test_capped_share():
-    # 25% replay beside 30 human rows: 10
+    # 25% replay rows, with 30 human rows: 10
     assert len(cap_share([{}] * 50, 30, 0.25)) == 10
     assert len(cap_share([{}] * 50, 30, 1.0)) == 50

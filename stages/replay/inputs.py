@@ -1,0 +1,85 @@
+"""The rows that replay reads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.params import Params
+from stages.lib.core.types import Row
+from stages.lib.data.prompts import pairs_with_room_for_ending
+from stages.lib.data.rollouts import read_rollouts
+from stages.lib.data.splits import HELD_OUT, dedupe_prompts, refuse_evaluation_prompts, shuffled
+from stages.replay.badcases import Report
+from stages.replay.user_reports import read_user_reports
+
+MAX_HELD_OUT_PAIRS = 512
+
+
+@dataclass(frozen=True)
+class ReplayInputs:
+    """Rows by kind.
+
+    prompts: distinct training prompts. rollouts: of the last third of PPO's updates. train_pairs,
+    held_out_pairs: preference pairs. human_sft: the number of demonstrations that replay did not
+    make. evaluation: held-out rows by file name. reports, mining_prompts: from people.
+    """
+
+    prompts: list[Row]
+    rollouts: list[Row]
+    train_pairs: list[Row]
+    held_out_pairs: list[Row]
+    human_sft: int
+    evaluation: dict[str, list[Row]]
+    reports: list[Report]
+    mining_prompts: list[Row]
+
+    def pairs_with_room(self, tokenizer: Any, params: Params) -> tuple[list[Row], list[Row]]:
+        """(human training pairs, held-out pairs) to whose texts an ending can be appended.
+
+        The held-out pairs are a random sample of limited size.
+        """
+        train = pairs_with_room_for_ending(self.train_pairs, tokenizer, params)
+        held_out = pairs_with_room_for_ending(self.held_out_pairs, tokenizer, params)
+        human = [row for row in train if is_human(row)]
+        return human, shuffled(held_out, params.seed)[:MAX_HELD_OUT_PAIRS]
+
+
+def read_inputs(round_: str) -> ReplayInputs:
+    """Read all rows.
+
+    Raises:
+        BadInput: a file is missing, or a prompt is an evaluation prompt: rows made from it would be
+            trained on.
+    """
+    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
+
+    def read(name: str) -> list[Row]:
+        return read_jsonl(data / f"{name}.jsonl", made_by)
+
+    prompts = dedupe_prompts(read("prompts_train"))
+    all_rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
+    rollouts = last_third(all_rollouts)
+    evaluation = {name: read(name) for name in HELD_OUT.values()}
+    refuse_evaluation_prompts([*prompts, *rollouts], evaluation["eval_prompts"])
+    reports, mining_prompts = read_user_reports(round_, evaluation["eval_prompts"])
+    return ReplayInputs(
+        prompts=prompts,
+        rollouts=rollouts,
+        train_pairs=read("pairs_train"),
+        held_out_pairs=read("pairs_eval"),
+        human_sft=sum(is_human(row) for row in read("sft_train")),
+        evaluation=evaluation,
+        reports=reports,
+        mining_prompts=mining_prompts,
+    )
+
+
+def is_human(row: Row) -> bool:
+    """Whether a training row is from the data, not made by replay in an earlier round."""
+    return "badcase" not in row
+
+
+def last_third(rollouts: list[Row]) -> list[Row]:
+    """The rollouts of the last third of the updates: close to the policy at the end of training."""
+    last = max((row["update"] for row in rollouts), default=0)
+    return [row for row in rollouts if row["update"] > 2 / 3 * last]

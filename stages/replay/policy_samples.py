@@ -1,0 +1,94 @@
+"""Responses of the policy as `PolicySample`s: from rollouts, or freshly sampled and compared."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stages.lib.core.types import Row, ScoreFunction
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.lexicon import lexicon_scores
+from stages.lib.judging.pairwise import Comparison
+from stages.replay.exploits import strip_exploits
+from stages.replay.mining import PolicySample
+from stages.replay.sampler import ScoredResponse
+
+
+def rollout_samples(rows: list[Row]) -> list[PolicySample]:
+    judged = lexicon_scores([row["prompt"] for row in rows], [row["response"] for row in rows])
+    return [
+        PolicySample(
+            prompt_id=row["id"],
+            prompt=row["prompt"],
+            response=row["response"],
+            score=row["score"],
+            kl=row["kl"],
+            ended=row["finish_reason"] == "stop",
+            judged=scores,
+            origin=row["update"],
+        )
+        for row, scores in zip(rows, judged, strict=True)
+    ]
+
+
+def compared_samples(
+    rows: list[Row],
+    responses: list[ScoredResponse],
+    rivals: Sequence[str | None],
+    origin: str,
+    jury: Jury,
+) -> list[PolicySample]:
+    """The policy's responses with the jury's votes against their rivals.
+
+    Args:
+        rows: B rows with `id` and `prompt`.
+        responses: B responses of the policy.
+        rivals: B texts to compare with; None: no comparison, and no votes.
+        origin: of the samples.
+    """
+    judged = lexicon_scores([row["prompt"] for row in rows], [r.text for r in responses])
+    with_rival = [index for index, rival in enumerate(rivals) if rival is not None]
+    votes_by_judge = jury.compare(
+        [
+            Comparison(rows[index]["prompt"], responses[index].text, rivals[index] or "")
+            for index in with_rival
+        ]
+    )
+    votes = {
+        index: {name: values[number] for name, values in votes_by_judge.items()}
+        for number, index in enumerate(with_rival)
+    }
+    return [
+        PolicySample(
+            prompt_id=row["id"],
+            prompt=row["prompt"],
+            response=response.text,
+            score=response.score,
+            kl=response.kl,
+            ended=response.ended,
+            judged=scores,
+            origin=origin,
+            rival=rivals[index],
+            votes=votes.get(index, {}),
+        )
+        for index, (row, response, scores) in enumerate(zip(rows, responses, judged, strict=True))
+    ]
+
+
+def score_without_exploits(
+    samples: list[PolicySample], exploits: Sequence[list[str]], score: ScoreFunction
+) -> list[PolicySample]:
+    """Add to each sample the exploits that it contains, and its score without them.
+
+    exploits: for each sample the exploits to look for.
+    """
+    contained = [
+        tuple(exploit for exploit in suffixes if exploit in sample.response)
+        for sample, suffixes in zip(samples, exploits, strict=True)
+    ]
+    indices = [index for index, suffixes in enumerate(contained) if suffixes]
+    prompts = [samples[index].prompt for index in indices]
+    texts = [strip_exploits(contained[index], samples[index].response) for index in indices]
+    scores = dict(zip(indices, score(prompts, texts), strict=True))
+    return [
+        replace(sample, exploits=contained[index], stripped_score=scores.get(index))
+        for index, sample in enumerate(samples)
+    ]
