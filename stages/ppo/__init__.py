@@ -1,3 +1,3 @@
-"""PPO-RLHF: the trainer. `functional` is the mathematics, `roles` the models, `trainer` one update,
-`__main__` the run.
+"""The policy stage: PPO-RLHF (`trainer`), other algorithms (`alternatives`), and their shared parts
+(`common`).
 """

@@ -1,5 +1,13 @@
-"""PPO-RLHF: move the SFT model towards what the reward model likes, within a KL budget; or what
-`algorithm` names in its place.
+"""Stage ppo: trains the SFT model with PPO towards a higher reward, within a KL budget.
+
+If `algorithm` in params.yaml is not `ppo`, `stages.ppo.alternatives` trains the policy instead.
+
+Inputs, in rounds/<round>/: prepare/data/prompts_train.jsonl, sft/model, reward/model; and the
+models and functions that `ppo.rewards` names.
+Outputs, in rounds/<round>/ppo/: policy, critic, checkpoints, rollouts, metrics.json, metrics.jsonl,
+curves.csv, health.json, manifest.json.
+
+Run: python -m stages.ppo --round r0
 """
 
 from pathlib import Path
@@ -21,7 +29,7 @@ from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
-REPORTED = (
+ROLLOUT_METRICS = (
     "score_mean",
     "judge_mean",
     "kl",
@@ -35,9 +43,8 @@ REPORTED = (
 
 def main(params: Params, round_: str) -> None:
     if params.algorithm is not Algorithm.ppo:
-        from stages.ppo.alternatives.run import (
-            main as alternative,  # with TRL, seconds that PPO need not wait
-        )
+        # imported here: TRL takes seconds to import, and PPO does not need it
+        from stages.ppo.alternatives.run import main as alternative
 
         return alternative(params, round_)
 
@@ -46,27 +53,26 @@ def main(params: Params, round_: str) -> None:
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     roles = load_roles(params, sft / "model", reward / "model")
-    for manifest in (sft, reward):
-        check_template(manifest / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
+    for stage in (sft, reward):
+        check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
 
     # 2. prompts: some are held out, to compare policies on
     rows = read_jsonl(data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
-    # 3. updates, from the first or from where a killed run of the same inputs got to, until done or
-    # in danger
+    # 3. updates, until the last one or a danger; a killed run with the same inputs is resumed
     inputs = [
         data / "prompts_train.jsonl",
         sft / "model",
         reward / "model",
         *reward_files.reward_source_files(params),
     ]
-    run = TrainingRun(trainer, held_out, params, round_, identity(params, inputs))
+    run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
     run.train()
 
-    # 4. the policy to keep: the judge's choice among those within the KL budget
-    run.best.restore()
+    # 4. outputs: the policy that the judge prefers among those within the KL budget
+    run.selector.restore()
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
     publish_outputs(run.work, folder)
@@ -79,30 +85,32 @@ def main(params: Params, round_: str) -> None:
         inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
     )
-    told = summary(run)
-    run.recorder.finish(told)
+    metrics = summary(run)
+    run.recorder.finish(metrics)
     run.resume.clear()
-    kept, before = run.best.found, run.before
+    kept = run.selector.best
     print(
-        f"[ppo@{round_}] {told['stopped']}, {told['health']}; kept is the policy after update {kept.update}: "
-        f"judge {before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
+        f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; "
+        f"kept the policy after update {kept.update}: "
+        f"judge {run.initial_validation.judge:.2f} -> {kept.judge:.2f} on held-out prompts, "
+        f"KL {kept.kl:.2f} nats",
         flush=True,
     )
 
 
 def summary(run: TrainingRun) -> Row:
-    """What was kept of the run, and the means of the rollouts around it."""
-    steps, kept = run.recorder.steps, run.best.found
-    around = steps[
-        max(kept.update - 2, 0) : kept.update + 1
-    ]  # the rollout of update n is by the policy after n - 1
-    return {name: fmean(step[name] for step in around) for name in REPORTED} | {
+    """The metrics of the kept policy, and means over the rollouts around it."""
+    steps, kept = run.recorder.steps, run.selector.best
+    # steps[n] is update n + 1, whose rollout was sampled by the policy after update n
+    nearby_steps = steps[max(kept.update - 2, 0) : kept.update + 1]
+    means = {name: fmean(step[name] for step in nearby_steps) for name in ROLLOUT_METRICS}
+    return means | {
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.params.batch_size,
         "stopped": run.stopped or "completed",
         "policy_update": kept.update,
-        "validation_judge_before": run.before.judge,
+        "validation_judge_before": run.initial_validation.judge,
         "validation_judge": kept.judge,
         "validation_kl": kept.kl,
         "health": run.monitor.verdict,
@@ -110,9 +118,9 @@ def summary(run: TrainingRun) -> Row:
     }
 
 
-def identity(params: Params, inputs: list[Path]) -> Row:
-    """What a run is determined by: params, inputs, code."""
-    chosen = params.model_dump(
+def run_identity(params: Params, inputs: list[Path]) -> Row:
+    """Everything that determines a run: params, inputs, code."""
+    sections = params.model_dump(
         mode="json",
         include={
             "seed": True,
@@ -122,7 +130,7 @@ def identity(params: Params, inputs: list[Path]) -> Row:
         },
     )
     code = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return {"params": chosen, "files": {str(path): file_hash(path) for path in [*inputs, *code]}}
+    return {"params": sections, "files": {str(path): file_hash(path) for path in [*inputs, *code]}}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What makes a policy of the SFT model in place of PPO: TRL's trainers, with PPO's prompts,
-rewards, validation and outputs.
+"""Algorithms that train the policy in place of PPO: TRL's trainers, with PPO's prompts, rewards,
+validation and outputs.
 """
 
-NUM_DESCRIBED_SAMPLES = (
-    256  # responses, at most, by which the alternatives to PPO are described before and after
-)
+# Number of responses, at most, that describe an alternative's policy before and after training.
+NUM_DESCRIBED_SAMPLES = 256

@@ -1,5 +1,5 @@
-"""Best-of-n, learnt (RAFT, Dong et al. 2023; best-of-n as in Gao et al. 2023): SFT on the best
-rewarded of n responses to each prompt.
+"""Best-of-n distillation (RAFT, Dong et al. 2023; best-of-n as in Gao et al. 2023): SFT on the best
+rewarded of n responses per prompt.
 """
 
 from typing import NamedTuple
@@ -14,49 +14,52 @@ from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
 
+LOGGED = {name: name for name in ("loss", "grad_norm", "learning_rate")}
+
 
 class BestOfN(NamedTuple):
-    """The best rewarded response to each prompt, and the rows of all n."""
+    """The best rewarded response to each prompt, and the rollout rows of all n per prompt."""
 
     prompts: list[TokenIds]
     responses: list[TokenIds]
     rows: list[Row]
 
 
-def train(setting: TrainingContext) -> PolicyCallback:
-    params = setting.params
-    model = add_adapters(setting.sft, params.ppo.lora, "CAUSAL_LM")
-    course = PolicyCallback(
-        setting, {name: name for name in ("loss", "grad_norm", "learning_rate")}
-    )
-    course.begin(model)
-    choice = choose(course.pupil, setting)
-    course.rollouts.append(choice.rows)
-    sizes = TrainParams(
+def train(context: TrainingContext) -> PolicyCallback:
+    params = context.params
+    model = add_adapters(context.sft, params.ppo.lora, "CAUSAL_LM")
+    callback = PolicyCallback(context, LOGGED)
+    callback.begin(model)
+    choice = choose(callback.trained_policy, context)
+    callback.rollouts.append(choice.rows)
+    train_params = TrainParams(
         **params.best_of_n.model_dump(exclude={"n"}),
         max_steps=params.ppo.max_steps,
         max_length=params.prepare.max_prompt_tokens + params.ppo.response_length,
     )
-    arguments = trainer_arguments(sizes, params.model, params.seed, setting.work, continues=False)
-    train_on_completions(
-        model, setting.tokenizer, (choice.prompts, choice.responses), arguments, course
+    arguments = trainer_arguments(
+        train_params, params.model, params.seed, context.work, continues=False
     )
-    return course
+    train_on_completions(
+        model, context.tokenizer, (choice.prompts, choice.responses), arguments, callback
+    )
+    return callback
 
 
-def choose(pupil: TrainedPolicy, setting: TrainingContext) -> BestOfN:
-    """By a policy that is still SFT. A response that has not ended is learnt without EOS, as it was
-    sampled.
+def choose(policy: TrainedPolicy, context: TrainingContext) -> BestOfN:
+    """Sample n responses per prompt from the untrained policy and keep the best rewarded ones.
+
+    A response that did not end is trained on without EOS, as it was sampled.
     """
-    n = setting.params.best_of_n.n
-    episodes = [episode for episode in setting.prompts for _ in range(n)]
-    generator = torch.Generator().manual_seed(setting.params.seed)
-    responses = pupil.sample([tokens for _, tokens in episodes], setting.params.ppo, generator)
-    rows, rewards = pupil.score(0, episodes, responses)
+    n = context.params.best_of_n.n
+    episodes = [episode for episode in context.prompts for _ in range(n)]
+    generator = torch.Generator().manual_seed(context.params.seed)
+    responses = policy.sample([tokens for _, tokens in episodes], context.params.ppo, generator)
+    rows, rewards = policy.score(0, episodes, responses)
     best = [
-        max(range(start, start + n), key=lambda place: rewards[place])
+        max(range(start, start + n), key=lambda index: rewards[index])
         for start in range(0, len(episodes), n)
     ]
     return BestOfN(
-        [episodes[place][1] for place in best], [responses[place] for place in best], rows
+        [episodes[index][1] for index in best], [responses[index] for index in best], rows
     )

@@ -1,6 +1,4 @@
-"""How a policy learns, seen from beside the trainer: metrics of each update, validations,
-checkpoints, rollouts.
-"""
+"""A TRL callback: metrics, health, validation, checkpoints and rollouts of a training run."""
 
 import math
 import random
@@ -25,44 +23,62 @@ SHOWN = ("loss", "accuracy", "score_mean", "judge_mean", "kl", "response_length"
 
 
 class PolicyCallback(TrainerCallback):
-    """`names`: ours by TRL's of the numbers that it logs. `steps`: optimiser steps an update.
-    `stopped`: the sign that ended it early.
+    """Follows a policy while one of TRL's trainers trains it.
+
+    Args:
+        context: what the training starts from.
+        names: the metrics to keep, by the names under which TRL logs them.
+        steps: optimizer steps per update.
+
+    Attributes:
+        selector: remembers the best policy so far.
+        initial_validation: of the policy before training.
+        initial_rows: rollout rows of the policy before training, which is SFT.
+        stopped: the sign of danger that ended the run early, or "".
     """
 
-    pupil: TrainedPolicy
-    best: PolicySelector
-    before: Validation
-    first: list[Row]  # what SFT says
+    trained_policy: TrainedPolicy
+    selector: PolicySelector
+    initial_validation: Validation
+    initial_rows: list[Row]
 
-    def __init__(self, setting: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
-        self.setting, self.ppo = setting, setting.params.ppo
+    def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
+        self.context, self.ppo = context, context.params.ppo
+        self.algorithm = context.params.algorithm.value
         self.names, self.steps, self.updates = names, steps, 0
-        self.logs: list[dict[str, float]] = []  # of the update at hand
-        self.monitor, self.stopped = Monitor(self.ppo, f"{setting.params.algorithm.value}.beta"), ""
-        self.rollouts = RolloutLog(setting.work / "rollouts")
-        shuffled = random.Random(setting.params.seed).sample(setting.prompts, len(setting.prompts))
-        self.asked = shuffled[:NUM_DESCRIBED_SAMPLES]
+        self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
+        self.monitor, self.stopped = Monitor(self.ppo, f"{self.algorithm}.beta"), ""
+        self.rollouts = RolloutLog(context.work / "rollouts")
+        shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
+        self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
 
     def begin(self, policy: Any) -> None:
-        """The policy, before it has learnt anything."""
-        self.pupil = TrainedPolicy(policy, self.setting)
-        self.best = PolicySelector(
-            self.pupil, self.setting.held_out, sentiment, self.ppo, self.setting.params.seed
+        """Validate and describe the policy before training."""
+        self.trained_policy = TrainedPolicy(policy, self.context)
+        self.selector = PolicySelector(
+            self.trained_policy,
+            self.context.held_out,
+            sentiment,
+            self.ppo,
+            self.context.params.seed,
         )
-        self.before, self.first = self.best.validate(0), self.draw(0)
+        self.initial_validation = self.selector.validate(0)
+        self.initial_rows = self.sample_rows(0)
 
-    def draw(self, update: int) -> list[Row]:
-        """What the policy as it is says to the same training prompts, with the same random numbers;
-        goes to the rollouts.
+    def sample_rows(self, update: int) -> list[Row]:
+        """Rollout rows of the current policy, which also go to the rollout files.
+
+        The training prompts and the random numbers are the same at each call.
         """
-        generator = torch.Generator().manual_seed(self.setting.params.seed)
-        responses = self.pupil.sample([tokens for _, tokens in self.asked], self.ppo, generator)
-        rows = self.pupil.score(update, self.asked, responses).rows
+        generator = torch.Generator().manual_seed(self.context.params.seed)
+        prompt_ids = [tokens for _, tokens in self.described_prompts]
+        responses = self.trained_policy.sample(prompt_ids, self.ppo, generator)
+        rows = self.trained_policy.score(update, self.described_prompts, responses).rows
         self.rollouts.append(rows)
         return rows
 
     def describe(self) -> dict[str, float]:
-        """What else is known of the update at hand."""
+        """Further metrics of the current update; none here."""
         return {}
 
     def on_log(
@@ -70,33 +86,32 @@ class PolicyCallback(TrainerCallback):
     ) -> None:
         """
         Raises:
-            Diverged: the loss, the gradients or another number of TRL's is not finite.
+            Diverged: the loss, the gradients or another metric of TRL's is not finite.
         """
-        if not logs or "loss" not in logs:  # what TRL says at its end
+        if not logs or "loss" not in logs:  # TRL's summary at the end of training
             return
         metrics = {
-            ours: float(logs[theirs]) for theirs, ours in self.names.items() if theirs in logs
+            name: float(logs[logged_name])
+            for logged_name, name in self.names.items()
+            if logged_name in logs
         }
-        if bad := [ours for ours, value in metrics.items() if not math.isfinite(value)]:
-            name = self.setting.params.algorithm.value
+        if bad := [name for name, value in metrics.items() if not math.isfinite(value)]:
             raise Diverged(
-                f"{name}, step {state.global_step}: {', '.join(bad)} not finite. Next: lower its learning rate (docs/algorithms.md)"
+                f"{self.algorithm}, step {state.global_step}: {', '.join(bad)} not finite. "
+                "Next: lower its learning rate (docs/algorithms.md)"
             )
         self.logs.append(metrics)
         if state.global_step % self.steps == 0:
-            self.setting.recorder.total_steps = state.max_steps // self.steps
+            self.context.recorder.total_steps = state.max_steps // self.steps
             self.updates += 1
             self.end_update(last=state.global_step == state.max_steps)
             control.should_training_stop |= bool(self.stopped)
 
     def end_update(self, last: bool) -> None:
-        """As PPO's ends: what is wrong, how good the policy is where it is time to ask, what it
-        was.
-        """
-        recorder = self.setting.recorder
-        metrics = {
-            name: fmean(each[name] for each in self.logs) for name in self.logs[0]
-        } | self.describe()
+        """Health, validation if it is due, metrics and checkpoint, as after an update of PPO."""
+        recorder = self.context.recorder
+        means = {name: fmean(log[name] for log in self.logs) for name in self.logs[0]}
+        metrics = means | self.describe()
         self.logs = []
         findings = self.monitor.read([*recorder.steps, {"step": self.updates, **metrics}])
         if self.ppo.on_danger is OnDanger.stop:
@@ -109,12 +124,12 @@ class PolicyCallback(TrainerCallback):
         for finding in findings:
             recorder.log_progress(self.updates, str(finding))
         if self.updates % self.ppo.save_updates == 0:
-            folder = self.setting.work / "checkpoints" / f"step_{self.updates:05d}"
-            save_trained(self.pupil.policy, self.setting.tokenizer, folder)
+            folder = self.context.work / "checkpoints" / f"step_{self.updates:05d}"
+            save_trained(self.trained_policy.policy, self.context.tokenizer, folder)
 
     def validate(self) -> Validation:
-        """Without dropout, if there is any; TRL goes by the mode in which it finds the model."""
-        self.pupil.policy.eval()
-        validation = self.best.validate(self.updates)
-        self.pupil.policy.train()
+        """Validate in eval mode, then return to train mode, on which TRL's trainers rely."""
+        self.trained_policy.policy.eval()
+        validation = self.selector.validate(self.updates)
+        self.trained_policy.policy.train()
         return validation

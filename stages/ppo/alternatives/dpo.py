@@ -1,5 +1,6 @@
-"""DPO (Rafailov et al. 2023) on the pairs that the reward model learns from; no reward model and no
-samples while it learns.
+"""DPO (Rafailov et al. 2023) on the pairs that the reward model is trained on.
+
+Training needs neither the reward model nor samples of the policy.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import Row
+from stages.lib.core.types import Row, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config
@@ -27,77 +28,83 @@ NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
 }
 
 
-def train(setting: TrainingContext) -> PolicyCallback:
-    round_ = setting.recorder.round
+def train(context: TrainingContext) -> PolicyCallback:
+    round_ = context.recorder.round
     rows = read_jsonl(
         stage_dir(round_, "annotate") / "data/pairs_train.jsonl", f"dvc repro annotate@{round_}"
     )
-    course = PolicyCallback(setting, NAMES)
-    trainer = make_trainer(setting, pairs(rows, setting), course)
-    course.begin(trainer.model)
+    callback = PolicyCallback(context, NAMES)
+    trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
+    callback.begin(trainer.model)
     with padding_free(trainer.model):
         trainer.train()
-    return course
+    return callback
 
 
-def make_trainer(setting: TrainingContext, rows: list[Row], course: PolicyCallback) -> DPOTrainer:
-    params, lora = setting.params, setting.params.ppo.lora
-    sizes = TrainParams(
+def make_trainer(
+    context: TrainingContext, pairs: list[Row], callback: PolicyCallback
+) -> DPOTrainer:
+    """TRL's trainer on pairs from `tokenise_pairs`."""
+    params, lora = context.params, context.params.ppo.lora
+    train_params = TrainParams(
         **params.dpo.model_dump(exclude={"beta"}),
         max_steps=params.ppo.max_steps,
         max_length=params.reward.max_length,
     )
-    arguments = trainer_arguments(sizes, params.model, params.seed, setting.work, continues=False)
+    arguments = trainer_arguments(
+        train_params, params.model, params.seed, context.work, continues=False
+    )
     trainer = TokenDpoTrainer(
-        model=setting.sft,
-        args=DPOConfig(
-            **arguments, beta=params.dpo.beta, remove_unused_columns=False
-        ),  # pairs of like length make a batch, by `length`
-        train_dataset=Dataset.from_list(rows),
-        processing_class=setting.tokenizer,
-        callbacks=[course],
-        peft_config=lora_config(lora, "CAUSAL_LM", setting.sft)
-        if lora.r
-        else None,  # of a PeftModel it would keep a copy as reference
+        model=context.sft,
+        # the column `length` is not of TRL's, but pairs are batched by it
+        args=DPOConfig(**arguments, beta=params.dpo.beta, remove_unused_columns=False),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=context.tokenizer,
+        callbacks=[callback],
+        # a config, since of a ready PeftModel TRL would keep a copy as the reference
+        peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 class TokenDpoTrainer(DPOTrainer):
-    """On rows that are tokens: TRL's own come of prompt and response as one text, and differ where
-    these meet.
+    """DPOTrainer on rows that are tokens already.
+
+    TRL tokenises prompt and response as one text, which gives other tokens where they meet.
     """
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
 
 
-def pairs(rows: list[Row], setting: TrainingContext) -> list[Row]:
-    """TRL's columns, and `length`; without the pairs of held-out prompts, on which the policy will
-    be validated.
+def tokenise_pairs(rows: list[Row], context: TrainingContext) -> list[Row]:
+    """TRL's columns and `length`, without the pairs of held-out prompts, which validate the policy.
 
     Raises:
-        BadInput: none is left.
+        BadInput: no pair is left.
     """
-    params, held_out = setting.params, {prompt_key(row["prompt"]) for row, _ in setting.held_out}
-    made = []
+    params = context.params
+    held_out = {prompt_key(row["prompt"]) for row, _ in context.held_out}
+
+    def encode_side(row: Row, side: str) -> tuple[TokenIds, TokenIds]:
+        return encode(
+            context.tokenizer,
+            row["prompt"],
+            row[side],
+            params.prepare.prompt_format,
+            params.reward.max_length,
+        )
+
+    pairs = []
     for row in rows:
         if prompt_key(row["prompt"]) in held_out:
             continue
-        sides = (
-            encode(
-                setting.tokenizer,
-                row["prompt"],
-                row[side],
-                params.prepare.prompt_format,
-                params.reward.max_length,
-            )
-            for side in ("chosen", "rejected")
-        )
-        (first, chosen), (second, rejected) = sides
-        prompt = min(first, second, key=len)  # a long one is cut for a long response
-        made.append(
+        chosen_prompt, chosen = encode_side(row, "chosen")
+        rejected_prompt, rejected = encode_side(row, "rejected")
+        # the prompt is truncated to make room for a long response; both sides get the shorter one
+        prompt = min(chosen_prompt, rejected_prompt, key=len)
+        pairs.append(
             {
                 "prompt_ids": prompt,
                 "chosen_ids": chosen,
@@ -105,8 +112,9 @@ def pairs(rows: list[Row], setting: TrainingContext) -> list[Row]:
                 "length": len(prompt) + max(len(chosen), len(rejected)),
             }
         )
-    if not made:
+    if not pairs:
         raise BadInput(
-            f"all {len(rows)} pairs are of held-out prompts: lower ppo.validation_prompts, or add pairs"
+            f"all {len(rows)} pairs are of held-out prompts: lower ppo.validation_prompts, "
+            "or add pairs"
         )
-    return made
+    return pairs

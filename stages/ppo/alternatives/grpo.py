@@ -1,7 +1,7 @@
-"""GRPO (Shao et al. 2024): rewards standardised among the responses to a prompt; no critic.
+"""GRPO (Shao et al. 2024): rewards standardised among the responses to one prompt; no critic.
 
-KL (k3) is in the loss, times the ratio, without which its gradient would be biased (DeepSeek-V3.2,
-2025); TRL's default.
+The KL (k3) is a term of the loss, multiplied by the probability ratio, because its gradient would
+be biased without it (DeepSeek-V3.2, 2025). This is TRL's default.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from stages.lib.core.types import TokenIds
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.online import (
     CustomSamplingMixin,
-    OnlineCourse,
+    OnlineCallback,
     build_trainer,
     config_kwargs,
     run,
@@ -22,20 +22,22 @@ from stages.ppo.alternatives.policy import TrainingContext
 
 
 class SampledGrpo(CustomSamplingMixin, GRPOTrainer):
+    """GRPOTrainer with this project's prompt tokens and sampling."""
+
     def _generate_single_turn(
         self, prompt_ids: list[TokenIds], *_: Any, **__: Any
     ) -> tuple[list[TokenIds], None]:
-        return self.course.respond(prompt_ids), None
+        return self.policy_callback.sample(prompt_ids), None
 
 
-def train(setting: TrainingContext) -> PolicyCallback:
-    return run(make_trainer(setting))
+def train(context: TrainingContext) -> PolicyCallback:
+    return run(make_trainer(context))
 
 
-def make_trainer(setting: TrainingContext) -> SampledGrpo:
-    course, own = OnlineCourse(setting), setting.params.grpo
+def make_trainer(context: TrainingContext) -> SampledGrpo:
+    callback, own = OnlineCallback(context), context.params.grpo
     config = GRPOConfig(
-        **config_kwargs(setting, course.steps, own.num_generations, own.beta), loss_type="grpo"
+        **config_kwargs(context, callback.steps, own.num_generations, own.beta), loss_type="grpo"
     )
-    trainer: SampledGrpo = build_trainer(SampledGrpo, config, setting, course)
+    trainer: SampledGrpo = build_trainer(SampledGrpo, config, context, callback)
     return trainer

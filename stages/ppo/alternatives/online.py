@@ -1,4 +1,4 @@
-"""What RLOO and GRPO share: TRL's trainers, on this project's prompts, samples and rewards."""
+"""Shared by RLOO and GRPO: TRL's trainers on this project's prompts, samples and rewards."""
 
 from collections.abc import Sequence
 from statistics import fmean, pstdev
@@ -24,76 +24,88 @@ NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate", "entropy"
 }
 
 
-class OnlineCourse(PolicyCallback):
-    """Samples for the trainer and rewards them; an update is what one batch of samples teaches, as
-    in PPO.
+class OnlineCallback(PolicyCallback):
+    """A PolicyCallback that also samples and rewards responses for the trainer.
+
+    An update is all optimizer steps on one batch of samples, as in PPO.
     """
 
-    def __init__(self, setting: TrainingContext) -> None:
-        ppo = setting.params.ppo
-        super().__init__(
-            setting, NAMES, steps=ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size
-        )
-        self.generator = torch.Generator().manual_seed(setting.params.seed)
+    def __init__(self, context: TrainingContext) -> None:
+        ppo = context.params.ppo
+        steps = ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size
+        super().__init__(context, NAMES, steps)
+        self.generator = torch.Generator().manual_seed(context.params.seed)
         self.texts = [
-            render_prompt(setting.tokenizer, row["prompt"], setting.params.prepare.prompt_format)
-            for row, _ in setting.prompts
+            render_prompt(context.tokenizer, row["prompt"], context.params.prepare.prompt_format)
+            for row, _ in context.prompts
         ]
         self.tokens = {
-            text: tokens for text, (_, tokens) in zip(self.texts, setting.prompts, strict=True)
+            text: tokens for text, (_, tokens) in zip(self.texts, context.prompts, strict=True)
         }
-        self.rows: list[Row] = []  # of the update at hand
+        self.rows: list[Row] = []  # rollout rows of the current update
 
-    def tokenise(self, prompts: Sequence[str]) -> list[TokenIds]:
+    def prompt_tokens(self, prompts: Sequence[str]) -> list[TokenIds]:
+        """The tokens of rendered prompts."""
         return [self.tokens[prompt] for prompt in prompts]
 
-    def respond(self, prompt_ids: list[TokenIds]) -> list[TokenIds]:
-        return self.pupil.sample(prompt_ids, self.ppo, self.generator)
+    def sample(self, prompt_ids: list[TokenIds]) -> list[TokenIds]:
+        """One response per prompt by the current policy."""
+        return self.trained_policy.sample(prompt_ids, self.ppo, self.generator)
 
-    def reward(self, completion_ids: list[TokenIds], place: list[int], **_: Any) -> list[float]:
-        """TRL's reward function: what PPO is rewarded by. place: of each prompt among the
-        setting's.
+    def reward(
+        self, completion_ids: list[TokenIds], prompt_index: list[int], **_: Any
+    ) -> list[float]:
+        """TRL's reward function: the same rewards as in PPO.
+
+        prompt_index: of each response's prompt in `context.prompts`, a column of the dataset.
         """
-        self.rows, rewards = self.pupil.score(
-            self.updates + 1, [self.setting.prompts[i] for i in place], completion_ids
-        )
+        episodes = [self.context.prompts[index] for index in prompt_index]
+        self.rows, rewards = self.trained_policy.score(self.updates + 1, episodes, completion_ids)
         self.rollouts.append(self.rows)
         return rewards
 
     def describe(self) -> dict[str, float]:
-        rows, rewards = self.rows, [row["reward"] for row in self.rows]
-        return describe_rows(rows) | {"reward_mean": fmean(rewards), "reward_std": pstdev(rewards)}
+        rewards = [row["reward"] for row in self.rows]
+        return describe_rows(self.rows) | {
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
+        }
 
 
 class CustomSamplingMixin:
-    """Of a trainer of TRL's: prompts have the tokens, and responses are sampled, as everywhere in
-    this project.
-    """
+    """Gives one of TRL's trainers this project's prompt tokens; subclasses add the sampling."""
 
-    course: OnlineCourse
+    policy_callback: OnlineCallback
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[TokenIds], None, dict[str, Any]]:
-        return self.course.tokenise(prompts), None, {}
+        return self.policy_callback.prompt_tokens(prompts), None, {}
 
 
 def config_kwargs(
-    setting: TrainingContext, steps: int, num_generations: int, beta: float
+    context: TrainingContext, steps: int, num_generations: int, beta: float
 ) -> dict[str, Any]:
-    """Keyword arguments for RLOOConfig and GRPOConfig: as many samples an update, and steps on
-    them, as PPO has.
+    """Keyword arguments for RLOOConfig and GRPOConfig, with the batch sizes and steps of PPO.
+
+    Args:
+        context: what the training starts from.
+        steps: optimizer steps per update.
+        num_generations: responses per prompt.
+        beta: KL coefficient.
     """
-    params, ppo = setting.params, setting.params.ppo
-    sizes = TrainParams(
+    params, ppo = context.params, context.params.ppo
+    train_params = TrainParams(
         learning_rate=ppo.learning_rate,
         per_device_train_batch_size=ppo.micro_batch_size,
         gradient_accumulation_steps=ppo.mini_batch_size // ppo.micro_batch_size,
         max_steps=planned_updates(ppo) * steps,
         lora=ppo.lora,
     )
-    shared = trainer_arguments(sizes, params.model, params.seed, setting.work, continues=False)
-    for name in ("max_length", "train_sampling_strategy"):  # of trainers on texts
-        del shared[name]
-    return shared | {
+    arguments = trainer_arguments(
+        train_params, params.model, params.seed, context.work, continues=False
+    )
+    for name in ("max_length", "train_sampling_strategy"):  # only trainers on given texts have them
+        del arguments[name]
+    return arguments | {
         "warmup_steps": ppo.warmup_updates * steps,
         "max_grad_norm": ppo.max_grad_norm,
         "generation_batch_size": ppo.batch_size,
@@ -107,30 +119,31 @@ def config_kwargs(
     }
 
 
-def build_trainer(kind: Any, config: Any, setting: TrainingContext, course: OnlineCourse) -> Any:
-    """A `kind` of TRL's trainers, that has `course`."""
-    lora = setting.params.ppo.lora
-    trainer = kind(
-        model=setting.sft,
-        reward_funcs=course.reward,
+def build_trainer(
+    trainer_class: Any, config: Any, context: TrainingContext, callback: OnlineCallback
+) -> Any:
+    """One of TRL's trainers, on the prompts of `context`, with the samples of `callback`."""
+    lora = context.params.ppo.lora
+    rows = [{"prompt": text, "prompt_index": index} for index, text in enumerate(callback.texts)]
+    trainer = trainer_class(
+        model=context.sft,
+        reward_funcs=callback.reward,
         args=config,
-        train_dataset=Dataset.from_list(
-            [{"prompt": text, "place": place} for place, text in enumerate(course.texts)]
-        ),
-        processing_class=setting.tokenizer,
-        callbacks=[course],
-        peft_config=lora_config(lora, "CAUSAL_LM", setting.sft)
-        if lora.r
-        else None,  # of a PeftModel it would keep a copy as reference
+        train_dataset=Dataset.from_list(rows),
+        processing_class=context.tokenizer,
+        callbacks=[callback],
+        # a config, since of a ready PeftModel TRL would keep a copy as the reference
+        peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.course = course
+    trainer.policy_callback = callback
     return trainer
 
 
 def run(trainer: Any) -> PolicyCallback:
-    course: OnlineCourse = trainer.course
-    course.begin(trainer.model)
+    """Train with a trainer of `build_trainer`; returns its callback."""
+    callback: OnlineCallback = trainer.policy_callback
+    callback.begin(trainer.model)
     with padding_free(trainer.model):
         trainer.train()
-    return course
+    return callback

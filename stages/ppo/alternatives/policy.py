@@ -1,6 +1,4 @@
-"""A policy that learns, beside the SFT model that it was and the reward model: what it says, and
-what they say of that.
-"""
+"""The policy being trained, with its reference: samples responses and scores them (reward, KL)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,13 +21,15 @@ from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.reference import reference_view
 from stages.ppo.common.rewards import Rewards
 
-BATCH = 128  # responses at once
+BATCH = 128  # responses sampled or scored at once
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """What every algorithm starts from. sft: the model, without adapters. prompts, held_out: to
-    learn from, to validate on.
+    """The inputs of every algorithm.
+
+    work: folder for rollouts and checkpoints of the run. sft: the SFT model, without adapters.
+    rewards: further rewards. prompts, held_out: to train on, to validate on.
     """
 
     params: Params
@@ -44,69 +44,60 @@ class TrainingContext:
 
 
 class ScoredRollouts(NamedTuple):
-    """Of B responses: rows of rollouts, and the rewards that PPO would be given, not rounded."""
+    """B rollout rows, and the rewards that PPO would be given, not rounded."""
 
     rows: list[Row]
     rewards: list[float]
 
 
 class TrainedPolicy:
-    """`policy` must not have learnt yet: what it is now is the reference."""
+    """A policy with its reference, which is the policy at the time when this object is made."""
 
-    def __init__(self, policy: Any, setting: TrainingContext) -> None:
-        self.policy, self.setting, self.tokenizer = policy, setting, setting.tokenizer
-        self.trunk = reference_view(policy)
+    def __init__(self, policy: Any, context: TrainingContext) -> None:
+        self.policy, self.context, self.tokenizer = policy, context, context.tokenizer
+        self.view = reference_view(policy)
 
     def reference(self) -> AbstractContextManager[Any]:
-        return self.trunk.reference()
+        """A context in which the policy is as it was before training."""
+        return self.view.reference()
 
     def sample(
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
-        """One response a prompt by the policy as it is now."""
+        """One response per prompt by the current policy."""
         return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator, BATCH)
 
     def score(
         self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
     ) -> ScoredRollouts:
-        """The policy's responses with their scores, rewards and KL."""
-        ppo, eos, rewards = (
-            self.setting.params.ppo,
-            self.tokenizer.eos_token_id,
-            self.setting.rewards,
-        )
-        told = score_responses(
+        """Score the policy's responses: reward model, further rewards, KL."""
+        context, ppo, eos = self.context, self.context.params.ppo, self.tokenizer.eos_token_id
+        response_scores = score_responses(
             self.policy,
             self.reference,
             [tokens for _, tokens in episodes],
             responses,
-            reward_model=self.setting.reward_model,
+            reward_model=context.reward_model,
             eos_token_id=eos,
             temperature=ppo.temperature,
             batch_size=BATCH,
         )
-        rows, texts = (
-            [row for row, _ in episodes],
-            self.tokenizer.batch_decode(responses, skip_special_tokens=True),
-        )
-        scores, parts = (
-            calibrate_scores(told.scores, self.setting.reward_model),
-            rewards([row["prompt"] for row in rows], texts),
-        )
-        ended, lengths = (
-            torch.tensor([r[-1] == eos for r in responses]),
-            [len(r) for r in responses],
-        )
-        total = rewards.combine(ppo, scores, parts, ended, torch.tensor(lengths))
-        made = rollout_rows(
+        rows = [row for row, _ in episodes]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        calibrated = calibrate_scores(response_scores.scores, context.reward_model)
+        parts = context.rewards([row["prompt"] for row in rows], texts)
+        ended = torch.tensor([response[-1] == eos for response in responses])
+        lengths = [len(response) for response in responses]
+        rewards = context.rewards.combine(ppo, calibrated, parts, ended, torch.tensor(lengths))
+        scored_rows = rollout_rows(
             update,
             rows,
             texts,
-            scores=scores,
+            scores=calibrated,
             parts=parts,
-            rewards=total,
-            kls=told.kl,
+            rewards=rewards,
+            kls=response_scores.kl,
             lengths=lengths,
             ended=ended,
         )
-        return ScoredRollouts(made, total.tolist())
+        return ScoredRollouts(scored_rows, rewards.tolist())

@@ -1,4 +1,4 @@
-"""The policy stage where `algorithm` is not PPO, top to bottom; its outputs are PPO's."""
+"""The policy stage if `algorithm` is not PPO, top to bottom; its outputs are those of PPO."""
 
 import shutil
 from collections.abc import Callable
@@ -37,28 +37,28 @@ ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
 
 
 def main(params: Params, round_: str) -> None:
-    # 1. the SFT model, what rewards, and prompts, of which some are held out
+    # 1. inputs: SFT model, rewards, and prompts, of which some are held out
     setup_torch(params)
     folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
-    setting = load(params, round_)
-    tokenizer = setting.tokenizer
+    context = load(params, round_)
+    tokenizer = context.tokenizer
 
-    # 2. learn
-    course = ALGORITHMS[params.algorithm](setting)
+    # 2. train
+    callback = ALGORITHMS[params.algorithm](context)
 
-    # 3. the policy to keep: the judge's choice among those within the KL budget; what it says
-    course.best.restore()
-    policy, kept = course.pupil.policy.eval(), course.best.found
+    # 3. the policy that the judge prefers among those within the KL budget, and its rollouts
+    callback.selector.restore()
+    policy, kept = callback.trained_policy.policy.eval(), callback.selector.best
     save_trained(policy, tokenizer, folder / "policy")
-    said = course.draw(kept.update) if kept.update else course.first
+    rows = callback.sample_rows(kept.update) if kept.update else callback.initial_rows
 
-    # 4. the outputs that PPO has; of a critic there is only the mark that there is none
+    # 4. the outputs of PPO; the critic is a placeholder, since there is none
     shutil.rmtree(folder / "critic", ignore_errors=True)
     write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
-    publish_outputs(setting.work, folder)
-    course.monitor.findings += no_gain_finding(kept)
-    write_json(folder / "health.json", course.monitor.report())
-    learnt_from = (
+    publish_outputs(context.work, folder)
+    callback.monitor.findings += no_gain_finding(kept)
+    write_json(folder / "health.json", callback.monitor.report())
+    pairs = (
         [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
         if params.algorithm is Algorithm.dpo
         else []
@@ -68,24 +68,26 @@ def main(params: Params, round_: str) -> None:
         stage="ppo",
         round_=round_,
         seed=params.seed,
-        inputs=[prompts_of(round_), *learnt_from, sft / "manifest.json", reward / "manifest.json"],
+        inputs=[prompts_path(round_), *pairs, sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         algorithm=params.algorithm.value,
     )
-    setting.recorder.finish(summary(course, said))
+    context.recorder.finish(summary(callback, rows))
     print(
-        f"[ppo@{round_}] {params.algorithm.value}: kept is the policy after update {kept.update}: "
-        f"judge {course.before.judge:.2f} -> {kept.judge:.2f} on held-out prompts, KL {kept.kl:.2f} nats",
+        f"[ppo@{round_}] {params.algorithm.value}: kept the policy after update {kept.update}: "
+        f"judge {callback.initial_validation.judge:.2f} -> {kept.judge:.2f} on held-out prompts, "
+        f"KL {kept.kl:.2f} nats",
         flush=True,
     )
 
 
-def prompts_of(round_: str) -> Path:
+def prompts_path(round_: str) -> Path:
     return stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
 
 
 def load(params: Params, round_: str) -> TrainingContext:
-    """
+    """Load the models and prompts of a round, and empty the work folder.
+
     Raises:
         BadInput: SFT or reward model were made with another rendering of prompts.
     """
@@ -93,9 +95,8 @@ def load(params: Params, round_: str) -> TrainingContext:
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    train, held_out = make_episodes(
-        read_jsonl(prompts_of(round_), f"dvc repro prepare@{round_}"), tokenizer, params
-    )
+    rows = read_jsonl(prompts_path(round_), f"dvc repro prepare@{round_}")
+    prompts, held_out = make_episodes(rows, tokenizer, params)
     work = work_dir(round_, "ppo") / params.algorithm.value
     shutil.rmtree(work, ignore_errors=True)
     return TrainingContext(
@@ -106,31 +107,33 @@ def load(params: Params, round_: str) -> TrainingContext:
         sft=load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora)),
         reward_model=load_reward_model(reward / "model", params.model),
         rewards=load_rewards(params),
-        prompts=train,
+        prompts=prompts,
         held_out=held_out,
     )
 
 
-def summary(course: PolicyCallback, said: list[Row]) -> Row:
-    """What was kept, and the means of what it says to training prompts."""
-    kept = course.best.found
+def summary(callback: PolicyCallback, rows: list[Row]) -> Row:
+    """The metrics of the kept policy, with means over its rollout `rows`."""
+    kept = callback.selector.best
     return {
-        **describe_rows(said),
-        "score_mean_first": fmean(row["score"] for row in course.first),
-        "updates": course.updates,
-        "stopped": course.stopped or "completed",
+        **describe_rows(rows),
+        "score_mean_first": fmean(row["score"] for row in callback.initial_rows),
+        "updates": callback.updates,
+        "stopped": callback.stopped or "completed",
         "policy_update": kept.update,
-        "validation_judge_before": course.before.judge,
+        "validation_judge_before": callback.initial_validation.judge,
         "validation_judge": kept.judge,
         "validation_kl": kept.kl,
-        "health": course.monitor.verdict,
-        "dangers": course.monitor.dangers(kept.update + 1),
+        "health": callback.monitor.verdict,
+        "dangers": callback.monitor.dangers(kept.update + 1),
     }
 
 
 def no_gain_finding(kept: Validation) -> list[Finding]:
-    """The little that can be said of any policy; PPO's monitor can read the metrics of RLOO and
-    GRPO, but those of no other.
+    """A warning if the kept policy is SFT.
+
+    It applies to every algorithm, while the signs of the health monitor read metrics that PPO, RLOO
+    and GRPO log, but DPO and best-of-n do not.
     """
     if kept.update:
         return []

@@ -1,3 +1,1 @@
-"""What PPO and its alternatives share: episodes, rewards, reference model, health, policy
-selection.
-"""
+"""Shared by PPO and its alternatives: episodes, rewards, reference, health, policy selection."""

@@ -1,4 +1,4 @@
-"""The prompts of a round that the policy learns from, and those held out to compare policies on."""
+"""The prompts of a round: those to train on, and those held out to compare policies on."""
 
 from typing import Any
 
@@ -16,38 +16,37 @@ def make_episodes(
     rows: list[Row], tokenizer: Any, params: Params
 ) -> tuple[list[Episode], list[Episode]]:
     """The prompts to train on and those held out, with their tokens."""
+    prepare = params.prepare
 
     def tokens(row: Row) -> TokenIds:
-        return encode(
-            tokenizer,
-            row["prompt"],
-            None,
-            params.prepare.prompt_format,
-            params.prepare.max_prompt_tokens,
-        )[0]
+        prompt_ids, _ = encode(
+            tokenizer, row["prompt"], None, prepare.prompt_format, prepare.max_prompt_tokens
+        )
+        return prompt_ids
 
     train, held_out = ([(row, tokens(row)) for row in part] for part in split(rows, params))
     return train, held_out
 
 
 def split(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
-    """Prompts to train on, and `validation_prompts` others.
+    """Rows to train on, and `ppo.validation_prompts` others, which have no prompt in common.
 
     Raises:
-        BadInput: too few are left for a batch.
+        BadInput: fewer rows than one batch are left to train on.
     """
-    number, least = params.ppo.validation_prompts, params.ppo.batch_size
+    number, batch_size = params.ppo.validation_prompts, params.ppo.batch_size
     keys = {prompt_key(row["prompt"]): row for row in rows}
     held_out = hold_out(keys, number / max(len(keys), 1), params.seed)
     train = [row for row in rows if prompt_key(row["prompt"]) not in held_out]
-    if len(train) < least:
+    if len(train) < batch_size:
         raise BadInput(
-            f"{len(keys)} PPO prompts less ppo.validation_prompts ({number}) are fewer than ppo.batch_size ({least}): "
-            "lower one of them, or add prompts"
+            f"{len(keys)} PPO prompts less ppo.validation_prompts ({number}) are fewer than "
+            f"ppo.batch_size ({batch_size}): lower one of them, or add prompts"
         )
     return train, [row for key, row in keys.items() if key in held_out]
 
 
 def planned_updates(params: PpoParams) -> int:
+    """Number of updates in a run that no danger stops: `total_episodes`, at most `max_steps`."""
     updates = max(params.total_episodes // params.batch_size, 1)
     return min(updates, params.max_steps) if params.max_steps else updates

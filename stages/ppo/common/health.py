@@ -1,10 +1,10 @@
-"""How a PPO run is, read from its metrics as it goes: what is wrong, since when, the likely cause,
-the first thing to change.
+"""Health monitor of a PPO run: reads its metrics after each update and reports problems, with the
+likely cause and the first thing to change.
 
 A sign compares the mean of the last WINDOW updates with the mean of the first WINDOW, or with a
-band of its own. Reward hacking on short texts is seen across prompts (one praise template for all)
-and by a second scorer that parts from the reward model, not within a text, so those are watched
-too.
+fixed band. Reward hacking on short texts does not show within one text. It shows across prompts
+(one praise template for all) and in the correlation of the reward model with a second scorer, so
+there are signs for both.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ KL_KEY = "ppo.kl_coef"
 
 @dataclass(frozen=True)
 class Finding:
-    """`value` of `metric` is outside `band` at `update`, for the first time with this verdict."""
+    """A sign's `metric` left its `band` at `update`, for the first time with this verdict."""
 
     sign: str
     verdict: str
@@ -33,19 +33,24 @@ class Finding:
     first_fix: str
 
     def __str__(self) -> str:
-        return f"{self.verdict}: {self.sign}: {self.metric} {self.value:.3g}, healthy {self.band}. {self.cause}. First: {self.first_fix}"
+        return (
+            f"{self.verdict}: {self.sign}: {self.metric} {self.value:.3g}, healthy {self.band}. "
+            f"{self.cause}. First: {self.first_fix}"
+        )
 
 
 @dataclass(frozen=True)
 class MetricHistory:
-    """The metrics of the updates so far, one row each."""
+    """The metrics of the updates so far, one row per update."""
 
     steps: Sequence[Row]
 
     def first(self, name: str) -> float:
+        """Mean of the first WINDOW updates."""
         return fmean([row[name] for row in self.steps[:WINDOW]])
 
     def last(self, name: str) -> float:
+        """Mean of the last WINDOW updates."""
         return fmean([row[name] for row in self.steps[-WINDOW:]])
 
     def rise(self, name: str) -> float:
@@ -55,13 +60,15 @@ class MetricHistory:
         return self.last(name) / max(self.first(name), 1e-8)
 
 
-Reading = tuple[str, float]  # verdict, or "" where there is nothing to say; value
+Reading = tuple[str, float]  # verdict ("" if healthy), and the value that it is about
 
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """`read` says the verdict and the value of `metric`, which begins with its column; `after`
-    updates of history it can be read.
+    """One sign of trouble: how to read it, and how to explain it.
+
+    metric: its column in the metrics, then, after a comma, what is computed from it. band: the
+    healthy values. read: verdict and value. after: updates of history that `read` needs.
     """
 
     name: str
@@ -74,6 +81,7 @@ class HealthCheck:
 
     @property
     def column(self) -> str:
+        """The column of the metrics that `metric` starts with."""
         return self.metric.split()[0].rstrip(",")
 
 
@@ -86,23 +94,24 @@ def worse_below(value: float, warn: float, danger: float) -> Reading:
 
 
 def kl_above_budget(history: MetricHistory, params: PpoParams) -> Reading:
+    """The whole of the last `kl_patience` updates is above the budget, since KL swings by some nats
+    from rollout to rollout.
+    """
     recent = [row["kl"] for row in history.steps[-params.kl_patience :]]
-    return (
-        DANGER if len(recent) == params.kl_patience and min(recent) > params.max_kl else ""
-    ), recent[-1]
+    above = len(recent) == params.kl_patience and min(recent) > params.max_kl
+    return (DANGER if above else ""), recent[-1]
 
 
 def no_movement(history: MetricHistory, params: PpoParams) -> Reading:
+    """The learning rate is still small during the warm-up, so these updates do not count."""
     recent = [row["kl"] for row in history.steps[-params.kl_patience :]]
-    moved = (
-        len(history.steps) < params.kl_patience + params.warmup_updates
-        or max(recent) >= params.min_kl
-    )
+    too_early = len(history.steps) < params.kl_patience + params.warmup_updates
+    moved = too_early or max(recent) >= params.min_kl
     return ("" if moved else DANGER), recent[-1]
 
 
 def reward_does_not_move(history: MetricHistory, _: PpoParams) -> Reading:
-    """In standard deviations of a rollout's rewards at the start."""
+    """The rise, in standard deviations of a rollout's rewards at the start."""
     gain = history.rise("reward_mean") / max(history.first("reward_std"), 1e-8)
     return (WARN if gain < 0.1 else ""), gain
 
@@ -120,13 +129,15 @@ def one_ending_for_all(history: MetricHistory, _: PpoParams) -> Reading:
 
 
 def reward_judge_divergence(history: MetricHistory, _: PpoParams) -> Reading:
-    """Only where they agreed to begin with."""
+    """A verdict only if they agreed at the start; otherwise they cannot diverge."""
+    correlation = history.last("score_judge_correlation")
     if history.first("score_judge_correlation") < 0.3:
-        return "", history.last("score_judge_correlation")
-    return worse_below(history.last("score_judge_correlation"), 0.3, 0.15)
+        return "", correlation
+    return worse_below(correlation, 0.3, 0.15)
 
 
 def length_hack(history: MetricHistory, _: PpoParams) -> Reading:
+    """Longer responses are a problem only if the reward rises with them."""
     ratio = history.ratio("response_length")
     return worse_above(ratio, 1.3, 1.6) if history.rise("reward_mean") > 0 else ("", ratio)
 
@@ -136,8 +147,8 @@ def repetition(history: MetricHistory, _: PpoParams) -> Reading:
 
 
 def value_loss_explodes(history: MetricHistory, _: PpoParams) -> Reading:
-    usual = median(row["value_loss"] for row in history.steps)
-    return worse_above(history.last("value_loss") / max(usual, 1e-8), 5.0, 20.0)
+    typical = median(row["value_loss"] for row in history.steps)
+    return worse_above(history.last("value_loss") / max(typical, 1e-8), 5.0, 20.0)
 
 
 def clips_too_much(history: MetricHistory, _: PpoParams) -> Reading:
@@ -145,75 +156,129 @@ def clips_too_much(history: MetricHistory, _: PpoParams) -> Reading:
 
 
 def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
-    """With one step a rollout the ratio is always 1, and there is nothing to clip."""
-    several = params.num_ppo_epochs > 1 or params.mini_batch_size < params.batch_size
-    return (WARN if several and history.last("clip_fraction") < 1e-4 else ""), history.last(
-        "clip_fraction"
-    )
+    """A verdict only with several optimizer steps per rollout: at the first one the ratio is 1, so
+    that nothing can be clipped.
+    """
+    fraction = history.last("clip_fraction")
+    several_steps = params.num_ppo_epochs > 1 or params.mini_batch_size < params.batch_size
+    return (WARN if several_steps and fraction < 1e-4 else ""), fraction
 
 
+# The texts of a sign are written to health.json, so a change of wording changes that output.
 SIGNS = (
     HealthCheck(
-        "kl above budget", "kl", "at most ppo.max_kl nats a sequence", "the policy drifts from the reference faster than beta holds it",
-        "raise ppo.kl_coef, lower ppo.learning_rate", kl_above_budget, after=1,
+        "kl above budget",
+        metric="kl",
+        band="at most ppo.max_kl nats a sequence",
+        cause="the policy drifts from the reference faster than beta holds it",
+        first_fix="raise ppo.kl_coef, lower ppo.learning_rate",
+        read=kl_above_budget,
+        after=1,
     ),
     HealthCheck(
-        "no movement", "kl", "above ppo.min_kl nats a sequence", "the policy stays at the reference",
-        "raise ppo.learning_rate, lower ppo.kl_coef", no_movement, after=1,
+        "no movement",
+        metric="kl",
+        band="above ppo.min_kl nats a sequence",
+        cause="the policy stays at the reference",
+        first_fix="raise ppo.learning_rate, lower ppo.kl_coef",
+        read=no_movement,
+        after=1,
     ),
     HealthCheck(
-        "reward does not move", "reward_mean, rise in standard deviations", "0.1 or more", "the steps are too small or beta too large",
-        "lower ppo.kl_coef, raise ppo.learning_rate", reward_does_not_move, after=3 * WINDOW,
+        "reward does not move",
+        metric="reward_mean, rise in standard deviations",
+        band="0.1 or more",
+        cause="the steps are too small or beta too large",
+        first_fix="lower ppo.kl_coef, raise ppo.learning_rate",
+        read=reward_does_not_move,
+        after=3 * WINDOW,
     ),
     HealthCheck(
-        "entropy collapse", "entropy, last / first", "0.5 or more", "the policy grows certain faster than it learns",
-        "lower ppo.learning_rate, raise ppo.entropy_coef or ppo.kl_coef", entropy_collapse,
+        "entropy collapse",
+        metric="entropy, last / first",
+        band="0.5 or more",
+        cause="the policy grows certain faster than it learns",
+        first_fix="lower ppo.learning_rate, raise ppo.entropy_coef or ppo.kl_coef",
+        read=entropy_collapse,
     ),
     HealthCheck(
-        "one text for all prompts", "distinct_2 across prompts, last / first", "0.75 or more", "mode collapse",
-        "raise ppo.kl_coef; read rollouts; let the next round replay the exploit", mode_collapse,
+        "one text for all prompts",
+        metric="distinct_2 across prompts, last / first",
+        band="0.75 or more",
+        cause="mode collapse",
+        first_fix="raise ppo.kl_coef; read rollouts; let the next round replay the exploit",
+        read=mode_collapse,
     ),
     HealthCheck(
-        "one ending for all prompts", "ending_share, rise", "0.15 or less", "reward hacking: the reward model overpays an ending",
-        "raise ppo.kl_coef; let the next round replay the exploit", one_ending_for_all,
+        "one ending for all prompts",
+        metric="ending_share, rise",
+        band="0.15 or less",
+        cause="reward hacking: the reward model overpays an ending",
+        first_fix="raise ppo.kl_coef; let the next round replay the exploit",
+        read=one_ending_for_all,
     ),
     HealthCheck(
-        "scorers part", "score_judge_correlation", "0.3 or more", "reward hacking: the policy pleases the reward model alone",
-        "raise ppo.kl_coef, stop earlier; add adversarial pairs to the reward model's data", reward_judge_divergence,
+        "scorers part",
+        metric="score_judge_correlation",
+        band="0.3 or more",
+        cause="reward hacking: the policy pleases the reward model alone",
+        first_fix="raise ppo.kl_coef, stop earlier; add adversarial pairs to the reward model's "
+        "data",
+        read=reward_judge_divergence,
     ),
     HealthCheck(
-        "length hack", "response_length, last / first", "1.3 or less while the score rises", "the reward model pays for length",
-        "raise ppo.length_penalty, balance the lengths of chosen and rejected", length_hack,
+        "length hack",
+        metric="response_length, last / first",
+        band="1.3 or less while the score rises",
+        cause="the reward model pays for length",
+        first_fix="raise ppo.length_penalty, balance the lengths of chosen and rejected",
+        read=length_hack,
     ),
     HealthCheck(
-        "repetition", "repetition_3, rise", "0.05 or less", "texts repeat themselves to please the reward model",
-        "raise ppo.kl_coef, lower ppo.response_length", repetition,
+        "repetition",
+        metric="repetition_3, rise",
+        band="0.05 or less",
+        cause="texts repeat themselves to please the reward model",
+        first_fix="raise ppo.kl_coef, lower ppo.response_length",
+        read=repetition,
     ),
     HealthCheck(
-        "value loss explodes", "value_loss, last / median", "5 or less", "the critic cannot follow the returns",
-        "lower ppo.critic_learning_rate, clip scores (ppo.score_clip)", value_loss_explodes,
+        "value loss explodes",
+        metric="value_loss, last / median",
+        band="5 or less",
+        cause="the critic cannot follow the returns",
+        first_fix="lower ppo.critic_learning_rate, clip scores (ppo.score_clip)",
+        read=value_loss_explodes,
     ),
     HealthCheck(
-        "clips too much", "clip_fraction", "0.35 or less", "each rollout is trained on for too long",
-        "lower ppo.num_ppo_epochs or ppo.learning_rate", clips_too_much,
+        "clips too much",
+        metric="clip_fraction",
+        band="0.35 or less",
+        cause="each rollout is trained on for too long",
+        first_fix="lower ppo.num_ppo_epochs or ppo.learning_rate",
+        read=clips_too_much,
     ),
     HealthCheck(
-        "clips nothing", "clip_fraction", "above 0", "the steps are too small to learn from",
-        "raise ppo.learning_rate", clips_nothing,
+        "clips nothing",
+        metric="clip_fraction",
+        band="above 0",
+        cause="the steps are too small to learn from",
+        first_fix="raise ppo.learning_rate",
+        read=clips_nothing,
     ),
-)  # fmt: skip
+)
 
 
 def first_danger(findings: Sequence[Finding]) -> str:
-    """The sign of the first danger among them, or nothing."""
+    """The sign of the first danger among the findings, or ""."""
     return next((finding.sign for finding in findings if finding.verdict == DANGER), "")
 
 
 class Monitor:
-    """Reads the history after each update; each sign is reported once as a warning and once as a
-    danger, where its metric is there.
+    """Reads the history after each update; each sign is reported at most once as a warning and
+    once as a danger. Signs of columns that the metrics do not have are left out.
 
-    kl_key: what holds the policy to the reference.
+    kl_key: the key of params.yaml that holds the policy near the reference, named in the fixes.
     """
 
     def __init__(self, params: PpoParams, kl_key: str = KL_KEY) -> None:
@@ -221,7 +286,7 @@ class Monitor:
         self.findings: list[Finding] = []
 
     def read(self, steps: Sequence[Row]) -> list[Finding]:
-        """What is new after the last of `steps`."""
+        """The findings that are new after the last of `steps`."""
         history, new = MetricHistory(steps), []
         known = {(finding.sign, finding.verdict) for finding in self.findings}
         for sign in SIGNS:
@@ -229,32 +294,32 @@ class Monitor:
                 continue
             verdict, value = sign.read(history, self.params)
             if verdict and (sign.name, verdict) not in known and (sign.name, DANGER) not in known:
-                fix = sign.first_fix.replace(KL_KEY, self.kl_key)
-                new.append(
-                    Finding(
-                        sign.name,
-                        verdict,
-                        steps[-1]["step"],
-                        sign.metric,
-                        value,
-                        sign.band,
-                        sign.cause,
-                        fix,
-                    )
+                finding = Finding(
+                    sign=sign.name,
+                    verdict=verdict,
+                    update=steps[-1]["step"],
+                    metric=sign.metric,
+                    value=value,
+                    band=sign.band,
+                    cause=sign.cause,
+                    first_fix=sign.first_fix.replace(KL_KEY, self.kl_key),
                 )
+                new.append(finding)
         self.findings += new
         return new
 
     def dangers(self, update: int) -> int:
-        """How many signs were dangers by `update`."""
+        """The number of dangers found up to `update`."""
         return sum(
             finding.verdict == DANGER and finding.update <= update for finding in self.findings
         )
 
     @property
     def verdict(self) -> str:
+        """The worst verdict of all findings, or "healthy"."""
         verdicts = {finding.verdict for finding in self.findings}
         return DANGER if DANGER in verdicts else WARN if WARN in verdicts else "healthy"
 
     def report(self) -> Row:
+        """The contents of health.json."""
         return {"verdict": self.verdict, "findings": [asdict(finding) for finding in self.findings]}

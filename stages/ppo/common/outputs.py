@@ -1,4 +1,4 @@
-"""What a run of PPO, or of an alternative, writes about its rollouts."""
+"""Rollout rows, their metrics, and the output folders; the same for PPO and its alternatives."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,22 @@ def rollout_rows(
     lengths: Sequence[int],
     ended: Tensor,
 ) -> list[Row]:
-    """One row an episode. score: calibrated; reward: all rewards, clipped and penalised; kl: nats a
-    sequence; judge: sentiment.
+    """One row per episode, for the rollout files.
+
+    Args:
+        update: the update that the episodes belong to.
+        rows, texts: B prompts' rows, and the responses.
+        scores: (B,) calibrated scores of the reward model.
+        parts: scores of the further rewards, by name.
+        rewards: (B,) weighted sum of all scores, clipped and penalised.
+        kls: (B,) nats per sequence.
+        lengths: tokens per response.
+        ended: (B,) bool, EOS was sampled.
+
+    Returns:
+        Rows; `judge` is the sentiment, which never rewards the policy.
     """
-    judged = sentiment([row["prompt"] for row in rows], texts)
+    judge_scores = sentiment([row["prompt"] for row in rows], texts)
     return [
         {
             "update": update,
@@ -38,9 +50,9 @@ def rollout_rows(
             "prompt": row["prompt"],
             "response": texts[i],
             "score": round(float(scores[i]), 4),
-            **{f"score_{name}": round(said[i], 4) for name, said in parts.items()},
+            **{f"score_{name}": round(part[i], 4) for name, part in parts.items()},
             "reward": round(float(rewards[i]), 4),
-            "judge": judged[i],
+            "judge": judge_scores[i],
             "kl": round(float(kls[i]), 4),
             "finish_reason": "stop" if ended[i] else "length",
             "length": lengths[i],
@@ -50,7 +62,7 @@ def rollout_rows(
 
 
 def publish_outputs(work: Path, folder: Path) -> None:
-    """Checkpoints and rollouts, from the work folder to the stage's."""
+    """Copy checkpoints and rollouts from the work folder to the stage's folder."""
     for name in ("checkpoints", "rollouts"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (work / name).mkdir(exist_ok=True)
@@ -58,7 +70,7 @@ def publish_outputs(work: Path, folder: Path) -> None:
 
 
 def describe_rows(rows: list[Row]) -> dict[str, float]:
-    """Means of rollouts' rows, and what their texts are like."""
+    """Means over rollout rows, and the metrics of their texts."""
     return {
         "score_mean": fmean(row["score"] for row in rows),
         "kl": fmean(row["kl"] for row in rows),
@@ -69,18 +81,16 @@ def describe_rows(rows: list[Row]) -> dict[str, float]:
 
 
 def describe_texts(rows: list[Row]) -> dict[str, float]:
-    """Diversity within and across texts, how many end alike, and what a judge that PPO does not see
-    makes of them.
+    """Diversity within and across texts, the share of the most frequent ending, and the sentiment
+    judge, which does not reward the policy.
     """
     texts = [row["response"] for row in rows]
-    ends = [ends[-1] for text in texts if (ends := suffixes(text, ENDING_TOKENS))]
+    endings = [tails[-1] for text in texts if (tails := suffixes(text, ENDING_TOKENS))]
+    correlation = pearson([row["score"] for row in rows], [row["judge"] for row in rows])
     return {
         "distinct_2": distinct_n(texts, 2),
         "repetition_3": fmean(repetition_n(text, 3) for text in texts),
-        "ending_share": max(map(ends.count, ends), default=0) / len(rows),
+        "ending_share": max(map(endings.count, endings), default=0) / len(rows),
         "judge_mean": fmean(row["judge"] for row in rows),
-        "score_judge_correlation": pearson(
-            [row["score"] for row in rows], [row["judge"] for row in rows]
-        )
-        or 0.0,
+        "score_judge_correlation": correlation or 0.0,
     }

@@ -1,5 +1,6 @@
-"""The policy to keep: best by a judge that PPO does not see, on prompts that it does not train on,
-within the KL budget.
+"""Selects the policy to keep: the judge's best on held-out prompts, within the KL budget.
+
+The judge never rewards the policy, and the policy is never trained on these prompts.
 """
 
 import math
@@ -21,7 +22,7 @@ from stages.ppo.common.episodes import Episode
 
 
 class TrainablePolicy(Protocol):
-    """A policy as it learns, beside what it was."""
+    """The policy being trained, with its reference model."""
 
     policy: Any
     tokenizer: PreTrainedTokenizerBase
@@ -29,16 +30,16 @@ class TrainablePolicy(Protocol):
     def sample(
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
-        """One response a prompt by the policy as it is now."""
+        """One response per prompt by the current policy."""
         ...
 
     def reference(self) -> AbstractContextManager[Any]:
-        """The policy before it learnt."""
+        """A context in which the policy is as it was before training."""
         ...
 
 
 class Validation(NamedTuple):
-    """Means over the held-out prompts: of the judge, and of KL from the reference in nats a
+    """Means over the held-out prompts: the judge's score, and KL from the reference in nats per
     sequence.
     """
 
@@ -52,8 +53,14 @@ NO_VALIDATION = Validation(0, math.nan, math.nan)
 
 @dataclass
 class PolicySelector:
-    """Measures the policy as it is, and remembers the best one; all answer the same prompts with
-    the same random numbers.
+    """Validates the current policy and remembers the best one.
+
+    All policies respond to the same prompts with the same random numbers, so that they differ by
+    their weights alone.
+
+    Attributes:
+        best: the validation of the best policy so far.
+        weights: its trained weights.
     """
 
     roles: TrainablePolicy
@@ -61,48 +68,51 @@ class PolicySelector:
     judge: ScoreFunction
     params: PpoParams
     seed: int
-    found: Validation = NO_VALIDATION
+    best: Validation = NO_VALIDATION
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def validate(self, update: int) -> Validation:
-        measured = self.measure(update)
-        if not self.weights or self.rank(measured) > self.rank(self.found):
-            self.found = measured
+        """Measure the policy after `update`; keep a copy of its weights if it is the best."""
+        validation = self.measure(update)
+        if not self.weights or self.rank(validation) > self.rank(self.best):
+            self.best = validation
+            # cloned, since the next update changes the weights in place
             self.weights = {
                 name: weight.clone()
                 for name, weight in trainable_state_dict(self.roles.policy).items()
             }
-        return measured
+        return validation
 
     def rank(self, validation: Validation) -> tuple[bool, float]:
-        within = validation.kl <= self.params.max_kl
-        return within, validation.judge if within else -validation.kl
+        """Sort key: within the KL budget by judge; all others below, by how small their KL is."""
+        within_budget = validation.kl <= self.params.max_kl
+        return within_budget, validation.judge if within_budget else -validation.kl
 
     def measure(self, update: int) -> Validation:
-        p, tokenizer, policy = self.params, self.roles.tokenizer, self.roles.policy
-        ids = [tokens for _, tokens in self.prompts]
-        responses = self.roles.sample(ids, p, torch.Generator().manual_seed(self.seed))
+        """Sample responses to the held-out prompts, and return their mean judge score and KL."""
+        p, tokenizer = self.params, self.roles.tokenizer
+        prompt_ids = [tokens for _, tokens in self.prompts]
+        generator = torch.Generator().manual_seed(self.seed)
+        responses = self.roles.sample(prompt_ids, p, generator)
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        told = score_responses(
-            policy,
+        response_scores = score_responses(
+            self.roles.policy,
             self.roles.reference,
-            ids,
+            prompt_ids,
             responses,
             eos_token_id=tokenizer.eos_token_id,
             temperature=p.temperature,
             batch_size=p.micro_batch_size,
         )
-        return Validation(
-            update,
-            fmean(self.judge([row["prompt"] for row, _ in self.prompts], texts)),
-            float(told.kl.mean()),
-        )
+        judge_scores = self.judge([row["prompt"] for row, _ in self.prompts], texts)
+        return Validation(update, fmean(judge_scores), float(response_scores.kl.mean()))
 
     def restore(self) -> None:
+        """Give the policy the weights of the best one."""
         load_trainable(self.roles.policy, self.weights)
 
     def state(self) -> StateDict:
-        return {"found": list(self.found), "weights": self.weights}
+        return {"best": list(self.best), "weights": self.weights}
 
     def load_state(self, state: StateDict) -> None:
-        self.found, self.weights = Validation(*state["found"]), state["weights"]
+        self.best, self.weights = Validation(*state["best"]), state["weights"]

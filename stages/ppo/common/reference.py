@@ -1,4 +1,7 @@
-"""Two roles in one model: with its training (policy, critic) and without (reference, reward model)."""
+"""A trained model and its state before training: policy and reference, critic and reward model.
+
+With adapters both are one set of weights; without, the model before training is a frozen copy.
+"""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
@@ -13,59 +16,66 @@ from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapter
 
 
 class ReferenceView(Protocol):
-    first: (
-        int | None
-        # the lowest layer that is trained, where training starts from states that enter it; None: from
-        # the tokens
-    )
+    """A trained model, which can also be used as it was before training.
+
+    first_trained_layer: training runs from the states that enter this layer, because the layers
+    below it are frozen; None if it runs from the tokens.
+    """
+
+    first_trained_layer: int | None
 
     def reference(self) -> AbstractContextManager[Any]:
-        """The model as it was before training."""
+        """A context in which the model is as it was before training."""
         ...
 
-    def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
-        """(M, H) last hidden states as trained so far, from (M, H) states that enter layer `first`."""
+    def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
+        """(M, H) last hidden states of the trained model, from the (M, H) states that enter
+        `first_trained_layer`.
+        """
         ...
 
 
 class SharedTrunk:
-    """A PeftModel, whose layers from `first` on have adapters: those below are frozen, so computed
-    once a rollout for both roles.
+    """A PeftModel, with adapters from `first_trained_layer` on.
+
+    The frozen layers below give the same states for both roles and in every epoch, so they are
+    computed once per rollout.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.first: int | None = num_layers_below_adapters(model)
+        self.first_trained_layer: int | None = num_layers_below_adapters(model)
 
     def reference(self) -> AbstractContextManager[Any]:
         return adapter_disabled(self.model)
 
-    def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
-        return forward_layers(self.model, packed, entering, self.first or 0)[0]
+    def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
+        return forward_layers(self.model, packed, entering, self.first_trained_layer or 0)[0]
 
 
 class FrozenModel:
     """A model that is not trained at all."""
 
-    first: int | None = None
+    first_trained_layer: int | None = None
 
     def __init__(self, model: Any) -> None:
-        self.was = model.requires_grad_(False)
+        self.frozen = model.requires_grad_(False)
 
     def reference(self) -> AbstractContextManager[Any]:
-        return nullcontext(self.was)
+        return nullcontext(self.frozen)
 
 
 class WholeModel(FrozenModel):
-    """A model that is trained whole, beside a frozen copy of what it was; they share nothing."""
+    """A model with all weights trained, and a frozen copy of it from before training."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(copy.deepcopy(model))
         self.model = model
 
-    def adapted(self, packed: Packed, entering: Tensor) -> Tensor:
+    def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
         return hidden_states(self.model, packed)
 
 
 def reference_view(model: Any) -> ReferenceView:
+    """The view that fits the model: adapters switched off, or a frozen copy."""
     return SharedTrunk(model) if isinstance(model, PeftModel) else WholeModel(model)

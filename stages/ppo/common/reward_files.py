@@ -1,5 +1,5 @@
-"""What `ppo.rewards` names on this disk; light to import, so that a run can ask before it starts,
-hours before PPO does.
+"""The files that `ppo.rewards` names; light to import, so that a run can check them at its start,
+hours before PPO needs them.
 """
 
 import inspect
@@ -11,23 +11,23 @@ from stages.lib.core.user_functions import import_function
 
 
 def reward_source_files(params: Params) -> list[Path]:
-    """Folders of the reward models and files of the reward functions.
+    """The folders of the reward models and the files of the reward functions.
 
     Raises:
-        BadInput: one of them is not there.
+        BadInput: one of them does not exist.
     """
-    found = []
+    paths = []
     for source in params.ppo.rewards:
+        key = f"ppo.rewards {source.name}"
         if source.model:
-            found.append(Path(source.model))
-            if not (found[-1] / "config.json").exists():
+            folder = Path(source.model)
+            paths.append(folder)
+            if not (folder / "config.json").exists():
                 raise BadInput(
-                    f"ppo.rewards {source.name}: no model in {source.model}; name a folder that has a config.json"
+                    f"{key}: no model in {source.model}; name a folder that has a config.json"
                 )
         if source.function and (
-            file := inspect.getsourcefile(
-                import_function(source.function, f"ppo.rewards {source.name}")
-            )
+            file := inspect.getsourcefile(import_function(source.function, key))
         ):
-            found.append(Path(file))
-    return found
+            paths.append(Path(file))
+    return paths

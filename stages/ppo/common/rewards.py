@@ -1,8 +1,8 @@
-"""Rewards beside the reward stage's model: other reward models, Python functions, reward models
-over HTTP (`ppo.rewards`).
+"""Further rewards beside the reward stage's model (`ppo.rewards`): other reward models, Python
+functions, reward models over HTTP.
 
-Each gives one number a response; the score of PPO is their weighted sum, and each is logged by its
-name.
+Each gives one number per response. PPO's score is the weighted sum of all rewards; each is also
+logged under its name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,18 @@ from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 
-TRIES, TIMEOUT_SECONDS = 5, 180  # as OpenRLHF has them
+TRIES, TIMEOUT_SECONDS = 5, 180  # as in OpenRLHF
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Sources and their weights by name."""
+    """The reward functions and their weights, by name.
+
+    Example:
+        >>> rewards = Rewards({"length": lambda prompts, texts: [len(texts[0])]}, {"length": -0.1})
+        >>> rewards(["The day"], [" ended."])
+        {'length': [7]}
+    """
 
     sources: Mapping[str, ScoreFunction] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -38,15 +44,15 @@ class Rewards:
     def __call__(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
     ) -> dict[str, list[float]]:
-        """Scores by the source's name.
+        """Scores of the responses, by the name of the reward.
 
         Raises:
-            RondoError: a source does not answer with one finite number a response.
+            RondoError: a reward does not return one finite number per response.
         """
-        told = {name: reward(prompts, responses) for name, reward in self.sources.items()}
-        for name, scores in told.items():
-            check_scores(scores, len(responses), f"ppo.rewards {name}")
-        return told
+        scores = {name: reward(prompts, responses) for name, reward in self.sources.items()}
+        for name, numbers in scores.items():
+            check_scores(numbers, len(responses), f"ppo.rewards {name}")
+        return scores
 
     def combine(
         self,
@@ -56,7 +62,18 @@ class Rewards:
         ended: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        """(B,) what a policy is rewarded by: the weighted sum of all rewards, clipped, penalised."""
+        """The scores that the policy is trained on.
+
+        Args:
+            ppo: weights, clip range and penalties.
+            calibrated: (B,) calibrated scores of the reward stage's model.
+            parts: what calling this object returned.
+            ended: (B,) bool, EOS was sampled.
+            lengths: (B,) tokens per response.
+
+        Returns:
+            (B,) weighted sums, clipped and penalised.
+        """
         total = ppo.reward_weight * calibrated
         for name, scores in parts.items():
             total = total + self.weights[name] * torch.tensor(scores, device=total.device)
@@ -72,24 +89,26 @@ class Rewards:
 
 
 def load_rewards(params: Params) -> Rewards:
-    chosen = params.ppo.rewards
+    """The rewards of `ppo.rewards`."""
+    sources = params.ppo.rewards
     return Rewards(
-        {source.name: load(source, params) for source in chosen},
-        {source.name: source.weight for source in chosen},
+        {source.name: load(source, params) for source in sources},
+        {source.name: source.weight for source in sources},
     )
 
 
 def load(source: RewardSource, params: Params) -> ScoreFunction:
+    """The function, model or server of one reward."""
     if source.function:
         return import_function(source.function, f"ppo.rewards {source.name}")
-    return (
-        model_reward(Path(source.model), params) if source.model else remote_reward(source, params)
-    )
+    if source.model:
+        return model_reward(Path(source.model), params)
+    return remote_reward(source, params)
 
 
 def model_reward(folder: Path, params: Params) -> ScoreFunction:
-    """Scores by a reward model with its own tokenizer, in standard deviations of its demonstrations
-    where its config has them.
+    """Scores by a reward model with its own tokenizer; calibrated if its config has a calibration
+    (`mean`, `std`).
     """
     scorer = RewardScorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
     if hasattr(scorer.model.config, "mean"):
@@ -98,10 +117,10 @@ def model_reward(folder: Path, params: Params) -> ScoreFunction:
 
 
 def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
-    """OpenRLHF's protocol: POST {query: whole texts, prompts, labels} gives {rewards: [...]}.
+    """OpenRLHF's protocol: POST {query: whole texts, prompts, labels}, response {rewards: [...]}.
 
-    Raises, when called:
-        RondoError: no answer after TRIES tries; the run's state is kept.
+    The returned function raises:
+        RondoError: no rewards after TRIES tries; the run can be resumed.
     """
     session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
     retry = Retry(
@@ -120,17 +139,17 @@ def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
         ]
         query = [prompt + response for prompt, response in zip(rendered, responses, strict=True)]
         try:
-            answer = session.post(
+            response = session.post(
                 url,
                 json={"query": query, "prompts": rendered, "labels": [None] * len(query)},
                 timeout=TIMEOUT_SECONDS,
             )
-            answer.raise_for_status()
-            return [float(score) for score in answer.json()["rewards"]]
+            response.raise_for_status()
+            return [float(score) for score in response.json()["rewards"]]
         except (requests.RequestException, KeyError, TypeError, ValueError) as error:
             raise RondoError(
-                f"ppo.rewards {source.name}: {url} gave no rewards after {TRIES} tries ({error}); start it and run the stage again, "
-                "which goes on from its last update"
+                f"ppo.rewards {source.name}: {url} gave no rewards after {TRIES} tries ({error}); "
+                "start it and run the stage again, which resumes from its last update"
             ) from None
 
     return reward
@@ -146,8 +165,9 @@ def shape_scores(
     length_penalty: float,
     free_length: int,
 ) -> Tensor:
-    """(B,) scores for PPO: clipped to +-clip, less a penalty where `ended` (B,) bool is false, less
-    one a token above `free_length`.
+    """(B,) scores clipped to +-clip, then less `missing_eos_penalty` if not `ended` (B,), and less
+    `length_penalty` per token above `free_length`.
     """
+    # clipped before the penalties, so that an extreme score cannot hide a missing EOS
     shaped = scores.clamp(-clip, clip) - missing_eos_penalty * (~ended)
     return shaped - length_penalty * (lengths - free_length).clamp(min=0)

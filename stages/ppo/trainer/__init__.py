@@ -1,1 +1,1 @@
-"""PPO's trainer: roles, one update, the loop over updates, resume."""
+"""PPO's trainer: the models, one update, the loop over updates, and how a killed run resumes."""

@@ -16,22 +16,31 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(B, T) log p - log q on samples of p: unbiased for KL(p, q), of either sign (Schulman 2020,
-    k1).
+    """(B, T) log p - log q on samples of p: an unbiased estimate of KL(p, q), of either sign
+    (Schulman 2020, k1).
+
+    This is the penalty in the rewards, because a policy gradient treats a reward as a constant: it
+    computes E_p[reward * grad log p]. With k1 as the reward that is exactly grad KL(p, q). With k3
+    it is grad KL(p, q) - grad KL(q, p). The two terms nearly cancel where p is close to q, so k3
+    would not hold the policy near the reference.
+
+    Args:
+        logprobs: (B, T) log p of the sampled tokens, under the policy that sampled them.
+        ref_logprobs: (B, T) log q of the same tokens, under the reference.
+
+    Example:
+        >>> kl_k1(torch.tensor([[-2.0]]), torch.tensor([[-2.5]]))
+        tensor([[0.5000]])
     """
     return logprobs - ref_logprobs
 
 
-def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(B, T) half the squared log-ratio on samples of p: biased, never negative, of low variance
-    (Schulman 2020, k2). For logging only.
-    """
-    return 0.5 * (logprobs - ref_logprobs) ** 2
-
-
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(B, T) (q/p - 1) - log(q/p) on samples of p: unbiased, never negative (Schulman 2020, k3).
-    For logging only.
+    """(B, T) (q/p - 1) - log(q/p) on samples of p: an unbiased estimate of KL(p, q), never negative
+    (Schulman 2020, k3).
+
+    Used only as an estimate in metrics, where its lower variance helps; as a reward its policy
+    gradient is not that of the KL (see `kl_k1`).
     """
     log_ratio = ref_logprobs - logprobs
     return log_ratio.exp() - 1 - log_ratio
@@ -40,9 +49,18 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def token_rewards(
     scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float
 ) -> Tensor:
-    """(B, T) rewards: -kl_coef * k1 at every token, and the episode's score at its last one.
+    """Rewards per token: -kl_coef * k1 at every token, plus the episode's score at its last token.
 
-    scores: (B,). Source: Ziegler et al. 2019, eq. 2; InstructGPT, section 3.5.
+    Source: Ziegler et al. 2019, eq. 2; InstructGPT, section 3.5. `kl_k1` explains why k1.
+
+    Args:
+        scores: (B,) score of each episode.
+        logprobs, ref_logprobs: (B, T) nats, under the policy that sampled and under the reference.
+        mask: (B, T) bool.
+        kl_coef: beta, score units per nat.
+
+    Returns:
+        (B, T) rewards, 0 outside the mask.
     """
     rewards = -kl_coef * kl_k1(logprobs, ref_logprobs) * mask
     last = mask.sum(1) - 1
@@ -52,20 +70,26 @@ def token_rewards(
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (B, T) advantages and
-    returns.
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16).
 
-    The value after the last token is 0, since the episode ends there. Returns are advantages +
-    values, before any whitening.
+    Args:
+        rewards, values: (B, T); values[:, t] is the critic's estimate before token t.
+        mask: (B, T) bool.
+        gamma, lam: discount, and the weight of longer returns.
+
+    Returns:
+        (B, T) advantages and returns, 0 outside the mask. Returns are advantages + values, before
+        any whitening.
     """
     values = values * mask
     advantages = torch.zeros_like(rewards)
-    carried = rewards.new_zeros(rewards.shape[0])
+    advantage = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):
-        following = values[:, t + 1] if t + 1 < rewards.shape[1] else torch.zeros_like(carried)
-        delta = rewards[:, t] + gamma * following - values[:, t]
-        carried = (delta + gamma * lam * carried) * mask[:, t]
-        advantages[:, t] = carried
+        # the value after the last token is 0, since the episode ends there
+        next_values = values[:, t + 1] if t + 1 < rewards.shape[1] else torch.zeros_like(advantage)
+        delta = rewards[:, t] + gamma * next_values - values[:, t]
+        advantage = (delta + gamma * lam * advantage) * mask[:, t]
+        advantages[:, t] = advantage
     return advantages, (advantages + values) * mask
 
 
@@ -80,19 +104,26 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate for each token, to be minimised, and whether the clip decided it (Schulman
-    et al. 2017, eq. 7).
+    """Clipped surrogate loss per token (Schulman et al. 2017, eq. 7, negated to be minimised).
+
+    Args:
+        logprobs, old_logprobs: nats, under the policy now and under the one that sampled.
+        advantages: of the same shape.
+        cliprange: distance from 1 at which the probability ratio is clipped.
+
+    Returns:
+        The loss, and a bool per token: whether the clipped term is the larger one.
     """
     ratio = (logprobs - old_logprobs).exp()
-    plain = -advantages * ratio
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.maximum(plain, clipped), clipped > plain
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def sequence_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """(B,) clipped surrogate for each sequence, and whether the clip decided it.
+    """(B,) clipped surrogate loss per sequence, and whether the clipped term is the larger one.
 
     The ratio is that of whole sequences to the power of 1 / length, so that one cliprange fits all
     lengths; the advantage is the mean of the tokens' (Zheng et al. 2025, GSPO, eq. 5 and 7).
@@ -108,51 +139,58 @@ def sequence_policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error for each token, pessimistic under clipping, and whether the clip
-    decided it (InstructGPT; N+ details).
+    """Half the squared error per token, or that of the clipped value if it is larger (InstructGPT;
+    N+ details).
+
+    Returns:
+        The loss, and a bool per token: whether the error of the clipped value is the larger one.
     """
-    near = values.clamp(
-        old_values - cliprange, old_values + cliprange
-    )  # values itself, to the bit, where it is not clipped
-    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
-    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+    # clamped around old_values, not old + clamped difference: an unclipped value must stay equal to
+    # the bit, or rounding would count it as clipped
+    clipped_values = values.clamp(old_values - cliprange, old_values + cliprange)
+    unclipped, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
+    return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is no better than a constant. NaN
     if returns are constant.
     """
-    kept = mask.bool()
-    spread = returns[kept].var(unbiased=False)
-    return (
-        float(1 - (returns - values)[kept].var(unbiased=False) / spread)
-        if spread > 0
-        else float("nan")
-    )
+    mask = mask.bool()
+    return_variance = returns[mask].var(unbiased=False)
+    if not return_variance > 0:
+        return float("nan")
+    return float(1 - (returns - values)[mask].var(unbiased=False) / return_variance)
 
 
 def ziegler(error: float, share: float) -> float:
-    """Factor on beta for a relative error of KL, over a `share` of the horizon (Ziegler et al.
+    """Factor on beta for a relative error of the KL, over a `share` of the horizon (Ziegler et al.
     2019, eq. 4).
     """
     return 1 + min(max(error, -0.2), 0.2) * share
 
 
 def proportional(error: float, _: float) -> float:
-    """Factor on beta: all of the relative error at once, at most to half or twice of itself."""
+    """Factor on beta that corrects the whole relative error at once, at least 0.5 and at most 2."""
     return min(max(1 + error, 0.5), 2.0)
 
 
 def fixed(_: float, __: float) -> float:
-    """Beta stays."""
+    """Factor 1: beta does not change."""
     return 1.0
 
 
 class AdaptiveKLController:
-    """Beta follows a KL target by `rule`. KL in nats a sequence, horizon in episodes.
+    """Adapts beta (`kl_coef`) so that the KL follows a target.
 
-    Beta does not fall below where it starts: KL starts at 0, and a short run would have wound beta
-    down by the time it needs it.
+    Beta never falls below its initial value: KL starts at 0, and in a short run beta would fall so
+    far before the KL reaches the target that it could not recover in time.
+
+    Args:
+        kl_coef: initial beta, score units per nat.
+        target: nats per sequence.
+        horizon: episodes.
+        rule: the factor on beta, from the relative error and the share of the horizon.
     """
 
     def __init__(
@@ -163,9 +201,9 @@ class AdaptiveKLController:
         rule: Callable[[float, float], float] = ziegler,
     ) -> None:
         self.kl_coef, self.target, self.horizon, self.rule = kl_coef, target, horizon, rule
-        self.least = kl_coef
+        self.min_kl_coef = kl_coef
 
     def update(self, kl: float, episodes: int) -> None:
-        self.kl_coef = max(
-            self.kl_coef * self.rule(kl / self.target - 1, episodes / self.horizon), self.least
-        )
+        """Change beta after `episodes` whose mean KL was `kl` nats per sequence."""
+        factor = self.rule(kl / self.target - 1, episodes / self.horizon)
+        self.kl_coef = max(self.kl_coef * factor, self.min_kl_coef)

@@ -1,5 +1,7 @@
-"""A run of PPO from its first update, or from where a killed one got to, to its last; everything it
-writes goes to the work folder.
+"""A PPO run: update after update, with health monitor, validation, checkpoints and resume state.
+
+Everything that a run writes before its end is in the work folder, because DVC deletes the outputs
+of a killed stage.
 """
 
 from collections.abc import Sequence
@@ -8,7 +10,7 @@ from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import OnDanger
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.core.types import Row
+from stages.lib.core.types import Row, StateDict
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
 from stages.lib.metrics.sentiment import sentiment
@@ -17,14 +19,19 @@ from stages.ppo.common.health import Monitor, first_danger
 from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import NO_VALIDATION, PolicySelector, Validation
 from stages.ppo.trainer.resume import Resume
-from stages.ppo.trainer.update import PpoTrainer, Rollout
+from stages.ppo.trainer.rollout import Rollout
+from stages.ppo.trainer.update import PpoTrainer
 
 SHOWN = ["score_mean", "judge_mean", "kl", "response_length", "distinct_2", "entropy"]
 
 
 class TrainingRun:
-    """`before`: what the judge says of the policy that has learnt nothing yet. `stopped`: the sign
-    that ended the run early, or nothing.
+    """A run from its first update, or from the saved state of a killed run.
+
+    Attributes:
+        selector: remembers the best policy so far.
+        initial_validation: of the policy before the first update.
+        stopped: the sign of danger that ended the run early, or "".
     """
 
     def __init__(
@@ -38,9 +45,9 @@ class TrainingRun:
         self.trainer, self.params = trainer, params.ppo
         self.resume = Resume(work_dir(round_, "ppo"), identity)
         self.work = self.resume.folder
-        self.best = PolicySelector(trainer.roles, held_out, sentiment, self.params, params.seed)
+        self.selector = PolicySelector(trainer.roles, held_out, sentiment, self.params, params.seed)
         self.monitor = Monitor(self.params)
-        self.stopped, self.before = "", NO_VALIDATION
+        self.stopped, self.initial_validation = "", NO_VALIDATION
         saved = self.resume.load()
         if not saved:
             self.resume.clear()
@@ -49,67 +56,76 @@ class TrainingRun:
         )
         self.rollouts = RolloutLog(self.work / "rollouts", saved["rollouts"] if saved else (1, 0))
         if saved:
-            trainer.load_state(saved["trainer"])
-            self.best.load_state(saved["best"])
-            self.stopped, self.before = saved["stopped"], Validation(*saved["before"])
-            for number in range(len(self.recorder.steps)):
-                self.monitor.read(self.recorder.steps[: number + 1])
-            self.recorder.log_progress(trainer.updates, "goes on from here")
+            self.load_state(saved)
 
     def train(self) -> None:
-        """Update after update, until done or in danger; the state to resume from is saved last, so
-        that it covers the rest.
-        """
-        trainer, p = self.trainer, self.params
+        """Run all updates, until the last one or until a danger stops the run."""
+        trainer = self.trainer
         if not trainer.updates:
-            self.before = self.best.validate(0)
+            self.initial_validation = self.selector.validate(0)
         while trainer.updates < trainer.planned_updates and not self.stopped:
+            # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()
             rows = episode_rows(trainer.updates, rollout, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
-            findings = self.monitor.read(
-                [*self.recorder.steps, {"step": trainer.updates, **metrics}]
-            )
-            if p.on_danger is OnDanger.stop:
+
+            # 2. health
+            step = {"step": trainer.updates, **metrics}
+            findings = self.monitor.read([*self.recorder.steps, step])
+            if self.params.on_danger is OnDanger.stop:
                 self.stopped = first_danger(findings)
-            if (
-                trainer.updates % p.validation_updates == 0
-                or trainer.updates == trainer.planned_updates
-            ) and not self.stopped:
-                validation = self.best.validate(trainer.updates)
+
+            # 3. validation, but not after a danger
+            if self.validation_is_due() and not self.stopped:
+                validation = self.selector.validate(trainer.updates)
                 metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
-            self.recorder.log(
-                trainer.updates,
-                metrics,
-                [*SHOWN, *(name for name in metrics if name.startswith("validation"))],
-            )
+
+            # 4. report
+            shown = [*SHOWN, *(name for name in metrics if name.startswith("validation"))]
+            self.recorder.log(trainer.updates, metrics, shown)
             for finding in findings:
                 self.recorder.log_progress(trainer.updates, str(finding))
-            if trainer.updates % p.save_updates == 0:
-                save_trained(
-                    trainer.roles.policy,
-                    trainer.roles.tokenizer,
-                    self.work / "checkpoints" / f"step_{trainer.updates:05d}",
-                )
-            if trainer.updates % p.resume_updates == 0:
-                self.save()
 
-    def save(self) -> None:
-        self.resume.save(
-            {
-                "trainer": self.trainer.state(),
-                "best": self.best.state(),
-                "before": list(self.before),
-                "steps": self.recorder.steps,
-                "rollouts": self.rollouts.place,
-                "stopped": self.stopped,
-            }
+            # 5. checkpoint; the resume state comes last, so that it covers all of the above
+            if trainer.updates % self.params.save_updates == 0:
+                folder = self.work / "checkpoints" / f"step_{trainer.updates:05d}"
+                save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
+            if trainer.updates % self.params.resume_updates == 0:
+                self.resume.save(self.state())
+
+    def validation_is_due(self) -> bool:
+        """Every `validation_updates`, and after the last update."""
+        updates = self.trainer.updates
+        return (
+            updates % self.params.validation_updates == 0 or updates == self.trainer.planned_updates
         )
+
+    def state(self) -> StateDict:
+        """Everything that the rest of the run and its outputs depend on, for `load_state`."""
+        return {
+            "trainer": self.trainer.state(),
+            "selector": self.selector.state(),
+            "initial_validation": list(self.initial_validation),
+            "steps": self.recorder.steps,
+            "rollouts": self.rollouts.place,
+            "stopped": self.stopped,
+        }
+
+    def load_state(self, state: StateDict) -> None:
+        """Continue from a state, whose metrics and rollouts the logs already contain."""
+        self.trainer.load_state(state["trainer"])
+        self.selector.load_state(state["selector"])
+        self.initial_validation = Validation(*state["initial_validation"])
+        self.stopped = state["stopped"]
+        # the monitor has no state of its own: it reads the history again, update by update
+        for number in range(len(self.recorder.steps)):
+            self.monitor.read(self.recorder.steps[: number + 1])
+        self.recorder.log_progress(self.trainer.updates, "resumes from here")
 
 
 def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
-    """One row an episode; kl_cost: what its KL cost it."""
+    """One row per episode; kl_cost: score units that its KL cost it."""
     kls = rollout.sequence_kl
     rows = rollout_rows(
         update,

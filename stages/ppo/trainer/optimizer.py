@@ -1,4 +1,4 @@
-"""The trained weights of a model, and what moves them."""
+"""AdamW for the trained weights of one model, with float32 master weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +11,21 @@ from stages.lib.lm.saving import trainable_named
 
 
 class MasterWeightOptimizer:
-    """AdamW on the trained weights of `model`, which follow float32 masters where they are
-    bfloat16: a step of 3e-6 would be rounded away.
+    """AdamW on the trained weights of `model`; bfloat16 weights are copies of float32 masters.
 
-    rate: the share of `learning_rate` at an update.
+    In bfloat16 an update of 3e-6 would be rounded away; in a float32 master it adds up.
+
+    Args:
+        model: its parameters that require gradients are trained.
+        learning_rate: the peak rate.
+        rate: the factor on `learning_rate`, by the number of the update (from 0).
     """
 
     def __init__(self, model: Any, learning_rate: float, rate: Callable[[int], float]) -> None:
         self.weights = dict(trainable_named(model))
         self.masters = {
-            name: w.detach().float() if w.dtype is torch.bfloat16 else w
-            for name, w in self.weights.items()
+            name: weight.detach().float() if weight.dtype is torch.bfloat16 else weight
+            for name, weight in self.weights.items()
         }
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True
@@ -29,8 +33,9 @@ class MasterWeightOptimizer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def accumulate_grads(self) -> None:
-        """Add a micro-batch's gradients to the masters': in bfloat16 a small one would be rounded
-        away too.
+        """Add the gradients of a micro-batch to those of the masters.
+
+        The sum is float32 too: in bfloat16 a small gradient would be rounded away.
         """
         for name, weight in self.weights.items():
             if (master := self.masters[name]) is not weight and weight.grad is not None:
@@ -40,21 +45,23 @@ class MasterWeightOptimizer:
                 weight.grad = None
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of the gradients before they are clipped to `max_norm`."""
+        """Clip the gradients to `max_norm`; returns their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
 
     def step(self) -> None:
+        """Update the weights and clear the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._follow()
+        self._copy_masters()
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def _copy_masters(self) -> None:
         for name, weight in self.weights.items():
             if (master := self.masters[name]) is not weight:
                 weight.copy_(master)
 
     def state(self) -> StateDict:
+        """Weights, optimizer and scheduler, for `load_state`."""
         masters = {name: master.detach() for name, master in self.masters.items()}
         return {
             "weights": masters,
@@ -66,6 +73,6 @@ class MasterWeightOptimizer:
     def load_state(self, state: StateDict) -> None:
         for name, master in self.masters.items():
             master.copy_(state["weights"][name])
-        self._follow()
+        self._copy_masters()
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

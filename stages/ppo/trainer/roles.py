@@ -1,8 +1,12 @@
-"""The four roles: policy and reference, critic and reward model, and what else rewards.
+"""The four roles of PPO: policy and reference, critic and reward model; and any further rewards.
 
-`ppo.lora.r` and `ppo.critic_lora.r` above 0: adapters, whose absence is the reference, and the
-reward model. 0: all weights are trained, beside frozen copies. `ppo.critic: policy`: the critic is
-a linear head on the policy's last states (Santacroce et al. 2023).
+`ppo.lora.r` and `ppo.critic_lora.r` above 0: policy and critic are adapters; without its adapter
+the policy is the reference and the critic is the reward model. 0: all weights are trained, and the
+reference or reward model is a frozen copy. `ppo.critic: policy`: the critic is a linear head on the
+policy's last states (Santacroce et al. 2023).
+
+Dimensions: B rows, T response tokens, N response tokens of all rows, M prompt and response tokens
+of all rows, V vocabulary, H hidden size.
 """
 
 from collections.abc import Sequence
@@ -32,8 +36,8 @@ from stages.ppo.common.rewards import Rewards, load_rewards
 
 
 class PolicyCriticOutput(NamedTuple):
-    """What policy and critic say of responses, with gradients: logprobs (nats), values (B, T);
-    logits (N, V), raw.
+    """The outputs of policy and critic on responses, with gradients: logprobs (nats) and values
+    (B, T), raw logits (N, V).
     """
 
     logprobs: Tensor
@@ -42,7 +46,7 @@ class PolicyCriticOutput(NamedTuple):
 
 
 class ValueHead(torch.nn.Linear):
-    """(N, H) states of the policy to (N,) values; 0 before it has learnt."""
+    """(N, H) states of the policy to (N,) values; 0 before training."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)
@@ -53,17 +57,20 @@ class ValueHead(torch.nn.Linear):
 
 
 class SamplingEngine(Protocol):
+    """Samples responses in place of stages/lib/lm/generation.py."""
+
     def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
-        """One response a prompt by the policy as it is now."""
+        """One response per prompt by the current policy."""
         ...
 
 
 @dataclass
 class Roles:
-    """`policy` and `critic` are trained. `reward_model`: only where the critic is a ValueHead; else
-    the critic is made of it.
+    """The models of PPO. `policy` and `critic` are trained.
 
-    `engine`: what samples instead of stages/lib/lm/generation.py, if anything.
+    reward_model: set only if the critic is a ValueHead; otherwise the critic without its training
+    is the reward model. rewards: further rewards. engine: samples in place of
+    stages/lib/lm/generation.py, if set.
     """
 
     policy: Any
@@ -74,19 +81,20 @@ class Roles:
     engine: SamplingEngine | None = None
 
     def __post_init__(self) -> None:
-        self.policy_trunk = reference_view(self.policy)
-        self.critic_trunk = None if self.reward_model else reference_view(self.critic)
-        self.reward_trunk = self.critic_trunk or FrozenModel(self.reward_model)
+        self.policy_view = reference_view(self.policy)
+        self.critic_view = None if self.reward_model else reference_view(self.critic)
+        self.reward_view = self.critic_view or FrozenModel(self.reward_model)
         with (
-            self.policy_trunk.reference() as reference,
-            self.reward_trunk.reference() as reward_model,
+            self.policy_view.reference() as reference,
+            self.reward_view.reference() as reward_model,
         ):
+            # layers that reference and reward model share: these run once for both
             self.common = num_shared_layers(reference, *ensemble_members(reward_model))
 
     def sample(
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
-        """One response a prompt by the policy as it is now, in one batch."""
+        """One response per prompt by the current policy, in one batch."""
         if self.engine:
             return self.engine.sample(prompt_ids, generator)
         return sample_responses(
@@ -94,26 +102,29 @@ class Roles:
         )
 
     def reference(self) -> AbstractContextManager[Any]:
-        """The policy before it learnt."""
-        return self.policy_trunk.reference()
+        """A context in which the policy is as it was before training."""
+        return self.policy_view.reference()
 
-    def live(
+    def policy_and_critic(
         self,
         packed: Packed,
         policy_states: Sequence[Tensor],
         critic_states: Sequence[Tensor],
         temperature: float,
     ) -> PolicyCriticOutput:
-        """`policy_states`, `critic_states`: of each row, from `ref_logprobs` and `raw_scores`."""
-        hidden = self.policy_trunk.adapted(packed, torch.cat([*policy_states]))
+        """Run the trained layers of policy and critic.
+
+        Args:
+            packed: B prompts with their responses.
+            policy_states: per row, the states from `ref_logprobs`.
+            critic_states: per row, the states from `raw_scores`.
+            temperature: divides the logits, as in sampling.
+        """
+        hidden = self.policy_view.trained_states(packed, torch.cat([*policy_states]))
         logits = response_logits(self.policy, packed, hidden)
-        if self.critic_trunk:
-            values = self.calibrated(
-                score_head(
-                    self.critic,
-                    self.critic_trunk.adapted(packed, torch.cat([*critic_states]))[packed.predicts],
-                )
-            )
+        if self.critic_view:
+            critic_hidden = self.critic_view.trained_states(packed, torch.cat([*critic_states]))
+            values = self.calibrate(score_head(self.critic, critic_hidden[packed.predicts]))
         else:
             values = self.critic(hidden[packed.predicts])
         return PolicyCriticOutput(
@@ -126,80 +137,87 @@ class Roles:
     def ref_logprobs(
         self, packed: Packed, temperature: float
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """(B, T) log-probabilities under the reference; for each row the states from which the
-        policy starts; what `raw_scores` shares.
+        """Run the reference.
+
+        Returns:
+            (B, T) log-probabilities in nats; per row the states that enter the policy's first
+            trained layer; (M, H) states after the layers shared with the reward model, for
+            `raw_scores`.
         """
-        with self.policy_trunk.reference() as reference:
+        with self.policy_view.reference() as reference:
             hidden, [shared, *entering] = forward_layers(
-                reference, packed, keep=[self.common, *kept_layers(self.policy_trunk)]
+                reference, packed, keep=[self.common, *layers_to_keep(self.policy_view)]
             )
             logprobs = response_logprobs(reference, packed, hidden, temperature)
-        return logprobs, by_row(packed, entering), shared
+        return logprobs, split_rows(packed, entering), shared
 
     @torch.no_grad()
     def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
-        """(B, T) log-probabilities under the policy, through all of its layers."""
+        """(B, T) log-probabilities under the policy, computed through all of its layers."""
         return response_logprobs(
             self.policy, packed, hidden_states(self.policy, packed), temperature
         )
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(B,) raw scores of the reward model or its ensemble, and for each row the states from
-        which the critic starts.
+        """Run the reward model or its ensemble, from the `shared` states of `ref_logprobs`.
+
+        Returns:
+            (B,) raw scores; per row the states that enter the critic's first trained layer.
         """
-        with self.reward_trunk.reference() as reward_model:
+        with self.reward_view.reference() as reward_model:
             start = shared if self.common else None
             hidden, entering = forward_layers(
-                reward_model, packed, start, self.common, keep=kept_layers(self.reward_trunk)
+                reward_model, packed, start, self.common, keep=layers_to_keep(self.reward_view)
             )
-            own = score_head(reward_model, hidden[packed.last])
-            read = partial(last_scores, packed=packed, entering=start, first=self.common)
+            # the first member has already run, to keep its states for the critic
+            first_scores = score_head(reward_model, hidden[packed.last])
+            member_scores = partial(last_scores, packed=packed, entering=start, first=self.common)
             scores = ensemble_scores(
-                reward_model, lambda member: own if member is reward_model else read(member)
+                reward_model,
+                lambda member: first_scores if member is reward_model else member_scores(member),
             )
-        return scores, by_row(packed, entering)
+        return scores, split_rows(packed, entering)
 
-    def calibrated(self, raw: Tensor) -> Tensor:
-        """Raw scores, and values with them, in the units of the reward stage's calibration."""
+    def calibrate(self, raw: Tensor) -> Tensor:
+        """Scores or values in the units of the reward stage's calibration."""
         return calibrate_scores(raw, self.reward_model or self.critic)
 
 
-def kept_layers(trunk: ReferenceView | FrozenModel) -> list[int]:
-    """The layer whose entering states are kept, if any."""
-    return [] if trunk.first is None else [trunk.first]
+def layers_to_keep(view: ReferenceView | FrozenModel) -> list[int]:
+    """The layer whose entering states are kept for training, if any."""
+    return [] if view.first_trained_layer is None else [view.first_trained_layer]
 
 
-def by_row(packed: Packed, states: list[Tensor]) -> list[Tensor]:
-    """The (M, H) states of `kept_layers`, for each row; nothing for each row where there are none."""
-    return list(
-        (states[0] if states else packed.input_ids.new_empty(len(packed.input_ids), 0)).split(
-            packed.lengths
-        )
-    )
+def split_rows(packed: Packed, states: list[Tensor]) -> list[Tensor]:
+    """The (M, H) states of `layers_to_keep`, split by row; empty tensors if none were kept."""
+    kept = states[0] if states else packed.input_ids.new_empty(len(packed.input_ids), 0)
+    return list(kept.split(packed.lengths))
 
 
 def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
-    """From the SFT model and the reward model of a round."""
+    """The roles for a round, from the folders of its SFT model and its reward model."""
     ppo = params.ppo
     policy = load_causal_lm(sft, params.model)
-    whole_critic = ppo.critic is Critic.reward
     reward_model = load_reward_model(reward, params.model)
     reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
     tokenizer, engine = load_tokenizer(sft), None
     if ppo.use_vllm:
-        from stages.ppo.trainer.vllm import Vllm  # with TRL, seconds that others need not wait
+        # imported here: TRL takes seconds to import, and only vLLM needs it
+        from stages.ppo.trainer.vllm import VllmEngine
 
-        engine = Vllm(policy, tokenizer, ppo)
+        engine = VllmEngine(policy, tokenizer, ppo)
+    # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
+    critic_is_reward_model = ppo.critic is Critic.reward
     return Roles(
         policy=policy,
         critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
-        if whole_critic
+        if critic_is_reward_model
         else head,
         tokenizer=tokenizer,
-        reward_model=None if whole_critic else reward_model,
+        reward_model=None if critic_is_reward_model else reward_model,
         rewards=load_rewards(params),
         engine=engine,
     )

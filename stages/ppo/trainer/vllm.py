@@ -1,8 +1,8 @@
-"""Rollouts sampled by vLLM (`ppo.use_vllm`), through TRL's VLLMGeneration: in this process's GPU,
-or by a `vllm serve`.
+"""Rollouts sampled by vLLM (`ppo.use_vllm`), through TRL's VLLMGeneration.
 
-Needs `pip install 'trl[vllm]'`. Not measured yet: no GPU was at hand. Tested against a stand-in for
-vLLM (tests/stages/ppo/test_vllm.py).
+vLLM runs on the GPU of this process, or as a `vllm serve` server. Needs `pip install 'trl[vllm]'`.
+Its speed is not measured; the tests use a stand-in for vLLM, which needs a GPU
+(tests/stages/ppo/trainer/test_vllm.py).
 """
 
 from collections.abc import Iterator
@@ -21,34 +21,37 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.packing import unwrap_peft
 
 
-class Generation(VLLMGeneration):
-    """TRL's merges adapters into the weights with peft and subtracts them again, which in bfloat16
-    moves the weights below.
+class MergedWeightGeneration(VLLMGeneration):
+    """TRL's VLLMGeneration, which merges adapters for vLLM without changing the trained model.
+
+    TRL merges them into the weights with peft and subtracts them again; in bfloat16 that changes
+    the weights under the adapters. Here the sum is a new tensor.
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         model = unwrap_peft(self.model)
-        adapted = {
+        adapter_layers = {
             name: layer
             for name, layer in model.named_modules()
             if isinstance(layer, BaseTunerLayer)
         }
-        for name, weight in model.named_parameters():
-            layer, whole = name.removesuffix(".base_layer.weight"), weight.detach()
-            if layer in adapted:
-                for adapter in adapted[layer].active_adapters:
-                    whole = whole.float() + adapted[layer].get_delta_weight(adapter).float()
-                yield f"{layer}.weight", whole.to(weight.dtype)
+        for name, parameter in model.named_parameters():
+            layer_name, weight = name.removesuffix(".base_layer.weight"), parameter.detach()
+            if layer_name in adapter_layers:
+                layer = adapter_layers[layer_name]
+                for adapter in layer.active_adapters:
+                    weight = weight.float() + layer.get_delta_weight(adapter).float()
+                yield f"{layer_name}.weight", weight.to(parameter.dtype)
             elif "lora_" not in name:
-                yield name.replace(".base_layer", ""), whole
+                yield name.replace(".base_layer", ""), weight
 
 
-class Vllm:
-    """Samples like stages.generation.sample, but never the same twice: one seed would be every
-    prompt's own.
+class VllmEngine:
+    """Samples as `stages.lib.lm.generation.sample_responses` does, but not reproducibly.
 
-    In bfloat16, what an adapter adds to a weight is lost where it is less than half of the weight's
-    last place: with small learning rates the policy that samples lags behind the one that learns.
+    vLLM would start every prompt from the same seed, so it is given none. In bfloat16 the part of
+    an adapter's product that is below half of a weight's last digit is lost: with small learning
+    rates the policy that samples lags behind the one that is trained.
     """
 
     def __init__(self, policy: Any, tokenizer: Any, ppo: PpoParams) -> None:
@@ -58,9 +61,10 @@ class Vllm:
         """
         if not is_vllm_available():
             raise BadInput(
-                "ppo.use_vllm: vLLM is not installed; `pip install 'trl[vllm]'` on a machine with a GPU, or set it to false"
+                "ppo.use_vllm: vLLM is not installed; `pip install 'trl[vllm]'` on a machine with "
+                "a GPU, or set it to false"
             )
-        self.generation = Generation(
+        self.generation = MergedWeightGeneration(
             policy,
             Accelerator(),
             tokenizer,
@@ -69,13 +73,13 @@ class Vllm:
             gpu_memory_utilization=ppo.vllm_gpu_memory_utilization,
             temperature=ppo.temperature,
             max_completion_length=ppo.response_length,
-            logprobs=None,  # the trainer's own pass says them, exactly
+            logprobs=None,  # the trainer's own forward pass computes them exactly
             # the tokenizer's EOS ends a response, not others of the model's generation_config
             generation_kwargs={"ignore_eos": True, "stop_token_ids": [tokenizer.eos_token_id]},
         )
 
     def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
-        """One response a prompt by the policy as it is now; EOS is kept where it was sampled."""
+        """One response per prompt by the current policy; EOS is kept if it was sampled."""
         self.generation.sync_weights()
         _, responses, _, _ = self.generation.generate(prompt_ids, images=None, num_generations=1)
         return [list(response) for response in responses]

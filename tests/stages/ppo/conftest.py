@@ -11,7 +11,7 @@ from stages.ppo.trainer.roles import Roles, ValueHead
 
 
 class ByteTokenizer:
-    """The little that the trainer asks of a tokenizer, for a model without text."""
+    """The part of a tokenizer that the trainer uses; a token's text is its number."""
 
     eos_token_id, pad_token_id = 2, 0
 
@@ -21,8 +21,8 @@ class ByteTokenizer:
 
 @pytest.fixture
 def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
-    """`lora.r` 0: all weights are trained; `value_head`: the critic is a head on the policy;
-    `related`: the lowest layer is shared.
+    """`lora.r` 0: all weights are trained. `value_head`: the critic is a head on the policy.
+    `related`: policy and reward model share the lowest layer.
     """
 
     def make(

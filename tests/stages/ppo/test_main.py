@@ -1,4 +1,4 @@
-"""The stage from folder to folder, in each cast of the four roles."""
+"""The stage from its inputs to its outputs, in each assignment of models to the four roles."""
 
 import json
 import shutil
@@ -38,7 +38,9 @@ def with_ppo(params: Params, **changes: object) -> Params:
     ],
     ids=["adapters", "all weights", "value head"],
 )
-def test_every_cast_is_trained_saved_and_evaluated(make_round, changes, policy, critic):
+def test_every_assignment_of_roles_is_trained_saved_and_evaluated(
+    make_round, changes, policy, critic
+):
     params = with_ppo(make_round("r0", 1.0), **changes)
     folder = Path("rounds/r0/ppo")
     shutil.rmtree(folder)
@@ -52,11 +54,12 @@ def test_every_cast_is_trained_saved_and_evaluated(make_round, changes, policy, 
         row["step"] for row in rows if "validation_judge" in row
     ] == [2, 3]
     evaluate(params, "r0")
-    judged = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
-    assert judged["reproduced"] and (judged["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
+    evaluated = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+    assert evaluated["reproduced"]
+    assert (evaluated["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
 
 
-def test_held_out_prompts_are_never_trained_on_even_where_replay_repeats_them():
+def test_held_out_prompts_are_never_trained_on_even_if_replay_repeats_them():
     rows = [{"id": f"{n}{copy}", "prompt": f"Prompt {n}"} for n in range(20) for copy in "ab"]
     train, held_out = split(rows, with_ppo(Params(), validation_prompts=6))
     assert len(held_out) == 6 and len(train) == 28
@@ -84,6 +87,6 @@ def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not
         stopped_at,
         stopped_at,
     )
-    # update n learns from what the policy after n - 1 has written; after a danger none is
-    # validated, so that 0 or 2 is kept
+    # update n trains on the rollout of the policy after n - 1; after a danger no policy is
+    # validated, so 0 or 2 is kept
     assert metrics["dangers"] == (metrics["policy_update"] + 1 == stopped_at)

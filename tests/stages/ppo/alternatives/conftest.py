@@ -1,4 +1,4 @@
-"""A round whose policy is made by an algorithm other than PPO."""
+"""A round whose policy is trained by an algorithm other than PPO."""
 
 import shutil
 from collections.abc import Callable
@@ -20,14 +20,14 @@ SHORT = {
 
 @pytest.fixture
 def make_params(make_round) -> Callable[..., Params]:
-    """A round without a policy; `own`: keys of the algorithm's section."""
+    """A round without a policy; `section`: keys of the algorithm's section, `ppo`: of `ppo`."""
 
-    def make(algorithm: str, own: dict | None = None, **ppo: object) -> Params:
+    def make(algorithm: str, section: dict | None = None, **ppo: object) -> Params:
         params = make_round("r0", 1.0).model_dump()
         shutil.rmtree(Path("rounds/r0/ppo"))
-        section = {} if algorithm == "ppo" else {algorithm: params[algorithm] | (own or {})}
+        sections = {} if algorithm == "ppo" else {algorithm: params[algorithm] | (section or {})}
         return check_params(
-            params | {"algorithm": algorithm, "ppo": params["ppo"] | SHORT | ppo} | section, "test"
+            params | {"algorithm": algorithm, "ppo": params["ppo"] | SHORT | ppo} | sections, "test"
         )
 
     return make

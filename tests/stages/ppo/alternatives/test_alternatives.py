@@ -1,4 +1,4 @@
-"""The policy stage from folder to folder by each algorithm, and the stages that read it."""
+"""The policy stage with each algorithm, and the stages that read its outputs."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from stages.ppo.alternatives.run import no_gain_finding
 from stages.ppo.common.policy_selection import Validation
 from stages.replay.__main__ import main as replay
 
-OWN = {
+SECTIONS = {
     "best_of_n": {
         "n": 3,
         "per_device_train_batch_size": 2,
@@ -39,11 +39,11 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", OWN)
-def test_a_policy_is_made_evaluated_and_mined_and_the_same_seed_gives_the_same_bytes(
+@pytest.mark.parametrize("algorithm", SECTIONS)
+def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_same_bytes(
     make_params, algorithm
 ):
-    params = make_params(algorithm, OWN[algorithm])
+    params = make_params(algorithm, SECTIONS[algorithm])
     main(params, "r0")
     first = file_hash(FOLDER)
     assert sorted(path.name for path in FOLDER.iterdir()) == OUTPUTS
@@ -57,28 +57,23 @@ def test_a_policy_is_made_evaluated_and_mined_and_the_same_seed_gives_the_same_b
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert [row["step"] for row in steps if "validation_judge" in row] == [2, 4]
     assert steps[-1]["validation_kl"] != 0.0
-    kept = [
-        row
-        for row in read_rollouts(FOLDER / "rollouts", "")
-        if row["update"] == metrics["policy_update"]
-    ]
-    assert (
-        kept
-        and {"id", "prompt", "response", "score", "kl", "judge", "finish_reason", "length"}
-        <= kept[-1].keys()
-    )
+    rollouts = read_rollouts(FOLDER / "rollouts", "")
+    kept = [row for row in rollouts if row["update"] == metrics["policy_update"]]
+    columns = {"id", "prompt", "response", "score", "kl", "judge", "finish_reason", "length"}
+    assert kept and columns <= kept[-1].keys()
     evaluate(params, "r0")
-    judged = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
-    assert judged["reproduced"] and (judged["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
+    evaluated = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
+    assert evaluated["reproduced"]
+    assert (evaluated["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
     replay(params, "r0")
     assert json.loads(Path("rounds/r0/replay/metrics.json").read_text())["badcases"] > 0
     main(params, "r0")
     assert file_hash(FOLDER) == first
 
 
-@pytest.mark.parametrize("algorithm", OWN)
-def test_all_weights_can_learn_beside_a_copy_of_what_they_were(make_params, algorithm):
-    params = make_params(algorithm, OWN[algorithm], lora={"r": 0})
+@pytest.mark.parametrize("algorithm", SECTIONS)
+def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params, algorithm):
+    params = make_params(algorithm, SECTIONS[algorithm], lora={"r": 0})
     main(params, "r0")
     assert (FOLDER / "policy/model.safetensors").exists() and (
         FOLDER / "checkpoints/step_00002/model.safetensors"
@@ -90,9 +85,9 @@ def test_all_weights_can_learn_beside_a_copy_of_what_they_were(make_params, algo
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
-def test_in_danger_it_stops_and_says_what_to_do(make_params, algorithm):
+def test_a_danger_stops_the_run_and_names_what_to_change(make_params, algorithm):
     params = make_params(
-        algorithm, OWN[algorithm], kl_patience=3, min_kl=100.0, validation_updates=2
+        algorithm, SECTIONS[algorithm], kl_patience=3, min_kl=100.0, validation_updates=2
     )
     main(params, "r0")
     metrics, health = (
@@ -106,22 +101,21 @@ def test_in_danger_it_stops_and_says_what_to_do(make_params, algorithm):
     assert health["findings"][0]["first_fix"] == f"raise ppo.learning_rate, lower {algorithm}.beta"
 
 
-def test_where_sft_is_kept_that_is_a_warning():
+def test_a_warning_if_sft_is_kept():
     [finding] = no_gain_finding(Validation(0, 0.1, 0.0))
-    assert (finding.sign, finding.verdict) == ("nothing gained", "warn") and no_gain_finding(
-        Validation(4, 0.1, 2.0)
-    ) == []
+    assert (finding.sign, finding.verdict) == ("nothing gained", "warn")
+    assert no_gain_finding(Validation(4, 0.1, 2.0)) == []
 
 
-def test_a_run_that_diverges_is_ended(make_params):
-    params = make_params("dpo", OWN["dpo"] | {"learning_rate": 1e30})
+def test_a_run_that_diverges_is_stopped(make_params):
+    params = make_params("dpo", SECTIONS["dpo"] | {"learning_rate": 1e30})
     with pytest.raises(
         Diverged, match=r"dpo, step \d: .*grad_norm.* not finite\. Next: lower its learning rate"
     ):
         main(params, "r0")
 
 
-def test_groups_that_do_not_divide_a_batch_are_refused(make_params):
+def test_groups_that_do_not_divide_a_batch_are_an_error(make_params):
     with pytest.raises(
         BadInput, match=r"ppo\.batch_size 4 must be a multiple of rloo\.num_generations 3"
     ):

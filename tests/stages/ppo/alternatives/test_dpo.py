@@ -12,7 +12,7 @@ from stages.lib.data.splits import prompt_key
 from stages.lib.lm.packing import padding_free
 from stages.ppo.__main__ import main
 from stages.ppo.alternatives.callback import PolicyCallback
-from stages.ppo.alternatives.dpo import NAMES, make_trainer, pairs
+from stages.ppo.alternatives.dpo import NAMES, make_trainer, tokenise_pairs
 from stages.ppo.alternatives.run import load
 
 PAIRS = Path("rounds/r0/annotate/data/pairs_train.jsonl")
@@ -23,7 +23,7 @@ PAIRS = Path("rounds/r0/annotate/data/pairs_train.jsonl")
     [{"r": 4}, {"r": 4, "top_layers": 1}, {"r": 0}],
     ids=["adapters", "above", "all weights"],
 )
-def test_before_anything_is_learnt_the_loss_is_log_2_and_then_it_falls(make_params, lora):
+def test_the_loss_is_log_2_at_the_start_and_then_falls(make_params, lora):
     params = make_params(
         "dpo",
         {"per_device_train_batch_size": 36, "learning_rate": 0.01, "num_train_epochs": 4},
@@ -38,28 +38,29 @@ def test_before_anything_is_learnt_the_loss_is_log_2_and_then_it_falls(make_para
     assert losses[3] < losses[0] - 0.05
 
 
-def test_pairs_are_of_prompts_that_are_not_held_out_tokenised_as_everywhere(make_params):
-    setting = load(make_params("dpo"), "r0")
+def test_pairs_have_no_held_out_prompts_and_are_tokenised_as_in_other_stages(make_params):
+    context = load(make_params("dpo"), "r0")
     rows = read_jsonl(PAIRS, "")
-    held_out = {prompt_key(row["prompt"]) for row, _ in setting.held_out}
-    left = [row for row in rows if prompt_key(row["prompt"]) not in held_out]
-    made = pairs(rows, setting)
-    assert len(left) == len(made) == 36 < len(rows)
-    ids = lambda text: setting.tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    eos = setting.tokenizer.eos_token_id
-    for row, pair in zip(left, made, strict=True):
+    held_out = {prompt_key(row["prompt"]) for row, _ in context.held_out}
+    train_rows = [row for row in rows if prompt_key(row["prompt"]) not in held_out]
+    pairs = tokenise_pairs(rows, context)
+    assert len(train_rows) == len(pairs) == 36 < len(rows)
+    eos = context.tokenizer.eos_token_id
+
+    def ids(text: str) -> list[int]:
+        return context.tokenizer(text, add_special_tokens=False).input_ids
+
+    for row, pair in zip(train_rows, pairs, strict=True):
         assert pair["prompt_ids"] == ids(row["prompt"])
-        assert (pair["chosen_ids"], pair["rejected_ids"]) == (
-            [*ids(row["chosen"]), eos],
-            [*ids(row["rejected"]), eos],
-        )
+        assert pair["chosen_ids"] == [*ids(row["chosen"]), eos]
+        assert pair["rejected_ids"] == [*ids(row["rejected"]), eos]
 
 
 def test_the_loss_is_the_papers(make_params):
     """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), by transformers' logits."""
-    setting = load(make_params("dpo", {"beta": 0.5}), "r0")
-    rows = pairs(read_jsonl(PAIRS, ""), setting)[:5]
-    trainer = make_trainer(setting, rows, PolicyCallback(setting, NAMES))
+    context = load(make_params("dpo", {"beta": 0.5}), "r0")
+    pairs = tokenise_pairs(read_jsonl(PAIRS, ""), context)[:5]
+    trainer = make_trainer(context, pairs, PolicyCallback(context, NAMES))
     model = trainer.model
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -68,22 +69,21 @@ def test_the_loss_is_the_papers(make_params):
 
     @torch.no_grad()
     def logprob(prompt: list[int], response: list[int]) -> float:
-        logits = model.base_model.model.lm_head(
-            model.base_model.model.base_model(torch.tensor([prompt + response])).last_hidden_state
-        )
-        told = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        return float(told[range(len(response)), response].sum())
+        inner = model.base_model.model
+        states = inner.base_model(torch.tensor([prompt + response])).last_hidden_state
+        logprobs = inner.lm_head(states)[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return float(logprobs[range(len(response)), response].sum())
 
-    def ratio(row: dict, side: str) -> float:
-        own = logprob(row["prompt_ids"], row[side])
+    def log_ratio(pair: dict, side: str) -> float:
+        policy_logprob = logprob(pair["prompt_ids"], pair[side])
         with model.disable_adapter():
-            return own - logprob(row["prompt_ids"], row[side])
+            return policy_logprob - logprob(pair["prompt_ids"], pair[side])
 
-    margins = torch.tensor([ratio(row, "chosen_ids") - ratio(row, "rejected_ids") for row in rows])
+    margins = torch.tensor(
+        [log_ratio(pair, "chosen_ids") - log_ratio(pair, "rejected_ids") for pair in pairs]
+    )
     expected = -torch.nn.functional.logsigmoid(0.5 * margins).mean()
     with padding_free(model):
-        loss = trainer.compute_loss(model, trainer.data_collator(rows))
-    assert (
-        float(loss) == pytest.approx(float(expected), abs=1e-5)
-        and abs(float(loss) - math.log(2)) > 1e-3
-    )
+        loss = trainer.compute_loss(model, trainer.data_collator(pairs))
+    assert float(loss) == pytest.approx(float(expected), abs=1e-5)
+    assert abs(float(loss) - math.log(2)) > 1e-3

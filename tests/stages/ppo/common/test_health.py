@@ -1,4 +1,4 @@
-"""Each sign on a synthetic run with just that illness, and on a healthy one."""
+"""Each sign on a synthetic run with just that problem, and on a healthy run."""
 
 import pytest
 
@@ -10,7 +10,7 @@ UPDATES = 20
 
 
 def healthy(update: int) -> dict[str, float]:
-    """The score rises, KL goes to 6, everything else drifts a little, as on the embedded default."""
+    """The score rises, KL rises to 6, all else drifts a little, as in the default run."""
     share = update / UPDATES
     return {
         "step": update,
@@ -28,93 +28,87 @@ def healthy(update: int) -> dict[str, float]:
     }
 
 
-def read(illness=lambda row, share: {}, params: PpoParams = PARAMS) -> Monitor:
+def monitor_run(change=lambda share: {}, params: PpoParams = PARAMS) -> Monitor:
+    """A monitor after a healthy run with changed metrics, by the share of the run that is done."""
     monitor = Monitor(params)
     steps = []
     for update in range(1, UPDATES + 1):
-        row = healthy(update)
-        steps.append(row | illness(row, update / UPDATES))
+        steps.append(healthy(update) | change(update / UPDATES))
         monitor.read(steps)
     return monitor
 
 
 def test_a_healthy_run_has_no_findings():
-    monitor = read()
+    monitor = monitor_run()
     assert monitor.findings == [] and monitor.verdict == "healthy"
 
 
-ILL = {
-    "kl above budget": (lambda row, share: {"kl": 12 * share}, DANGER),
-    "no movement": (lambda row, share: {"kl": 0.001}, DANGER),
-    "reward does not move": (lambda row, share: {"reward_mean": -1.5}, WARN),
-    "entropy collapse": (lambda row, share: {"entropy": 4.8 - 4.0 * share}, DANGER),
-    "one text for all prompts": (lambda row, share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
-    "one ending for all prompts": (lambda row, share: {"ending_share": 0.06 + 0.6 * share}, DANGER),
-    "scorers part": (lambda row, share: {"score_judge_correlation": 0.5 - 0.45 * share}, DANGER),
-    "length hack": (lambda row, share: {"response_length": 12 + 12 * share}, DANGER),
-    "repetition": (lambda row, share: {"repetition_3": 0.01 + 0.3 * share}, DANGER),
-    "value loss explodes": (
-        lambda row, share: {"value_loss": 0.5 if share < 0.8 else 50.0},
-        DANGER,
-    ),
-    "clips too much": (lambda row, share: {"clip_fraction": 0.8}, DANGER),
-    "clips nothing": (lambda row, share: {"clip_fraction": 0.0}, WARN),
+# by the sign that reports it: the changed metrics, and the worst verdict
+PROBLEMS = {
+    "kl above budget": (lambda share: {"kl": 12 * share}, DANGER),
+    "no movement": (lambda share: {"kl": 0.001}, DANGER),
+    "reward does not move": (lambda share: {"reward_mean": -1.5}, WARN),
+    "entropy collapse": (lambda share: {"entropy": 4.8 - 4.0 * share}, DANGER),
+    "one text for all prompts": (lambda share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
+    "one ending for all prompts": (lambda share: {"ending_share": 0.06 + 0.6 * share}, DANGER),
+    "scorers part": (lambda share: {"score_judge_correlation": 0.5 - 0.45 * share}, DANGER),
+    "length hack": (lambda share: {"response_length": 12 + 12 * share}, DANGER),
+    "repetition": (lambda share: {"repetition_3": 0.01 + 0.3 * share}, DANGER),
+    "value loss explodes": (lambda share: {"value_loss": 0.5 if share < 0.8 else 50.0}, DANGER),
+    "clips too much": (lambda share: {"clip_fraction": 0.8}, DANGER),
+    "clips nothing": (lambda share: {"clip_fraction": 0.0}, WARN),
 }
 
 
-@pytest.mark.parametrize("name", ILL)
-def test_each_illness_is_found_and_no_other(name):
-    illness, worst = ILL[name]
-    monitor = read(illness)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_each_problem_is_reported_and_no_other(name):
+    change, worst_verdict = PROBLEMS[name]
+    monitor = monitor_run(change)
     assert {finding.sign for finding in monitor.findings} == {name}
-    assert monitor.verdict == worst
+    assert monitor.verdict == worst_verdict
 
 
-def test_every_sign_has_an_illness():
-    assert {sign.name for sign in SIGNS} == set(ILL)
+def test_every_sign_has_a_problem():
+    assert {sign.name for sign in SIGNS} == set(PROBLEMS)
 
 
-def test_a_sign_warns_before_it_is_a_danger_and_then_is_silent():
-    findings = read(ILL["entropy collapse"][0]).findings
+def test_a_sign_is_reported_as_a_warning_then_as_a_danger_and_not_again():
+    findings = monitor_run(PROBLEMS["entropy collapse"][0]).findings
     assert [finding.verdict for finding in findings] == [WARN, DANGER]
     assert findings[0].update < findings[1].update
-    # entropy 4.8 - 0.2 an update: mean of the first 5 is 4.2, and of the last 5 below half of it
-    # from update 16 on (4.8 - 0.2 * 14 = 2.0)
+    # entropy 4.8 - 0.2 per update: the mean of the first 5 is 4.2, and that of the last 5 is below
+    # half of it from update 16 on (4.8 - 0.2 * 14 = 2.0)
     assert findings[0].update == 16 and findings[0].value == pytest.approx(2.0 / 4.2)
 
 
 def test_dangers_are_counted_up_to_an_update_and_warnings_are_not():
-    monitor = read(lambda row, share: {"entropy": 4.8 - 4.0 * share, "clip_fraction": 0.8})
-    # the clip fraction is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 an
+    monitor = monitor_run(lambda share: {"entropy": 4.8 - 4.0 * share, "clip_fraction": 0.8})
+    # the clip fraction is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 per
     # update, its first mean is 4.2, its last one 4.8 - 0.2 * (n - 2): a warning below 2.1 (n = 16),
     # a danger below 1.47 (n = 19)
     assert [monitor.dangers(update) for update in (9, 10, 18, 19)] == [0, 1, 1, 2]
 
 
-def test_kl_has_to_stay_above_its_budget():
-    def spikes(row, share):
+def test_kl_that_returns_to_its_budget_in_time_is_no_danger():
+    def spikes(share):
         return {"kl": 9.0 if round(share * UPDATES) % 5 else 7.0}
 
-    assert read(spikes).findings == []
+    assert monitor_run(spikes).findings == []
 
 
-def test_one_step_a_rollout_has_nothing_to_clip():
-    assert (
-        read(ILL["clips nothing"][0], PARAMS.model_copy(update={"num_ppo_epochs": 1})).findings
-        == []
-    )
+def test_one_step_per_rollout_has_nothing_to_clip():
+    params = PARAMS.model_copy(update={"num_ppo_epochs": 1})
+    assert monitor_run(PROBLEMS["clips nothing"][0], params).findings == []
 
 
 def test_a_length_that_grows_without_the_score_is_no_hack():
-    assert {
-        f.sign
-        for f in read(
-            lambda row, share: {"response_length": 12 + 12 * share, "reward_mean": -1.5 - share}
-        ).findings
-    } == {"reward does not move"}
+    monitor = monitor_run(
+        lambda share: {"response_length": 12 + 12 * share, "reward_mean": -1.5 - share}
+    )
+    assert {finding.sign for finding in monitor.findings} == {"reward does not move"}
 
 
-def test_signs_of_metrics_that_are_not_there_are_left_out_and_the_key_that_holds_the_policy_is_named():
+def test_signs_of_missing_metrics_are_left_out_and_the_fix_names_the_kl_key():
     monitor = Monitor(PpoParams(max_kl=1.0, kl_patience=2), kl_key="rloo.beta")
     steps = [{"step": step, "kl": 2.0} for step in range(1, 21)]
     assert [(finding.sign, finding.first_fix) for finding in monitor.read(steps)] == [

@@ -1,4 +1,4 @@
-"""Rewards beside the reward stage's model, each by the way that a user would give it."""
+"""Further rewards (`ppo.rewards`), each configured as a user would configure it."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.common import rewards as module
+from stages.ppo.common import rewards as rewards_module
 from stages.ppo.common.reward_files import reward_source_files
 from stages.ppo.common.rewards import load_rewards
 from stages.ppo.trainer.update import PpoTrainer
@@ -45,67 +45,56 @@ def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
 
 
 @pytest.mark.parametrize("function", ["no_such_module:reward", "json:no_such_function"])
-def test_a_function_that_is_not_there_is_named(params, function):
+def test_a_missing_function_is_named(params, function):
     with pytest.raises(BadInput, match=f"ppo.rewards mine: {function} cannot be imported"):
         load_rewards(with_rewards(params, {"name": "mine", "function": function}))
 
 
 @pytest.mark.parametrize("body", ["[1.0]", "[float('nan')] * 2", "['a', 'b']"])
-def test_an_answer_that_is_not_a_number_each_is_refused(tmp_path, monkeypatch, params, body):
+def test_a_result_that_is_not_one_number_per_response_is_an_error(
+    tmp_path, monkeypatch, params, body
+):
     name = f"bad_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def reward(prompts, responses):\n    return {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
+    rewards = load_rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))
     with pytest.raises(
         RondoError, match=r"ppo\.rewards mine: one finite number for each of 2 responses"
     ):
-        load_rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))(
-            PROMPTS, RESPONSES
-        )
+        rewards(PROMPTS, RESPONSES)
 
 
 def test_another_reward_model(make_round):
     params = make_round("r0", 1.0)
     folder = Path("rounds/r0/reward/model")
-    told = load_rewards(with_rewards(params, {"name": "second", "model": str(folder)}))(
-        PROMPTS, RESPONSES
-    )["second"]
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    for prompt, response, score in zip(PROMPTS, RESPONSES, told, strict=True):
+    rewards = load_rewards(with_rewards(params, {"name": "second", "model": str(folder)}))
+    scores = rewards(PROMPTS, RESPONSES)["second"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for prompt, response, score in zip(PROMPTS, RESPONSES, scores, strict=True):
         ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
         with torch.no_grad():
             raw = model(torch.tensor([ids])).logits.item()
-        assert score == pytest.approx(
-            (raw - 0.5) / 2.0, abs=1e-4
-        )  # make_round calibrates by mean 0.5, std 2
+        # make_round calibrates by mean 0.5, standard deviation 2
+        assert score == pytest.approx((raw - 0.5) / 2.0, abs=1e-4)
 
 
 class Server(BaseHTTPRequestHandler):
-    """OpenRLHF's protocol: rewards are the length of a query; fails as often as it is told to
-    first.
-    """
+    """OpenRLHF's protocol; the reward is the length of a query. The first `failures` tries fail."""
 
     failures = 0
-    seen: list[dict]
+    requests: list[dict]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).seen.append(body)
-        failing = len(self.seen) <= self.failures
+        self.requests.append(body)
+        failing = len(self.requests) <= self.failures
         self.send_response(503 if failing else 200)
         self.end_headers()
         if not failing:
-            self.wfile.write(
-                json.dumps(
-                    {
-                        "rewards": [len(text) for text in body["query"]],
-                        "scores": [],
-                        "extra_logs": {},
-                    }
-                ).encode()
-            )
+            rewards = [len(text) for text in body["query"]]
+            response = {"rewards": rewards, "scores": [], "extra_logs": {}}
+            self.wfile.write(json.dumps(response).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -113,7 +102,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    Server.seen, Server.failures = [], 0
+    Server.requests, Server.failures = [], 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/get_reward"
@@ -125,16 +114,16 @@ def test_a_reward_model_over_http(address, make_round):
     Server.failures = 1
     rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
     assert rewards(PROMPTS, RESPONSES) == {"far": [17.0, 28.0]}
-    assert len(Server.seen) == 2  # the first try failed
-    assert Server.seen[1] == {
+    assert len(Server.requests) == 2  # the first try failed
+    assert Server.requests[1] == {
         "query": ["The day was good.", "The night was long and dark."],
         "prompts": PROMPTS,
         "labels": [None, None],
     }
 
 
-def test_a_server_that_does_not_answer_is_named(address, make_round, monkeypatch):
-    monkeypatch.setattr(module, "TRIES", 2)
+def test_an_unreachable_server_is_named(address, make_round, monkeypatch):
+    monkeypatch.setattr(rewards_module, "TRIES", 2)
     Server.failures = 99
     rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
     with pytest.raises(
@@ -143,7 +132,7 @@ def test_a_server_that_does_not_answer_is_named(address, make_round, monkeypatch
         rewards(PROMPTS, RESPONSES)
 
 
-def test_one_kind_each_and_names_that_differ(params):
+def test_a_reward_has_exactly_one_kind_and_a_name_of_its_own(params):
     for wrong in ({"name": "both", "model": "a", "url": "http://b"}, {"name": "none"}):
         with pytest.raises(BadInput, match="exactly one of model, function, url"):
             with_rewards(params, wrong)
@@ -159,23 +148,15 @@ def test_the_score_is_the_weighted_sum_and_each_part_is_logged(
     )
     monkeypatch.syspath_prepend(tmp_path)
     params = with_rewards(params, {"name": "tokens", "function": "counts:tokens", "weight": 0.1})
-    ppo = params.ppo.model_copy(
-        update={
-            "reward_weight": 2.0,
-            "response_length": 6,
-            "missing_eos_penalty": 0.0,
-            "score_clip": 100.0,
-        }
-    )
+    changes = {"response_length": 6, "missing_eos_penalty": 0.0, "score_clip": 100.0}
+    ppo = params.ppo.model_copy(update={"reward_weight": 2.0, **changes})
     roles = make_roles(lora=LoraParams(r=4))
     roles.rewards = load_rewards(params)
-    trainer = PpoTrainer(
-        roles, [({"id": str(i), "prompt": ""}, [5 + i % 20]) for i in range(32)], ppo, seed=0
-    )
+    prompts = [({"id": str(i), "prompt": ""}, [5 + i % 20]) for i in range(32)]
+    trainer = PpoTrainer(roles, prompts, ppo, seed=0)
     rollout, metrics = trainer.step()
-    assert rollout.parts["tokens"] == [
-        len(response) for response in rollout.responses
-    ]  # a byte tokenizer: a word is a token
+    # one word of a text is one token of the test tokenizer
+    assert rollout.parts["tokens"] == [len(response) for response in rollout.responses]
     expected = [
         2.0 * float(c) + 0.1 * n
         for c, n in zip(rollout.calibrated, rollout.parts["tokens"], strict=True)

@@ -4,35 +4,56 @@ transformers' own outputs.
 
 import copy
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
+from stages.lib.core.types import TokenIds
 from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.saving import trainable_named
 from stages.ppo.trainer.roles import Roles, ValueHead
+from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
 
 PARAMS = PpoParams(
-    batch_size=8, mini_batch_size=8, micro_batch_size=4, response_length=16, kl_coef=0.3, gamma=0.9, lam=0.8, cliprange=0.05,
-    cliprange_value=0.05, vf_coef=0.5, entropy_coef=0.1, score_clip=1.5, missing_eos_penalty=0.7, length_penalty=0.01, free_length=3,
-    temperature=0.8, max_grad_norm=1e9,
-)  # fmt: skip
+    batch_size=8,
+    mini_batch_size=8,
+    micro_batch_size=4,
+    response_length=16,
+    kl_coef=0.3,
+    gamma=0.9,
+    lam=0.8,
+    cliprange=0.05,
+    cliprange_value=0.05,
+    vf_coef=0.5,
+    entropy_coef=0.1,
+    score_clip=1.5,
+    missing_eos_penalty=0.7,
+    length_penalty=0.01,
+    free_length=3,
+    temperature=0.8,
+    max_grad_norm=1e9,
+)
 MEAN, STD = 0.3, 1.7
+EOS = 2
 KINDS = {
     "adapters": {"lora": LoraParams(r=4, top_layers=1)},
     "adapters on shared layers": {"lora": LoraParams(r=4, top_layers=1), "related": True},
     "all weights": {"lora": LoraParams(r=0)},
     "value head": {"lora": LoraParams(r=4, top_layers=1), "value_head": True},
 }
+Episodes = list[tuple[TokenIds, TokenIds]]  # prompts and responses
 
 
 @pytest.fixture(params=KINDS)
 def trainer(request, make_roles, shift) -> PpoTrainer:
-    """After weights have moved, so that policy and reference, critic and reward model differ."""
+    """After weights have changed, so that policy and reference, critic and reward model differ."""
     roles = make_roles(**KINDS[request.param], mean=MEAN, std=STD)
+    assert roles.common == (1 if "shared" in request.param else 0)
     for model in (roles.policy, roles.critic):
         shift(model, 0.02)
         for name, parameter in model.named_parameters():
@@ -42,77 +63,91 @@ def trainer(request, make_roles, shift) -> PpoTrainer:
     return PpoTrainer(roles, prompts, PARAMS, seed=0)
 
 
-class Plain:
+class PlainRoles:
     """The four roles in float64, read from transformers' logits and hidden states."""
 
     def __init__(self, roles: Roles) -> None:
-        self.policy, self.critic = (
-            copy.deepcopy(roles.policy).double(),
-            copy.deepcopy(roles.critic).double(),
-        )
-        with (
-            roles.policy_trunk.reference() as reference,
-            roles.reward_trunk.reference() as reward_model,
-        ):
-            self.reference, self.reward_model = (
-                copy.deepcopy(model).double() for model in (reference, reward_model)
-            )
+        self.policy = copy.deepcopy(roles.policy).double()
+        self.critic = copy.deepcopy(roles.critic).double()
+        with roles.policy_view.reference() as reference:
+            self.reference = copy.deepcopy(reference).double()
+        with roles.reward_view.reference() as reward_model:
+            self.reward_model = copy.deepcopy(reward_model).double()
 
     def logprobs(self, prompt, response, model=None):
-        logits = (model or self.policy)(input_ids=torch.tensor([prompt + response])).logits[
-            0
-        ] / PARAMS.temperature
+        """Log-probability and entropy of each response token."""
+        output = (model or self.policy)(input_ids=torch.tensor([prompt + response]))
+        logits = output.logits[0] / PARAMS.temperature
         rows = [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
-        return torch.stack([row[token] for row, token in zip(rows, response, strict=True)]), [
-            -(row.exp() * row).sum() for row in rows
-        ]
+        logprobs = torch.stack([row[token] for row, token in zip(rows, response, strict=True)])
+        return logprobs, [-(row.exp() * row).sum() for row in rows]
 
     def ref_logprobs(self, prompt, response):
-        with torch.no_grad(), off(self.reference):
+        with torch.no_grad(), adapter_off(self.reference):
             return self.logprobs(prompt, response, self.reference)[0]
 
     def states(self, model, prompt, response):
-        return (
-            unwrap_peft(model)
-            .model(input_ids=torch.tensor([prompt + response]))
-            .last_hidden_state[0]
-        )
+        trunk = unwrap_peft(model).model
+        return trunk(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
 
     def values(self, prompt, response):
+        """The critic's estimate before each response token."""
         if isinstance(self.critic, ValueHead):
-            return (
-                self.states(self.policy, prompt, response)[len(prompt) - 1 : -1]
-                @ self.critic.weight[0]
-            )
-        scores = (
-            unwrap_peft(self.critic).score(self.states(self.critic, prompt, response)).squeeze(-1)
-        )
+            states = self.states(self.policy, prompt, response)[len(prompt) - 1 : -1]
+            return states @ self.critic.weight[0]
+        states = self.states(self.critic, prompt, response)
+        scores = unwrap_peft(self.critic).score(states).squeeze(-1)
         return (scores[len(prompt) - 1 : -1] - MEAN) / STD
 
     def score(self, prompt, response):
-        """The reward model reads every response up to EOS, where a policy that was cut off has not
-        written it.
-        """
-        read = response if response[-1] == 2 else [*response, 2]
-        with torch.no_grad(), off(self.reward_model):
-            raw = (
-                unwrap_peft(self.reward_model)
-                .score(self.states(self.reward_model, prompt, read)[-1])
-                .item()
-            )
+        """The reward model reads every response up to EOS, which is appended if it was cut off."""
+        closed = response if response[-1] == EOS else [*response, EOS]
+        with torch.no_grad(), adapter_off(self.reward_model):
+            state = self.states(self.reward_model, prompt, closed)[-1]
+            raw = unwrap_peft(self.reward_model).score(state).item()
         clipped = max(-PARAMS.score_clip, min(PARAMS.score_clip, (raw - MEAN) / STD))
-        return (
-            clipped
-            - (0 if response[-1] == 2 else PARAMS.missing_eos_penalty)
-            - 0.01 * max(len(response) - 3, 0)
-        )
+        missing_eos_penalty = 0 if response[-1] == EOS else PARAMS.missing_eos_penalty
+        return clipped - missing_eos_penalty - 0.01 * max(len(response) - 3, 0)
 
 
-def off(model):
+def adapter_off(model):
     return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
 
 
-def advantages_of(rewards: list[float], values: list[float]) -> list[float]:
+class PlainRollout(NamedTuple):
+    """Per episode: a score, and one number per response token; advantages are whitened."""
+
+    scores: list[float]
+    logprobs: list[Tensor]
+    ref_logprobs: list[Tensor]
+    values: list[Tensor]
+    advantages: list[Tensor]
+    returns: list[Tensor]
+
+
+def plain_rollout(roles: PlainRoles, episodes: Episodes) -> PlainRollout:
+    with torch.no_grad():
+        logprobs = [roles.logprobs(*episode)[0] for episode in episodes]
+        ref_logprobs = [roles.ref_logprobs(*episode) for episode in episodes]
+        values = [roles.values(*episode) for episode in episodes]
+    scores = [roles.score(*episode) for episode in episodes]
+    advantages = []
+    for policy_row, ref_row, value_row, score in zip(
+        logprobs, ref_logprobs, values, scores, strict=True
+    ):
+        rewards = [-PARAMS.kl_coef * float(p - q) for p, q in zip(policy_row, ref_row, strict=True)]
+        rewards[-1] += score
+        advantages.append(
+            torch.tensor(plain_advantages(rewards, value_row.tolist()), dtype=torch.float64)
+        )
+    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+    tokens = torch.cat(advantages)
+    scale = (tokens.var(unbiased=False) + 1e-8).sqrt()
+    whitened = [(a - tokens.mean()) / scale for a in advantages]
+    return PlainRollout(scores, logprobs, ref_logprobs, values, whitened, returns)
+
+
+def plain_advantages(rewards: list[float], values: list[float]) -> list[float]:
     """Schulman et al. 2016, eq. 16, as the sum that it is."""
     deltas = [
         r + PARAMS.gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t]
@@ -122,95 +157,95 @@ def advantages_of(rewards: list[float], values: list[float]) -> list[float]:
     return [sum(decay**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
-def flat(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return rows[mask].double()
+class PlainLosses(NamedTuple):
+    """Means over all tokens. policy: without the entropy bonus. clipped: number of tokens."""
+
+    policy: Tensor
+    entropy_bonus: Tensor
+    value: Tensor
+    clipped: int
 
 
-def test_rewards_advantages_losses_and_gradients(trainer, shift, request):
-    roles, p = trainer.roles, PARAMS
-    assert roles.common == (1 if "shared" in request.node.callspec.id else 0)
+def plain_losses(roles: PlainRoles, episodes: Episodes, old: PlainRollout) -> PlainLosses:
+    policy_loss, entropy_bonus, value_loss, clipped = 0.0, 0.0, 0.0, 0
+    tokens = sum(len(row) for row in old.logprobs)
+    for episode, old_logprobs, old_values, returns, advantages in zip(
+        episodes, old.logprobs, old.values, old.returns, old.advantages, strict=True
+    ):
+        logprobs, entropies = roles.logprobs(*episode)
+        values = roles.values(*episode)
+        for t, advantage in enumerate(advantages):
+            ratio = (logprobs[t] - old_logprobs[t]).exp()
+            clipped_ratio = min(max(float(ratio), 1 - PARAMS.cliprange), 1 + PARAMS.cliprange)
+            if clipped_ratio * advantage < float(ratio) * advantage:
+                clipped += 1
+                policy_loss = policy_loss - clipped_ratio * advantage / tokens
+            else:
+                policy_loss = policy_loss - ratio * advantage / tokens
+            entropy_bonus = entropy_bonus + PARAMS.entropy_coef * entropies[t] / tokens
+            change = (values[t] - old_values[t]).clamp(
+                -PARAMS.cliprange_value, PARAMS.cliprange_value
+            )
+            clipped_value = old_values[t] + change
+            errors = (values[t] - returns[t]) ** 2, (clipped_value - returns[t]) ** 2
+            value_loss = value_loss + 0.5 * torch.maximum(*errors) / tokens
+    return PlainLosses(policy_loss, entropy_bonus, value_loss, clipped)
+
+
+def sample_episodes(trainer: PpoTrainer) -> tuple[Rollout, Episodes]:
     rollout = trainer.rollout(trainer.sample_prompts())
     episodes = list(zip(rollout.prompts, rollout.responses, strict=True))
-    assert {response[-1] == 2 for _, response in episodes} == {
-        True,
-        False,
-    }  # both kinds of ending count
+    assert {response[-1] == EOS for _, response in episodes} == {True, False}  # both endings count
+    return rollout, episodes
 
-    # what the rollout saw
-    plain = Plain(roles)
-    with torch.no_grad():
-        old = [plain.logprobs(*episode)[0] for episode in episodes]
-        reference = [plain.ref_logprobs(*episode) for episode in episodes]
-        values = [plain.values(*episode) for episode in episodes]
-    scores = [plain.score(*episode) for episode in episodes]
-    advantages = []
-    for mine, theirs, value, score in zip(old, reference, values, scores, strict=True):
-        rewards = [-p.kl_coef * float(a - b) for a, b in zip(mine, theirs, strict=True)]
-        rewards[-1] += score
-        advantages.append(torch.tensor(advantages_of(rewards, value.tolist()), dtype=torch.float64))
-    returns = [a + v for a, v in zip(advantages, values, strict=True)]
-    every = torch.cat(advantages)
-    white = [(a - every.mean()) / (every.var(unbiased=False) + 1e-8).sqrt() for a in advantages]
+
+def test_scores_logprobs_values_and_advantages_of_a_rollout(trainer):
+    rollout, episodes = sample_episodes(trainer)
+    expected = plain_rollout(PlainRoles(trainer.roles), episodes)
     close = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(
-        rollout.scores.double(), torch.tensor(scores, dtype=torch.float64), **close
+        rollout.scores.double(), torch.tensor(expected.scores, dtype=torch.float64), **close
     )
-    for ours, expected in (
-        (rollout.logprobs, old), (rollout.ref_logprobs, reference), (rollout.values, values), (rollout.returns, returns),
-        (rollout.advantages, white),
-    ):  # fmt: skip
-        torch.testing.assert_close(flat(ours, rollout.mask), torch.cat(expected), **close)
+    for name in ("logprobs", "ref_logprobs", "values", "returns", "advantages"):
+        numbers = getattr(rollout, name)[rollout.mask].double()
+        torch.testing.assert_close(numbers, torch.cat(getattr(expected, name)), **close)
 
-    # one optimiser step, from weights that have moved since
+
+def test_losses_and_gradients_of_an_optimizer_step(trainer, shift):
+    """From weights that have changed since the rollout, so that ratios differ from 1."""
+    roles = trainer.roles
+    rollout, episodes = sample_episodes(trainer)
+    old = plain_rollout(PlainRoles(roles), episodes)
     for model in (roles.policy, roles.critic):
         shift(model, 0.05)
-    plain = Plain(roles)
-    policy_loss, value_loss, clipped, tokens = 0.0, 0.0, 0, len(every)
-    for episode, was, value, ret, advantage in zip(
-        episodes, old, values, returns, white, strict=True
+    plain_roles = PlainRoles(roles)
+    expected = plain_losses(plain_roles, episodes, old)
+    (expected.policy - expected.entropy_bonus + PARAMS.vf_coef * expected.value).backward()
+    for optimizer in trainer.optimizers:
+        optimizer.step = lambda: None
+    metrics = trainer.optimizer_step(rollout, list(range(8)), None)
+
+    tokens = int(rollout.mask.sum())
+    assert metrics["policy_loss"] == pytest.approx(float(expected.policy.detach()), abs=1e-4)
+    assert metrics["value_loss"] == pytest.approx(float(expected.value.detach()), rel=1e-4)
+    assert metrics["clip_fraction"] == pytest.approx(expected.clipped / tokens)
+    assert 0 < expected.clipped < tokens
+    for model, plain_model in (
+        (roles.policy, plain_roles.policy),
+        (roles.critic, plain_roles.critic),
     ):
-        now, entropies = plain.logprobs(*episode)
-        estimates = plain.values(*episode)
-        for t in range(len(was)):
-            ratio = (now[t] - was[t]).exp()
-            kept = min(max(float(ratio), 1 - p.cliprange), 1 + p.cliprange)
-            if kept * advantage[t] < float(ratio) * advantage[t]:
-                clipped += 1
-                policy_loss = policy_loss - kept * advantage[t] / tokens
-            else:
-                policy_loss = policy_loss - ratio * advantage[t] / tokens
-            policy_loss = policy_loss - p.entropy_coef * entropies[t] / tokens
-            near = value[t] + (estimates[t] - value[t]).clamp(-p.cliprange_value, p.cliprange_value)
-            value_loss = (
-                value_loss
-                + 0.5 * torch.maximum((estimates[t] - ret[t]) ** 2, (near - ret[t]) ** 2) / tokens
-            )
-    (policy_loss + p.vf_coef * value_loss).backward()
-    gradients = {}
-    for learner in trainer.learners:
-        learner.step = lambda: None
-    told = trainer.optimiser_step(rollout, list(range(8)), None)
-    bonus = (
-        p.entropy_coef
-        * sum(float(e) for episode in episodes for e in plain.logprobs(*episode)[1])
-        / tokens
-    )
-    assert told["policy_loss"] == pytest.approx(float(policy_loss.detach()) + bonus, abs=1e-4)
-    assert told["value_loss"] == pytest.approx(float(value_loss.detach()), rel=1e-4)
-    assert told["clip_fraction"] == pytest.approx(clipped / tokens) and 0 < clipped < tokens
-    for model, twin in ((roles.policy, plain.policy), (roles.critic, plain.critic)):
-        expected = dict(trainable_named(twin))
+        expected_parameters = dict(trainable_named(plain_model))
         gradients = {name: parameter.grad for name, parameter in trainable_named(model)}
-        assert gradients.keys() == expected.keys() and any(
-            float(g.abs().max()) > 1e-3 for g in gradients.values()
-        )
+        assert gradients.keys() == expected_parameters.keys()
+        assert any(float(gradient.abs().max()) > 1e-3 for gradient in gradients.values())
         for name, gradient in gradients.items():
-            true = expected[name].grad
-            rounding = 5e-4 * float(true.abs().max())  # of float32, where many terms cancel
+            expected_gradient = expected_parameters[name].grad
+            # the rounding of float32, in which many terms cancel
+            atol = 5e-4 * float(expected_gradient.abs().max())
             torch.testing.assert_close(
                 gradient.double(),
-                true,
+                expected_gradient,
                 rtol=1e-3,
-                atol=rounding,
-                msg=lambda text, n=name: f"{n}: {text}",
+                atol=atol,
+                msg=lambda text, name=name: f"{name}: {text}",
             )

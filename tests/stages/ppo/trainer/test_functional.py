@@ -1,4 +1,4 @@
-"""Every expected number here was computed by hand, or by a library; the working stands beside it."""
+"""Every expected number was computed by hand (see the comments) or by a library."""
 
 import math
 
@@ -35,10 +35,11 @@ def test_score_lands_on_the_last_real_token():
 
 
 def test_kl_estimators():
-    logp, ref = torch.tensor([[-2.0]]), torch.tensor([[-2.4]])
-    assert F.kl_k1(logp, ref).item() == pytest.approx(0.4)
-    assert F.kl_k2(logp, ref).item() == pytest.approx(0.08)  # 0.4 ** 2 / 2
-    assert F.kl_k3(logp, ref).item() == pytest.approx(math.exp(-0.4) - 1 + 0.4)  # 0.07032
+    logprobs, ref_logprobs = torch.tensor([[-2.0]]), torch.tensor([[-2.4]])
+    assert F.kl_k1(logprobs, ref_logprobs).item() == pytest.approx(0.4)
+    assert F.kl_k3(logprobs, ref_logprobs).item() == pytest.approx(
+        math.exp(-0.4) - 1 + 0.4
+    )  # 0.07032
 
 
 def test_kl_estimators_are_unbiased():
@@ -49,17 +50,14 @@ def test_kl_estimators_are_unbiased():
 
 
 def test_scores_are_clipped_then_penalised():
-    scores, ended, lengths = (
-        torch.tensor([1.0, 51.0, 1.0, 51.0]),
-        torch.tensor([True, True, False, False]),
-        torch.tensor([3, 10, 4, 12]),
-    )
-    free = {"clip": 5.0, "missing_eos_penalty": 1.0, "length_penalty": 0.0, "free_length": 4}
-    assert rewards.shape_scores(scores, ended, lengths, **free).tolist() == [1.0, 5.0, 0.0, 4.0]
-    # 0.25 for each token above the fourth: 0, 6, 0 and 8 of them
-    assert rewards.shape_scores(
-        scores, ended, lengths, **(free | {"length_penalty": 0.25})
-    ).tolist() == [1.0, 3.5, 0.0, 2.0]
+    scores, ended = torch.tensor([1.0, 51.0, 1.0, 51.0]), torch.tensor([True, True, False, False])
+    lengths = torch.tensor([3, 10, 4, 12])
+    options = {"clip": 5.0, "missing_eos_penalty": 1.0, "free_length": 4}
+    shaped = rewards.shape_scores(scores, ended, lengths, length_penalty=0.0, **options)
+    assert shaped.tolist() == [1.0, 5.0, 0.0, 4.0]
+    # 0.25 per token above the fourth: 0, 6, 0 and 8 of them
+    shaped = rewards.shape_scores(scores, ended, lengths, length_penalty=0.25, **options)
+    assert shaped.tolist() == [1.0, 3.5, 0.0, 2.0]
 
 
 def test_gae_by_hand():
@@ -72,7 +70,7 @@ def test_gae_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[0.1625, 0.35, 1.0]]))
 
 
-def test_gae_ignores_what_lies_behind_the_end():
+def test_gae_ignores_numbers_after_the_end():
     mask = torch.tensor([[True, True, False]])
     advantages, returns = F.gae(
         torch.tensor([[0.0, 1.0, 99.0]]), torch.tensor([[0.2, 0.3, 55.0]]), mask, 1.0, 1.0
@@ -99,8 +97,8 @@ def test_policy_loss_of_the_textbook():
     assert clipped.item()
 
 
-def test_policy_loss_does_not_clip_what_makes_it_worse():
-    # ratio 1.3, advantage -2: max(2.6, 2.4) = 2.6, the gradient stays
+def test_policy_loss_is_not_clipped_if_that_would_lower_it():
+    # ratio 1.3, advantage -2: max(2.6, 2.4) = 2.6, so the gradient is kept
     loss, clipped = F.policy_loss(
         torch.tensor([math.log(1.3)]), torch.zeros(1), torch.tensor([-2.0]), 0.2
     )
@@ -121,7 +119,7 @@ def test_sequence_level_loss_by_hand():
 
 
 def test_value_loss_by_hand():
-    # value moved 0 -> 1, kept within 0.2, return 1: max(0, 0.64)/2; and return 0: max(1, 0.04)/2
+    # value changed 0 -> 1, clipped to 0.2, return 1: max(0, 0.64)/2; and return 0: max(1, 0.04)/2
     loss, clipped = F.value_loss(torch.ones(2), torch.zeros(2), torch.tensor([1.0, 0.0]), 0.2)
     torch.testing.assert_close(loss, torch.tensor([0.32, 0.5]))
     assert clipped.tolist() == [True, False]
@@ -148,7 +146,7 @@ def test_adaptive_kl_by_hand():
 
 def test_proportional_kl_by_hand():
     kl = F.AdaptiveKLController(0.2, target=6.0, horizon=100, rule=F.proportional)
-    kl.update(9.0, episodes=10)  # half too much
+    kl.update(9.0, episodes=10)  # 1.5 times the target
     assert kl.kl_coef == pytest.approx(0.3)
     kl.update(600.0, episodes=10)  # at most twice
     assert kl.kl_coef == pytest.approx(0.6)
@@ -156,7 +154,7 @@ def test_proportional_kl_by_hand():
     assert kl.kl_coef == pytest.approx(0.3)
 
 
-def test_fixed_kl_stays():
+def test_fixed_kl_coefficient_does_not_change():
     kl = F.AdaptiveKLController(0.2, target=6.0, horizon=100, rule=F.fixed)
     kl.update(600.0, episodes=10)
     assert kl.kl_coef == 0.2

@@ -28,17 +28,17 @@ def start() -> subprocess.Popen:
     )
 
 
-def kill_after(updates: int, how: signal.Signals) -> float:
-    """Kill a run when its metrics have so many lines: it is then saving, or in its next update.
-    Returns the seconds that it took to end.
+def kill_after(updates: int, kill_signal: signal.Signals) -> float:
+    """Kill a run when its metrics have `updates` lines: it is then saving, or in its next update.
+    Returns the seconds until it ended.
     """
     process, metrics = start(), Path("rounds/r0/ppo/metrics.jsonl")
     while not metrics.exists() or len(metrics.read_text().splitlines()) < updates:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.001)
-    process.send_signal(how)
+    process.send_signal(kill_signal)
     sent = time.monotonic()
-    assert process.wait(20) == -how
+    assert process.wait(20) == -kill_signal
     # as DVC does before it runs a stage again
     subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
     return time.monotonic() - sent
@@ -55,9 +55,9 @@ def outputs() -> dict[str, bytes]:
 
 def finish() -> str:
     process = start()
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    return said
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
 
 
 def test_killed_at_three_moments_and_started_again(make_round):
@@ -88,10 +88,9 @@ def test_killed_at_three_moments_and_started_again(make_round):
 
     kill_after(1, signal.SIGKILL)
     assert kill_after(5, signal.SIGTERM) < 10
-    kill_after(
-        UPDATES - 1, signal.SIGKILL
-    )  # after the last one it may have ended before the signal arrives
-    assert "goes on from here" in finish()
+    # not after the last update, since the run may end before the signal arrives
+    kill_after(UPDATES - 1, signal.SIGKILL)
+    assert "resumes from here" in finish()
     assert outputs() == expected
     assert not list(Path(".rondo/work/r0/ppo").glob("*/"))
 
@@ -112,7 +111,7 @@ def test_random_state_of_every_generator():
     def draw():
         return random.gauss(0, 1), float(numpy.random.normal()), torch.rand(1).item()
 
-    draw()  # an odd number of normal draws leaves one in store
+    draw()  # after an odd number of normal draws the generators store the next one
     state = random_state()
     first = draw()
     set_random_state(state)

@@ -1,4 +1,4 @@
-"""What PPO is rewarded by."""
+"""The reward model's scores as PPO reads them."""
 
 import pytest
 import torch
@@ -15,26 +15,23 @@ WHOLE = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 @pytest.mark.parametrize("value_head", [False, True])
 @pytest.mark.parametrize("related", [False, True])
 def test_ppo_is_rewarded_by_the_whole_ensemble(make_roles, tiny_reward_model, value_head, related):
-    """`related`: the first member shares a layer with the policy, the second does not, so that none
-    is handed on.
+    """`related`: the first member shares a layer with the policy, the second does not, so all
+    models have none in common.
     """
     roles = make_roles(lora=LoraParams(r=4), value_head=value_head, related=related)
     reward_model = roles.reward_model or roles.critic.get_base_model()
     reward_model.config.ensemble_reduce = "mean"
-    alone = member_scores(reward_model, WHOLE)
+    first_scores = member_scores(reward_model, WHOLE).tolist()
     second = tiny_reward_model(5)
     attach_ensemble(reward_model, [second])
-    roles.__post_init__()  # finds the layers that all have in common
+    roles.__post_init__()  # counts the layers that all models share
     packed = pack(PROMPTS, RESPONSES, torch.device("cpu"))
     scores, _ = roles.raw_scores(packed, roles.ref_logprobs(packed, 1.0)[2])
-    # both are calibrated by 0 and 1
+    # both are calibrated by mean 0 and standard deviation 1
     expected = [
-        (a + second(torch.tensor([ids])).logits.item()) / 2
-        for a, ids in zip(alone.tolist(), WHOLE, strict=True)
+        (score + second(torch.tensor([ids])).logits.item()) / 2
+        for score, ids in zip(first_scores, WHOLE, strict=True)
     ]
-    assert (
-        scores.tolist()
-        == pytest.approx(expected, abs=1e-5)
-        == reward_scores(reward_model, WHOLE).tolist()
-    )
-    assert expected != pytest.approx(alone.tolist(), abs=1e-3)
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+    assert reward_scores(reward_model, WHOLE).tolist() == pytest.approx(expected, abs=1e-5)
+    assert expected != pytest.approx(first_scores, abs=1e-3)

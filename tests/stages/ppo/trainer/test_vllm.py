@@ -1,6 +1,4 @@
-"""Rollouts through TRL's VLLMGeneration, with a stand-in for vLLM itself, which needs a GPU: what
-it is given, and what comes back.
-"""
+"""Rollouts through TRL's VLLMGeneration, with a stand-in for vLLM itself, which needs a GPU."""
 
 import copy
 import sys
@@ -23,15 +21,11 @@ PROMPTS = [[5 + i, 6, 7][: 1 + i % 3] for i in range(8)]
 
 
 class StandIn:
-    """What TRL uses of vllm.LLM, by a plain model of transformers."""
+    """The part of vllm.LLM that TRL uses, with a model of transformers."""
 
     def __init__(self, model, **options):
-        self.options, self.model, self.resets, self.seed = (
-            options,
-            AutoModelForCausalLM.from_pretrained(model).eval(),
-            0,
-            0,
-        )
+        self.options, self.model = options, AutoModelForCausalLM.from_pretrained(model).eval()
+        self.resets, self.seed = 0, 0
         runner = SimpleNamespace(model=self)
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
@@ -46,16 +40,13 @@ class StandIn:
         self.resets += 1
 
     def generate(self, prompts, sampling_params, use_tqdm):
-        assert (
-            sampling_params.n == 1 and sampling_params.top_p == 1.0 and sampling_params.top_k == 0
-        )
-        assert sampling_params.ignore_eos and not hasattr(
-            sampling_params, "seed"
-        )  # which would be every prompt's own
-        ids, [eos] = (
-            [prompt["prompt_token_ids"] for prompt in prompts],
-            sampling_params.stop_token_ids,
-        )
+        assert sampling_params.n == 1
+        assert sampling_params.top_p == 1.0 and sampling_params.top_k == 0
+        assert sampling_params.ignore_eos
+        # a seed would be the same for every prompt
+        assert not hasattr(sampling_params, "seed")
+        ids = [prompt["prompt_token_ids"] for prompt in prompts]
+        [eos] = sampling_params.stop_token_ids
         self.seed += 1
         responses = sample(
             self.model, ids, sampling_params.max_tokens, sampling_params.temperature, self.seed, eos
@@ -84,13 +75,13 @@ def sample(model, ids, length, temperature, seed, eos):
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """stages.ppo.trainer.vllm on a machine that has vLLM."""
+    """VllmEngine as on a machine that has vLLM."""
     from trl.generation import vllm_generation
 
-    import stages.ppo.trainer.vllm as module
+    import stages.ppo.trainer.vllm as vllm_module
 
-    for place in (vllm_generation, module):
-        monkeypatch.setattr(place, "is_vllm_available", lambda: True)
+    for module in (vllm_generation, vllm_module):
+        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", StandIn, raising=False)
     monkeypatch.setattr(
         vllm_generation,
@@ -99,21 +90,16 @@ def vllm(monkeypatch):
         raising=False,
     )
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):  # TRL sets them; so they go afterwards
+    # TRL sets these variables; monkeypatch removes them again after the test
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    return module.Vllm
+    return vllm_module.VllmEngine
 
 
 @pytest.fixture
 def roles(make_roles, shift, tiny_lm, tmp_path, vllm):
-    """A policy whose adapters have learnt something, on a model that vLLM can load from disk."""
+    """A policy whose adapters are not zero, on a model that vLLM can load from disk."""
     roles = make_roles(lora=LoraParams(r=4, top_layers=1))
     tiny_lm(spread=0.3).save_pretrained(tmp_path)
     roles.policy.get_base_model().name_or_path = str(tmp_path)
@@ -122,7 +108,7 @@ def roles(make_roles, shift, tiny_lm, tmp_path, vllm):
     return roles
 
 
-def test_it_samples_from_the_policy_as_it_is_now(roles, shift):
+def test_it_samples_from_the_current_policy(roles, shift):
     before = {name: weight.clone() for name, weight in roles.policy.state_dict().items()}
     sampled = []
     for seed in (1, 2):
@@ -139,14 +125,10 @@ def test_it_samples_from_the_policy_as_it_is_now(roles, shift):
     assert engine.resets == 2 and engine.options["gpu_memory_utilization"] == 0.3
 
 
-def test_an_update_on_what_it_sampled(roles):
-    trainer = PpoTrainer(
-        roles,
-        [({"id": str(i), "prompt": ""}, prompt) for i, prompt in enumerate(PROMPTS)],
-        PPO,
-        seed=0,
-    )
-    trainer.updates = 1  # at the first, policy and reference would have to be one
+def test_an_update_on_its_samples(roles):
+    prompts = [({"id": str(i), "prompt": ""}, prompt) for i, prompt in enumerate(PROMPTS)]
+    trainer = PpoTrainer(roles, prompts, PPO, seed=0)
+    trainer.updates = 1  # before the first update, policy and reference would have to agree
     before = copy.deepcopy(roles.policy)
     rollout, _ = trainer.step()
     assert rollout.responses == sample(before, rollout.prompts, 6, 1.0, 1, 2)

@@ -1,0 +1,107 @@
+"""The record of one rollout: the sampled episodes, and what the four roles computed on them.
+
+Dimensions: B episodes, T tokens of the longest response, L prompt and response tokens of one
+episode, H hidden size.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stages.lib.core.types import Row, TokenIds
+from stages.ppo.trainer import functional as F
+
+
+class RoleOutputs(NamedTuple):
+    """The outputs of the four roles on some episodes, without gradients.
+
+    raw_scores: (B,) of the reward model, which reads the response closed by EOS. logprobs,
+    entropies, ref_logprobs: (B, T) nats. values: (B, T). mask: (B, T) bool, true on response
+    tokens; the other (B, T) fields are 0 outside it. policy_states, critic_states: per episode,
+    (L, H) states below the adapters, which are the same in every epoch.
+    """
+
+    raw_scores: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    mask: Tensor
+    policy_states: list[Tensor]
+    critic_states: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout of B episodes. Fields that are not explained here are those of `RoleOutputs`.
+
+    rows: the prompts' rows. prompts, responses: tokens per episode. texts: the responses decoded.
+    ended: (B,) bool, EOS was sampled. parts: scores of the further rewards, by name. calibrated:
+    (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the weighted sum of
+    calibrated and parts, clipped and penalised. advantages (whitened), returns: (B, T).
+    """
+
+    rows: list[Row]
+    prompts: list[TokenIds]
+    responses: list[TokenIds]
+    texts: list[str]
+    ended: Tensor
+    parts: dict[str, list[float]]
+    raw_scores: Tensor
+    calibrated: Tensor
+    scores: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    mask: Tensor
+    policy_states: list[Tensor]
+    critic_states: list[Tensor]
+
+    @property
+    def sequence_kl(self) -> Tensor:
+        """(B,) KL estimate (k1), nats per sequence."""
+        return (F.kl_k1(self.logprobs, self.ref_logprobs) * self.mask).sum(1)
+
+
+def concat_outputs(micro_batches: list[RoleOutputs]) -> RoleOutputs:
+    """The outputs of all micro-batches, one after the other."""
+    columns = zip(*micro_batches, strict=True)
+    return RoleOutputs(*(concat_padded(list(column)) for column in columns))
+
+
+def concat_padded(parts: list[Any]) -> Any:
+    """Concatenate along rows: lists, (b,) tensors, or (b, t) tensors padded to the longest t."""
+    if isinstance(parts[0], list):
+        return list(chain(*parts))
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def describe(rollout: Rollout) -> dict[str, float]:
+    """Metrics of a rollout: scores, KL (nats per sequence), entropy (nats per token), length
+    (tokens), critic.
+    """
+    kl_k3 = F.kl_k3(rollout.logprobs, rollout.ref_logprobs) * rollout.mask
+    return {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()} | {
+        "score_mean": float(rollout.calibrated.mean()),
+        "score_std": float(rollout.calibrated.std()),
+        "reward_mean": float(rollout.scores.mean()),
+        "reward_std": float(rollout.scores.std()),
+        "kl": float(rollout.sequence_kl.mean()),
+        "kl_k3": float(kl_k3.sum(1).mean()),
+        "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
+        "response_length": float(rollout.mask.sum(1).float().mean()),
+        "eos_rate": float(rollout.ended.float().mean()),
+        "explained_variance": F.explained_variance(rollout.values, rollout.returns, rollout.mask),
+        "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
+        "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
+    }
