@@ -35,6 +35,7 @@ class OnlineCallback(PolicyCallback):
         steps = ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size
         super().__init__(context, NAMES, steps)
         self.generator = torch.Generator().manual_seed(context.params.seed)
+        # TRL's trainers pass prompts as texts; `tokens` maps them to the same tokens as in PPO
         self.texts = [
             render_prompt(context.tokenizer, row["prompt"], context.params.prepare.prompt_format)
             for row, _ in context.prompts

@@ -35,6 +35,7 @@ def split(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
         BadInput: fewer rows than one batch are left to train on.
     """
     number, batch_size = params.ppo.validation_prompts, params.ppo.batch_size
+    # split by prompt, not by row, since replay repeats prompts
     keys = {prompt_key(row["prompt"]): row for row in rows}
     held_out = hold_out(keys, number / max(len(keys), 1), params.seed)
     train = [row for row in rows if prompt_key(row["prompt"]) not in held_out]

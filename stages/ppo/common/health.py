@@ -290,6 +290,7 @@ class Monitor:
         history, new = MetricHistory(steps), []
         known = {(finding.sign, finding.verdict) for finding in self.findings}
         for sign in SIGNS:
+            # the alternatives to PPO do not have all columns
             if len(steps) < sign.after or sign.column not in steps[-1]:
                 continue
             verdict, value = sign.read(history, self.params)

@@ -122,6 +122,7 @@ def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
     The returned function raises:
         RondoError: no rewards after TRIES tries; the run can be resumed.
     """
+    # the server gets rendered texts, in the template of the base model
     session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
     retry = Retry(
         total=TRIES - 1,

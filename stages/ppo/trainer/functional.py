@@ -88,6 +88,7 @@ def gae(
         # the value after the last token is 0, since the episode ends there
         next_values = values[:, t + 1] if t + 1 < rewards.shape[1] else torch.zeros_like(advantage)
         delta = rewards[:, t] + gamma * next_values - values[:, t]
+        # padding is on the right: the mask keeps the sum 0 until the episode's last token
         advantage = (delta + gamma * lam * advantage) * mask[:, t]
         advantages[:, t] = advantage
     return advantages, (advantages + values) * mask
@@ -95,6 +96,7 @@ def gae(
 
 def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(B, T) values with masked variance 1 and, if `shift_mean`, mean 0; zero outside the mask."""
+    # the population variance: only a scale is needed, and a single token gives 0, not NaN
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean) ** 2, mask)
     scaled = (values - mean) * torch.rsqrt(variance + 1e-8)

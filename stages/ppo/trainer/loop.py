@@ -50,6 +50,7 @@ class TrainingRun:
         self.stopped, self.initial_validation = "", NO_VALIDATION
         saved = self.resume.load()
         if not saved:
+            # rollouts of a run that was killed before it saved a state
             self.resume.clear()
         self.recorder = MetricLogger(
             "ppo", round_, trainer.planned_updates, saved["steps"] if saved else ()

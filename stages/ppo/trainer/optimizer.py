@@ -27,6 +27,7 @@ class MasterWeightOptimizer:
             name: weight.detach().float() if weight.dtype is torch.bfloat16 else weight
             for name, weight in self.weights.items()
         }
+        # eps 1e-5, as in PPO's reference implementations (arXiv 2403.17031), not torch's 1e-8
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True
         )

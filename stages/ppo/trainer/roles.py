@@ -124,6 +124,7 @@ class Roles:
         logits = response_logits(self.policy, packed, hidden)
         if self.critic_view:
             critic_hidden = self.critic_view.trained_states(packed, torch.cat([*critic_states]))
+            # the critic starts as the reward head, so its values have the units of the scores
             values = self.calibrate(score_head(self.critic, critic_hidden[packed.predicts]))
         else:
             values = self.critic(hidden[packed.predicts])
@@ -151,6 +152,7 @@ class Roles:
             logprobs = response_logprobs(reference, packed, hidden, temperature)
         return logprobs, split_rows(packed, entering), shared
 
+    # not used in training: `check_initial_ratio` compares it with `policy_and_critic`
     @torch.no_grad()
     def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """(B, T) log-probabilities under the policy, computed through all of its layers."""
@@ -200,6 +202,7 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     ppo = params.ppo
     policy = load_causal_lm(sft, params.model)
     reward_model = load_reward_model(reward, params.model)
+    # in bfloat16 a score near 3 changes in steps of 0.016
     reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
     tokenizer, engine = load_tokenizer(sft), None

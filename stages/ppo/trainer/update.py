@@ -52,6 +52,7 @@ class PpoTrainer:
             params.kl_coef, params.target_kl, params.kl_horizon, KL_RULES[params.kl_control]
         )
         self.planned_updates = planned_updates(params)
+        # policy and critic have rates of their own, and their gradients are clipped separately
         self.optimizers = [
             MasterWeightOptimizer(roles.policy, params.learning_rate, self._rate),
             MasterWeightOptimizer(roles.critic, params.critic_learning_rate, self._rate),
@@ -278,6 +279,7 @@ class PpoTrainer:
             optimizer.clip(p.max_grad_norm) for optimizer in self.optimizers
         )
         sums |= {"policy_grad_norm": policy_norm, "critic_grad_norm": critic_norm}
+        # before the weights change, so that a diverged run keeps its last good weights
         self.check_finite(sums)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -303,6 +305,7 @@ class PpoTrainer:
         """
         p = self.params
         packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
+        # a micro-batch is only as wide as its own longest response
         mask, width = packed.response_mask, packed.response_mask.shape[1]
         old_logprobs, old_values, advantages, returns = (
             column[micro_batch, :width]

@@ -38,6 +38,7 @@ class MergedWeightGeneration(VLLMGeneration):
         for name, parameter in model.named_parameters():
             layer_name, weight = name.removesuffix(".base_layer.weight"), parameter.detach()
             if layer_name in adapter_layers:
+                # summed in float32, rounded once to the type of the weight
                 layer = adapter_layers[layer_name]
                 for adapter in layer.active_adapters:
                     weight = weight.float() + layer.get_delta_weight(adapter).float()
