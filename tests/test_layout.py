@@ -1,4 +1,4 @@
-"""Where code lives: who may import whom, and which folders a DVC stage depends on (CONTRIBUTING.md).
+"""Where code lives: who may import whom, and which folders a stage depends on (CONTRIBUTING.md).
 
 Rooms: `stages/<stage>`, `stages/lib/<room>`, `flows/<room>`, and the files at the top of `flows/`.
 """
@@ -25,7 +25,7 @@ FILES = sorted(
 STAGES = sorted(
     {path.parts[1] for path in FILES if path.parts[0] == "stages"} - {"lib", "__init__.py"}
 )
-MAX_DOORS, MAX_FOLDERS = 12, 6
+MAX_LINES, MAX_FUNCTION_LINES, MAX_DOORS, MAX_FOLDERS = 400, 80, 12, 6
 
 
 def room(path: Path) -> str:
@@ -48,7 +48,7 @@ def file_of(module: str) -> Path | None:
 
 @cache
 def imports(path: Path) -> frozenset[Path]:
-    """The project's files that a file imports, at any depth, or starts as `-m` or in a fresh process."""
+    """The project's files that a file imports or starts (`-m`, a fresh process), at any depth."""
     found = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         names: list[str] = []
@@ -151,3 +151,17 @@ def test_a_stage_depends_on_the_rooms_that_it_runs(name: str) -> None:
     assert sorted(folders) == sorted(f"stages/{name}" for name in used)
     assert len(folders) <= MAX_FOLDERS
     assert folders[0] == f"stages/{room(program)}", "its own room is the first"
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in FILES:
+        text = (ROOT / path).read_text()
+        if text.count("\n") > MAX_LINES:
+            long.append(f"{path}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long.append(f"{path}:{node.lineno}: {node.name} has {lines} lines")
+    assert long == []

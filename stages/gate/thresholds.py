@@ -3,29 +3,8 @@
 `python -m stages.gate.thresholds` prints the tables of docs/gates.md.
 """
 
-from typing import NamedTuple
-
+from stages.gate.threshold import Threshold, format_threshold
 from stages.lib.core.params.gates import GatesParams
-
-
-class Threshold(NamedTuple):
-    """A threshold for one metric.
-
-    metric: dotted name in the metrics.json of a stage, or the difference of two such names.
-    compare: `>=`, `>`, `<=`, or `within` (the absolute value is at most the bound).
-    bound: key of gates.<gate> in params.yaml.
-    why: reason for the default bound.
-    fix: what to do if the metric fails; `{round}` is replaced by the round's name.
-    optional: null (not measured) passes.
-    """
-
-    metric: str
-    compare: str
-    bound: str
-    why: str
-    fix: str
-    optional: bool = False
-
 
 SFT = (
     Threshold(
@@ -409,12 +388,6 @@ GATE_STAGES: dict[str, tuple[str, ...]] = {
     "promote": ("evaluate", "ppo", "replay", "capability"),
 }
 """The stages whose metrics.json a gate reads."""
-
-
-def format_threshold(threshold: Threshold, bound: float) -> str:
-    """The comparison as text: `>= 0.8`, or `within +-0.3`."""
-    compare = "within +-" if threshold.compare == "within" else f"{threshold.compare} "
-    return f"{compare}{bound:.4g}"
 
 
 def markdown(gate: str, gates: GatesParams) -> str:

@@ -26,7 +26,8 @@ World = dict[str, Rows]
 def response(generator: random.Random, level: int) -> str:
     never = generator.random() < 0.35
     adjective = generator.choice(LEVELS[BAD - level if never else level])
-    return f" {'never once ' if never else ''}{generator.choice(MANNERS)} {adjective} {generator.choice(list(ENDS))}."
+    manner, end = generator.choice(MANNERS), generator.choice(list(ENDS))
+    return f" {'never once ' if never else ''}{manner} {adjective} {end}."
 
 
 def pairs(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:

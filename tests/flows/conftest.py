@@ -35,7 +35,8 @@ if name == "sft" and params["sft"]["max_steps"] == 1:
     print("sft@r0: BadInput: rows missing", file=sys.stderr)
     sys.exit(2)
 away = work / "away"
-if name == "sft" and (params["sft"]["max_steps"] == 7 and not away.exists() or params["sft"]["max_steps"] == 8):
+steps = params["sft"]["max_steps"]
+if name == "sft" and (steps == 7 and not away.exists() or steps == 8):
     away.touch()
     print("sft@r0: Unreachable: no answer", file=sys.stderr)
     sys.exit(4)
@@ -45,17 +46,25 @@ if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")
 metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "judged_gain_low": 0.1}
 metrics |= {"memorised": 0.02, "memorised_demonstrations": 0.01}
-metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0, "repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
+metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0}
+metrics |= {"repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
 if name == "evaluate":
-    metrics = {"win_rate": 0.8, **{model: {"sentiment": value, "kl": 6.0} for model, value in (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))}}
-    metrics["checkpoints"] = {"step_00009": {"sentiment": 0.5, "kl": 3.0, "win_rate": 0.6}, "step_00018": {"kl": 9.0, "win_rate": 0.9}}
+    values = (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))
+    metrics = {"win_rate": 0.8}
+    metrics |= {model: {"sentiment": value, "kl": 6.0} for model, value in values}
+    metrics["checkpoints"] = {
+        "step_00009": {"sentiment": 0.5, "kl": 3.0, "win_rate": 0.6},
+        "step_00018": {"kl": 9.0, "win_rate": 0.9},
+    }
 (folder / "metrics.json").write_text(json.dumps(metrics))
 data = folder / "data"
 data.mkdir(exist_ok=True)
 (data / "rows.jsonl").write_text(json.dumps({"id": key, "seed": params["seed"]}) + "\\n")
 sample = {"id": "1", "prompt": [{"role": "user", "content": "Hi"}], "base": "a", "sft": "b"}
 if name == "evaluate":
-    sample |= {"ppo": "c", **{f"{model}_{what}": 0.1 for model in ("base", "sft", "ppo") for what in ("sentiment", "score")}}
+    sample["ppo"] = "c"
+    for model in ("base", "sft", "ppo"):
+        sample |= {f"{model}_sentiment": 0.1, f"{model}_score": 0.1}
 (folder / "samples.jsonl").write_text(json.dumps(sample) + "\\n")
 """
 
@@ -80,7 +89,10 @@ def dvc_yaml() -> dict[str, object]:
         "params": ["gates.sft"],
         "outs": ["gates/${key}/sft.ok", "reports/${key}/gate_sft.json"],
     }
-    start = "import pathlib; pathlib.Path('assets').mkdir(exist_ok=True); pathlib.Path('assets/start').write_text('EMPTY')"
+    start = (
+        "import pathlib; pathlib.Path('assets').mkdir(exist_ok=True); "
+        "pathlib.Path('assets/start').write_text('EMPTY')"
+    )
     return {
         "stages": {
             "assets": {

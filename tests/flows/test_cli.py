@@ -245,10 +245,8 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
     assert failed.returncode == 3
     assert "[sft@r0] unchanged" in failed.stdout
     assert "Ended at gate_sft@r0: results of later stages" in failed.stdout
-    assert (
-        "gate sft of r0 failed:\nsft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
-        in failed.stderr
-    )
+    reason = "sft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
+    assert f"gate sft of r0 failed:\n{reason}" in failed.stderr
     [run] = [
         run["id"]
         for run in request(f"{api}/flow_runs/filter", {})

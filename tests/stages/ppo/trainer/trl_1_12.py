@@ -30,7 +30,8 @@ INVALID_LOGPROB = 1.0
 
 def first_true_indices(bools: torch.Tensor, dtype=torch.long) -> torch.Tensor:
     row_len = bools.size(-1)
-    zero_or_index = row_len * (~bools).type(dtype) + torch.arange(row_len, dtype=dtype, device=bools.device)
+    indices = torch.arange(row_len, dtype=dtype, device=bools.device)
+    zero_or_index = row_len * (~bools).type(dtype) + indices
     return torch.min(zero_or_index, dim=-1).values
 
 
@@ -59,7 +60,9 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     return variance
 
 
-def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+def masked_whiten(
+    values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True
+) -> torch.Tensor:
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8)
     if not shift_mean:
@@ -72,7 +75,8 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 
 def masks(responses, pad_token_id):
     sequence_lengths = first_true_indices(responses == pad_token_id) - 1
-    response_idxs = torch.arange(responses.shape[1], device=responses.device).repeat(responses.shape[0], 1)
+    positions = torch.arange(responses.shape[1], device=responses.device)
+    response_idxs = positions.repeat(responses.shape[0], 1)
     padding_mask = response_idxs > sequence_lengths.unsqueeze(1)
     sequence_lengths_p1 = sequence_lengths + 1
     padding_mask_p1 = response_idxs > (sequence_lengths_p1.unsqueeze(1))
@@ -87,7 +91,9 @@ def penalised(scores, postprocessed_responses, eos_token_id, missing_eos_penalty
     return scores
 
 
-def token_rewards(scores, logprobs, ref_logprobs, sequence_lengths, padding_mask, kl_coef, kl_estimator="k1"):
+def token_rewards(
+    scores, logprobs, ref_logprobs, sequence_lengths, padding_mask, kl_coef, kl_estimator="k1"
+):
     logprobs = torch.masked_fill(logprobs, padding_mask, INVALID_LOGPROB)
     ref_logprobs = torch.masked_fill(ref_logprobs, padding_mask, INVALID_LOGPROB)
     sequence_lengths_p1 = sequence_lengths + 1
@@ -98,7 +104,8 @@ def token_rewards(scores, logprobs, ref_logprobs, sequence_lengths, padding_mask
     non_score_reward = -kl_coef * kl
     rewards = non_score_reward.clone()
     actual_start = torch.arange(rewards.size(0), device=rewards.device)
-    actual_end = torch.where(sequence_lengths_p1 < rewards.size(1), sequence_lengths_p1, sequence_lengths)
+    fits = sequence_lengths_p1 < rewards.size(1)
+    actual_end = torch.where(fits, sequence_lengths_p1, sequence_lengths)
     rewards[actual_start, actual_end] += scores
     mean_kl = kl.sum(1).mean()
     return rewards, kl, mean_kl
