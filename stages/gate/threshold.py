@@ -1,6 +1,13 @@
-"""One threshold of a gate, and how it is written."""
+"""The form of a threshold; the thresholds themselves are in thresholds.py."""
 
 from typing import NamedTuple
+
+GATE_STAGES: dict[str, tuple[str, ...]] = {
+    "sft": ("sft",),
+    "reward": ("reward", "battery"),
+    "promote": ("evaluate", "ppo", "replay", "capability"),
+}
+"""The stages whose metrics.json a gate reads."""
 
 
 class Threshold(NamedTuple):

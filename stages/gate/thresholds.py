@@ -382,12 +382,6 @@ PROMOTE = (
 )
 
 THRESHOLDS: dict[str, tuple[Threshold, ...]] = {"sft": SFT, "reward": REWARD, "promote": PROMOTE}
-GATE_STAGES: dict[str, tuple[str, ...]] = {
-    "sft": ("sft",),
-    "reward": ("reward", "battery"),
-    "promote": ("evaluate", "ppo", "replay", "capability"),
-}
-"""The stages whose metrics.json a gate reads."""
 
 
 def markdown(gate: str, gates: GatesParams) -> str:

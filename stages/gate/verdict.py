@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.gate.approvals import read_approval
-from stages.gate.threshold import Threshold, format_threshold
-from stages.gate.thresholds import GATE_STAGES, THRESHOLDS
+from stages.gate.threshold import GATE_STAGES, Threshold, format_threshold
+from stages.gate.thresholds import THRESHOLDS
 from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, read_json, stage_dir, write_json, write_text
 from stages.lib.core.params import Params
