@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.core.prefect_api import ask, set_state
+from flows.core.prefect_api import request, set_state
 from flows.execution.worktree import WORKSPACES
 
 ENDLESS = {
@@ -34,8 +34,8 @@ def working_commands() -> list[list[str]]:
 
 def seconds_to_cancel() -> float:
     """Start a run, cancel it, and return the seconds until its last process has ended."""
-    deployment = ask("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
-    run = ask(f"deployments/{deployment}/create_flow_run", {"parameters": ENDLESS})["id"]
+    deployment = request("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
+    run = request(f"deployments/{deployment}/create_flow_run", {"parameters": ENDLESS})["id"]
     while not any("stages.sft" in command for command in working_commands()):
         time.sleep(0.5)
     time.sleep(5)  # SFT loads its model and begins to train

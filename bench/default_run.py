@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flows.core.tables import drawn
+from flows.core.tables import render_text
 from flows.report import summary
 
 ROUNDS = ("r0", "r1")
@@ -61,7 +61,7 @@ def percent(metrics: dict[str, Any], name: str) -> str:
 
 def rounds_table() -> str:
     """The table over rounds of docs/default.md."""
-    return drawn(summary.table(list(ROUNDS), markdown=True)).strip() + "\n"
+    return render_text(summary.table(list(ROUNDS), markdown=True)).strip() + "\n"
 
 
 TABLES = {"README.md": questions, "docs/default.md": rounds_table}

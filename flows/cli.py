@@ -279,9 +279,11 @@ def status(_: argparse.Namespace) -> int:
 
 
 def approve(options: argparse.Namespace) -> int:
-    from flows.orchestration.approval import decide_here
+    from flows.orchestration.approval import decide_at_terminal
 
-    path = decide_here(options.gate, options.round, not options.refuse, options.by, options.reason)
+    path = decide_at_terminal(
+        options.gate, options.round, not options.refuse, options.by, options.reason
+    )
     print(f"{path} written; run `rondo run` (or `dvc repro`) to continue")
     return 0
 
@@ -338,9 +340,9 @@ def best(options: argparse.Namespace) -> int:
 
 
 def check_data(options: argparse.Namespace) -> int:
-    from stages.prepare.check_file import check
+    from stages.prepare.check_file import check_file
 
-    return check(options.file)
+    return check_file(options.file)
 
 
 COMMANDS = {

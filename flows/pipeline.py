@@ -212,7 +212,7 @@ def pipeline(
         # 3. Find the stages to run, and estimate time and memory.
         names = list(params.rounds)
         addresses = dvc_stages.stage_order(names)
-        todo = dvc_stages.waiting(addresses)
+        todo = dvc_stages.not_up_to_date(addresses)
         # DVC does not track the contents of the user's data files: if one changed, force `assets`.
         changed = changed_sources(params) if "assets" not in todo else []
         if changed:
@@ -228,7 +228,7 @@ def pipeline(
         remaining = list(addresses)
         try:
             run_stages(remaining, names, run_ref, tracker, bool(changed), log)
-            verdict = "; ".join(summary.verdict(names))
+            verdict = "; ".join(summary.verdict_lines(names))
             state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))
@@ -264,7 +264,7 @@ def run_stages(
         try:
             run_stage(address, run_ref, tracker, force=address == "assets" and force_assets)
         except GateFailed as error:
-            if approval.decided_in_the_ui(address):
+            if approval.apply_ui_decision(address):
                 continue  # the gate runs again and reads the decision
             if address not in may_fail:
                 raise

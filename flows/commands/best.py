@@ -12,7 +12,7 @@ from mlflow.entities import LoggedModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.tables import drawn, interval, short
+from flows.core.tables import interval, render_text, short_hash
 from flows.execution.worktree import WORKSPACES
 from flows.tracking.records import digest_of, digests
 from stages.lib.core.errors import BadInput
@@ -133,7 +133,7 @@ def text(home: Path, evaluations: list[list[Policy]]) -> str:
         if len(evaluations) > 1:
             evaluation = policies[0].tags.get("evaluation_id", "unknown")
             lines.append(f"evaluation {evaluation}, not comparable with the others:")
-        lines.append(drawn(table(policies)))
+        lines.append(render_text(table(policies)))
     return "\n".join([*lines, advice(home, evaluations[0])])
 
 
@@ -150,7 +150,7 @@ def table(policies: list[Policy]) -> Table:
             f"{policy.metrics['kl']:.2f}",
             f"{policy.metrics['sentiment']:.3f}" if "sentiment" in policy.metrics else "-",
             policy.tags.get("seed", "-"),
-            short(policy.tags.get("revision", "-")),
+            short_hash(policy.tags.get("revision", "-")),
         )
     return rich_table
 

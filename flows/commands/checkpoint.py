@@ -61,7 +61,7 @@ def evaluate_checkpoint(
         )
     if code:
         raise dvc_stages.ERROR_BY_EXIT_CODE.get(code, RondoError)(
-            "\n".join(lines[-dvc_stages.SHOWN_LINES :])
+            "\n".join(lines[-dvc_stages.ERROR_LINES :])
         )
     report = Path(lines[-1])  # the stage prints the path of its report last
     with chdir(folder):

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core.services import MLFLOW_URL, WORKFLOW
-from flows.core.tables import drawn, interval
+from flows.core.tables import interval, render_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Row
@@ -163,7 +163,7 @@ def text(client: MlflowClient, a: Evaluation, b: Evaluation) -> str:
     table.add_section()
     for row in changed or [("the settings are the same", "", "")]:
         table.add_row(*row)
-    return drawn(table)
+    return render_text(table)
 
 
 def format_metric(value: float | None) -> str:

@@ -30,7 +30,7 @@ def text(home: Path) -> str:
     todo = (
         set(addresses[addresses.index(current) :])
         if current in addresses
-        else dvc_stages.waiting(addresses)
+        else dvc_stages.not_up_to_date(addresses)
     )
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
@@ -40,7 +40,7 @@ def text(home: Path) -> str:
         by_stage.setdefault(split_address(address)[0], []).append(state(address, current, todo))
     for stage, states in by_stage.items():
         table.add_row(stage, *states)
-    lines = [tables.drawn(table), *summary.verdict(rounds), *workspaces(home)]
+    lines = [tables.render_text(table), *summary.verdict_lines(rounds), *workspaces(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 

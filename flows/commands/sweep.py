@@ -63,7 +63,7 @@ def sweep(
         pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
         with chdir(home_folder() / WORKSPACES / name):
             names = list(load_params().rounds)
-            todo = dvc_stages.waiting(dvc_stages.stage_order(names))
+            todo = dvc_stages.not_up_to_date(dvc_stages.stage_order(names))
             rows += [row(name, point, round_, todo) for round_ in names]
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"
@@ -83,7 +83,7 @@ def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, s
         title: "-" if f"{summary.stage_of(title)}@{round_}" in todo else cells[title]
         for title in SHOWN
     }
-    (verdict,) = summary.verdict([round_])
+    (verdict,) = summary.verdict_lines([round_])
     return {
         "run": name,
         "settings": ", ".join(point),

@@ -17,7 +17,7 @@ PREFECT_URL = f"http://{HOST}:{PREFECT_PORT}"
 RETRY_SECONDS = (0.5, 1, 2)
 
 
-def ask(path: str, body: Any = None, method: str | None = None) -> Any:
+def request(path: str, body: Any = None, method: str | None = None) -> Any:
     """Send a request to Prefect's API and return the parsed JSON response.
 
     A request with a body is a POST, one without a body is a GET, unless `method` names another
@@ -48,9 +48,9 @@ def ask(path: str, body: Any = None, method: str | None = None) -> Any:
 
 def flow_runs(**filters: Any) -> list[str]:
     """Ids of the flow runs that match Prefect's filters."""
-    return [run["id"] for run in ask("flow_runs/filter", {"flow_runs": filters})]
+    return [run["id"] for run in request("flow_runs/filter", {"flow_runs": filters})]
 
 
 def set_state(run: str, state: dict[str, str], force: bool = False) -> None:
     """Set the state of a flow run; without `force`, a run that has ended keeps its state."""
-    ask(f"flow_runs/{run}/set_state", {"state": state, "force": force})
+    request(f"flow_runs/{run}/set_state", {"state": state, "force": force})

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-def short(text: str) -> str:
+def short_hash(text: str) -> str:
     """The first 8 characters of a hash or an id; a `-dirty` suffix stays."""
     name, dirty, _ = text.partition("-dirty")
     return name[:8] + dirty
@@ -25,7 +25,7 @@ def interval(mean: float, low: float | None, high: float | None) -> str:
     return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
-def drawn(table: Table) -> str:
+def render_text(table: Table) -> str:
     """Render a rich table as text without colours, trailing spaces or empty lines."""
     buffer = StringIO()
     Console(file=buffer, width=200, color_system=None).print(table)

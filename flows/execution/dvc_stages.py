@@ -21,7 +21,7 @@ from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 
-SHOWN_LINES = 15  # of a failed stage's output, in the error message
+ERROR_LINES = 15  # of a failed stage's output, in the error message
 
 
 class Outcome(str, Enum):
@@ -80,7 +80,7 @@ def stage_order(rounds: list[str]) -> list[str]:
     return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
 
 
-def waiting(addresses: list[str]) -> set[str]:
+def not_up_to_date(addresses: list[str]) -> set[str]:
     """The stages that are not up to date, or that depend on one that is not.
 
     A dependent stage may be skipped later: if the stage before it reproduces equal outputs, it has
@@ -160,7 +160,7 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
     """
     if not force and up_to_date(address):
         return Outcome.unchanged
-    stage_lines: deque[str] = deque(maxlen=SHOWN_LINES)
+    stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
     dvc_lines: list[str] = []
 
     def sort_line(line: str) -> None:

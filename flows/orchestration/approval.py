@@ -19,7 +19,7 @@ from flows.core.addresses import slug, split_address
 from flows.core.git import current_user
 from flows.core.verdicts import failed_checks, read_gate
 from stages.gate.approvals import Approval, write_approval
-from stages.gate.verdict import values
+from stages.gate.verdict import values_by_metric
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.gates import Policy
 
@@ -52,7 +52,7 @@ def waiting(address: str) -> dict[str, Any] | None:
     return verdict if undecided else None
 
 
-def decided_in_the_ui(address: str) -> bool:
+def apply_ui_decision(address: str) -> bool:
     """Whether a person decided on this gate, in a run that was started from the Prefect UI.
 
     Without a decision the run is suspended: its process ends, and Prefect starts the flow again
@@ -101,10 +101,10 @@ def decide(verdict: dict[str, Any], approve: bool, by: str, reason: str) -> str:
 
 
 def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
-    return values([check for check in verdict["checks"] if not check["passed"]])
+    return values_by_metric([check for check in verdict["checks"] if not check["passed"]])
 
 
-def decide_here(gate: str, round_: str, approve: bool, by: str | None, reason: str) -> str:
+def decide_at_terminal(gate: str, round_: str, approve: bool, by: str | None, reason: str) -> str:
     """`rondo approve`: write the decision of a person at the terminal and return its path.
 
     Raises:

@@ -8,7 +8,7 @@ Webhook; blocks for mail, Slack or Teams are created by hand in the UI.
 from typing import Any
 from urllib.parse import urlsplit
 
-from flows.core.prefect_api import ask
+from flows.core.prefect_api import request
 from stages.lib.core.errors import BadInput
 
 STATES = ("GateFailed", "Suspended", "Failed", "Crashed")
@@ -56,7 +56,7 @@ def check_webhook(url: str) -> None:
         )
 
 
-def tell(url: str | None) -> list[str]:
+def set_up_notifications(url: str | None) -> list[str]:
     """Create or extend the automation that notifies every block named `rondo`.
 
     An existing automation keeps its actions and whether it is enabled, as a person left it.
@@ -69,7 +69,7 @@ def tell(url: str | None) -> list[str]:
     """
     if url:
         _save_webhook_block(url)
-    blocks = ask(
+    blocks = request(
         "block_documents/filter",
         {
             "block_documents": {"name": {"any_": [BLOCK]}},
@@ -80,9 +80,9 @@ def tell(url: str | None) -> list[str]:
         {"type": "send-notification", "block_document_id": block["id"], **MESSAGE}
         for block in blocks
     ]
-    existing = ask("automations/filter", {"automations": {"name": {"any_": [NAME]}}})
+    existing = request("automations/filter", {"automations": {"name": {"any_": [NAME]}}})
     if actions and not existing:
-        ask("automations/", {"name": NAME, "trigger": TRIGGER, "actions": actions})
+        request("automations/", {"name": NAME, "trigger": TRIGGER, "actions": actions})
     elif existing:
         automation = existing[0]
         notified = {action.get("block_document_id") for action in automation["actions"]}
@@ -95,21 +95,21 @@ def tell(url: str | None) -> list[str]:
 def _set_actions(automation: dict[str, Any], actions: list[dict[str, Any]]) -> None:
     # A PUT replaces all fields, so the others are sent back as they are
     fields = {key: automation[key] for key in ("name", "description", "enabled", "tags", "trigger")}
-    ask(f"automations/{automation['id']}", {**fields, "actions": actions}, "PUT")
+    request(f"automations/{automation['id']}", {**fields, "actions": actions}, "PUT")
 
 
 def _save_webhook_block(url: str) -> None:
     """Create the block of `--notify`, or set the address of the existing one."""
-    type_id = ask("block_types/slug/custom-webhook")["id"]
+    type_id = request("block_types/slug/custom-webhook")["id"]
     of_type = {"block_type_id": {"any_": [type_id]}}
-    existing = ask(
+    existing = request(
         "block_documents/filter", {"block_documents": {"name": {"any_": [BLOCK]}, **of_type}}
     )
     if existing:
-        ask(f"block_documents/{existing[0]['id']}", {"data": {"url": url}}, "PATCH")
+        request(f"block_documents/{existing[0]['id']}", {"data": {"url": url}}, "PATCH")
         return
-    schema = ask("block_schemas/filter", {"block_schemas": of_type})[0]
+    schema = request("block_schemas/filter", {"block_schemas": of_type})[0]
     # `text` is the key that Slack and Mattermost read
     data = {"name": BLOCK, "url": url, "json_data": {"text": "{{subject}}\n{{body}}"}}
     block = {"name": BLOCK, "block_type_id": type_id, "block_schema_id": schema["id"]}
-    ask("block_documents/", {**block, "data": data})
+    request("block_documents/", {**block, "data": data})

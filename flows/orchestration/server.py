@@ -18,7 +18,7 @@ from types import FrameType
 
 import psutil
 
-from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, ask, flow_runs, set_state
+from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, flow_runs, request, set_state
 from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, is_up
 from flows.execution import process_guard
 from flows.execution.dvc_stages import command_environment
@@ -141,7 +141,7 @@ def serve(home: Path, notify: str | None = None, log: Callable[[str], None] = pr
         _start_servers(services, home, log)
         _deploy(services)
         _offer_nightly()
-        for name in notifications.tell(notify):
+        for name in notifications.set_up_notifications(notify):
             log(f"notifications: block `{notifications.BLOCK}` ({name})")
         for run in _reschedule_cut_off(home):
             log(f"resumes: {run}, which was interrupted when `rondo up` ended")
@@ -236,7 +236,8 @@ def _tail(log: Path) -> str:
 def _worker_online() -> bool:
     try:
         return any(
-            worker["status"] == "ONLINE" for worker in ask(f"work_pools/{POOL}/workers/filter", {})
+            worker["status"] == "ONLINE"
+            for worker in request(f"work_pools/{POOL}/workers/filter", {})
         )
     except urllib.error.URLError:
         return False
@@ -251,9 +252,9 @@ def _running() -> list[str]:
 
 def _offer_nightly() -> None:
     """Add an inactive nightly schedule to next-round; an existing one stays as a person left it."""
-    deployment = ask("deployments/name/next-round/next-round")
+    deployment = request("deployments/name/next-round/next-round")
     if not deployment["schedules"]:
-        ask(
+        request(
             f"deployments/{deployment['id']}/schedules",
             [{"schedule": {"cron": NIGHTLY, "timezone": "UTC"}, "active": False}],
         )

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from flows.core.git import revision
 from flows.core.services import MLFLOW_PAGES
-from flows.core.tables import short
+from flows.core.tables import short_hash
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
@@ -31,13 +31,18 @@ def write(rounds: Sequence[str]) -> Path:
     page = render_page(
         "flows.report",
         "report.html.jinja",
-        {"visible": visible_text, "prompt": prompt_text, "number": format_number, "short": short},
+        {
+            "visible": visible_text,
+            "prompt": prompt_text,
+            "number": format_number,
+            "short": short_hash,
+        },
         stages=summary.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
         params=params,
         rounds=results,
-        verdicts=dict(zip(rounds, summary.verdict(list(rounds)), strict=True)),
+        verdicts=dict(zip(rounds, summary.verdict_lines(list(rounds)), strict=True)),
         table=summary.rows(list(rounds)),
         notes=summary.not_comparable(list(rounds)),
         charts={

@@ -13,7 +13,7 @@ from flows.report import charts
 from flows.report.round_data import RoundResults
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
-from stages.ppo.common.health import SIGNS, WINDOW, HealthCheck
+from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck
 
 Curves = Mapping[str, Sequence[float]]
 # title, columns of curves.csv, unit
@@ -60,7 +60,9 @@ def marks(results: RoundResults, columns: Sequence[str], params: PpoParams) -> c
     """Thresholds, findings and the selected update, for the chart of these columns."""
     curves = results.curves["ppo"]
     bounds = {
-        check.name: bound(check, curves, params) for check in SIGNS if check.column in columns
+        check.name: bound(check, curves, params)
+        for check in HEALTH_CHECKS
+        if check.column in columns
     }
     selected = results.metrics["ppo"].get("policy_update")
     points = {}

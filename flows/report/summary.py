@@ -12,7 +12,7 @@ from typing import Any
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.tables import drawn
+from flows.core.tables import render_text
 from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
 from stages.gate.verdict import format_check
@@ -201,7 +201,7 @@ def read_json_or_nothing(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def verdict(rounds: list[str]) -> list[str]:
+def verdict_lines(rounds: list[str]) -> list[str]:
     """A line per round: the stage at fault by the first gate that failed, and the gates that were
     approved or passed with a warning.
     """
@@ -253,15 +253,17 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 def markdown(rounds: list[str]) -> str:
     """The table and the verdicts, for reports/summary.md and docs/default.md."""
-    lines = [*not_comparable(rounds), *verdict(rounds)]
+    lines = [*not_comparable(rounds), *verdict_lines(rounds)]
     return "\n".join(
-        [drawn(table(rounds, markdown=True)), "", *(f"- {line}" for line in lines), ""]
+        [render_text(table(rounds, markdown=True)), "", *(f"- {line}" for line in lines), ""]
     )
 
 
 def text(rounds: list[str]) -> str:
     """The table and the verdicts for a terminal, and where to look next."""
-    return "\n".join([drawn(table(rounds)), "", *not_comparable(rounds), *verdict(rounds), NEXT])
+    return "\n".join(
+        [render_text(table(rounds)), "", *not_comparable(rounds), *verdict_lines(rounds), NEXT]
+    )
 
 
 def write(rounds: list[str]) -> None:

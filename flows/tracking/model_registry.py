@@ -17,7 +17,7 @@ from mlflow.exceptions import MlflowException
 
 from flows.core.tables import interval
 from flows.tracking.records import Promotion, digests
-from stages.gate.approvals import Rollback, taken_back_path
+from stages.gate.approvals import Rollback, rollback_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 
@@ -161,9 +161,9 @@ def _write_rollback(champion: ModelVersion, previous: ModelVersion, by: str, rea
     if _is_here(champion) and _gate_time(previous) < _gate_time(champion):
         policy = file_hash(Path(champion.tags["path"]))
         rollback = Rollback(by=by, reason=reason, policy=policy)
-        write_json(taken_back_path(champion.tags["round"]), rollback.model_dump())
+        write_json(rollback_path(champion.tags["round"]), rollback.model_dump())
     if _is_here(previous):
-        taken_back_path(previous.tags["round"]).unlink(missing_ok=True)
+        rollback_path(previous.tags["round"]).unlink(missing_ok=True)
 
 
 def _is_here(version: ModelVersion) -> bool:

@@ -60,8 +60,8 @@ def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter
         seconds=meter.seconds,
         watt_hours=meter.watt_hours(),
     )
-    entry = {digest(read_lock(address)): provenance.model_dump(mode="json")}
-    write_json(place(address), read_entries(address) | entry)
+    entry = {outputs_hash(read_lock(address)): provenance.model_dump(mode="json")}
+    write_json(provenance_path(address), read_entries(address) | entry)
 
 
 def read(address: str, lock: Mapping[str, Any]) -> StageProvenance | None:
@@ -69,11 +69,11 @@ def read(address: str, lock: Mapping[str, Any]) -> StageProvenance | None:
 
     None if they were not produced in this folder, or do not exist yet.
     """
-    entry = read_entries(address).get(digest(lock))
+    entry = read_entries(address).get(outputs_hash(lock))
     return StageProvenance.model_validate(entry) if entry else None
 
 
-def place(address: str) -> Path:
+def provenance_path(address: str) -> Path:
     """The file with a stage's provenance."""
     stage, round_ = split_address(address)
     return work_dir(round_, stage) / "made.json"
@@ -81,11 +81,11 @@ def place(address: str) -> Path:
 
 def read_entries(address: str) -> dict[str, Any]:
     """All entries of a stage, by the hash of its outputs."""
-    path = place(address)
+    path = provenance_path(address)
     return dict(read_json(path, "rondo run")) if path.exists() else {}
 
 
-def digest(lock: Mapping[str, Any]) -> str:
+def outputs_hash(lock: Mapping[str, Any]) -> str:
     """A hash of the paths and md5s of the outputs in a stage's entry of dvc.lock."""
     outs = {out["path"]: out["md5"] for out in lock.get("outs", [])}
     return hashlib.sha256(json.dumps(outs, sort_keys=True).encode()).hexdigest()[:12]

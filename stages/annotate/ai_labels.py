@@ -17,7 +17,7 @@ from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import check_template, encode, template_hash
-from stages.lib.data.splits import dedupe_prompts, refuse_evaluation_prompts, shuffled
+from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
 from stages.lib.judging.agreement import between_orders, human_agreement
 from stages.lib.judging.copeland import all_pairs
 from stages.lib.judging.endpoint import EndpointJudge
@@ -30,8 +30,8 @@ from stages.lib.judging.pairwise import (
 )
 from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
+from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 
-BATCH = 128  # responses generated at once
 PROMPTS_PER_PROGRESS_LINE = 16
 
 
@@ -56,7 +56,7 @@ def label_with_judge(params: Params, round_: str) -> None:
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     prompt_rows = dedupe_prompts(read_jsonl(data / "prompts_train.jsonl", made_by))
     prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
-    refuse_evaluation_prompts(prompt_rows, read_jsonl(data / "eval_prompts.jsonl", made_by))
+    check_prompts_not_in_eval_set(prompt_rows, read_jsonl(data / "eval_prompts.jsonl", made_by))
     replayed = [row for row in read_jsonl(data / "pairs_train.jsonl", made_by) if "badcase" in row]
     human_pairs = shuffled(read_jsonl(data / "pairs_eval.jsonl", made_by), params.seed)
     human_pairs = human_pairs[: params.annotate.agreement_pairs]
@@ -178,7 +178,7 @@ def sample_responses(
         response_length=params.ppo.response_length,
         temperature=params.annotate.temperature,
         generator=torch.Generator().manual_seed(params.seed),
-        batch_size=BATCH,
+        batch_size=RESPONSE_BATCH_SIZE,
         eos_token_id=tokenizer.eos_token_id,
     )
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)

@@ -6,12 +6,12 @@ Pure functions: no judge, no model, no file.
 from collections.abc import Mapping, Sequence
 
 from stages.lib.judging.copeland import copeland_scores
-from stages.lib.judging.pairwise import PREFERENCE, Preference
+from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Preference
 
 Preferences = Mapping[tuple[int, int], Preference]
 """The preferred one of responses (i, j) with i < j: A is i, B is j."""
 
-VOTES = {preference: vote for vote, preference in PREFERENCE.items()}
+VOTES = {preference: vote for vote, preference in PREFERENCE_BY_OUTCOME.items()}
 
 
 def scores_from_preferences(n: int, preferences: Preferences) -> list[float]:

@@ -18,7 +18,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.stage import stage_main
 
 # The outputs of a previous round that a stage depends on: DVC wants every dependency to exist.
-PREDECESSOR = (
+PREDECESSOR_OUTPUTS = (
     *("prepare/data", "replay/data", "sft/model"),
     *("reward/model", "reward/judge", "reward/scores.jsonl"),
     *("ppo/policy", "ppo/rollouts", "champion/champion.json"),
@@ -29,7 +29,7 @@ PREDECESSOR = (
 def main(params: Params, round_: str) -> None:
     """Write all of assets/, which is the same for every round."""
     with build_folder(ASSETS / "start") as folder:
-        for output in PREDECESSOR:
+        for output in PREDECESSOR_OUTPUTS:
             write_text(folder / output / "EMPTY", "The first round has no predecessor.\n")
     with build_folder(ASSETS / "data") as folder:
         write_data(params, folder)

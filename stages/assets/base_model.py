@@ -57,7 +57,7 @@ def write_model(params: Params, folder: Path) -> None:
     if name == "embedded":
         save(*embedded(), folder, SMOLLM2_LICENCE)
     elif name == "tiny":
-        save(*tiny(params.seed), folder, TINY_LICENCE)
+        save(*tiny_model(params.seed), folder, TINY_LICENCE)
     else:
         path = Path(name).expanduser()
         model, tokenizer = load_local(path if path.is_dir() else snapshot(name))
@@ -122,7 +122,7 @@ def embedded() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def tiny(seed: int) -> tuple[Any, Any]:
+def tiny_model(seed: int) -> tuple[Any, Any]:
     """A 2-layer Llama with random weights: hidden 64, 4 heads, 435 tokens."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(seed)

@@ -34,9 +34,9 @@ from stages.lib.core.stage import stage_main
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
 from stages.lib.data.splits import dedupe_prompts, shuffled
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
+from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 
-BATCH = 128  # responses sampled or scored at once
 # the metrics of the stage's last line of output
 WORST = ("worst_slice", "worst_probe", "worst_ending", "worst_mined")
 SUMMARY = (*WORST, "drift", "scale", "judge_correlation")
@@ -53,7 +53,7 @@ def main(params: Params, round_: str) -> None:
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
     model = load_causal_lm(sft / "model", params.model)
-    scorer = RewardScorer(reward / "model", tokenizer, params, BATCH)
+    scorer = RewardScorer(reward / "model", tokenizer, params, RESPONSE_BATCH_SIZE)
     held_out, demonstrations, prompts = (
         read_jsonl(data / f"{name}.jsonl", made_by)
         for name in ("pairs_eval", "sft_eval", "prompts_train")

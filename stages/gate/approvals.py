@@ -57,7 +57,7 @@ def _same(a: float | None, b: float | None) -> bool:
     )
 
 
-def taken_back_path(round_: str) -> Path:
+def rollback_path(round_: str) -> Path:
     return APPROVALS / round_ / "taken_back.json"
 
 
@@ -80,7 +80,7 @@ def read_rollback(round_: str) -> Rollback | None:
     Raises:
         BadInput: the file does not name the person, the reason and the policy.
     """
-    return _read(taken_back_path(round_), Rollback, "rondo promote --rollback")
+    return _read(rollback_path(round_), Rollback, "rondo promote --rollback")
 
 
 def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:

@@ -95,7 +95,7 @@ def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
     ]
     failed = [check for check in checks if not check["passed"]]
     approval = read_approval(round_, gate) if failed and config.policy is Policy.ask else None
-    if approval and not approval.holds_for(values(failed)):
+    if approval and not approval.holds_for(values_by_metric(failed)):
         message = f"the approval by {approval.by} is ignored: it was given for other numbers"
         print(f"[gate_{gate}@{round_}] {message}", flush=True)
         approval = None
@@ -145,7 +145,7 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     write_text(ok_file, "passed\n")
 
 
-def values(failed: list[Check]) -> dict[str, float | None]:
+def values_by_metric(failed: list[Check]) -> dict[str, float | None]:
     return {check["metric"]: check["value"] for check in failed}
 
 

@@ -37,7 +37,7 @@ from stages.lib.data.splits import (
 from stages.lib.dedup.contamination import check_no_leaks, leaks_by_set
 from stages.prepare.audit import BAD, CONTRADICTION, EXACT, LEAK, NEAR, TIE, Audit
 from stages.prepare.merge_replay import merge_replay
-from stages.prepare.report import page
+from stages.prepare.report import render_report
 from stages.prepare.shortcuts import languages, lengths, shortcuts
 from stages.prepare.sources import declared_files, source_sets
 from stages.prepare.tweets import tweet_sets
@@ -96,7 +96,7 @@ def main(params: Params, round_: str) -> None:
         "examples": {name: rows[:EXAMPLES] for name, rows in sets.items()},
     }
     write_json(REPORTS / round_ / "data.json", report)
-    write_text(REPORTS / round_ / "data.html", page(report, round_))
+    write_text(REPORTS / round_ / "data.html", render_report(report, round_))
     write_json(folder / "metrics.json", metrics(audit, sets, replayed))
     write_manifest(
         folder,

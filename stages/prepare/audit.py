@@ -15,7 +15,7 @@ from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.formats import excerpt, row_excerpt
 
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
-BATCH = 1000  # prompts per call of the tokenizer
+TOKENIZER_BATCH_SIZE = 1000  # prompts per call of the tokenizer
 BAD, TIE, CONTRADICTION, LEAK = "bad row", "tie", "contradiction", "leak"
 EXACT, NEAR = "exact duplicate", "near duplicate"
 LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is held out"
@@ -144,9 +144,11 @@ def prompt_lengths(
 ) -> Iterator[int]:
     """The number of tokens per prompt, counted as `stages.lib.data.prompts.encode` tokenises."""
     texts = [render_prompt(tokenizer, prompt, config.prompt_format) for prompt in prompts]
-    for start in range(0, len(texts), BATCH):
+    for start in range(0, len(texts), TOKENIZER_BATCH_SIZE):
         encoded = tokenizer(
-            texts[start : start + BATCH], add_special_tokens=False, return_attention_mask=False
+            texts[start : start + TOKENIZER_BATCH_SIZE],
+            add_special_tokens=False,
+            return_attention_mask=False,
         )
         yield from map(len, encoded.input_ids)
 

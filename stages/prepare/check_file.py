@@ -24,7 +24,7 @@ SIMILARITY, EVAL_SHARE = PrepareParams().near_duplicate, PrepareParams().eval_sh
 MIN_PAIRS = 50  # for shortcuts: with fewer, an accuracy is not meaningful
 
 
-def check(file: str) -> int:
+def check_file(file: str) -> int:
     """Print the report on a file.
 
     Returns:

@@ -22,7 +22,7 @@ EXPLANATIONS = {
 }
 
 
-def page(report: dict[str, Any], round_: str) -> str:
+def render_report(report: dict[str, Any], round_: str) -> str:
     """The HTML page of a report, which is the content of data.json."""
     filters = {
         "texts": named_texts,

@@ -17,6 +17,7 @@ from stages.lib.core.types import Prompt, Row
 from stages.lib.data.splits import (
     PromptIndex,
     check_no_prompt_overlap,
+    dedupe_prompts,
     hold_out,
     overlapping,
     prompt_key,
@@ -73,7 +74,7 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
             select(row, "prompt", "completion", "source") for row in demonstrations
         ]
         sets[f"prompts_{part}"] = [
-            select(row, "prompt", "source") for row in first_per_prompt(part_rows)
+            select(row, "prompt", "source") for row in reversed(dedupe_prompts(part_rows))
         ]
     return freeze_eval_prompts(sets, config.max_eval_prompts, params.seed)
 
@@ -242,11 +243,6 @@ def chosen_as_demonstrations(pairs: list[Row]) -> list[Row]:
         for row in reversed(pairs)
     }
     return list(distinct.values())[::-1]
-
-
-def first_per_prompt(rows: list[Row]) -> list[Row]:
-    """The first row of each prompt."""
-    return list({prompt_key(row["prompt"]): row for row in reversed(rows)}.values())[::-1]
 
 
 def select(row: Row, *names: str) -> Row:

@@ -8,7 +8,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.types import Row
 from stages.lib.data.prompts import pairs_with_room_for_ending
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.splits import HELD_OUT, dedupe_prompts, refuse_evaluation_prompts, shuffled
+from stages.lib.data.splits import HELD_OUT, check_prompts_not_in_eval_set, dedupe_prompts, shuffled
 from stages.replay.badcases import Report
 from stages.replay.user_reports import read_user_reports
 
@@ -60,7 +60,7 @@ def read_inputs(round_: str) -> ReplayInputs:
     all_rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
     rollouts = last_third(all_rollouts)
     evaluation = {name: read(name) for name in HELD_OUT.values()}
-    refuse_evaluation_prompts([*prompts, *rollouts], evaluation["eval_prompts"])
+    check_prompts_not_in_eval_set([*prompts, *rollouts], evaluation["eval_prompts"])
     reports, mining_prompts = read_user_reports(round_, evaluation["eval_prompts"])
     return ReplayInputs(
         prompts=prompts,

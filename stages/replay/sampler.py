@@ -20,10 +20,9 @@ from stages.lib.lm.loading import (
     load_policy,
     load_tokenizer,
 )
+from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import RewardScorer, score_responses
-
-BATCH = 128  # responses at once
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Sampler:
         self.model = load_policy(sft, policy, params.model)
         self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
         self.scorer = RewardScorer(
-            stage_dir(round_, "reward") / "model", self.tokenizer, params, BATCH
+            stage_dir(round_, "reward") / "model", self.tokenizer, params, RESPONSE_BATCH_SIZE
         )
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[ScoredResponse]:
@@ -78,7 +77,7 @@ class Sampler:
             reward_model=self.scorer.model,
             eos_token_id=self.tokenizer.eos_token_id,
             temperature=self.params.ppo.temperature,
-            batch_size=BATCH,
+            batch_size=RESPONSE_BATCH_SIZE,
         )
         scores = calibrate_scores(scored.scores, self.scorer.model).tolist()
         return [
@@ -105,7 +104,12 @@ class Sampler:
 
     def _generate(self, model: Any, ids: list[TokenIds], seed: int) -> list[TokenIds]:
         return sample_responses(
-            model, self.tokenizer, ids, self.params.ppo, torch.Generator().manual_seed(seed), BATCH
+            model,
+            self.tokenizer,
+            ids,
+            self.params.ppo,
+            torch.Generator().manual_seed(seed),
+            RESPONSE_BATCH_SIZE,
         )
 
     def _decode(self, responses: list[TokenIds]) -> list[SampledResponse]:

@@ -36,19 +36,18 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.saving import merge_adapter, save_model
 from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
-from stages.lib.training.completion_only import Pairs
+from stages.lib.training.completion_only import TokenizedDemonstrations
 from stages.lib.training.trl_setup import (
     MetricLoggerCallback,
     initial_checkpoint,
     trainer_arguments,
 )
 from stages.sft.sample_stats import GeneratedTexts, compare_with_demonstrations
-
-BATCH = 128  # responses generated at once
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,9 @@ def write_outputs(
     )
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params) -> Pairs:
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
+) -> TokenizedDemonstrations:
     """The token ids of the demonstrations: (prompts, completions)."""
     prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
     encoded = [
@@ -157,7 +158,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
 def fit(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    train: Pairs,
+    train: TokenizedDemonstrations,
     params: Params,
     recorder: MetricLogger,
     continues: bool,
@@ -176,7 +177,7 @@ def fit(
 def measure(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    held_out: Pairs,
+    held_out: TokenizedDemonstrations,
     prompt_rows: list[Row],
     params: Params,
 ) -> ModelResults:
@@ -187,7 +188,7 @@ def measure(
     return ModelResults(nll, responses, sentiments)
 
 
-def mean_nll(model: Any, pairs: Pairs) -> float:
+def mean_nll(model: Any, pairs: TokenizedDemonstrations) -> float:
     """Mean negative log-likelihood of the responses, nats per token."""
     logprobs = token_logprobs(model, *pairs)
     return -float(torch.cat(logprobs).mean())
@@ -202,7 +203,9 @@ def generate_responses(
         encode(tokenizer, row["prompt"], None, prompt_format, max_length)[0] for row in rows
     ]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, BATCH)
+    responses = sample_responses(
+        model, tokenizer, prompt_ids, params.ppo, generator, RESPONSE_BATCH_SIZE
+    )
     return GeneratedTexts(
         tokenizer.batch_decode(responses, skip_special_tokens=True),
         [len(ids) for ids in responses],

@@ -316,7 +316,7 @@ def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
     )
     change(f"{api}/automations/{made['id']}", {"enabled": False})
-    assert notifications.tell("http://127.0.0.1:9/other") == ["Custom Webhook"]
+    assert notifications.set_up_notifications("http://127.0.0.1:9/other") == ["Custom Webhook"]
     [block] = request(f"{api}/block_documents/filter", {})
     assert block["data"]["url"] == "http://127.0.0.1:9/other"
     slack = request(f"{api}/block_types/slug/slack-webhook")["id"]
@@ -328,7 +328,7 @@ def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
         f"{api}/block_documents/",
         {"name": "rondo", "block_type_id": slack, "block_schema_id": schema, "data": data},
     )
-    assert sorted(notifications.tell(None)) == ["Custom Webhook", "Slack Webhook"]
+    assert sorted(notifications.set_up_notifications(None)) == ["Custom Webhook", "Slack Webhook"]
     [left] = request(f"{api}/automations/filter", {})
     assert len(left["actions"]) == 2 and not left["enabled"]
 

@@ -102,7 +102,7 @@ def make_round(
     """Write a round's prepare, sft, reward and ppo; `taste` scales the reward model's head, so that
     -1 dislikes what 1 likes. The first round of a taste is built, later ones are copies.
     """
-    from stages.assets.__main__ import PREDECESSOR
+    from stages.assets.__main__ import PREDECESSOR_OUTPUTS
     from stages.lib.core.files import read_jsonl, write_json, write_jsonl
     from stages.lib.data.prompts import template_hash
     from stages.lib.data.rollouts import RolloutLog
@@ -114,7 +114,7 @@ def make_round(
     params = check_params(SMALL, "test")
     Path("assets").mkdir()
     Path("assets/model").symlink_to(tiny_folder)
-    for folder in PREDECESSOR:
+    for folder in PREDECESSOR_OUTPUTS:
         Path("assets/start", folder).mkdir(parents=True)
         Path("assets/start", folder, "EMPTY").touch()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)

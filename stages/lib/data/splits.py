@@ -131,7 +131,7 @@ def check_not_in_eval_set(
             )
 
 
-def refuse_evaluation_prompts(rows: list[Row], evaluation: list[Row]) -> None:
+def check_prompts_not_in_eval_set(rows: list[Row], evaluation: list[Row]) -> None:
     """Check that no row of `rows` has a prompt of the frozen evaluation set.
 
     Raises:
@@ -176,9 +176,10 @@ def evaluation_hash(folder: Path) -> str:
 def dedupe_prompts(rows: list[Row]) -> list[Row]:
     """One row per distinct prompt, the first one; replayed prompts occur more than once.
 
-    The rows are ordered by the last occurrence of their prompt, from the end.
+    Prompts are the same if they differ only in case or white space. The rows are ordered by the
+    last occurrence of their prompt, from the end.
     """
-    return list({str(row["prompt"]): row for row in reversed(rows)}.values())
+    return list({prompt_key(row["prompt"]): row for row in reversed(rows)}.values())
 
 
 def shuffled(rows: list[Row], seed: int) -> list[Row]:

@@ -30,9 +30,9 @@ from stages.lib.judging.pairwise import (
 )
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.lm.loading import load_tokenizer
+from stages.lib.lm.packing import SCORING_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 
-BATCH = 64  # texts per forward pass of a reward model
 # The outcome for response A
 WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
 
@@ -135,7 +135,7 @@ def load_jury(
         folder = Path(named)
         if named == HELD_OUT_REWARD_MODEL:
             folder = stage_dir(round_, "reward") / "judge"
-        scorer = RewardScorer(folder, load_tokenizer(folder), params, BATCH)
+        scorer = RewardScorer(folder, load_tokenizer(folder), params, SCORING_BATCH_SIZE)
         return PointwiseJudge(named, scorer, margin)
 
     return Jury({metric_name(named): load(named) for named in params.evaluate.judges})

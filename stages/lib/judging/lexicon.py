@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.lib.core.types import Prompt
-from stages.lib.judging.pairwise import PREFERENCE, Comparison, LocalJudge, Verdict
+from stages.lib.judging.pairwise import PREFERENCE_BY_OUTCOME, Comparison, LocalJudge, Verdict
 from stages.lib.metrics.sentiment import sentiment, sentiment_plain
 from stages.lib.metrics.text import repetition_n
 
@@ -77,7 +77,7 @@ class LexiconJudge(LocalJudge):
         )
         return [
             Verdict(
-                PREFERENCE[lexicon_preference(a, b, self.tie_margin)],
+                PREFERENCE_BY_OUTCOME[lexicon_preference(a, b, self.tie_margin)],
                 abs(a.sentiment - b.sentiment) / 2,
             )
             for a, b in zip(*sides, strict=True)

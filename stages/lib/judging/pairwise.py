@@ -28,7 +28,7 @@ class Preference(str, Enum):
 
 
 # Preference by the outcome for response A: win, tie, loss
-PREFERENCE = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
+PREFERENCE_BY_OUTCOME = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
 
 
 @dataclass(frozen=True)

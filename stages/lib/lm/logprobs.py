@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.packing import (
+    SCORING_BATCH_SIZE,
     Packed,
     batches_by_length,
     hidden_states,
@@ -94,7 +95,7 @@ def token_logprobs(
     response_ids: Sequence[TokenIds],
     *,
     temperature: float = 1.0,
-    batch_size: int = 64,
+    batch_size: int = SCORING_BATCH_SIZE,
 ) -> list[Tensor]:
     """Log-probabilities of responses under a causal language model.
 

@@ -15,6 +15,10 @@ from transformers import DynamicCache
 
 from stages.lib.core.types import TokenIds
 
+# Rows per forward pass if no setting gives it. Another size can change the last bits of a product.
+RESPONSE_BATCH_SIZE = 128  # responses sampled, or scored together with others
+SCORING_BATCH_SIZE = 64  # texts scored
+
 
 @dataclass(frozen=True)
 class Packed:

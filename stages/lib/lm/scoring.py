@@ -21,7 +21,14 @@ from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.lm.loading import load_reward_model
 from stages.lib.lm.logprobs import response_logprobs
-from stages.lib.lm.packing import Packed, batches_by_length, hidden_states, pack, unwrap_peft
+from stages.lib.lm.packing import (
+    SCORING_BATCH_SIZE,
+    Packed,
+    batches_by_length,
+    hidden_states,
+    pack,
+    unwrap_peft,
+)
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 
@@ -52,7 +59,9 @@ def last_scores(model: Any, packed: Packed, entering: Tensor | None, first: int)
 
 
 @torch.no_grad()
-def member_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int = 64) -> Tensor:
+def member_scores(
+    model: Any, sequences: Sequence[TokenIds], *, batch_size: int = SCORING_BATCH_SIZE
+) -> Tensor:
     """(B,) raw scores of one reward model, float32 on the CPU.
 
     They are read at each sequence's last token, which should be EOS, as in training.
@@ -65,7 +74,9 @@ def member_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int 
     return scores
 
 
-def reward_scores(model: Any, sequences: Sequence[TokenIds], *, batch_size: int = 64) -> Tensor:
+def reward_scores(
+    model: Any, sequences: Sequence[TokenIds], *, batch_size: int = SCORING_BATCH_SIZE
+) -> Tensor:
     """(B,) raw scores of a reward model or its ensemble; see `member_scores`."""
     return ensemble_scores(
         model, lambda member: member_scores(member, sequences, batch_size=batch_size)

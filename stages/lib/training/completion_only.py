@@ -14,13 +14,15 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.logprobs import selective_log_softmax
 from stages.lib.lm.packing import padding_free, unwrap_peft
 
-Pairs = tuple[list[TokenIds], list[TokenIds]]  # (prompts, one response per prompt)
+TokenizedDemonstrations = tuple[
+    list[TokenIds], list[TokenIds]
+]  # (prompts, one response per prompt)
 
 
 def train_on_completions(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    train: Pairs,
+    train: TokenizedDemonstrations,
     arguments: dict[str, Any],
     callback: TrainerCallback,
 ) -> Any:

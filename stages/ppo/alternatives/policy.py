@@ -14,14 +14,13 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import Row, TokenIds
 from stages.lib.lm.generation import sample_responses
+from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.reference import reference_view
 from stages.ppo.common.rewards import Rewards
-
-BATCH = 128  # responses sampled or scored at once
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,9 @@ class TrainedPolicy:
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
         """One response per prompt by the current policy."""
-        return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator, BATCH)
+        return sample_responses(
+            self.policy, self.tokenizer, prompt_ids, ppo, generator, RESPONSE_BATCH_SIZE
+        )
 
     def score(
         self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
@@ -80,7 +81,7 @@ class TrainedPolicy:
             reward_model=context.reward_model,
             eos_token_id=eos,
             temperature=ppo.temperature,
-            batch_size=BATCH,
+            batch_size=RESPONSE_BATCH_SIZE,
         )
         rows = [row for row, _ in episodes]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)

@@ -24,11 +24,13 @@ def make_episodes(
         )
         return prompt_ids
 
-    train, held_out = ([(row, tokens(row)) for row in part] for part in split(rows, params))
+    train, held_out = (
+        [(row, tokens(row)) for row in part] for part in hold_out_prompts(rows, params)
+    )
     return train, held_out
 
 
-def split(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
+def hold_out_prompts(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
     """Rows to train on, and `ppo.validation_prompts` others, which have no prompt in common.
 
     Raises:

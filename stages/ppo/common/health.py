@@ -165,7 +165,7 @@ def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
 
 
 # The texts of a sign are written to health.json, so a change of wording changes that output.
-SIGNS = (
+HEALTH_CHECKS = (
     HealthCheck(
         "kl above budget",
         metric="kl",
@@ -289,7 +289,7 @@ class Monitor:
         """The findings that are new after the last of `steps`."""
         history, new = MetricHistory(steps), []
         known = {(finding.sign, finding.verdict) for finding in self.findings}
-        for sign in SIGNS:
+        for sign in HEALTH_CHECKS:
             # the alternatives to PPO do not have all columns
             if len(steps) < sign.after or sign.column not in steps[-1]:
                 continue

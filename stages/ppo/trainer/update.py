@@ -15,13 +15,7 @@ from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 from stages.ppo.trainer.resume import random_state, set_random_state
 from stages.ppo.trainer.roles import PolicyCriticOutput, Roles
-from stages.ppo.trainer.rollout import (
-    RoleOutputs,
-    Rollout,
-    concat_outputs,
-    concat_padded,
-    describe,
-)
+from stages.ppo.trainer.rollout import RoleOutputs, Rollout, concat_outputs, concat_padded, describe
 
 KL_RULES = {
     KlControl.adaptive: F.ziegler,

@@ -60,11 +60,11 @@ def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path)
         dvc_stages.run("evaluate@r0", print)
     set_params("gates.sft.loss_drop=0.4")
     addresses = dvc_stages.stage_order(["r0"])
-    assert dvc_stages.waiting(addresses) == {"gate_sft@r0", "evaluate@r0"}
+    assert dvc_stages.not_up_to_date(addresses) == {"gate_sft@r0", "evaluate@r0"}
     assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
-    assert not dvc_stages.waiting(addresses)
+    assert not dvc_stages.not_up_to_date(addresses)
     set_params("seed=1")
-    assert dvc_stages.waiting(addresses) == {*addresses} - {"assets"}
+    assert dvc_stages.not_up_to_date(addresses) == {*addresses} - {"assets"}
 
 
 def test_a_failed_stage_keeps_its_kind_of_error_and_last_lines(project: Path) -> None:

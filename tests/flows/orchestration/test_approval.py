@@ -7,7 +7,7 @@ import pytest
 
 from flows.core.config import resolve, write_params
 from flows.execution import dvc_stages
-from flows.orchestration.approval import decide_here, waiting
+from flows.orchestration.approval import decide_at_terminal, waiting
 from stages.lib.core.errors import BadInput, GateFailed
 
 GATE = "gate_sft@r0"
@@ -26,14 +26,14 @@ def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path
         run_to_gate("gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
     assert waiting(GATE)
     with pytest.raises(BadInput, match="--reason is empty"):
-        decide_here("sft", "r0", True, "Ada", " ")
+        decide_at_terminal("sft", "r0", True, "Ada", " ")
 
-    decide_here("sft", "r0", False, "Ada", "too little")
+    decide_at_terminal("sft", "r0", False, "Ada", "too little")
     with pytest.raises(GateFailed, match="Refused by Ada: too little"):
         dvc_stages.run(GATE, print)
     assert not waiting(GATE)
 
-    path = decide_here("sft", "r0", True, None, "the loss is not what this is about")
+    path = decide_at_terminal("sft", "r0", True, None, "the loss is not what this is about")
     assert json.loads(Path(path).read_text())["by"] == "t"  # git's user.name here
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.ran
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.unchanged
@@ -44,11 +44,11 @@ def test_a_gate_with_nothing_to_decide_is_bad_input(project: Path) -> None:
     with pytest.raises(
         BadInput, match=r"gate_sft\.json: no such verdict; run `dvc repro gate_sft@r0`"
     ):
-        decide_here("sft", "r0", True, "Ada", "yes")
+        decide_at_terminal("sft", "r0", True, "Ada", "yes")
     run_to_gate()
     with pytest.raises(BadInput, match="the sft gate of r0 passed"):
-        decide_here("sft", "r0", True, "Ada", "yes")
+        decide_at_terminal("sft", "r0", True, "Ada", "yes")
     with pytest.raises(GateFailed):
         run_to_gate("gates.sft.loss_drop=0.9")
     with pytest.raises(BadInput, match=r"gates\.sft\.policy is `block`"):
-        decide_here("sft", "r0", True, "Ada", "yes")
+        decide_at_terminal("sft", "r0", True, "Ada", "yes")

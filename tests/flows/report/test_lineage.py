@@ -6,7 +6,7 @@ import yaml
 
 from flows.core.prefect_api import PREFECT_URL
 from flows.core.services import MLFLOW_URL
-from flows.core.tables import short
+from flows.core.tables import short_hash
 from flows.execution.energy import Meter
 from flows.report import page
 from flows.tracking import provenance
@@ -31,7 +31,7 @@ def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
     provenance.record_provenance(
         "sft@r0", provenance.RunRef("20270102-030405-abc", "0123456789abcdef-dirty"), mlflow, meter
     )
-    note = provenance.place("sft@r0")
+    note = provenance.provenance_path("sft@r0")
     # within a flow the record has the flow run's id
     write_text(note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"'))
     html = Page(page.write(["r0"]).read_text())
@@ -51,6 +51,6 @@ def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
 
 
 def test_a_short_hash_keeps_its_dirty_mark() -> None:
-    assert short("0123456789abc") == "01234567"
-    assert short("0123456789abc-dirty") == "01234567-dirty"
-    assert short("none") == "none"
+    assert short_hash("0123456789abc") == "01234567"
+    assert short_hash("0123456789abc-dirty") == "01234567-dirty"
+    assert short_hash("none") == "none"

@@ -10,7 +10,7 @@ from flows.report import charts, page, policy_curves
 from flows.report.round_data import RoundResults, read_round
 from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params.policy import PpoParams
-from stages.ppo.common.health import SIGNS, WINDOW, HealthCheck, MetricHistory
+from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck, MetricHistory
 from tests.flows.report.reading import Page
 
 PPO = PpoParams()
@@ -51,7 +51,7 @@ def fires(check: HealthCheck, columns: dict[str, list[float]]) -> bool:
     return bool(check.read(MetricHistory(rows), PPO)[0])
 
 
-@pytest.mark.parametrize("check", SIGNS, ids=lambda check: check.name)
+@pytest.mark.parametrize("check", HEALTH_CHECKS, ids=lambda check: check.name)
 def test_every_check_has_a_curve_and_fires_on_one_side_of_its_bound_only(
     check: HealthCheck,
 ) -> None:
@@ -67,7 +67,7 @@ def test_every_check_has_a_curve_and_fires_on_one_side_of_its_bound_only(
 
 
 def test_bounds_by_hand() -> None:
-    columns, checks = run("kl", 3.0), {check.name: check for check in SIGNS}
+    columns, checks = run("kl", 3.0), {check.name: check for check in HEALTH_CHECKS}
     bounds = {name: policy_curves.bound(check, columns, PPO) for name, check in checks.items()}
     assert bounds["kl above budget"] == PPO.max_kl and bounds["no movement"] == PPO.min_kl
     assert bounds["entropy collapse"] == pytest.approx(2.0)  # half of 4

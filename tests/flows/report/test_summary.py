@@ -179,7 +179,7 @@ def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
     }
     write(files / "reports/r4/gate_sft.json", gate(passed=False, opened=True, approval=approval))
     failed = "reward.accuracy_low 0.7, wanted >= 0.8"
-    assert summary.verdict(["r0", "r1", "r2", "r3", "r4"]) == [
+    assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4"]) == [
         "r0: all gates passed",
         f"r1: the reward model is at fault: {failed}. Look at the data.",
         "r2: has not reached the sft gate",
@@ -199,7 +199,7 @@ def test_the_algorithm_that_trained_the_policy_is_at_fault(
         passed = gate_name != "promote"
         write(files / f"reports/r0/gate_{gate_name}.json", gate(passed=passed, opened=passed))
     write(files / "rounds/r0/ppo/manifest.json", manifest)
-    [line] = summary.verdict(["r0"])
+    [line] = summary.verdict_lines(["r0"])
     assert line.startswith(f"r0: {name} is at fault: ")
 
 
@@ -222,7 +222,7 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
     write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
     write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
     below_champion = "evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look."
-    assert summary.verdict(["r0", "r1"]) == [
+    assert summary.verdict_lines(["r0", "r1"]) == [
         f"r0: not promoted, the champion stays: {below_champion}",
         f"r1: PPO is at fault: {below_champion}; evaluate.ppo.kl 9, wanted <= 8. Nearer.",
     ]

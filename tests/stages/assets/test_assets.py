@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from stages.assets.__main__ import build_folder, main
-from stages.assets.base_model import spare_token, tiny, write_model
+from stages.assets.base_model import spare_token, tiny_model, write_model
 from stages.assets.datasets import write_data
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash
@@ -58,7 +58,7 @@ def test_a_failed_build_leaves_the_old_folder(tmp_path: Path) -> None:
 
 
 def test_a_local_model_gets_a_pad_token_that_is_not_eos(tmp_path: Path) -> None:
-    model, tokenizer = tiny(0)
+    model, tokenizer = tiny_model(0)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     model.save_pretrained(tmp_path / "mine")
@@ -78,7 +78,7 @@ def test_a_local_model_gets_a_pad_token_that_is_not_eos(tmp_path: Path) -> None:
 
 
 def test_spare_token_prefers_a_token_of_the_vocabulary() -> None:
-    tokenizer = tiny(0)[1]
+    tokenizer = tiny_model(0)[1]
     assert spare_token(tokenizer) == "<|endoftext|>"
     # as in Pythia, which has one special token
     tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = "<|endoftext|>"

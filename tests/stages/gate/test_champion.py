@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stages.evaluate.champion import load_champion
-from stages.gate.approvals import Approval, Rollback, taken_back_path, write_approval
+from stages.gate.approvals import Approval, Rollback, rollback_path, write_approval
 from stages.gate.champion import main
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json, write_text
@@ -88,7 +88,7 @@ def test_a_policy_that_was_rolled_back_is_no_champion_but_a_new_one_of_its_round
     write_round("r1", 0.6)
     policy = file_hash(Path("rounds/r1/ppo/policy"))
     rollback = Rollback(by="Ada", reason="one ending for all", policy=policy)
-    write_json(taken_back_path("r1"), rollback.model_dump())
+    write_json(rollback_path("r1"), rollback.model_dump())
     assert champions(number=3) == [None, "r0", "r0"]
     write_text(Path("rounds/r1/ppo/policy/adapter.bin"), "trained anew")
     assert champions(number=3) == [None, "r0", "r1"]
@@ -97,7 +97,7 @@ def test_a_policy_that_was_rolled_back_is_no_champion_but_a_new_one_of_its_round
 def test_a_file_that_is_no_rollback() -> None:
     write_round("r0", 0.6)
     rollback = {"by": "Ada", "reason": "why", "policy": "the last"}
-    write_text(taken_back_path("r0"), json.dumps(rollback))
+    write_text(rollback_path("r0"), json.dumps(rollback))
     main(params_of("block"), "r0")
     message = (
         r"approvals/r0/taken_back.json: not a valid rollback \(policy.*`rondo promote --rollback`"

@@ -9,7 +9,7 @@ import pytest
 from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.params import Params, check_params
 from stages.ppo.__main__ import main
-from stages.ppo.common.episodes import split
+from stages.ppo.common.episodes import hold_out_prompts
 
 SHORT = {
     "batch_size": 4,
@@ -61,7 +61,7 @@ def test_every_assignment_of_roles_is_trained_saved_and_evaluated(
 
 def test_held_out_prompts_are_never_trained_on_even_if_replay_repeats_them():
     rows = [{"id": f"{n}{copy}", "prompt": f"Prompt {n}"} for n in range(20) for copy in "ab"]
-    train, held_out = split(rows, with_ppo(Params(), validation_prompts=6))
+    train, held_out = hold_out_prompts(rows, with_ppo(Params(), validation_prompts=6))
     assert len(held_out) == 6 and len(train) == 28
     assert {row["prompt"] for row in train}.isdisjoint(row["prompt"] for row in held_out)
 

@@ -11,7 +11,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.shared import PromptFormat
-from stages.prepare.check_file import check
+from stages.prepare.check_file import check_file
 from stages.prepare.formats import Defect, Tie, normalise
 from tests.paths import ROOT
 
@@ -51,7 +51,7 @@ def test_a_clean_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         TALK,
         *({"prompt": f"Say {i}", "completion": f"{i}!"} for i in range(4)),
     ]
-    assert check(write(tmp_path / "mine.jsonl", rows)) == 0
+    assert check_file(write(tmp_path / "mine.jsonl", rows)) == 0
     output = capsys.readouterr().out
     for text in (
         "mine.jsonl: 65 rows, 65 of them can be used",
@@ -80,7 +80,7 @@ def test_every_bad_row_is_listed_with_its_line(
         {**PAIRS[5], "chosen": ""},
     ]
     file = write(tmp_path / "mine.jsonl", [PAIRS[0], *bad, swapped, PAIRS[1]])
-    assert check(file) == 2
+    assert check_file(file) == 2
     output = capsys.readouterr().out.splitlines()
     assert f"{file}: 8 rows, 1 of them can be used" in output
     assert "7 rows are bad:" in output
@@ -94,7 +94,7 @@ def test_every_bad_row_is_listed_with_its_line(
 
 def test_parquet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS), tmp_path / "mine.parquet")
-    assert check(str(tmp_path / "mine.parquet")) == 0
+    assert check_file(str(tmp_path / "mine.parquet")) == 0
     assert "60 rows, 60 of them can be used" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ def test_a_file_without_rows(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "mine.csv").write_text("a,b\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(BadInput, match=message):
-        check(str(tmp_path / name))
+        check_file(str(tmp_path / name))
 
 
 TRANSCRIPT = "\n\nHuman: Sky?\n\nAssistant:"

@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 from typing import Any
 
-from stages.prepare.report import page
+from stages.prepare.report import render_report
 
 LENGTHS = {
     unit: {"p5": 1.0, "p50": 2.5, "p95": 9.0, "max": 12, "mean": 3.1}
@@ -94,7 +94,7 @@ class Reader(HTMLParser):
 
 
 def test_the_page_reports_all_and_is_self_contained() -> None:
-    html, reader = page(report(), "r1"), Reader()
+    html, reader = render_report(report(), "r1"), Reader()
     reader.feed(html)
     text = " ".join(reader.text.split())
     for expected in (
@@ -119,12 +119,12 @@ def test_the_page_reports_all_and_is_self_contained() -> None:
 
 
 def test_texts_are_escaped() -> None:
-    html = page(report(), "r0")
+    html = render_report(report(), "r0")
     # in five of the bad rows, and in one example
     assert EVIL not in html and html.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 5 + 1
 
 
 def test_a_report_without_dropped_rows() -> None:
     reader = Reader()
-    reader.feed(page(report(lost={}, by_cause={}), "r0"))
+    reader.feed(render_report(report(lost={}, by_cause={}), "r0"))
     assert "Dropped rows, by cause None." in " ".join(reader.text.split())

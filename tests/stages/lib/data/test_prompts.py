@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stages.assets.base_model import tiny
+from stages.assets.base_model import tiny_model
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.prompts import check_template, encode, render_prompt, template_hash
@@ -24,7 +24,7 @@ TALK = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return tiny(0)[1]
+    return tiny_model(0)[1]
 
 
 def test_plain_text_is_itself(tokenizer: Any) -> None:
@@ -53,7 +53,7 @@ def test_messages_under_chat_go_through_the_template(tokenizer: Any) -> None:
 
 
 def test_chat_without_a_template_is_refused() -> None:
-    tokenizer = tiny(0)[1]
+    tokenizer = tiny_model(0)[1]
     tokenizer.chat_template = None
     with pytest.raises(BadInput, match="chat template"):
         render_prompt(tokenizer, "Hi", CHAT)
@@ -95,7 +95,7 @@ def test_encode_cuts_to_max_length_12(
 
 
 def test_template_hash_depends_on_format_and_template(tokenizer: Any) -> None:
-    other = tiny(0)[1]
+    other = tiny_model(0)[1]
     other.chat_template = other.chat_template.replace("assistant", "bot")
     hashes = {
         template_hash(tokenizer, PLAIN),
@@ -103,7 +103,7 @@ def test_template_hash_depends_on_format_and_template(tokenizer: Any) -> None:
         template_hash(other, CHAT),
     }
     assert len(hashes) == 3
-    assert template_hash(tiny(1)[1], CHAT) == template_hash(tokenizer, CHAT)
+    assert template_hash(tiny_model(1)[1], CHAT) == template_hash(tokenizer, CHAT)
 
 
 def test_check_template_refuses_another_rendering(tokenizer: Any, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from stages.lib.core.params.policy import PpoParams
-from stages.ppo.common.health import DANGER, SIGNS, WARN, Monitor
+from stages.ppo.common.health import DANGER, HEALTH_CHECKS, WARN, Monitor
 
 PARAMS = PpoParams(max_kl=8.0, min_kl=0.01, kl_patience=5, warmup_updates=2)
 UPDATES = 20
@@ -69,7 +69,7 @@ def test_each_problem_is_reported_and_no_other(name):
 
 
 def test_every_sign_has_a_problem():
-    assert {sign.name for sign in SIGNS} == set(PROBLEMS)
+    assert {sign.name for sign in HEALTH_CHECKS} == set(PROBLEMS)
 
 
 def test_a_sign_is_reported_as_a_warning_then_as_a_danger_and_not_again():
