@@ -7,6 +7,7 @@ from stages.lib.core.files import is_placeholder, read_jsonl, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.types import Row
 from stages.lib.judging.jury import Jury
+from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.replay.badcases import Badcase, State
@@ -14,7 +15,7 @@ from stages.replay.exploits import pairs_flipped
 from stages.replay.mining import BadcaseThresholds
 from stages.replay.policy_samples import compared_samples, score_without_exploits
 from stages.replay.retest import comparison_response, count_by_cause, retest
-from stages.replay.sampler import BATCH, Sampler
+from stages.replay.sampler import Sampler
 
 
 def resample_and_retest(
@@ -87,7 +88,9 @@ def exploit_metrics(
         path = previous / "replay/data/exploits.jsonl"
         earlier = [row["suffix"] for row in read_jsonl(path, f"dvc repro replay@{previous.name}")]
     if earlier:
-        previous_scorer = RewardScorer(previous / "reward/model", sampler.tokenizer, params, BATCH)
+        previous_scorer = RewardScorer(
+            previous / "reward/model", sampler.tokenizer, params, RESPONSE_BATCH_SIZE
+        )
         previous_chosen = chosen_scores(previous / "reward")
         before = pairs_flipped(earlier, held_out, previous_scorer, previous_chosen)
         after = pairs_flipped(earlier, held_out, sampler.scorer, chosen)
