@@ -57,18 +57,10 @@ def imports(path: Path) -> frozenset[Path]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = [node.value] if re.fullmatch(r"(stages|flows)(\.\w+)+", node.value) else []
-        for name in names:
-            file = file_of(name) if name.startswith(("stages.", "flows.")) else None
-            if (
-                file
-                and file.name == "__init__.py"
-                and (ROOT / file).with_name("__main__.py").exists()
-            ):
-                continue  # the room's sign; what is meant is one of its modules
-            if file:
-                found.add(file)
-    return frozenset(found)
+            started = re.fullmatch(r"(stages|flows)(\.\w+)+", node.value)
+            names = [node.value, f"{node.value}.__main__"] if started else []
+        found |= {file_of(name) for name in names if name.startswith(("stages.", "flows."))}
+    return frozenset(file for file in found if file)
 
 
 def rooms_of(paths: Iterable[Path]) -> set[str]:

@@ -1,6 +1,6 @@
 """The verdict of a quality gate: `python -m stages.gate --gate sft|reward|promote --round r0`.
 
-A gate passes if each number is within its threshold (stages/gate/thresholds.py). If not, the run
+A gate passes if each number is within its threshold (stages/gate/thresholds). If not, the run
 continues only if gates.<gate>.policy is `warn`, or if it is `ask` and a person has approved these
 very numbers. In these cases gates/<round>/<gate>.ok is written; without it `dvc repro` and the flow
 stop. Nothing depends on `promote`: the next round learns from the failures of this one. The verdict
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.gate.approvals import read_approval
-from stages.gate.threshold import GATE_STAGES, Threshold, format_threshold
 from stages.gate.thresholds import THRESHOLDS
+from stages.gate.thresholds.form import GATE_STAGES, Threshold, format_threshold
 from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, read_json, stage_dir, write_json, write_text
 from stages.lib.core.params import Params

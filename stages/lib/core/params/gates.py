@@ -1,6 +1,6 @@
 """Section `gates` of params.yaml: the policy of each gate and the bounds of its thresholds.
 
-stages/gate/thresholds.py defines which metric each bound applies to, and why.
+stages/gate/thresholds defines which metric each bound applies to, and why.
 """
 
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The form of a threshold; the thresholds themselves are in thresholds.py."""
+"""The form of a threshold; the thresholds themselves are in the other files of this folder."""
 
 from typing import NamedTuple
 
