@@ -57,8 +57,8 @@ def imports(path: Path) -> frozenset[Path]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            started = re.fullmatch(r"(stages|flows)(\.\w+)+", node.value)
-            names = [node.value, f"{node.value}.__main__"] if started else []
+            started = re.fullmatch(r"(stages|flows)(\.\w+){2,}", node.value)
+            names = [node.value] if started else []
         found |= {file_of(name) for name in names if name.startswith(("stages.", "flows."))}
     return frozenset(file for file in found if file)
 
