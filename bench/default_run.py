@@ -39,7 +39,7 @@ def questions() -> str:
         "Did SFT learn the demonstrations?": f"{learnt}: held-out loss {sft['loss_before']:.2f} → "
         f"{sft['loss_after']:.2f} nats per token",
         "Can PPO trust the reward model?": "it ranks "
-        f"{percent(reward, 'accuracy')} of held-out human pairs correctly; its worst suffix, "
+        f"{percent(reward, 'accuracy')} of held-out human pairs correctly; its worst ending, "
         f"appended to the worse text, reverses {battery['worst_ending']:.0%} of these, and "
         f"{later_battery['worst_ending']:.0%} after one round of replay",
         "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: its "
