@@ -33,6 +33,9 @@ after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 - Bottom middle: the confidence sigmoid(margin) against the share of held-out pairs ranked right.
 - Bottom right: judged sentiment (lexicon) of the best of n SFT samples, chosen by the reward model.
 
+In the last tables, `word_salad` is a text with its words shuffled, `truncated` is one cut in half,
+and `repeated_word` is one word repeated. [gates.md](gates.md) explains mined endings.
+
 `dvc plots show` has the same plots of any run.
 """
 

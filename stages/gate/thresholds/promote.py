@@ -20,10 +20,11 @@ PROMOTE = (
         "evaluate.win_rate_champion_low",
         ">=",
         "champion_win_rate",
-        "The same against the champion, the last policy that was promoted; the first round has "
-        "none. A round that repairs badcases need not win, but must not lose. With 88 prompts "
-        "the interval reaches 0.06 to each side, so an equally good policy has a lower bound of "
-        "0.44 +- 0.06. A threshold of 0.38 rejects one such policy in forty; 0.45 would reject "
+        "The same against the champion: the newest policy that passed its promotion gate or was "
+        "approved, and was not rolled back; the first round has none. A round that repairs "
+        "badcases need not win, but must not lose. With 88 prompts, the interval is +-0.06. For "
+        "an equally good policy, the lower bound is 0.44 on average, and between 0.38 and 0.50 in "
+        "95% of cases. A threshold of 0.38 rejects one such policy in forty; 0.45 would reject "
         "two in three. With more prompts, raise it.",
         "the policy may be worse than the champion: compare `champion` and `ppo` in "
         "rounds/{round}/evaluate/samples.jsonl. If the interval is wide, raise "
@@ -48,8 +49,8 @@ PROMOTE = (
         "max_kl",
         "KL from SFT, in nats per sequence. The reward model was trained on texts near SFT's; "
         "further away, its scores mean less.",
-        "the policy is too far from SFT: lower ppo.target_kl, raise ppo.kl_coef, or promote an "
-        "earlier checkpoint (rounds/{round}/evaluate/curves.csv)",
+        "the policy is too far from SFT: lower ppo.target_kl or ppo.max_kl, or raise ppo.kl_coef "
+        "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",
     ),
     Threshold(
         "evaluate.ppo.distinct_2",

@@ -8,8 +8,8 @@ SFT = (
         ">=",
         "loss_drop",
         "Drop of the loss on held-out demonstrations below that of the base model, in nats per "
-        "token. On the default, 0.7 epochs bring a drop of 0.6; 0.2 is a third of that. A "
-        "smaller drop is noise of a few hundred texts, or a learning rate that does nothing.",
+        "token. On the default, 0.7 epochs bring a drop of 0.6; 0.2 is a third of that. A smaller "
+        "drop can be noise from the small number of texts, or a learning rate that does nothing.",
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv. Raise "
         "sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, or add "
         "demonstrations",
@@ -70,8 +70,8 @@ SFT = (
         "<=",
         "memorised",
         "Share of texts with 8 words in a row from one training text: responses minus held-out "
-        "demonstrations. Held-out demonstrations also share phrases with training texts, but did "
-        "not learn them (Carlini et al. 2023 call learnt copies extraction).",
+        "demonstrations. Held-out demonstrations also share phrases with training texts, but not "
+        "by memorising (Carlini et al. 2023 call memorised copies extraction).",
         "SFT recites its demonstrations: lower sft.num_train_epochs or sft.lora.r, or add "
         "demonstrations. Look for near duplicates in reports/{round}/data.html, and lower "
         "prepare.near_duplicate if there are any",
