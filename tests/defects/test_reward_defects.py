@@ -153,5 +153,5 @@ def test_prompts_rendered_otherwise_than_for_sft(planted):
     assert (
         stop.step == "reward"
         and "template_hash" in stop.said
-        and "so that every stage renders prompts alike" in stop.said
+        and "so that all stages render prompts alike" in stop.said
     )
