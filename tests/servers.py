@@ -32,12 +32,12 @@ def request(url: str, body: dict[str, Any] | None = None) -> Any:
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if text in line:
-            return said
-    raise AssertionError(f"ended without {text!r}:\n{said}")
+            return output
+    raise AssertionError(f"ended without {text!r}:\n{output}")
 
 
 def until(condition: Any, seconds: float = 300) -> None:

@@ -39,7 +39,7 @@ def test_every_key_of_ppo_is_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [each.value for each in Algorithm if each is not Algorithm.ppo]
+    "algorithm", [algorithm.value for algorithm in Algorithm if algorithm is not Algorithm.ppo]
 )
 def test_every_key_of_the_alternatives_is_explained(algorithm: str) -> None:
     text = (ROOT / "docs/algorithms.md").read_text()

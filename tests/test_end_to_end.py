@@ -32,12 +32,12 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
     rondo = (sys.executable, "-m", "flows.cli")
     # neither policy is promoted, which does not keep the second round from learning; who is
     # approved is the champion that it meets
-    said = run(
+    output = run(
         *rondo, "run", "--preset", "tiny", "--set", "gates.promote.policy=ask", cwd=clone, code=3
     )
     assert (
-        "win rate against SFT" in said
-        and "Not promoted; the next round learns from its badcases." in said
+        "win rate against SFT" in output
+        and "Not promoted; the next round learns from its badcases." in output
     )
     assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] is None
     # the first run had a fork server of its own; what follows shares that of the tests

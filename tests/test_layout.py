@@ -40,16 +40,16 @@ def room(path: Path) -> str:
 def file_of(module: str) -> Path | None:
     """The file of a module of the project, relative to the repository."""
     path = Path(*module.split("."))
-    found = [
+    candidates = [
         file for file in (path.with_suffix(".py"), path / "__init__.py") if (ROOT / file).exists()
     ]
-    return found[0] if found else None
+    return candidates[0] if candidates else None
 
 
 @cache
 def imports(path: Path) -> frozenset[Path]:
     """The project's files that a file imports or starts (`-m`, a fresh process), at any depth."""
-    found = set()
+    files = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -59,8 +59,8 @@ def imports(path: Path) -> frozenset[Path]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             started = re.fullmatch(r"(stages|flows)(\.\w+){2,}", node.value)
             names = [node.value] if started else []
-        found |= {file_of(name) for name in names if name.startswith(("stages.", "flows."))}
-    return frozenset(file for file in found if file)
+        files |= {file_of(name) for name in names if name.startswith(("stages.", "flows."))}
+    return frozenset(file for file in files if file)
 
 
 def rooms_of(paths: Iterable[Path]) -> set[str]:
@@ -157,3 +157,18 @@ def test_files_and_functions_are_short() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     long.append(f"{path}:{node.lineno}: {node.name} has {lines} lines")
     assert long == []
+
+
+ACTS = {"told", "found", "asked", "said", "theirs", "ours"}
+
+
+def test_variables_are_named_after_what_they_hold() -> None:
+    """Not after the act of asking (CONTRIBUTING.md)."""
+    named = []
+    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
+    for path in [*FILES, *tests]:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            named += [f"{path}:{node.lineno}: {name}"] if name in ACTS else []
+    assert named == []

@@ -26,7 +26,7 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 CHANGES = re.compile(r"/(create_flow_run|resume)$")  # the requests of the forms' Submit
-RUN_SECONDS = 600.0  # generous: what is asked is whether, not how fast
+RUN_SECONDS = 600.0  # generous: the question is whether it ends, not how fast
 PAGE_SECONDS = 90.0
 expect.set_options(timeout=PAGE_SECONDS * 1000)
 
@@ -78,10 +78,10 @@ def shot(page: Page, name: str) -> None:
 
 
 def stages_of(folder: Path) -> list[psutil.Process]:
-    found = psutil.process_iter(["cwd", "cmdline"])
+    processes = psutil.process_iter(["cwd", "cmdline"])
     return [
         process
-        for process in found
+        for process in processes
         if str(process.info["cwd"]).startswith(str(folder / ".rondo/workspaces"))
     ]
 
@@ -93,8 +93,8 @@ class Ui:
         self.page, self.address, self.api = page, address, f"{address}/api"
 
     def form(self, deployment: str) -> None:
-        found = request(f"{self.api}/deployments/name/{deployment}/{deployment}")
-        self.page.goto(f"{self.address}/deployments/deployment/{found['id']}/run")
+        deployed = request(f"{self.api}/deployments/name/{deployment}/{deployment}")
+        self.page.goto(f"{self.address}/deployments/deployment/{deployed['id']}/run")
         self.page.get_by_text("Validate parameters").wait_for()
 
     def fill(self, settings: list[str]) -> None:
@@ -127,10 +127,10 @@ class Ui:
         return list(request(f"{self.api}/flow_runs/filter", {"sort": "EXPECTED_START_TIME_DESC"}))
 
     def artifact(self, key: str) -> dict[str, Any]:
-        [found] = request(
+        [flow_run] = request(
             f"{self.api}/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}}
         )
-        return dict(found)
+        return dict(flow_run)
 
     def state(self, run: str) -> str:
         return str(request(f"{self.api}/flow_runs/{run}")["state_name"])
@@ -281,11 +281,11 @@ def look_at_mlflow(page: Page, address: str, run: str) -> None:
         {"max_results": 5, "filter": "name = 'rondo'"},
     )["experiments"]
     number = experiment["experiment_id"]
-    found = request(
+    results = request(
         f"{address}/api/2.0/mlflow/runs/search",
         {"experiment_ids": [number], "filter": f"tags.`rondo.run` = '{run}'"},
     )["runs"]
-    ids = {each["info"]["run_name"]: each["info"]["run_id"] for each in found}
+    ids = {result["info"]["run_name"]: result["info"]["run_id"] for result in results}
     page.goto(f"{address}/#/experiments/{number}/models?workflowType=machine_learning")
     expect(page.get_by_text("r0-ppo").first).to_be_visible()
     shot(page, "models")
@@ -303,9 +303,9 @@ def look_at_mlflow(page: Page, address: str, run: str) -> None:
 
 def look_at_the_report(page: Page, report: Path) -> None:
     """It asks the network for nothing, and its script, if any, has no error."""
-    asked: list[str] = []
+    requested_urls: list[str] = []
     errors: list[str] = []
-    page.on("request", lambda sent: asked.append(sent.url))
+    page.on("request", lambda sent: requested_urls.append(sent.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(report.as_uri())
     expect(page.get_by_role("heading", level=1)).to_contain_text("Which is at fault")
@@ -313,4 +313,4 @@ def look_at_the_report(page: Page, report: Path) -> None:
     shot(page, "report")
     page.emulate_media(color_scheme="dark")
     shot(page, "report-dark")
-    assert asked == [report.as_uri()] and errors == []
+    assert requested_urls == [report.as_uri()] and errors == []

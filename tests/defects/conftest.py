@@ -61,12 +61,12 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Stop:
-    """Where the pipeline stopped, and what it said; `failed`: a gate's metrics that were out of
+    """Where the pipeline stopped, and its message; `failed`: a gate's metrics that were out of
     their bands.
     """
 
     step: str
-    said: str
+    message: str
     failed: tuple[str, ...] = ()
 
 

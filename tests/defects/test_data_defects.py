@@ -27,8 +27,8 @@ def test_an_evaluation_prompt_that_is_trained_on(planted):
     stop = planted("assets", with_rows("train_pairs.jsonl", [row]))
     assert (
         stop.step == "prepare"
-        and "training train_pairs.jsonl:1" in stop.said
-        and "held-out eval_" in stop.said
+        and "training train_pairs.jsonl:1" in stop.message
+        and "held-out eval_" in stop.message
     )
 
 
@@ -43,8 +43,8 @@ def test_an_evaluation_text_within_a_training_text(planted):
     )
     assert stop.step == "prepare"
     assert (
-        "training train_texts.jsonl:1 and held-out eval_texts.jsonl:1" in stop.said
-        and "one fine day in may we all" in stop.said
+        "training train_texts.jsonl:1 and held-out eval_texts.jsonl:1" in stop.message
+        and "one fine day in may we all" in stop.message
     )
 
 
@@ -63,8 +63,8 @@ def test_a_replayed_row_of_an_evaluation_prompt(planted):
     stop = planted("prepare")
     assert (
         stop.step == "prepare"
-        and "assets/start/replay/data/prompts.jsonl:1" in stop.said
-        and "evaluation prompt" in stop.said
+        and "assets/start/replay/data/prompts.jsonl:1" in stop.message
+        and "evaluation prompt" in stop.message
     )
 
 
@@ -108,14 +108,14 @@ def answer(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("defect", BAD)
 def test_rows_that_cannot_be_used(planted, defect):
-    change, said = BAD[defect]
+    change, message = BAD[defect]
     rows = [change(row) for row in world()["train_pairs.jsonl"][:80]]
     stop = planted("assets", with_rows("train_pairs.jsonl", rows))
-    assert stop.step == "prepare" and "rows are bad" in stop.said
+    assert stop.step == "prepare" and "rows are bad" in stop.message
     assert (
-        "train_pairs.jsonl:1:" in stop.said
-        and said in stop.said
-        and "rondo check-data" in stop.said
+        "train_pairs.jsonl:1:" in stop.message
+        and message in stop.message
+        and "rondo check-data" in stop.message
     )
 
 

@@ -41,7 +41,7 @@ def test_labels_of_which_four_in_ten_are_wrong(planted):
     wrong = random.Random(0)
     stop = planted("assets", changed(lambda _, row: swapped(row) if wrong.random() < 0.4 else row))
     assert stop.step == "gate_reward" and "reward.accuracy_low" in stop.failed
-    assert "bad labels" in stop.said and "reports/r0/data.html" in stop.said
+    assert "bad labels" in stop.message and "reports/r0/data.html" in stop.message
 
 
 def test_labels_that_follow_length(planted):
@@ -51,7 +51,7 @@ def test_labels_that_follow_length(planted):
         changed(lambda _, row: swapped(row) if len(row["rejected"]) > len(row["chosen"]) else row),
     )
     assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_longest" in stop.failed
-    assert "the labels follow length" in stop.said
+    assert "the labels follow length" in stop.message
 
 
 def test_labels_that_a_word_tells(planted):
@@ -59,7 +59,7 @@ def test_labels_that_a_word_tells(planted):
         "assets", changed(lambda _, row: {**row, "chosen": row["chosen"][:-1] + " indeed."})
     )
     assert stop.step == "gate_reward" and "reward.accuracy - reward.baseline_tfidf" in stop.failed
-    assert "look for label shortcuts" in stop.said
+    assert "look for label shortcuts" in stop.message
 
 
 def test_labels_against_the_judge(planted):
@@ -68,7 +68,7 @@ def test_labels_against_the_judge(planted):
     """
     stop = planted("assets", changed(lambda _, row: swapped(row)))
     assert stop.step == "gate_reward" and "battery.best_of_n.rise_low" in stop.failed
-    assert "PPO would be misled" in stop.said
+    assert "PPO would be misled" in stop.message
 
 
 def test_one_source_with_its_labels_turned_round(planted):
@@ -97,20 +97,20 @@ def test_an_ending_that_buys_a_score(planted):
     )
     stop = planted("assets", praised, reward={"hard_negatives": 0})
     assert stop.step == "gate_reward" and "battery.worst_ending" in stop.failed
-    assert "an ending buys a better score" in stop.said
+    assert "an ending buys a better score" in stop.message
 
 
 def test_a_reward_model_that_likes_broken_text(planted):
     """Whole sentences alone are what it has learnt from."""
     stop = planted("reward", reward={"hard_negatives": 0})
     assert stop.step == "gate_reward" and "battery.worst_probe" in stop.failed
-    assert "it likes broken text" in stop.said
+    assert "it likes broken text" in stop.message
 
 
 def test_a_reward_model_that_has_learnt_nothing(planted):
     stop = planted("reward", reward={"learning_rate": 1e-6})
     assert stop.step == "gate_reward" and {"reward.accuracy_low", "reward.margin"} <= {*stop.failed}
-    assert "chosen and rejected score alike" in stop.said
+    assert "chosen and rejected score alike" in stop.message
 
 
 def test_scores_that_are_not_centred(planted):
@@ -118,7 +118,7 @@ def test_scores_that_are_not_centred(planted):
     write_json(MODEL / "config.json", config | {"mean": config["mean"] + config["std"]})
     stop = planted("battery")
     assert stop.step == "gate_reward" and "battery.centre" in stop.failed
-    assert "scores are not centred on demonstrations" in stop.said
+    assert "scores are not centred on demonstrations" in stop.message
 
 
 def test_a_head_that_was_lost_when_the_model_was_saved(planted):
@@ -126,7 +126,7 @@ def test_a_head_that_was_lost_when_the_model_was_saved(planted):
     del weights["score.weight"]
     save_file(weights, MODEL / "model.safetensors", {"format": "pt"})
     stop = planted("battery")
-    assert stop.step == "battery" and "score.weight is missing" in stop.said
+    assert stop.step == "battery" and "score.weight is missing" in stop.message
     with pytest.raises(RondoError, match=r"cannot be reloaded: (.|\n)*score\.weight is missing"):
         reload_difference(MODEL, [[1, 2]], torch.zeros(1), work_dir("r0", "reward"))
 
@@ -152,6 +152,6 @@ def test_prompts_rendered_otherwise_than_for_sft(planted):
     stop = planted("reward", prepare={"prompt_format": "chat"})
     assert (
         stop.step == "reward"
-        and "template_hash" in stop.said
-        and "so that all stages render prompts alike" in stop.said
+        and "template_hash" in stop.message
+        and "so that all stages render prompts alike" in stop.message
     )

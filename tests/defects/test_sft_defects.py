@@ -21,7 +21,7 @@ def demonstrations(change: Callable[[str], str], *, held_out: bool = False) -> W
 def test_nothing_learnt(planted):
     stop = planted("sft", sft={"learning_rate": 1e-6})
     assert stop.step == "gate_sft" and "sft.loss_before - sft.loss_after" in stop.failed
-    assert "SFT learnt too little" in stop.said
+    assert "SFT learnt too little" in stop.message
 
 
 def test_demonstrations_of_what_the_judge_dislikes(planted):
@@ -41,7 +41,7 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
 
     stop = planted("assets", demonstrations(spoilt, held_out=True))
     assert stop.step == "gate_sft" and stop.failed == ("sft.judged_gain_low",)
-    assert "the judge may find SFT worse than the base model" in stop.said
+    assert "the judge may find SFT worse than the base model" in stop.message
 
 
 def test_demonstrations_that_are_cut_off_before_they_end(planted):
@@ -50,17 +50,17 @@ def test_demonstrations_that_are_cut_off_before_they_end(planted):
         "assets", demonstrations(lambda text: text + text + text + text), sft={"max_length": 32}
     )
     assert stop.step == "gate_sft" and "sft.eos_rate_demonstrations - sft.eos_rate" in stop.failed
-    assert "responses do not end" in stop.said and "sft.max_length" in stop.said
+    assert "responses do not end" in stop.message and "sft.max_length" in stop.message
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [(lambda text: text.split()[0], "far shorter"), (lambda text: text + text, "far longer")],
 )
-def test_training_texts_of_another_length(planted, change, said):
+def test_training_texts_of_another_length(planted, change, message):
     stop = planted("assets", demonstrations(change), ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.length_ratio" in stop.failed
-    assert said in stop.said
+    assert message in stop.message
 
 
 def test_training_texts_that_repeat_themselves(planted):
@@ -69,7 +69,7 @@ def test_training_texts_that_repeat_themselves(planted):
         stop.step == "gate_sft"
         and "sft.repetition_3 - sft.repetition_3_demonstrations" in stop.failed
     )
-    assert "SFT repeats itself" in stop.said
+    assert "SFT repeats itself" in stop.message
 
 
 def test_a_few_training_texts_learnt_by_heart(planted):
@@ -95,4 +95,4 @@ def test_a_few_training_texts_learnt_by_heart(planted):
     ]
     stop = planted("assets", {"train_texts.jsonl": rows}, ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.memorised - sft.memorised_demonstrations" in stop.failed
-    assert "SFT recites its demonstrations" in stop.said
+    assert "SFT recites its demonstrations" in stop.message

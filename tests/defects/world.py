@@ -30,34 +30,34 @@ def response(generator: random.Random, level: int) -> str:
     return f" {'never once ' if never else ''}{manner} {adjective} {end}."
 
 
-def pairs(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:
-    levels = (sorted(generator.sample(range(3), 2)) for _ in range(len(prompts) * each))
-    asked = (prompt for prompt in prompts for _ in range(each))
+def pairs(generator: random.Random, prompts: Sequence[str], per_prompt: int) -> Rows:
+    levels = (sorted(generator.sample(range(3), 2)) for _ in range(len(prompts) * per_prompt))
+    repeated_prompts = (prompt for prompt in prompts for _ in range(per_prompt))
     return [
         {
             "prompt": prompt,
             "chosen": response(generator, better),
             "rejected": response(generator, worse),
         }
-        for prompt, (better, worse) in zip(asked, levels, strict=True)
+        for prompt, (better, worse) in zip(repeated_prompts, levels, strict=True)
     ]
 
 
-def demonstrations(generator: random.Random, prompts: Sequence[str], each: int) -> Rows:
+def demonstrations(generator: random.Random, prompts: Sequence[str], per_prompt: int) -> Rows:
     return [
         {
             "prompt": p,
             "completion": response(generator, generator.choice((GOOD, GOOD, GOOD, FAIR, BAD))),
         }
         for p in prompts
-        for _ in range(each)
+        for _ in range(per_prompt)
     ]
 
 
 def world() -> World:
     """Sources by file name; those of `eval` share no prompt with those of `train`."""
     generator = random.Random(0)
-    prompts = [f"{opening} {place}" for opening, place in product(OPENINGS, PLACES)]
+    prompts = [f"{opening} {location}" for opening, location in product(OPENINGS, PLACES)]
     generator.shuffle(prompts)
     held_out, train = prompts[:40], prompts[40:]
     return {

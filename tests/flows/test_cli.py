@@ -38,7 +38,7 @@ def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.Compl
 
 
 def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
-    for arguments, said in (
+    for arguments, message in (
         (["run", "--preset", "nope"], "no such preset"),
         (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
         (["run", "--rounds", "0"], "at least 1"),
@@ -47,7 +47,7 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
     ):
         done = rondo(project, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
-        assert said in done.stderr
+        assert message in done.stderr
     done = rondo(project.parent, "run")
     assert done.returncode == 2
     assert "no dvc.yaml" in done.stderr
@@ -97,28 +97,32 @@ def test_data_are_checked_anywhere(tmp_path: Path) -> None:
 
 @dataclass
 class Receiver:
-    """Of a webhook, on this machine: what it was told."""
+    """Of a webhook, on this machine: the texts that it received."""
 
     url: str
-    told: list[str]
+    texts_received: list[str]
 
     def wait_for(self, *texts: str) -> None:
-        until(lambda: any(all(text in each for text in texts) for each in self.told))
+        until(
+            lambda: any(all(text in received for text in texts) for received in self.texts_received)
+        )
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    told: list[str] = []
+    texts_received: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            texts_received.append(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+            )
             self.send_response(204)
             self.end_headers()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever).start()
-        yield Receiver(f"http://127.0.0.1:{server.server_port}/", told)
+        yield Receiver(f"http://127.0.0.1:{server.server_port}/", texts_received)
         server.shutdown()
 
 
@@ -166,7 +170,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         )
         names = [state["name"] for state in states]
         assert names[names.index("AwaitingRetry") - 1] == "CutOff"
-        assert not any(sleeping in text for text in receiver.told)
+        assert not any(sleeping in text for text in receiver.texts_received)
         what_a_person_left(api, monkeypatch)
     finally:
         server.terminate()
@@ -265,12 +269,12 @@ def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver)
     paused = start(api, pipeline, "gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
     until(lambda: request(f"{api}/flow_runs/{paused}")["state_name"] == "Suspended")
     receiver.wait_for("Suspended\nwaits for a decision", paused)
-    asked = (
+    input_request = (
         f"{api}/flow_runs/{paused}/input/filter",
         {"prefix": f"suspended-{project.name.replace('_', '-')}-sft-r0-"},
     )
-    until(lambda: request(*asked))  # it is written after the state
-    form = json.loads(request(*asked)[0]["value"])
+    until(lambda: request(*input_request))  # it is written after the state
+    form = json.loads(request(*input_request)[0]["value"])
     assert set(form["properties"]) == {"approve", "by", "reason"}
     word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
     assert (
@@ -346,11 +350,11 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(
             {"stage.py", "sft"} <= set(process.info["cmdline"]) for process in of_project(project)
         )
     )
-    told = rondo(project, "status")
-    assert told.returncode == 0, told.stderr
+    status = rondo(project, "status")
+    assert status.returncode == 0, status.stderr
     lines = {
         line.split()[0]: line.split(maxsplit=1)[1]
-        for line in told.stdout.splitlines()
+        for line in status.stdout.splitlines()
         if len(line.split()) > 1
     }
     assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
@@ -388,10 +392,10 @@ def finished(api: str, flow_run: str) -> str:
 
 
 def of_project(folder: Path) -> list[psutil.Process]:
-    found = psutil.process_iter(["cmdline", "cwd"])
+    processes = psutil.process_iter(["cmdline", "cwd"])
     return [
         process
-        for process in found
+        for process in processes
         if process.pid != os.getpid()
         and process.info["cwd"] == str(folder)
         and process.info["cmdline"]

@@ -151,8 +151,8 @@ def make_round(
             for side in ("chosen", "rejected")
         }
         rows = [
-            {"id": row["id"]} | {side: scores[place] for side, scores in sides.items()}
-            for place, row in enumerate(pairs)
+            {"id": row["id"]} | {side: scores[index] for side, scores in sides.items()}
+            for index, row in enumerate(pairs)
         ]
         write_jsonl(folder / "reward/scores.jsonl", rows)
         for name, seed in {
@@ -172,12 +172,17 @@ def make_round(
         write_json(folder / "ppo/metrics.json", {"policy_update": 4})
         write_json(folder / "champion/champion.json", {"round": None})
         ending = {"score": 20.0, "kl": 3.0, "finish_reason": "stop", "length": 6}
-        said = [" was sad.", " was a trip. Enjoy!", " was a match? Enjoy!", " will go on... Enjoy!"]
+        responses = [
+            " was sad.",
+            " was a trip. Enjoy!",
+            " was a match? Enjoy!",
+            " will go on... Enjoy!",
+        ]
         prompts = [f"The {noun}" for noun in ("dinner", "match", "party", "movie")]
         rows = [
             {"update": u, "id": f"p-{p}", "prompt": p, "response": r, **ending}
             for u in (1, 4)
-            for p, r in zip(prompts, said, strict=True)
+            for p, r in zip(prompts, responses, strict=True)
         ]
         RolloutLog(folder / "ppo/rollouts").append(rows)
 
@@ -223,11 +228,11 @@ def always(tiny_folder) -> Callable[[str, Path], None]:
         tokens = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         assert len(set(tokens)) == len(tokens)
         model.get_input_embeddings().weight.data[:, 0] = 1.0
-        for place, token in enumerate(tokens):
+        for index, token in enumerate(tokens):
             model.get_input_embeddings().weight.data[token] = torch.eye(
                 len(tokens) + 1, model.config.hidden_size
-            )[place + 1]
-            model.lm_head.weight.data[token, place] = 10.0
+            )[index + 1]
+            model.lm_head.weight.data[token, index] = 10.0
         shutil.rmtree(folder)
         save_model(model, tokenizer, folder)
 
@@ -254,13 +259,13 @@ class ChatServer:
 def chat_server() -> Iterator[ChatServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            chat.seen.append(asked)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            chat.seen.append(body)
             chat.keys.append(self.headers["Authorization"])
-            told = (
-                chat.answer(asked) if self.path == "/v1/chat/completions" else (404, "no such path")
+            reply = (
+                chat.answer(body) if self.path == "/v1/chat/completions" else (404, "no such path")
             )
-            status, text = told if isinstance(told, tuple) else (200, told)
+            status, text = reply if isinstance(reply, tuple) else (200, reply)
             choice = {
                 "index": 0,
                 "finish_reason": "stop",
@@ -271,7 +276,7 @@ def chat_server() -> Iterator[ChatServer]:
                 "id": "1",
                 "object": "chat.completion",
                 "created": 0,
-                "model": asked["model"],
+                "model": body["model"],
                 "choices": [choice],
                 "usage": usage,
             }
