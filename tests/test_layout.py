@@ -114,7 +114,8 @@ def test_files_import_each_other_in_no_circle(top: str) -> None:
         for path in FILES
         if path.parts[0] == top
     }
-    TopologicalSorter(graph).prepare()
+    order = list(TopologicalSorter(graph).static_order())  # a CycleError names a circle
+    assert set(order) >= set(graph)
 
 
 LIB_FILES = [

@@ -35,7 +35,7 @@ def copy_human_pairs(params: Params, round_: str) -> None:
     pairs = len(read_jsonl(source, f"dvc repro prepare@{round_}"))
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / "data" / source.name)
-    write_manifest(folder, stage="annotate", round_=round_, seed=params.seed, inputs=[source])
+    write_manifest("annotate", round_, seed=params.seed, inputs=[source])
     MetricLogger("annotate", round_).finish({"annotator": "dataset", "pairs": pairs})
     print(f"[annotate@{round_}] {pairs} pairs, labelled by the data set", flush=True)
 

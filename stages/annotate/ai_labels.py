@@ -143,9 +143,8 @@ def write_outputs(
     data = stage_dir(round_, "prepare") / "data"
     write_jsonl(folder / "data/pairs_train.jsonl", pairs)
     write_manifest(
-        folder,
-        stage="annotate",
-        round_=round_,
+        "annotate",
+        round_,
         seed=seed,
         inputs=[data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")],
         template_hash=template_sha256,

@@ -112,9 +112,8 @@ def main(params: Params, round_: str) -> None:
     for n in sorted(config.best_of):
         recorder.log(n, metrics["best_of_n"][str(n)])
     write_manifest(
-        folder,
-        stage="battery",
-        round_=round_,
+        "battery",
+        round_,
         seed=params.seed,
         inputs=[data, sft / "model", reward / "model", reward / "scores.jsonl"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),

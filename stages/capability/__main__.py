@@ -44,7 +44,7 @@ def main(params: Params, round_: str) -> None:
     write_jsonl(folder / "samples.jsonl", responses)
     models = [stage_dir(round_, name) for name in ("sft/model", "ppo/policy")]
     inputs = [*sorted(SLICES.glob("*.*")), *models]
-    write_manifest(folder, stage="capability", round_=round_, seed=params.seed, inputs=inputs)
+    write_manifest("capability", round_, seed=params.seed, inputs=inputs)
     worst_fall = metrics[worst]["fall_high"] if worst else None
     recorder.finish({"slices": metrics, "worst": worst, "worst_fall": worst_fall})
     for name, row in metrics.items():

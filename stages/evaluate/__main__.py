@@ -165,9 +165,8 @@ def write_samples_and_manifest(
     files = [data / "eval_prompts.jsonl", data / "sft_eval.jsonl"]
     models = [evaluator.sft_path, evaluator.reward_path, evaluator.policy_path]
     write_manifest(
-        folder,
-        stage="evaluate",
-        round_=round_,
+        "evaluate",
+        round_,
         seed=params.seed,
         inputs=[*files, *models],
         template_hash=template_hash(evaluator.tokenizer, params.prepare.prompt_format),

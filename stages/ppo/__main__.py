@@ -78,9 +78,8 @@ def main(params: Params, round_: str) -> None:
     publish_outputs(run.work, folder)
     write_json(folder / "health.json", run.monitor.report())
     write_manifest(
-        folder,
-        stage="ppo",
-        round_=round_,
+        "ppo",
+        round_,
         seed=params.seed,
         inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),

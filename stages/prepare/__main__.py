@@ -99,9 +99,8 @@ def main(params: Params, round_: str) -> None:
     write_text(REPORTS / round_ / "data.html", render_report(report, round_))
     write_json(folder / "metrics.json", metrics(audit, sets, replayed))
     write_manifest(
-        folder,
-        stage="prepare",
-        round_=round_,
+        "prepare",
+        round_,
         seed=params.seed,
         inputs=[ASSETS / "data", previous / "replay/data"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),

@@ -158,9 +158,8 @@ def write_data(
     for name, rows in files.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     write_manifest(
-        folder,
-        stage="replay",
-        round_=round_,
+        "replay",
+        round_,
         seed=params.seed,
         inputs=[stage_dir(round_, "prepare") / "data", ppo / "rollouts", ppo / "policy"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),

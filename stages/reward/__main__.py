@@ -185,7 +185,7 @@ def write_outputs(
         stage_dir(round_, "annotate") / "data/pairs_train.jsonl",
         stage_dir(round_, "prepare") / "data/pairs_eval.jsonl",
     ]
-    write_manifest(folder, stage="reward", round_=round_, seed=seed, inputs=inputs, **facts)
+    write_manifest("reward", round_, seed=seed, inputs=inputs, **facts)
     recorder.finish(metrics)
     print(
         f"[reward@{round_}] held-out accuracy {metrics['accuracy']:.3f}"

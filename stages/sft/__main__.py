@@ -126,9 +126,8 @@ def write_outputs(
     data = stage_dir(round_, "prepare") / "data"
     write_jsonl(folder / "samples.jsonl", samples)
     write_manifest(
-        folder,
-        stage="sft",
-        round_=round_,
+        "sft",
+        round_,
         seed=seed,
         inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
         template_hash=template_sha256,

@@ -20,12 +20,11 @@ from stages.lib.core.types import Row
 
 
 def write_manifest(
-    folder: Path, *, stage: str, round_: str, seed: int, inputs: Iterable[Path], **facts: Any
+    stage: str, round_: str, *, seed: int, inputs: Iterable[Path], **facts: Any
 ) -> None:
-    """Write manifest.json, which records what the files in `folder` were made from.
+    """Write manifest.json, which records what the outputs of a stage were made from.
 
     Args:
-        folder: the folder of the stage's outputs.
         stage: the stage's name.
         round_: the round, e.g. `r0`.
         seed: the seed of the run.
@@ -34,7 +33,7 @@ def write_manifest(
     """
     packages = ("torch", "transformers", "trl", "peft", "datasets")
     write_json(
-        folder / "manifest.json",
+        stage_dir(round_, stage) / "manifest.json",
         {
             "stage": stage,
             "round": round_,

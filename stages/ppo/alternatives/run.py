@@ -64,9 +64,8 @@ def main(params: Params, round_: str) -> None:
         else []
     )
     write_manifest(
-        folder,
-        stage="ppo",
-        round_=round_,
+        "ppo",
+        round_,
         seed=params.seed,
         inputs=[prompts_path(round_), *pairs, sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import psutil
 import pytest
@@ -47,6 +49,13 @@ def job(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+def run_job(python: str, folder: Path, *args: str, **options: Any) -> CompletedProcess[str]:
+    """What `python -m job` in `folder` printed, and its exit code."""
+    return subprocess.run(
+        [python, "-m", "job", *args], cwd=folder, capture_output=True, text=True, **options
+    )
+
+
 def gone(pid: int) -> bool:
     deadline = time.monotonic() + 120
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -79,20 +88,10 @@ def servers() -> list[psutil.Process]:
 
 def test_a_module_gets_arguments_folder_and_environment_and_is_read_again(python, job):
     folder = job(f"{PRINT}; sys.exit(7)")
-    done = subprocess.run(
-        [python, "-m", "job", "a", "b c"],
-        cwd=folder,
-        env={"WORD": "x"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_job(python, folder, "a", "b c", env={"WORD": "x"})
     assert (done.stdout, done.returncode) == (f"['a', 'b c'] {folder} x True __main__\n", 7)
     job("print('edited')")
-    done = subprocess.run(
-        [python, "-m", "job"], cwd=folder, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "edited\n"
+    assert run_job(python, folder, check=True).stdout == "edited\n"
 
 
 @pytest.mark.parametrize(
@@ -105,9 +104,7 @@ def test_a_module_gets_arguments_folder_and_environment_and_is_read_again(python
     ],
 )
 def test_it_ends_with_the_exit_code_and_errors_of_the_module(python, job, code, exit_code, message):
-    done = subprocess.run(
-        [python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=False
-    )
+    done = run_job(python, job(code))
     assert done.returncode == exit_code and message in done.stderr
 
 
@@ -141,14 +138,7 @@ def test_children_of_a_module_end_with_it(python, job):
         "import subprocess, os, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); {}"
     )
     for last_statement, exit_code in (("", 0), ("os.abort()", 134)):
-        done = subprocess.run(
-            [python, "-m", "job"],
-            cwd=job(code.format(last_statement)),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        done = run_job(python, job(code.format(last_statement)), timeout=120)
         assert done.returncode == exit_code and gone(int(done.stdout))
 
 
@@ -157,9 +147,7 @@ def test_threads_and_exit_handlers_are_waited_for(python, job):
         "import atexit, threading, time; atexit.register(print, 'last')\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()"
     )
-    done = subprocess.run(
-        [python, "-m", "job"], cwd=job(code), capture_output=True, text=True, check=True
-    )
+    done = run_job(python, job(code), check=True)
     assert done.stdout == "thread\nlast\n"
 
 
@@ -192,13 +180,7 @@ def test_a_client_that_dies_before_it_is_accepted_does_not_end_the_server(job):
         with subprocess.Popen([fork_server.python(), "-m", "job"], cwd=job("")) as client:
             waits(client)
             client.kill()
-        done = subprocess.run(
-            [fork_server.python(), "-m", "job"],
-            cwd=job(PRINT),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_job(fork_server.python(), job(PRINT), check=True)
     assert "True __main__" in done.stdout
 
 
@@ -236,13 +218,7 @@ def test_without_the_server_the_real_interpreter_runs_the_module(job):
         [server] = set(servers()) - before
         server.kill()
         server.wait()
-        done = subprocess.run(
-            [fork_server.python(), "-m", "job"],
-            cwd=job(PRINT),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_job(fork_server.python(), job(PRINT), check=True)
     assert "False __main__" in done.stdout
 
 
