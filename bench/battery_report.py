@@ -31,7 +31,7 @@ after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 - Bottom left: scores by kind of text (median, quartiles, range; in standard deviations of
   demonstrations).
 - Bottom middle: the confidence sigmoid(margin) against the share of held-out pairs ranked right.
-- Bottom right: judged sentiment (lexicon) of the best of n SFT samples, chosen by the reward model.
+- Bottom right: sentiment of the best of n SFT samples, chosen by the reward model.
 
 In the last tables, `word_salad` is a text with its words shuffled, `truncated` is one cut in half,
 and `repeated_word` is one word repeated. [gates.md](gates.md) explains mined endings.
@@ -74,7 +74,7 @@ def draw_charts() -> Figure:
     axes["scores"].set(title="scores")
     axes["reliability"].set(title="reliability", xlabel="sigmoid(|margin|)", ylabel="share right")
     axes["best"].set(
-        title="best of n by the reward model", xlabel="n", ylabel="judged sentiment", xscale="log"
+        title="best of n by the reward model", xlabel="n", ylabel="sentiment", xscale="log"
     )
     axes["best"].set_xticks([1, 4, 16], ["1", "4", "16"])
     for name, axis in axes.items():
@@ -106,7 +106,8 @@ def draw_judge_crosses(axis: Axes, path: Path, colour: str) -> None:
     metrics = json.loads(path.read_text())
     texts, endings = metrics["endings_text"], metrics["endings"].values()
     rates = {
-        f"ending {text!r}": ending["judged"] for text, ending in zip(texts, endings, strict=True)
+        f"ending {text!r}": ending["sentiment_rate"]
+        for text, ending in zip(texts, endings, strict=True)
     }
     labels = [ascii(label)[1:-1] for label in rates]
     axis.plot(list(rates.values()), labels, "x", color=colour)
@@ -146,11 +147,11 @@ def page() -> str:
     text += f"|---|---|{'---:|' * len(ROUNDS)}\n"
     for checks in zip(*(verdict["checks"] for verdict in verdicts), strict=True):
         values = " | ".join(format_value(check) for check in checks)
-        text += f"| `{checks[0]['metric']}` | {checks[0]['band']} | {values} |\n"
+        text += f"| `{checks[0]['metric']}` | {checks[0]['threshold']} | {values} |\n"
     for name in ROUNDS:
         path = Path("rounds", name, "battery/samples.jsonl")
         samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        reversals = [row for row in samples if row["kind"] == "fooled"]
+        reversals = [row for row in samples if row["kind"] == "reversed"]
         text += f"\n## {name}: texts that score above better ones\n\n"
         text += "| test | text | score | better text | score |\n|---|---|---:|---|---:|\n"
         reversals.sort(key=lambda row: row["original_score"] - row["score"])

@@ -22,7 +22,7 @@ def main(target: str) -> None:
         path = Path("rounds", name, "evaluate/manifest.json")
         evaluations[name] = read_json(path, f"dvc repro evaluate@{name}").get("evaluation", {})
     check_comparable(evaluations)
-    figure, (score, kl, judged) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    figure, (score, kl, against_kl) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:
         folder = Path("rounds", name)
         steps, curve = columns(folder / "ppo/curves.csv"), columns(folder / "evaluate/curves.csv")
@@ -30,20 +30,20 @@ def main(target: str) -> None:
         kl.plot(steps["step"], steps["kl"], label=name)
         by_kl = sorted(zip(curve["kl"], curve["sentiment"], curve["score"], strict=True))
         distance, sentiment, proxy = zip(*by_kl, strict=True)
-        line = judged.plot(distance, sentiment, "o-", label=f"{name}: judge (VADER sentiment)")[0]
+        line = against_kl.plot(distance, sentiment, "o-", label=f"{name}: sentiment")[0]
         # a quarter of the score is on the scale of the sentiment
         proxy_style = {
             "color": line.get_color(),
             "alpha": 0.5,
             "label": f"{name}: reward model / 4",
         }
-        judged.plot(distance, [value / 4 for value in proxy], "x--", **proxy_style)
+        against_kl.plot(distance, [value / 4 for value in proxy], "x--", **proxy_style)
     budget = yaml.safe_load(Path("params.yaml").read_text())["ppo"]["max_kl"]
     kl.axhline(budget, color="grey", linestyle=":", label="budget")
     for axis, title, x, y in (
         (score, "PPO: reward-model score", "update", "calibrated score"),
         (kl, "PPO: KL from SFT", "update", "nats per sequence"),
-        (judged, "evaluation: judge against reward model", "KL, nats per sequence", ""),
+        (against_kl, "evaluation: sentiment against reward model", "KL, nats per sequence", ""),
     ):
         axis.set(title=title, xlabel=x, ylabel=y)
         axis.legend(fontsize=8)

@@ -70,7 +70,7 @@ def flops(params: Params, roles: Roles, episodes: int, prompt: float) -> float:
     )
     generate = 2 * (trunk * length + head * response)
     # reference and reward model
-    frozen = 2 * (2 - roles.common / layers) * trunk * length + 2 * head * response
+    frozen = 2 * (2 - roles.num_shared_layers / layers) * trunk * length + 2 * head * response
 
     def learning(lora: LoraParams) -> float:
         upper = min((lora.top_layers or layers) / layers, 1.0) if lora.r else 1.0
@@ -100,7 +100,7 @@ def main() -> None:
     for phase, owner, name in (
         ("generate", roles, "sample"),
         ("score", trainer, "forward"),
-        ("learn", trainer, "optimise"),
+        ("learn", trainer, "optimize"),
     ):
         setattr(owner, name, clock.timed(phase, getattr(owner, name)))
     step, tokens = clock.timed("update", trainer.step), 0

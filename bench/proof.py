@@ -111,9 +111,9 @@ def show_rounds(rows: list[Row]) -> None:
     head(
         "seed, round",
         "SFT against base, jury",
-        "SFT - base, judged",
+        "sentiment, SFT - base",
         "PPO against SFT, jury",
-        "PPO - SFT, judged",
+        "sentiment, PPO - SFT",
         "KL",
     )
     for row in rows:
@@ -124,7 +124,7 @@ def show_rounds(rows: list[Row]) -> None:
         line(
             f"{row['seed']}, {row['round']}",
             f"{1 - base['win_rate']:.3f} [{low:.3f}, {high:.3f}]",
-            interval(row["sft"], "judged_gain"),
+            interval(row["sft"], "sentiment_gain"),
             interval(evaluate, "win_rate"),
             interval(evaluate, "sentiment_gain"),
             f"{evaluate['ppo']['kl']:.2f}",
@@ -145,12 +145,12 @@ def show_replay(rows: list[Row]) -> None:
     )
     for before, after in zip(rows[::2], rows[1::2], strict=True):
         replay = after["replay"]
-        repaired = f"{replay['repaired']} of {replay['tried_again']}"
+        repaired = f"{replay['repaired']} of {replay['retested']}"
         line(
             before["seed"],
             *(interval(row["reward"], "accuracy") for row in (before, after)),
-            f"{replay['fooled_before']:.2f}; {replay['fooled_after']:.2f}",
-            interval(replay, "fooled_fall"),
+            f"{replay['reversed_before']:.2f}; {replay['reversed_after']:.2f}",
+            interval(replay, "reversed_fall"),
             f"{repaired}; {replay['repaired_by_chance']}",
             f"{replay['regressed']} of {replay['guarded']}",
             interval(after["evaluate"], "win_rate_champion"),
@@ -162,7 +162,7 @@ def show_algorithms(rows: list[Row]) -> None:
     head(
         "seed",
         "algorithm",
-        "judged, policy - SFT",
+        "sentiment, policy - SFT",
         "jury",
         "proxy",
         "KL",
@@ -186,7 +186,7 @@ def show_sweep(rows: list[Row]) -> None:
     head(
         "seed",
         "beta",
-        "KL: judged, proxy, distinct-2 at the checkpoints",
+        "KL: sentiment, proxy, distinct-2 at the checkpoints",
         "Gao's peak, nats; measured",
     )
     for row in rows:

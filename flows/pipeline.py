@@ -31,7 +31,7 @@ from flows.orchestration import approval, artifacts, concurrency, crashed_runs, 
 from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import open_tracker
-from flows.tracking.records import NullTracker
+from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params

@@ -51,7 +51,7 @@ def test_every_key_of_the_alternatives_is_explained(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("gate", THRESHOLDS)
-def test_every_band_is_explained(gate: str) -> None:
+def test_every_threshold_is_explained(gate: str) -> None:
     """Paste what `python -m stages.gate.thresholds` prints."""
     assert markdown(gate, GatesParams()) in (ROOT / "docs/gates.md").read_text()
 

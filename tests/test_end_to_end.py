@@ -54,7 +54,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
                 assert (clone / "rounds" / name / stage / file).stat().st_size > 0
         for gate in ("sft", "reward", "promote"):
             assert (clone / "gates" / name / f"{gate}.ok").read_text() == "passed\n"
-            assert read(clone / "reports" / name / f"gate_{gate}.json")["opened"]
+            assert read(clone / "reports" / name / f"gate_{gate}.json")["may_continue"]
 
     first, second = clone / "rounds/r0", clone / "rounds/r1"
     # one template and one evaluation set in all stages and rounds
@@ -85,7 +85,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
     )
     assert read(first / "replay/metrics.json")["badcases"] > 0
     assert (
-        read(second / "replay/metrics.json")["tried_again"]
+        read(second / "replay/metrics.json")["retested"]
         == read(first / "replay/metrics.json")["badcases"]
     )
     # replay reached the next round's data, under its badcase's id, and no evaluation prompt did
@@ -123,7 +123,7 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
     assert "Stage 'gate_sft@r0' is cached" in run(
         forking_python, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone
     )
-    assert read(clone / "reports/r0/gate_sft.json")["opened"]
+    assert read(clone / "reports/r0/gate_sft.json")["may_continue"]
     # and so does every stage that has once been run: the lock is gone, the results are not computed
     # again
     (clone / "dvc.lock").unlink()

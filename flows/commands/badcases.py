@@ -14,8 +14,9 @@ from rich.table import Table
 
 from flows.core.git import current_user
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
+from stages.lib.core.rows import PromptRow, read_rows
 from stages.lib.core.validation import read_json_lines, validate_row
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import check_not_in_eval_set
@@ -84,7 +85,7 @@ def list_all(options: argparse.Namespace) -> int:
         if options.state in (None, case.state.value) and options.cause in (None, case.cause.value)
     ]
     table = Table(box=SIMPLE_HEAD)
-    for column in ("id", "round", "cause", "state", "fails", "score", "judged", "response"):
+    for column in ("id", "round", "cause", "state", "fails", "score", "sentiment", "response"):
         table.add_column(column, no_wrap=True)
     for case in cases:
         retests = (
@@ -170,7 +171,7 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
         if path.exists():
             check_not_in_eval_set(
                 prompts,
-                read_jsonl(path, ""),
+                read_rows(PromptRow, path, f"dvc repro prepare@{known_round}"),
                 "nothing was kept. Report the policy's response to another prompt",
             )
     check_not_in_slices(prompts)

@@ -23,7 +23,7 @@ COLUMNS = (
     "policy",
     "win rate against SFT [95%]",
     "KL, nats",
-    "judged sentiment",
+    "sentiment",
     "seed",
     "git",
 )

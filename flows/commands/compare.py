@@ -5,7 +5,7 @@ prompts, and the settings in which the runs differ.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import mlflow
@@ -19,7 +19,7 @@ from flows.core.services import MLFLOW_URL, WORKFLOW
 from flows.core.tables import interval, render_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
-from stages.lib.core.types import Row
+from stages.lib.core.rows import EvaluationSample
 from stages.lib.metrics.stats import paired_bootstrap
 
 RESAMPLES = 10_000
@@ -45,7 +45,7 @@ class Evaluation:
 
     name: str
     run: Run
-    samples: Mapping[tuple[str, int], Row]
+    samples: Mapping[tuple[str, int], EvaluationSample]
     settings: Mapping[str, Any]
 
 
@@ -82,7 +82,10 @@ def find(client: MlflowClient, experiment: str, wanted: str) -> Evaluation:
         raise BadInput(f"{wanted}: run {name} evaluated {', '.join(sorted(rounds))}")
     run = rounds[chosen]
     table = read(run, "samples.json")
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    rows: list[EvaluationSample] = [
+        cast(EvaluationSample, dict(zip(table["columns"], row, strict=True)))
+        for row in table["data"]
+    ]
     return Evaluation(
         name=f"{name}:{chosen}",
         run=run,
@@ -98,7 +101,7 @@ def read(run: Run, artifact: str) -> Any:
 def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]]:
     """B against A on the evaluation prompts, as (mean, low, high) over prompts.
 
-    The score is the judged sentiment, whatever other judges were in the jury.
+    The score is the sentiment (VADER), whatever other judges were in the jury.
 
     Raises:
         BadInput: the evaluations had different settings, so their samples are not paired.
@@ -120,9 +123,7 @@ def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]
         for gains_of_prompt in gains.values()
     ]
     return {
-        "judged sentiment (VADER), B - A [95%]": paired_bootstrap(
-            list(gains.values()), RESAMPLES, seed
-        ),
+        "sentiment, B - A [95%]": paired_bootstrap(list(gains.values()), RESAMPLES, seed),
         "share of samples higher in B, ties half [95%]": paired_bootstrap(wins, RESAMPLES, seed),
     }
 

@@ -15,6 +15,7 @@ from flows.execution.worktree import ENDED, WORKSPACES
 from flows.report import summary
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
+from stages.lib.core.renamed import current_metrics
 
 DVC_LOCKS = Path(".dvc/tmp/rwlock")
 NOT_UP_TO_DATE = "to do"
@@ -54,7 +55,7 @@ def state(address: str, current: str | None, todo: set[str]) -> str:
         if stage.startswith("gate_")
         else None
     )
-    if verdict and not verdict["opened"]:
+    if verdict and not verdict["may_continue"]:
         return "failed"
     return NOT_UP_TO_DATE if address in todo else "done"
 
@@ -84,10 +85,10 @@ def progress(round_: str, stage: str) -> str:
     rows = path.read_text().splitlines() if path.exists() else []
     if not rows:
         return ""
-    last = json.loads(rows[-1])
+    last = current_metrics(json.loads(rows[-1]))
     metrics = [
         f"{name} {last[name]:.3g}"
-        for name in ("score_mean", "judge_mean", "kl", "loss")
+        for name in ("score_mean", "sentiment_mean", "kl", "loss")
         if isinstance(last.get(name), float)
     ]
     return ", ".join([f": step {last['step']}", *metrics])

@@ -22,11 +22,11 @@ from stages.lib.core.params import load_params
 
 Values = Annotated[list[str], Field(min_length=1)]
 SHOWN = (
-    "SFT against base, judged [95%]",
+    "sentiment, SFT - base [95%]",
     "RM held-out accuracy [95%]",
     "policy's KL from SFT, nats",
     "win rate against SFT [95%]",
-    "judged sentiment, SFT -> policy",
+    "sentiment, SFT -> policy",
     "distinct-2, SFT -> policy",
 )
 

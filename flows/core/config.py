@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
@@ -38,6 +38,7 @@ from stages.lib.core.params.policy import (
 )
 from stages.lib.core.params.shared import ModelParams, ParamsSection
 from stages.lib.core.params.training import RewardParams, SftParams
+from stages.lib.core.renamed import current_params
 from stages.ppo.common.reward_files import reward_source_files
 from stages.replay.badcases import report_path
 
@@ -50,6 +51,11 @@ REPLACED_WHOLE = ("rubric", "endpoints")
 
 class Sections(ParamsSection):
     """Sections of params.yaml as a form; an unset section keeps its value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def renamed_keys(cls, values: Any) -> Any:
+        return current_params(values) if isinstance(values, Mapping) else values
 
     seed: int | None = None
     assets: AssetsParams | None = None
@@ -87,7 +93,7 @@ def read_preset(name: str) -> dict[str, Any]:
         known = ", ".join(preset_names())
         raise BadInput(f"--preset {name}: no such preset; expected one of {known}")
     try:
-        return {} if name == DEFAULT else yaml.safe_load(path.read_text()) or {}
+        return {} if name == DEFAULT else current_params(yaml.safe_load(path.read_text()) or {})
     except yaml.YAMLError as error:
         raise BadInput(f"{path}: not valid YAML: {error}") from None
 
@@ -120,7 +126,7 @@ def parse_setting(text: str) -> dict[str, Any]:
         raise BadInput(f"--set {text}: {value!r} is not a YAML value") from None
     for part in reversed(key.strip().split(".")):
         nested = {part: nested}
-    return dict(nested)
+    return current_params(nested)
 
 
 def resolve(

@@ -5,12 +5,13 @@ from typing import Any
 
 from stages.gate.verdict import decision_message, format_check
 from stages.lib.core.files import REPORTS
+from stages.lib.core.renamed import current_metrics
 
 
 def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
     """The verdict of a gate; None if the gate has not run."""
     path = REPORTS / round_ / f"gate_{gate}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return current_metrics(json.loads(path.read_text())) if path.exists() else None
 
 
 def gate_message(round_: str, gate: str) -> str:

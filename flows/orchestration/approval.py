@@ -45,7 +45,7 @@ def waiting(address: str) -> dict[str, Any] | None:
     verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
     undecided = (
         verdict
-        and not verdict["opened"]
+        and not verdict["may_continue"]
         and verdict["policy"] == Policy.ask.value
         and not verdict["approval"]
     )

@@ -8,7 +8,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ from flows.report.round_data import extreme_samples, read_round
 from flows.tracking.records import read_locks
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten, load_params
-from stages.lib.core.types import Row
+from stages.lib.core.rows import EvaluationSample, RolloutRow, read_rows
 from stages.lib.data.prompts import transcript
 
 Artifact = ProgressArtifact | MarkdownArtifact | TableArtifact
@@ -44,7 +44,7 @@ FINDING = re.compile(r"(warn|danger): ")
 PROGRESS_SECONDS, RESPONSES_SECONDS = 2.0, 20.0  # between two updates of an artifact
 PAUSE_SECONDS = 60.0  # after an error
 SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and characters of a text
-ROLLOUT_COLUMNS = ("prompt", "response", "score", "judge", "kl")
+ROLLOUT_COLUMNS = ("prompt", "response", "score", "sentiment", "kl")
 
 
 class RunArtifacts:
@@ -119,7 +119,7 @@ class RunArtifacts:
                     description=f"Responses of {self.address} at update {responses[0]['update']}",
                 )
 
-    def newest_responses(self) -> list[Row]:
+    def newest_responses(self) -> list[RolloutRow]:
         """Rollouts of the last update that was appended since the last call; empty if there is
         none. Only the appended part of the file is read.
         """
@@ -131,7 +131,9 @@ class RunArtifacts:
             appended = stream.read()
             end = stream.tell()
         try:
-            rows = [json.loads(line) for line in gzip.decompress(appended).splitlines()]
+            rows: list[RolloutRow] = [
+                json.loads(line) for line in gzip.decompress(appended).splitlines()
+            ]
         except EOFError:  # the stage is writing: the next call reads it
             return []
         self.bytes_read[files[-1]] = end
@@ -154,8 +156,11 @@ class RunArtifacts:
                 key=self.key, table=numbers, description=f"Metrics of {self.address}"
             )
         if (path := folder / "samples.jsonl").exists():
-            rows = read_jsonl(path, "")
-            shown = extreme_samples(rows) if self.stage == "evaluate" else rows[:SHOWN]
+            shown: Sequence[Mapping[str, object]]
+            if self.stage == "evaluate":
+                shown = extreme_samples(read_rows(EvaluationSample, path, "rondo run"))
+            else:
+                shown = read_jsonl(path, "")[:SHOWN]
             yield TableArtifact(
                 key=f"samples-{self.key}",
                 table=table(shown),
@@ -202,7 +207,9 @@ def ignore_ui_errors(subject: str, log: LogLine) -> Iterator[None]:
         log(f"{subject} is not shown in Prefect for now ({type(error).__name__}: {error})")
 
 
-def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Row]:
+def table(
+    rows: Sequence[Mapping[str, object]], columns: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Rows for a Prefect table, with these columns or all.
 
     Prefect renders cells as HTML, so the texts of models are escaped.
@@ -228,7 +235,7 @@ def picture_markdown(picture: Markup) -> str:
 def gate_markdown(verdict: dict[str, Any]) -> str:
     """The outcome of a gate and a table of its checks."""
     header = ("metric", "value", "threshold", "passed", "next step")
-    keys = ("metric", "value", "band", "passed", "next_step")
+    keys = ("metric", "value", "threshold", "passed", "next_step")
     checks = tables.markdown_table(
         header, ([check[key] for key in keys] for check in verdict["checks"])
     )

@@ -94,21 +94,21 @@ def rate(row: Mapping[str, Any]) -> charts.Rate:
 
 
 def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
-    """Judge, reward model and distinct-2 of SFT, checkpoints and policy, over their KL from SFT."""
+    """Sentiment, reward score and distinct-2 of SFT, checkpoints and policy, over KL from SFT."""
     curve = results.curves["evaluate"]
     if not curve:
         return []
     order = sorted(range(len(curve["kl"])), key=lambda index: curve["kl"][index])
-    kl, judge, reward, distinct = (
+    kl, sentiment, reward, distinct = (
         [curve[name][index] for index in order]
         for name in ("kl", "sentiment", "score", "distinct_2")
     )
     series = {
-        "judge": (kl, judge),
+        "sentiment": (kl, sentiment),
         f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in reward]),
         "distinct-2": (kl, distinct),
     }
-    title = "Judge against reward model, SFT to the policy"
+    title = "Sentiment and reward score, SFT to the policy"
     return [charts.lines(title, series, "KL, nats per sequence", "", dots=True)]
 
 

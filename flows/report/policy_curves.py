@@ -13,6 +13,7 @@ from flows.report import charts
 from flows.report.round_data import RoundResults
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.renamed import current_name
 from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck
 
 Curves = Mapping[str, Sequence[float]]
@@ -20,8 +21,8 @@ Curves = Mapping[str, Sequence[float]]
 CURVES = (
     ("Reward model's score", ("score_mean",), "standard deviations"),
     ("Reward: score minus KL penalty", ("reward_mean",), "standard deviations"),
-    ("Judge score (not in the reward)", ("judge_mean", "validation_judge"), "sentiment"),
-    ("Judge and reward model: correlation", ("score_judge_correlation",), "correlation"),
+    ("Sentiment (not in the reward)", ("sentiment_mean", "validation_sentiment"), "VADER, -1 to 1"),
+    ("Sentiment and reward score: correlation", ("score_sentiment_correlation",), "correlation"),
     ("KL from SFT", ("kl", "validation_kl"), "nats per sequence"),
     ("Response length", ("response_length",), "tokens"),
     ("Variety across prompts", ("distinct_2",), "share"),
@@ -67,7 +68,8 @@ def marks(results: RoundResults, columns: Sequence[str], params: PpoParams) -> c
     selected = results.metrics["ppo"].get("policy_update")
     points = {}
     for finding in results.findings:
-        column, update = finding["metric"].split()[0].rstrip(","), finding["update"]
+        column = current_name(finding["metric"].split()[0].rstrip(","))
+        update = finding["update"]
         values_by_update = dict(zip(*(measured(curves, column) or ((), ())), strict=True))
         value = values_by_update.get(update)
         if column in columns and value is not None:
@@ -88,17 +90,17 @@ def bound(check: HealthCheck, curves: Curves, params: PpoParams) -> float | None
     """
     _, _, relation = check.metric.partition(", ")
     _, values = measured(curves, check.column) or ((), ())
-    if relation and len(values) < check.after:
+    if relation and len(values) < check.min_updates:
         return None
-    return RELATIONS[relation](threshold(check.band, params), values, curves)
+    return RELATIONS[relation](threshold_value(check.threshold, params), values, curves)
 
 
-def threshold(band: str, params: PpoParams) -> float:
-    """The number in a band: `at most ppo.max_kl nats` names a key of params.yaml, `0.75 or more`
-    contains the number.
+def threshold_value(threshold: str, params: PpoParams) -> float:
+    """The number in a threshold: `at most ppo.max_kl nats` names a key of params.yaml, `0.75 or
+    more` contains the number.
     """
-    match = re.search(r"ppo\.(\w+)|[\d.]+", band)
-    assert match, band
+    match = re.search(r"ppo\.(\w+)|[\d.]+", threshold)
+    assert match, threshold
     return float(getattr(params, match[1]) if match[1] else match[0])
 
 

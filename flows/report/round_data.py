@@ -14,8 +14,10 @@ from flows.core.verdicts import read_gate
 from flows.report import summary
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
-from stages.lib.core.files import REPORTS, read_jsonl, stage_dir
-from stages.lib.core.types import Row
+from stages.lib.core.files import REPORTS, stage_dir
+from stages.lib.core.renamed import current_name
+from stages.lib.core.rows import EvaluationSample, read_rows
+from stages.lib.core.types import Metrics
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
 
 GATES = {"sft": "SFT", "reward": "Reward model", "promote": "Policy"}
@@ -34,7 +36,7 @@ class Verdict:
     passed: bool | None
     accepted: bool
     outcome: str
-    checks: Sequence[Row]
+    checks: Sequence[Metrics]
 
     @property
     def mark(self) -> tuple[str, str]:
@@ -54,8 +56,8 @@ class RoundResults:
     verdicts: Sequence[Verdict]
     metrics: Mapping[str, Mapping[str, Any]]
     curves: Mapping[str, Mapping[str, Sequence[float]]]
-    samples: Sequence[Row]
-    findings: Sequence[Row]
+    samples: Sequence[EvaluationSample]
+    findings: Sequence[Metrics]
     data: Mapping[str, Any]
     versions: Mapping[str, str]
     locks: Mapping[str, Mapping[str, Any]]
@@ -85,7 +87,9 @@ def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> RoundResult
         curves={
             stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
         },
-        samples=extreme_samples(read_jsonl(samples, "")) if samples.exists() else [],
+        samples=extreme_samples(read_rows(EvaluationSample, samples, "rondo run"))
+        if samples.exists()
+        else [],
         findings=health.get("findings", []),
         data=summary.read_json_or_nothing(REPORTS / name / "data.json"),
         versions=evaluation.get("versions", {}),
@@ -103,7 +107,9 @@ def read_verdict(round_: str, gate: str) -> Verdict:
     if result is None:
         return Verdict(GATES[gate], None, False, "not reached", [])
     checks = sorted(result["checks"], key=lambda check: check["passed"])
-    return Verdict(GATES[gate], result["passed"], result["opened"], summary.outcome(result), checks)
+    return Verdict(
+        GATES[gate], result["passed"], result["may_continue"], summary.outcome(result), checks
+    )
 
 
 def columns(path: Path) -> dict[str, list[float]]:
@@ -113,13 +119,13 @@ def columns(path: Path) -> dict[str, list[float]]:
     with path.open() as stream:
         rows = list(csv.DictReader(stream))
     return {
-        name: [float(row[name]) if row[name] else math.nan for row in rows]
+        current_name(name): [float(row[name]) if row[name] else math.nan for row in rows]
         for name in (rows[0] if rows else ())
     }
 
 
-def extreme_samples(samples: Sequence[Row]) -> list[Row]:
-    """Samples whose judged sentiment rose most, then those whose rose least, from SFT to the
+def extreme_samples(samples: Sequence[EvaluationSample]) -> list[EvaluationSample]:
+    """Samples whose sentiment rose most, then those whose rose least, from SFT to the
     policy.
     """
     ranked = sorted(samples, key=lambda row: row["sft_sentiment"] - row["ppo_sentiment"])

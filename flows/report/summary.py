@@ -17,6 +17,7 @@ from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
 from stages.gate.verdict import format_check
 from stages.lib.core.files import REPORTS, ROUNDS, stage_dir, write_text
+from stages.lib.core.renamed import current_metrics
 
 SUMMARY = REPORTS / "summary.md"
 NEXT = (
@@ -52,10 +53,10 @@ ROWS = {
         "{prepare.sft_train}, {prepare.pairs_train}; {prepare.replayed}"
     ),
     "SFT loss, nats per token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
-    "SFT against base, judged [95%]": _interval("sft.judged_gain"),
+    "sentiment, SFT - base [95%]": _interval("sft.sentiment_gain"),
     "RM held-out accuracy [95%]": _interval("reward.accuracy"),
     "RM margin": "{reward.margin:.2f}",
-    "RM best-of-n gain, judged [95%]": _interval("battery.best_of_n.rise"),
+    "sentiment, RM's best of n - one sample [95%]": _interval("battery.best_of_n.rise"),
     "RM pairs reversed by the worst ending": "{battery.worst_ending:.2f}",
     "policy's reward, first -> selected": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
     "policy selected": "update {ppo.policy_update} of {ppo.updates}, {ppo.health}",
@@ -66,21 +67,19 @@ ROWS = {
         "{evaluate.champion_round}: " + _interval("evaluate.win_rate_champion")
     ),
     "prompts needed to decide the win rate": "{evaluate.win_rate_prompts_needed}",
-    "judged sentiment, SFT -> policy": (
-        "{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}"
-    ),
+    "sentiment, SFT -> policy": ("{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}"),
     "distinct-2, SFT -> policy": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",
     "loss on human texts over SFT, nats per token": "{evaluate.human_nll_rise:.2f}",
     "worst slice: drop against SFT": "{capability.worst} {capability.worst_fall:.3f}",
     "badcases found": "{replay.badcases}",
     "badcases repaired": (
-        "{replay.repaired} of {replay.tried_again}, {replay.repaired_by_chance} by chance"
+        "{replay.repaired} of {replay.retested}, {replay.repaired_by_chance} by chance"
     ),
     "repaired badcases that regressed": "{replay.regressed} of {replay.guarded}",
     "RM pairs reversed by exploits, before -> after": (
-        "{replay.fooled_before:.2f} -> {replay.fooled_after:.2f}"
+        "{replay.reversed_before:.2f} -> {replay.reversed_after:.2f}"
     ),
-    "RM pairs reversed by exploits, drop [95%]": _interval("replay.fooled_fall", digits=2),
+    "RM pairs reversed by exploits, drop [95%]": _interval("replay.reversed_fall", digits=2),
 }
 
 
@@ -198,7 +197,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def read_json_or_nothing(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    return dict(current_metrics(json.loads(path.read_text()))) if path.exists() else {}
 
 
 def verdict_lines(rounds: list[str]) -> list[str]:
@@ -208,11 +207,13 @@ def verdict_lines(rounds: list[str]) -> list[str]:
     lines = []
     for name in rounds:
         results = {gate: result for gate in GATES if (result := read_gate(name, gate))}
-        failed_gate = next((gate for gate, result in results.items() if not result["opened"]), None)
+        failed_gate = next(
+            (gate for gate, result in results.items() if not result["may_continue"]), None
+        )
         not_passed = "".join(
             f"; {gate} gate: {outcome(result)}"
             for gate, result in results.items()
-            if result["opened"] and not result["passed"]
+            if result["may_continue"] and not result["passed"]
         )
         if failed_gate:
             at_fault = stage_at_fault(name, failed_gate, results[failed_gate])
@@ -248,7 +249,7 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     if approval := verdict["approval"]:
         decision = "approved" if approval["approved"] else "refused"
         return f"{decision} by {approval['by']} ({approval['reason']}): {failed}"
-    return f"{'passed with a warning' if verdict['opened'] else 'failed'}: {failed}"
+    return f"{'passed with a warning' if verdict['may_continue'] else 'failed'}: {failed}"
 
 
 def markdown(rounds: list[str]) -> str:

@@ -36,9 +36,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flows.core.services import MLFLOW_URL, WORKFLOW, is_up
 from flows.tracking import model_registry
+from flows.tracking.null_tracker import NullTracker
 from flows.tracking.records import (
     Checkpoint,
-    NullTracker,
     Record,
     Step,
     health,

@@ -20,6 +20,7 @@ from flows.tracking.records import Promotion, digests
 from stages.gate.approvals import Rollback, rollback_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
+from stages.lib.core.renamed import current_metrics
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
 ABOUT = (
@@ -52,8 +53,8 @@ def promote(
     champion, previous, challenger = (
         by_alias.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER)
     )
-    if version.tags.get("vouched") == str(False):
-        if not promotion.vouched:
+    if tags_of(version).get("passed_or_approved") == str(False):
+        if not promotion.passed_or_approved:
             if _gate_time(challenger) < _gate_time(version):
                 _set_alias(client, CHALLENGER, version)
             return
@@ -73,9 +74,15 @@ def promote(
         _set_alias(client, PREVIOUS, version)
 
 
+def tags_of(version: ModelVersion) -> dict[str, str]:
+    """The tags of a version; names of older versions of Rondo become today's."""
+    tags: dict[str, str] = current_metrics(dict(version.tags))
+    return tags
+
+
 def _gate_time(version: ModelVersion | None) -> str:
     """When its gate ended, in ISO 8601; without a version the empty string, before any time."""
-    return str(version.tags.get("gate_opened", "")) if version else ""
+    return tags_of(version).get("gate_ended", "") if version else ""
 
 
 def _register(
@@ -100,7 +107,10 @@ def _register(
 
 def _evidence(promotion: Promotion, gate_ended: int) -> dict[str, str]:
     time = datetime.fromtimestamp(gate_ended / 1000, UTC).isoformat(timespec="milliseconds")
-    return promotion.evidence | {"vouched": str(promotion.vouched), "gate_opened": time}
+    return promotion.evidence | {
+        "passed_or_approved": str(promotion.passed_or_approved),
+        "gate_ended": time,
+    }
 
 
 def _tag(client: MlflowClient, version: ModelVersion, tags: dict[str, str]) -> None:
@@ -194,12 +204,12 @@ def describe(client: MlflowClient) -> str:
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
     tags = {
-        key: version.tags.get(key, "-")
-        for key in ("round", "gate_opened", "path", "md5", "revision", "seed")
+        key: tags_of(version).get(key, "-")
+        for key in ("round", "gate_ended", "path", "md5", "revision", "seed")
     }
     result = "not promoted" if alias == CHALLENGER else "promoted"
     lines = [
-        f"{alias}: version {version.version}, {tags['round']}, {result} {tags['gate_opened']:.16}",
+        f"{alias}: version {version.version}, {tags['round']}, {result} {tags['gate_ended']:.16}",
         f"  win rate against SFT {_format_metric(version.tags, 'win_rate')}",
         "  win rate against the champion before "
         f"{_format_metric(version.tags, 'win_rate_champion')}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel, Field
 
 from flows.core.addresses import split_address
 from flows.core.verdicts import read_gate
@@ -21,11 +21,13 @@ from flows.execution.dvc_stages import up_to_date
 from stages.gate.verdict import passed_or_approved
 from stages.lib.core.files import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten
+from stages.lib.core.recorder import read_metrics
+from stages.lib.core.renamed import current_metrics
 
 MAX_ARTIFACT_BYTES = 1_000_000
 HEALTH = (  # metrics of PPO per update that the pipeline run shows too
     "score_mean",
-    "judge_mean",
+    "sentiment_mean",
     "kl",
     "response_length",
     "distinct_2",
@@ -77,13 +79,16 @@ class Checkpoint(BaseModel):
 class Promotion(BaseModel):
     """A policy that reached its promotion gate.
 
-    digest: its md5 in dvc.lock. vouched: the gate passed, or a person approved the policy; a
-    policy that got through only because of `policy: warn` is not. evidence: the gate's numbers, and
-    where the policy comes from.
+    digest: its md5 in dvc.lock. passed_or_approved: the gate passed, or a person approved the
+    policy; false if the run only continued because of `policy: warn`. evidence: the gate's numbers,
+    and where the policy comes from.
     """
 
     digest: str
-    vouched: bool = True  # unsent records of older versions do not contain it
+    # unsent records of older versions contain the old name, or do not contain it
+    passed_or_approved: bool = Field(
+        True, validation_alias=AliasChoices("passed_or_approved", "vouched")
+    )
     evidence: dict[str, str]
 
 
@@ -144,7 +149,7 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     clock_path = work_dir(round_, stage) / "clock.jsonl"
     if not path.exists():
         return []
-    rows = read_jsonl(path, f"dvc repro {address}")
+    rows = current_metrics(read_jsonl(path, f"dvc repro {address}"))
     clock = read_jsonl(clock_path, "")[1:] if clock_path.exists() else []
     if [row["step"] for row in clock] == [row["step"] for row in rows]:
         times = [int(row["time"] * 1000) for row in clock]
@@ -189,7 +194,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
     if not failed:
         lock = read_lock(address)
         if (folder / "metrics.json").exists():
-            metrics = read_json(folder / "metrics.json", "")
+            metrics = read_metrics(round_, stage)
         if (folder / "samples.jsonl").exists():
             samples = read_jsonl(folder / "samples.jsonl", "")
     steps, now = read_steps(address), milliseconds()
@@ -251,7 +256,7 @@ def _decision(stage: str, round_: str) -> dict[str, str]:
     }
     return {
         "passed": str(verdict["passed"]),
-        "opened": str(verdict["opened"]),
+        "may_continue": str(verdict["may_continue"]),
         "policy": verdict["policy"],
         **approval,
     }
@@ -263,11 +268,9 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
     policy = str(stage_dir(round_, "ppo") / "policy")
     sft = str(stage_dir(round_, "sft") / "model")
     # A stage that failed although its verdict is good: the verdict is an earlier run's.
-    if not verdict or policy not in known or (failed and verdict["opened"]):
+    if not verdict or policy not in known or (failed and verdict["may_continue"]):
         return None
-    evaluation = read_json(
-        stage_dir(round_, "evaluate") / "metrics.json", f"dvc repro evaluate@{round_}"
-    )
+    evaluation = read_metrics(round_, "evaluate")
     metrics = {
         f"evaluate.{key}": value for key, value in evaluation.items() if key.startswith("win_rate")
     }
@@ -281,7 +284,9 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in metrics.items()},
     }
-    return Promotion(digest=known[policy], vouched=passed_or_approved(verdict), evidence=evidence)
+    return Promotion(
+        digest=known[policy], passed_or_approved=passed_or_approved(verdict), evidence=evidence
+    )
 
 
 def digests(round_: str) -> dict[str, str]:
@@ -311,8 +316,7 @@ def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint
         paths[name], metrics_by_name[name] = ppo / "checkpoints" / name, values
     policy_update = 0
     if (ppo / "metrics.json").exists():
-        ppo_metrics = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")
-        policy_update = ppo_metrics.get("policy_update", 0)
+        policy_update = read_metrics(round_, "ppo").get("policy_update", 0)
     # The metrics at the top level compare the policy with SFT.
     against_sft = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
     for name, values in metrics_by_name.items():
@@ -369,29 +373,3 @@ def update_of(name: str) -> int:
     """The PPO update in a checkpoint's name, `step_00009` -> 9; 0 for other names."""
     number = name.removeprefix("step_")
     return int(number) if number.isdecimal() else 0
-
-
-class NullTracker:
-    """A tracker that does nothing, for runs without tracking; the interface of MlflowTracker."""
-
-    def start(self, address: str) -> None:
-        """Call when a stage begins."""
-
-    def progress(self) -> None:
-        """Call after each line that the stage printed."""
-
-    def finish(self, outcome: str) -> None:
-        """Call when the stage ended: `ran`, `restored`, `unchanged` or `failed`."""
-
-    def page(self, address: str = "", text: str = "") -> str | None:
-        """The URL of a stage's page, or of the pipeline run, or of one of its texts.
-
-        None if there is no page.
-        """
-        return None
-
-    def send(self, record: Record) -> None:
-        """Send a record that is not a stage of the pipeline."""
-
-    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
-        """Call when the pipeline run ended; `texts`: its report and summary by file name."""

@@ -10,10 +10,11 @@ Run: `python -m stages.annotate --round r0`.
 
 import shutil
 
-from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import Annotator
 from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import PreferencePair, read_rows
 from stages.lib.core.stage import stage_main
 
 
@@ -32,7 +33,7 @@ def copy_human_pairs(params: Params, round_: str) -> None:
     """Copy prepare's pairs, byte for byte."""
     folder = stage_dir(round_, "annotate")
     source = stage_dir(round_, "prepare") / "data/pairs_train.jsonl"
-    pairs = len(read_jsonl(source, f"dvc repro prepare@{round_}"))
+    pairs = len(read_rows(PreferencePair, source, f"dvc repro prepare@{round_}"))
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / "data" / source.name)
     write_manifest("annotate", round_, seed=params.seed, inputs=[source])

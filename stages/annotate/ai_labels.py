@@ -3,7 +3,7 @@
 The judge is also measured against people, on held-out pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 
 from stages.annotate.ranking import best_and_worst, scores_from_preferences
 from stages.lib.core.errors import RondoError
-from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_jsonl
+from stages.lib.core.files import stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.recorder import MetricLogger, write_manifest
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import PreferencePair, PromptRow, TrainingPrompt, read_rows
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
 from stages.lib.judging.agreement import between_orders, human_agreement
@@ -39,7 +40,7 @@ PROMPTS_PER_PROGRESS_LINE = 16
 class LabelledPrompt:
     """A prompt's pair, None if the judge prefers none of its responses; and all its comparisons."""
 
-    pair: Row | None
+    pair: PreferencePair | None
     judgements: list[TwoOrderVerdict]
 
 
@@ -54,12 +55,14 @@ def label_with_judge(params: Params, round_: str) -> None:
     # people labelled only measure the judge
     setup_torch(params)
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
-    prompt_rows = dedupe_prompts(read_jsonl(data / "prompts_train.jsonl", made_by))
+    prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by))
     prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
-    check_prompts_not_in_eval_set(prompt_rows, read_jsonl(data / "eval_prompts.jsonl", made_by))
-    replayed = [row for row in read_jsonl(data / "pairs_train.jsonl", made_by) if "badcase" in row]
-    human_pairs = shuffled(read_jsonl(data / "pairs_eval.jsonl", made_by), params.seed)
-    human_pairs = human_pairs[: params.annotate.agreement_pairs]
+    evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
+    check_prompts_not_in_eval_set(prompt_rows, evaluation)
+    train_pairs = read_rows(PreferencePair, data / "pairs_train.jsonl", made_by)
+    replayed = [pair for pair in train_pairs if "badcase" in pair]
+    human_pairs = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
+    human_pairs = shuffled(human_pairs, params.seed)[: params.annotate.agreement_pairs]
     recorder, judge = MetricLogger("annotate", round_, len(prompt_rows)), load_judge(params)
 
     # 2. the judge against people comes first: if they disagree, the run can be stopped before the
@@ -116,7 +119,7 @@ def label_with_judge(params: Params, round_: str) -> None:
 
 def label_all(
     judge: PairwiseJudge,
-    prompt_rows: Sequence[Row],
+    prompt_rows: Sequence[PromptRow],
     responses: Sequence[Sequence[str]],
     recorder: MetricLogger,
 ) -> list[LabelledPrompt]:
@@ -131,8 +134,8 @@ def label_all(
 
 
 def write_outputs(
-    pairs: list[Row],
-    metrics: Row,
+    pairs: list[PreferencePair],
+    metrics: Metrics,
     judge: PairwiseJudge,
     template_sha256: str,
     seed: int,
@@ -185,7 +188,7 @@ def sample_responses(
 
 
 def compare_all(
-    judge: PairwiseJudge, prompt_rows: Sequence[Row], responses: Sequence[Sequence[str]]
+    judge: PairwiseJudge, prompt_rows: Sequence[PromptRow], responses: Sequence[Sequence[str]]
 ) -> list[LabelledPrompt]:
     """Label prompts by comparing all pairs of each one's distinct responses.
 
@@ -205,7 +208,10 @@ def compare_all(
 
 
 def label_prompt(
-    row: Row, responses: Sequence[str], judgements: list[TwoOrderVerdict], judge_facts: Row
+    row: PromptRow,
+    responses: Sequence[str],
+    judgements: list[TwoOrderVerdict],
+    judge_facts: Mapping[str, str | None],
 ) -> LabelledPrompt:
     """Make the pair of a prompt's responses, with its provenance under `annotator`."""
     by_pair = dict(zip(all_pairs(len(responses)), judgements, strict=True))
@@ -215,7 +221,7 @@ def label_prompt(
     if not extremes:
         return LabelledPrompt(None, judgements)
     best, worst = extremes
-    pair = {
+    pair: PreferencePair = {
         "id": f"judge-{row['id']}",
         "prompt": row["prompt"],
         "chosen": responses[best],

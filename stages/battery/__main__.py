@@ -27,9 +27,17 @@ from stages.battery.probes import (
     word_uplifts,
 )
 from stages.battery.report import best_and_worst, format_metric, worst_failures, write_plots
-from stages.lib.core.files import read_jsonl, stage_dir, write_jsonl
+from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import (
+    SIDES,
+    Demonstration,
+    PreferencePair,
+    RewardScores,
+    TrainingPrompt,
+    read_rows,
+)
 from stages.lib.core.stage import stage_main
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
 from stages.lib.data.splits import dedupe_prompts, shuffled
@@ -39,7 +47,7 @@ from stages.lib.lm.scoring import RewardScorer
 
 # the metrics of the stage's last line of output
 WORST = ("worst_slice", "worst_probe", "worst_ending", "worst_mined")
-SUMMARY = (*WORST, "drift", "scale", "judge_correlation")
+SUMMARY = (*WORST, "drift", "scale", "sentiment_correlation")
 
 
 def main(params: Params, round_: str) -> None:
@@ -54,13 +62,12 @@ def main(params: Params, round_: str) -> None:
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
     model = load_causal_lm(sft / "model", params.model)
     scorer = RewardScorer(reward / "model", tokenizer, params, RESPONSE_BATCH_SIZE)
-    held_out, demonstrations, prompts = (
-        read_jsonl(data / f"{name}.jsonl", made_by)
-        for name in ("pairs_eval", "sft_eval", "prompts_train")
-    )
+    held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
+    demonstrations = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
+    prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by)
     scores_by_id = {
         row["id"]: (row["chosen"], row["rejected"])
-        for row in read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{round_}")
+        for row in read_rows(RewardScores, reward / "scores.jsonl", f"dvc repro reward@{round_}")
     }
     pair_scores = [scores_by_id[row["id"]] for row in held_out]
 
@@ -86,8 +93,7 @@ def main(params: Params, round_: str) -> None:
     roomy = shuffled(pairs_with_room_for_ending(held_out, tokenizer, params), params.seed)
     pairs = disjoint_pairs(roomy)[: config.pairs]
     chosen, rejected = (
-        scorer([row["prompt"] for row in pairs], [row[side] for row in pairs])
-        for side in ("chosen", "rejected")
+        scorer([row["prompt"] for row in pairs], [row[side] for row in pairs]) for side in SIDES
     )
     word_scores = word_uplifts(held_out, pair_scores)
     probes = run_corruption_probes(pairs, chosen, scorer, word_scores, params.seed)

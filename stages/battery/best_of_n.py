@@ -8,7 +8,8 @@ import torch
 
 from stages.battery.metrics import best_of_n, mean_and_std
 from stages.lib.core.params import Params
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import Demonstration, PromptRow
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import encode
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.packing import append_eos
@@ -48,7 +49,11 @@ class ScoredSamples:
 
 
 def sample_and_score(
-    model: Any, scorer: RewardScorer, rows: list[Row], samples_per_prompt: int, params: Params
+    model: Any,
+    scorer: RewardScorer,
+    rows: Sequence[PromptRow],
+    samples_per_prompt: int,
+    params: Params,
 ) -> ScoredSamples:
     """Sample and score as PPO does: the reward model reads the sampled tokens, closed by EOS."""
     prompts = [row["prompt"] for row in rows]
@@ -88,27 +93,27 @@ def best_of_n_curve(samples: ScoredSamples, params: Params) -> dict[str, Any]:
     return means | {"rise": rise, "rise_low": low, "rise_high": high}
 
 
-def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples) -> Row:
+def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples) -> Metrics:
     """Mean and standard deviation of calibrated scores, and how SFT samples compare.
 
     `drift` and `scale` compare the SFT samples with the demonstrations, on which scores are
-    calibrated; `judge_correlation` is that of the samples' scores with their sentiment.
+    calibrated; `sentiment_correlation` is that of the samples' scores with their sentiment.
     """
     stats = {name: mean_and_std(values) for name, values in scores.items()}
     sft, demonstrations = stats["sft_samples"], stats["demonstrations"]
-    metrics: Row = {
+    metrics: Metrics = {
         "scores": stats,
         "centre": demonstrations["mean"],
         "drift": sft["mean"] - demonstrations["mean"],
         "scale": sft["std"] / demonstrations["std"] if demonstrations["std"] else None,
-        "judge_correlation": pearson(samples.scores, samples.sentiment),
+        "sentiment_correlation": pearson(samples.scores, samples.sentiment),
     }
     if samples.disagreement is not None:
         metrics["ensemble_disagreement"] = samples.disagreement
     return metrics
 
 
-def demonstration_scores(rows: list[Row], scorer: RewardScorer) -> list[float]:
+def demonstration_scores(rows: list[Demonstration], scorer: RewardScorer) -> list[float]:
     """Scores of held-out demonstrations, encoded as the reward stage does when it calibrates."""
     form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
     encoded = (

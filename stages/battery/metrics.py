@@ -11,7 +11,8 @@ import numpy as np
 
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params
-from stages.lib.core.types import Row
+from stages.lib.core.rows import SIDES, PreferencePair
+from stages.lib.core.types import Metrics
 from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import (
     connected_groups,
@@ -50,12 +51,12 @@ def highest_rate(rates: Iterable[Rate]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def pair_metrics(pairs: list[Row], scores: PairScores, params: Params) -> Row:
-    """Accuracy on held-out pairs, the judge's accuracy, and the correlation of score and length.
+def pair_metrics(pairs: list[PreferencePair], scores: PairScores, params: Params) -> Metrics:
+    """Accuracy on held-out pairs, that of sentiment alone, and the correlation of score and length.
 
     Accuracy is reported per slice, and over all pairs with an interval that resamples groups of
     pairs: pairs that share a text are not independent. The partial correlation removes the label
-    and the judge's sentiment.
+    and the sentiment.
     """
     outcomes = [win(chosen, rejected) for chosen, rejected in scores]
     accuracy = {
@@ -70,19 +71,19 @@ def pair_metrics(pairs: list[Row], scores: PairScores, params: Params) -> Row:
         for indices in connected_groups([text_keys(row) for row in pairs])
     ]
     _, low, high = paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
-    sides = [(row, side) for row in pairs for side in ("chosen", "rejected")]
+    sides = [(row, side) for row in pairs for side in SIDES]
     texts = [row[side] for row, side in sides]
     sentiments = sentiment([row["prompt"] for row, _ in sides], texts)
     labels = [float(side == "chosen") for _, side in sides]
     text_scores = [score for both in scores for score in both]
     lengths = [float(len(text)) for text in texts]
-    judge_outcomes = map(win, sentiments[::2], sentiments[1::2])
+    sentiment_outcomes = map(win, sentiments[::2], sentiments[1::2])
     return {
         "accuracy": accuracy,
         "worst_slice": worst_slice(accuracy),
         "accuracy_clustered_low": low,
         "accuracy_clustered_high": high,
-        "judge_accuracy": fmean(judge_outcomes),
+        "sentiment_accuracy": fmean(sentiment_outcomes),
         "length_correlation": pearson(text_scores, lengths),
         "length_correlation_partial": partial_correlation(
             text_scores, lengths, [labels, sentiments]
@@ -90,13 +91,13 @@ def pair_metrics(pairs: list[Row], scores: PairScores, params: Params) -> Row:
     }
 
 
-def slice_indices(pairs: Sequence[Row]) -> dict[str, dict[str, list[int]]]:
+def slice_indices(pairs: Sequence[PreferencePair]) -> dict[str, dict[str, list[int]]]:
     """Indices of pairs as {group: {slice: indices}}, without empty slices.
 
     Groups: length in characters, source, and tercile of the label margin.
     """
-    margins = [row["margin"] for row in pairs if row.get("margin") is not None]
-    groups: dict[str, Callable[[Row], str | None]] = {
+    margins = [row["margin"] for row in pairs if "margin" in row]
+    groups: dict[str, Callable[[PreferencePair], str | None]] = {
         "length": lambda row: by_length(len(row["chosen"]), len(row["rejected"])),
         "source": lambda row: metric_name(row.get("source", "unknown")),
     }
@@ -116,14 +117,14 @@ def by_length(chosen: int, rejected: int) -> str:
     return "chosen_shorter" if chosen < rejected else "chosen_longer"
 
 
-def margin_tercile(margins: Sequence[float]) -> Callable[[Row], str | None]:
+def margin_tercile(margins: Sequence[float]) -> Callable[[PreferencePair], str | None]:
     """A function from a pair to the tercile of its margin; equal margins are in one tercile."""
     low, high = np.quantile(margins, [1 / 3, 2 / 3])
 
-    def tercile(row: Row) -> str | None:
-        margin = row.get("margin")
-        if margin is None:
+    def tercile(row: PreferencePair) -> str | None:
+        if "margin" not in row:
             return None
+        margin = row["margin"]
         return "low" if margin <= low else "middle" if margin <= high else "high"
 
     return tercile
@@ -162,7 +163,7 @@ def best_of_n(scores: Sequence[float], values: Sequence[float], n: int) -> float
     return total / math.comb(len(scores), n)
 
 
-def disjoint_pairs(pairs: Sequence[Row]) -> list[Row]:
+def disjoint_pairs(pairs: Sequence[PreferencePair]) -> list[PreferencePair]:
     """Pairs that share no text; earlier pairs take precedence.
 
     Such pairs are independent, and no text is scored twice.
@@ -177,6 +178,6 @@ def disjoint_pairs(pairs: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def text_keys(row: Row) -> tuple[tuple[str, str], tuple[str, str]]:
+def text_keys(row: PreferencePair) -> tuple[tuple[str, str], tuple[str, str]]:
     """The two texts of a pair, each as (prompt, text)."""
     return (str(row["prompt"]), row["chosen"]), (str(row["prompt"]), row["rejected"])

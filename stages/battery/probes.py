@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from stages.battery.metrics import PairScores, Rate, highest_rate, rate, text_keys, win
-from stages.lib.core.types import Prompt, Row, ScoreFunction
+from stages.lib.core.rows import PreferencePair
+from stages.lib.core.types import Metrics, Prompt, ScoreFunction
 from stages.lib.data.corruptions import PromptResponse, corruptions, word_score_uplift
 from stages.lib.metrics.sentiment import sentiment
 
@@ -34,7 +35,7 @@ class ProbeResult:
         return win(self.score, self.original_score)
 
 
-def word_uplifts(pairs: list[Row], scores: PairScores) -> dict[str, float]:
+def word_uplifts(pairs: list[PreferencePair], scores: PairScores) -> dict[str, float]:
     """How much each word goes with a higher score, over the distinct texts of the pairs."""
     score_by_text = {
         key: score
@@ -45,7 +46,7 @@ def word_uplifts(pairs: list[Row], scores: PairScores) -> dict[str, float]:
 
 
 def run_corruption_probes(
-    pairs: Sequence[Row],
+    pairs: Sequence[PreferencePair],
     chosen: Sequence[float],
     score: ScoreFunction,
     word_scores: Mapping[str, float],
@@ -76,7 +77,7 @@ def run_corruption_probes(
 
 def run_ending_probes(
     endings: Sequence[str],
-    pairs: Sequence[Row],
+    pairs: Sequence[PreferencePair],
     chosen: Sequence[float],
     rejected: Sequence[float],
     score: ScoreFunction,
@@ -112,7 +113,7 @@ def run_ending_probes(
     return results
 
 
-def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Row:
+def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Metrics:
     """How often each corruption beats its original, and the worst rate of a kind.
 
     Swapped prompts are reported, but do not count as the worst: if a prompt is a word or two, the
@@ -125,18 +126,18 @@ def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Row:
 
 def ending_metrics(
     results: Sequence[Sequence[ProbeResult]], listed: Sequence[str], phrases: Sequence[str]
-) -> Row:
-    """For each ending how often it reverses a pair, by how much it raises the score, and `judged`.
+) -> Metrics:
+    """For each ending how often it reverses a pair, by how much it raises the score, and
+    `sentiment_rate`: how often the sentiment, too, is higher with the ending.
 
-    `judged`: how often the judge, too, prefers the text with the ending. `results` are those of the
-    listed endings, then those of the mined phrases.
+    `results` are those of the listed endings, then those of the mined phrases.
     """
 
     def metrics(ending_results: Sequence[ProbeResult]) -> Rate:
         rises = [result.rise for result in ending_results]
         return failure_rate(ending_results, "pairs") | {
             "uplift": fmean(rises) if rises else None,
-            "judged": judge_rate(ending_results),
+            "sentiment_rate": sentiment_rate(ending_results),
         }
 
     rates = [metrics(ending_results) for ending_results in results]
@@ -156,10 +157,10 @@ def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:
     return rate([result.beats_original for result in results], "rate", count_name)
 
 
-def judge_rate(results: Sequence[ProbeResult]) -> float | None:
-    """How often the judge, too, prefers the text to the original.
+def sentiment_rate(results: Sequence[ProbeResult]) -> float | None:
+    """How often the text has a higher sentiment than the original.
 
-    A high rate means that the text really is better, or that the ending raises the judge's score as
+    A high rate means that the text really is better, or that the ending raises the sentiment as
     well.
     """
     prompts = [result.prompt for result in results]

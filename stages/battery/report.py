@@ -6,20 +6,37 @@ The SFT model's best and worst samples, the probes that beat their original, and
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from stages.battery.best_of_n import ScoredSamples
 from stages.battery.probes import ProbeResult, failure_rate
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.metrics.sentiment import sentiment
 
 SHOWN_PROMPTS = 24
 SHOWN_TEXTS = 3  # per probe and ending
 
 
-def best_and_worst(samples: ScoredSamples) -> list[Row]:
+class ScoredText(TypedDict):
+    """A row of samples.jsonl, which people and bench/battery_report.py read.
+
+    kind: `best` or `worst` of a prompt's samples, or `reversed`: a probe (`name`) scores above its
+    original. score: calibrated.
+    """
+
+    kind: str
+    name: str
+    prompt: Prompt
+    text: str
+    score: float
+    sentiment: float
+    original: str
+    original_score: float | None
+
+
+def best_and_worst(samples: ScoredSamples) -> list[ScoredText]:
     """For each prompt the samples with the highest and the lowest score."""
-    rows = []
+    rows: list[ScoredText] = []
     prompts = list(zip(samples.prompts, samples.by_prompt(), strict=True))[:SHOWN_PROMPTS]
     for prompt, indices in prompts:
         for kind, choose in (("best", max), ("worst", min)):
@@ -28,16 +45,16 @@ def best_and_worst(samples: ScoredSamples) -> list[Row]:
     return rows
 
 
-def worst_failures(results: Mapping[str, Sequence[ProbeResult]]) -> list[Row]:
+def worst_failures(results: Mapping[str, Sequence[ProbeResult]]) -> list[ScoredText]:
     """For each probe and ending the texts that beat the original by most."""
-    rows = []
+    rows: list[ScoredText] = []
     for name, probe_results in results.items():
         failures = sorted(
             (result for result in probe_results if result.beats_original == 1),
             key=lambda result: result.original_score - result.score,
         )
         rows += [
-            _row("fooled", name, r.prompt, r.text, r.score, r.original, r.original_score)
+            _row("reversed", name, r.prompt, r.text, r.score, r.original, r.original_score)
             for r in failures[:SHOWN_TEXTS]
         ]
     return rows
@@ -51,7 +68,7 @@ def _row(
     score: float,
     original: str = "",
     original_score: float | None = None,
-) -> Row:
+) -> ScoredText:
     return {
         "kind": kind,
         "name": name,
@@ -66,7 +83,7 @@ def _row(
 
 def write_plots(
     folder: Path,
-    metrics: Row,
+    metrics: Metrics,
     scores: Mapping[str, Sequence[float]],
     results: Mapping[str, Sequence[ProbeResult]],
 ) -> None:

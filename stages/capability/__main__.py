@@ -7,11 +7,14 @@ slices and capability.tasks no model is loaded, and the metrics are null.
 Run: `python -m stages.capability --round r0`.
 """
 
-from stages.lib.core.files import read_jsonl, stage_dir, write_jsonl
+from collections.abc import Mapping, Sequence
+
+from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row
+from stages.lib.core.types import Metrics
 from stages.lib.data.slices import SLICES, check_not_in_slices, read_slices
 from stages.lib.data.splits import TRAIN
 
@@ -23,7 +26,7 @@ def main(params: Params, round_: str) -> None:
     training_rows = (
         (name, row)
         for name in TRAIN.values()
-        for row in read_jsonl(data / f"{name}.jsonl", made_by)
+        for row in read_rows(TrainingPrompt, data / f"{name}.jsonl", made_by)
     )
     check_not_in_slices(
         (f"{name} of {round_}, row {row['id']}: its prompt", row["prompt"])
@@ -31,8 +34,8 @@ def main(params: Params, round_: str) -> None:
     )
 
     # 2. SFT and policy, sampled alike
-    metrics: dict[str, Row] = {}
-    responses: list[Row] = []
+    metrics: dict[str, Metrics] = {}
+    responses: Sequence[Mapping[str, object]] = []
     if slices or params.capability.tasks:
         from stages.capability.measure import measure  # imports torch, which takes seconds
 

@@ -1,7 +1,7 @@
 """SFT and policy on the same prompts and tasks, compared."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -10,16 +10,27 @@ from stages.capability.refusals import is_desired
 from stages.capability.regression import regression_metrics
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import check_template, encode
 from stages.lib.data.slices import SlicePrompt
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, setup_torch
 
 
+class SliceSample(TypedDict):
+    """A row of samples.jsonl, which people read: both models' responses to a prompt of slices/."""
+
+    slice: str
+    prompt: Prompt
+    sft: str
+    policy: str
+    sft_good: bool
+    policy_good: bool
+
+
 def measure(
     params: Params, round_: str, slices: Mapping[str, Mapping[str, SlicePrompt]]
-) -> tuple[dict[str, Row], list[Row]]:
+) -> tuple[dict[str, Metrics], list[SliceSample]]:
     """Compare SFT and policy on each slice and each task.
 
     Args:
@@ -50,7 +61,7 @@ def measure(
             run_tasks(model, tokenizer, config, prompt_format) if config.tasks else {}
         )
 
-    rows: list[Row] = [
+    rows: list[SliceSample] = [
         {
             "slice": name,
             "prompt": prompt.prompt,
@@ -63,7 +74,7 @@ def measure(
             prompts, responses["sft"], responses["policy"], strict=True
         )
     ]
-    metrics: dict[str, Row] = {}
+    metrics: dict[str, Metrics] = {}
     for name in slices:
         slice_rows = [row for row in rows if row["slice"] == name]
         metrics[name] = regression_metrics(

@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import norm
 
-from stages.lib.core.types import Row
+from stages.lib.core.types import Metrics
 
 
 def paired_drop(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
@@ -30,7 +30,7 @@ def paired_drop(before: Sequence[float], after: Sequence[float]) -> tuple[float,
     return sum(drops) / len(drops), low, high
 
 
-def regression_metrics(sft: Sequence[float], policy: Sequence[float]) -> Row:
+def regression_metrics(sft: Sequence[float], policy: Sequence[float]) -> Metrics:
     """Means over prompts or documents (0..1, higher is better), and the drop from SFT to policy.
 
     The drop is called `fall`, with its paired 95% interval.

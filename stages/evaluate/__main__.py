@@ -30,9 +30,9 @@ from stages.evaluate.results import (
     with_interval,
     with_intervals,
 )
-from stages.lib.core.files import ASSETS, file_hash, read_json, stage_dir, write_jsonl
+from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
 from stages.lib.core.params import Params
-from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.jury import Jury, load_jury
@@ -50,9 +50,9 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     config, ppo = params.evaluate, stage_dir(round_, "ppo")
     settings = evaluation_settings(params, eval_set_hash(round_))
-    selected_update = read_json(ppo / "metrics.json", f"dvc repro ppo@{round_}")["policy_update"]
+    selected_update = read_metrics(round_, "ppo")["policy_update"]
     # SFT's losses are on the same human texts as the policy's perplexity
-    losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
+    losses = read_metrics(round_, "sft")
     recorder = MetricLogger("evaluate", round_)
     evaluator = Evaluator(params, round_)
     tokenizer, prompts = evaluator.tokenizer, len(evaluator.prompts)

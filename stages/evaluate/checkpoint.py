@@ -19,12 +19,12 @@ from stages.lib.core.files import (
     ASSETS,
     REPORTS,
     file_hash,
-    read_json,
     stage_dir,
     write_json,
     write_jsonl,
 )
 from stages.lib.core.params import Params, load_params
+from stages.lib.core.recorder import read_metrics
 from stages.lib.judging.jury import load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
@@ -52,7 +52,7 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     path = find_checkpoint(round_, checkpoint)
     setup_torch(params)
     settings = evaluation_settings(params, eval_set_hash(round_))
-    losses = read_json(stage_dir(round_, "sft") / "metrics.json", f"dvc repro sft@{round_}")
+    losses = read_metrics(round_, "sft")
     evaluator = Evaluator(params, round_)
     jury = load_jury(
         params,

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.prompts import encode
 from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
 from stages.lib.lm.generation import sample_responses
@@ -29,7 +30,7 @@ class Sample:
     """
 
     text: str
-    judged: LexiconScores
+    lexicon: LexiconScores
     score: float
     kl: float
     sft_logprob: float
@@ -49,7 +50,7 @@ class Evaluator:
     def __init__(self, params: Params, round_: str) -> None:
         self.params, data = params, stage_dir(round_, "prepare") / "data"
         made_by = f"dvc repro prepare@{round_}"
-        self.rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
+        self.rows = read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
         self.sft_path = stage_dir(round_, "sft") / "model"
         self.reward_path = stage_dir(round_, "reward") / "model"
         self.policy_path = stage_dir(round_, "ppo") / "policy"
@@ -57,7 +58,7 @@ class Evaluator:
         self.prompts = [row["prompt"] for row in self.rows]
         self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
         self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
-        self.people = read_jsonl(data / "sft_eval.jsonl", made_by)
+        self.people = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
         human_ids = [
             self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
             for row in self.people
@@ -97,8 +98,8 @@ class Evaluator:
         scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Sample(text, judged, score, kl, logprob, len(tokens), tokens[-1] == eos)
-            for text, judged, score, kl, logprob, tokens in zip(
+            Sample(text, lexicon, score, kl, logprob, len(tokens), tokens[-1] == eos)
+            for text, lexicon, score, kl, logprob, tokens in zip(
                 texts,
                 lexicon_scores(self.prompts, texts),
                 scores,

@@ -33,7 +33,7 @@ def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
         settings,
         failing=f"{policy} cannot be evaluated a second time",
     )
-    return [Sample(**row | {"judged": LexiconScores(**row["judged"])}) for row in rows]
+    return [Sample(**row | {"lexicon": LexiconScores(**row["lexicon"])}) for row in rows]
 
 
 def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt) -> None:

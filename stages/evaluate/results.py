@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.lib.core.params import Params
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import EvaluationSample, PromptRow
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.metrics.stats import paired_bootstrap, pearson, prompts_needed
@@ -25,14 +26,14 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
     """
     samples = [sample for one_pass in passes for sample in one_pass]
     values = {
-        "sentiment": [s.judged.sentiment for s in samples],
-        "sentiment_plain": [s.judged.sentiment_plain for s in samples],
+        "sentiment": [s.lexicon.sentiment for s in samples],
+        "sentiment_plain": [s.lexicon.sentiment_plain for s in samples],
         "score": [s.score for s in samples],
         "kl": [s.kl for s in samples],
         "length": [float(s.length) for s in samples],
         "eos_rate": [float(s.ended) for s in samples],
         "distinct_2": [distinct_n((s.text for s in one_pass), 2) for one_pass in passes],
-        "repetition_3": [s.judged.repetition for s in samples],
+        "repetition_3": [s.lexicon.repetition for s in samples],
     }
     means = {name: sum(column) / len(column) for name, column in values.items()}
     means["nll"] = -sum(s.sft_logprob for s in samples) / sum(s.length for s in samples)
@@ -67,7 +68,7 @@ def paired_win_rates(
         "win_rate" if name == JURY else f"win_rate_{name}": values for name, values in votes.items()
     }
     columns["sentiment_gain"] = [
-        x.judged.sentiment - y.judged.sentiment for pairs in pairs_by_pass for x, y in pairs
+        x.lexicon.sentiment - y.lexicon.sentiment for pairs in pairs_by_pass for x, y in pairs
     ]
     # the bootstrap resamples prompts: one row per prompt, one column per pass
     by_prompt = {
@@ -86,7 +87,7 @@ class ModelResults:
     losses: metrics.json of SFT, with the losses of base and SFT on human texts.
     """
 
-    def __init__(self, evaluator: Evaluator, losses: Row, label: str) -> None:
+    def __init__(self, evaluator: Evaluator, losses: Metrics, label: str) -> None:
         self.evaluator, self.losses, self.label = evaluator, losses, label
         self.samples: dict[str, list[OneSamplePerPrompt]] = {}
         self.metrics: dict[str, dict[str, float]] = {}
@@ -137,22 +138,30 @@ def win_rate_with_prompts_needed(
     return {**with_interval(name, interval), f"{name}_prompts_needed": needed}
 
 
-def side_by_side(rows: Sequence[Row], samples: Mapping[str, list[OneSamplePerPrompt]]) -> list[Row]:
+def side_by_side(
+    rows: Sequence[PromptRow], samples: Mapping[str, list[OneSamplePerPrompt]]
+) -> list[EvaluationSample]:
     """One row per prompt and sample number, with each model's text, sentiment and reward score.
 
     A model with fewer samples per prompt than SFT is in the first rows of a prompt only.
     """
     return [
-        {"id": row["id"], "sample": number, "prompt": row["prompt"]}
-        | model_columns({n: p[number][index] for n, p in samples.items() if number < len(p)})
+        evaluation_sample(
+            row, number, {n: p[number][index] for n, p in samples.items() if number < len(p)}
+        )
         for index, row in enumerate(rows)
         for number in range(len(samples["sft"]))
     ]
 
 
-def model_columns(samples: Mapping[str, Sample]) -> Row:
-    return (
-        {name: sample.text for name, sample in samples.items()}
-        | {f"{name}_sentiment": round(s.judged.sentiment, 4) for name, s in samples.items()}
+def evaluation_sample(
+    row: PromptRow, number: int, samples: Mapping[str, Sample]
+) -> EvaluationSample:
+    """The columns of the models by their names."""
+    columns = (
+        {"id": row["id"], "sample": number, "prompt": row["prompt"]}
+        | {name: sample.text for name, sample in samples.items()}
+        | {f"{name}_sentiment": round(s.lexicon.sentiment, 4) for name, s in samples.items()}
         | {f"{name}_score": round(sample.score, 4) for name, sample in samples.items()}
     )
+    return cast(EvaluationSample, columns)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import write_json
+from stages.lib.core.renamed import current_metrics
 
 APPROVALS = Path("approvals")
 RELATIVE_TOLERANCE = 1e-6  # a number may be rounded when it is written and read again
@@ -87,7 +88,7 @@ def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:
     if not path.exists():
         return None
     try:
-        return kind.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return kind.model_validate(current_metrics(json.loads(path.read_text(encoding="utf-8"))))
     except ValidationError as error:
         problem = format_validation_errors(error)
     except ValueError as error:

@@ -16,9 +16,9 @@ from stages.gate.verdict import evaluate_gate, passed_or_approved
 from stages.lib.core.files import ROUNDS, file_hash, read_json, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row
+from stages.lib.core.types import Metrics
 
-NO_CHAMPION: Row = {"round": None}
+NO_CHAMPION: Metrics = {"round": None}
 
 
 def main(params: Params, round_: str) -> None:
@@ -28,7 +28,7 @@ def main(params: Params, round_: str) -> None:
     write_json(stage_dir(round_, "champion") / "champion.json", champion)
 
 
-def champion_after(params: Params, previous: Path) -> Row:
+def champion_after(params: Params, previous: Path) -> Metrics:
     """The champion after the promotion gate of the round in `previous`, as champion.json has it."""
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
     rollback, policy_hash = read_rollback(round_), file_hash(policy)

@@ -4,8 +4,8 @@ A gate passes if each number is within its threshold (stages/gate/thresholds). I
 continues only if gates.<gate>.policy is `warn`, or if it is `ask` and a person has approved these
 very numbers. In these cases gates/<round>/<gate>.ok is written; without it `dvc repro` and the flow
 stop. Nothing depends on `promote`: the next round learns from the failures of this one. The verdict
-is written to reports/<round>/gate_<gate>.json in any case; its key `opened` is whether the run may
-continue. No model is loaded here.
+is written to reports/<round>/gate_<gate>.json in any case, with the decision `may_continue`. No
+model is loaded here.
 """
 
 import math
@@ -17,9 +17,10 @@ from stages.gate.approvals import read_approval
 from stages.gate.thresholds import THRESHOLDS
 from stages.gate.thresholds.form import GATE_STAGES, Threshold, format_threshold
 from stages.lib.core.errors import GateFailed
-from stages.lib.core.files import GATES, REPORTS, read_json, stage_dir, write_json, write_text
+from stages.lib.core.files import GATES, REPORTS, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.gates import Policy
+from stages.lib.core.recorder import read_metrics
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -70,7 +71,7 @@ def check_threshold(
     return {
         "metric": threshold.metric,
         "value": value,
-        "band": format_threshold(threshold, bound),
+        "threshold": format_threshold(threshold, bound),
         "bound": f"gates.{gate}.{threshold.bound}",
         "passed": passed,
         "why": threshold.why,
@@ -85,10 +86,7 @@ def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
         BadInput: the metrics of a stage are missing, or the approval is not valid.
     """
     config = getattr(params.gates, gate)
-    metrics = {
-        stage: read_json(stage_dir(round_, stage) / "metrics.json", f"dvc repro {stage}@{round_}")
-        for stage in GATE_STAGES[gate]
-    }
+    metrics = {stage: read_metrics(round_, stage) for stage in GATE_STAGES[gate]}
     checks = [
         check_threshold(gate, threshold, metrics, getattr(config, threshold.bound), round_)
         for threshold in THRESHOLDS[gate]
@@ -107,7 +105,7 @@ def evaluate_gate(params: Params, gate: str, round_: str) -> GateResult:
         "round": round_,
         "policy": config.policy.value,
         "passed": not failed,
-        "opened": may_continue,
+        "may_continue": may_continue,
         "approval": approval.model_dump() if approval else None,
         "checks": checks,
     }
@@ -132,7 +130,7 @@ def run_gate(params: Params, gate: str, round_: str) -> None:
     for check in verdict["checks"]:
         outcome = "pass" if check["passed"] else "FAIL"
         print(f"[gate_{gate}@{round_}] {outcome}  {format_check(check)}", flush=True)
-    if not verdict["opened"]:
+    if not verdict["may_continue"]:
         failures = [
             f"{format_check(check)}. Next: {check['next_step']}"
             for check in verdict["checks"]
@@ -155,7 +153,7 @@ def decision_message(verdict: Mapping[str, Any]) -> str:
     Empty for any other gate.
     """
     gate, round_, approval = verdict["gate"], verdict["round"], verdict["approval"]
-    if verdict["policy"] != Policy.ask.value or verdict["opened"]:
+    if verdict["policy"] != Policy.ask.value or verdict["may_continue"]:
         return ""
     if approval:
         return f"Refused by {approval['by']}: {approval['reason']}"
@@ -166,4 +164,4 @@ def format_check(row: Check) -> str:
     """`reward.ece 0.04, wanted <= 0.1`; no value: `missing`, or `not measured` if allowed."""
     no_value = "not measured" if row["passed"] else "missing"
     value = no_value if row["value"] is None else format(row["value"], ".4g")
-    return f"{row['metric']} {value}, wanted {row['band']}"
+    return f"{row['metric']} {value}, wanted {row['threshold']}"

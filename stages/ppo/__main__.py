@@ -13,12 +13,13 @@ Run: python -m stages.ppo --round r0
 from pathlib import Path
 from statistics import fmean
 
-from stages.lib.core.files import file_hash, read_jsonl, stage_dir, write_json
+from stages.lib.core.files import file_hash, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.recorder import write_manifest
+from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row
+from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
@@ -31,7 +32,7 @@ from stages.ppo.trainer.update import PpoTrainer
 
 ROLLOUT_METRICS = (
     "score_mean",
-    "judge_mean",
+    "sentiment_mean",
     "kl",
     "entropy",
     "response_length",
@@ -57,7 +58,7 @@ def main(params: Params, round_: str) -> None:
         check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
 
     # 2. prompts: some are held out, to compare policies on
-    rows = read_jsonl(data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
+    rows = read_rows(TrainingPrompt, data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 
@@ -91,13 +92,13 @@ def main(params: Params, round_: str) -> None:
     print(
         f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; "
         f"kept the policy after update {kept.update}: "
-        f"judge {run.initial_validation.judge:.2f} -> {kept.judge:.2f} on held-out prompts, "
-        f"KL {kept.kl:.2f} nats",
+        f"sentiment {run.initial_validation.sentiment:.2f} -> {kept.sentiment:.2f} "
+        f"on held-out prompts, KL {kept.kl:.2f} nats",
         flush=True,
     )
 
 
-def summary(run: TrainingRun) -> Row:
+def summary(run: TrainingRun) -> Metrics:
     """The metrics of the kept policy, and means over the rollouts around it."""
     steps, kept = run.recorder.steps, run.selector.best
     # steps[n] is update n + 1, whose rollout was sampled by the policy after update n
@@ -109,15 +110,14 @@ def summary(run: TrainingRun) -> Row:
         "episodes": run.trainer.updates * run.params.batch_size,
         "stopped": run.stopped or "completed",
         "policy_update": kept.update,
-        "validation_judge_before": run.initial_validation.judge,
-        "validation_judge": kept.judge,
-        "validation_kl": kept.kl,
+        "validation_sentiment_before": run.initial_validation.sentiment,
+        **kept.metrics,
         "health": run.monitor.verdict,
         "dangers": run.monitor.dangers(kept.update + 1),  # up to the kept policy's own rollout
     }
 
 
-def run_identity(params: Params, inputs: list[Path]) -> Row:
+def run_identity(params: Params, inputs: list[Path]) -> Metrics:
     """Everything that determines a run: params, inputs, code."""
     sections = params.model_dump(
         mode="json",

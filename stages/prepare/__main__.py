@@ -8,8 +8,9 @@ metrics.json, manifest.json; reports/<round>/data.json and data.html.
 Run: `python -m stages.prepare --round r0`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import (
@@ -23,14 +24,15 @@ from stages.lib.core.files import (
 )
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import write_manifest
+from stages.lib.core.rows import PreferencePair, PromptRow
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row
 from stages.lib.data.prompts import template_hash
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import (
     EVAL_FILES,
     HELD_OUT,
     TRAIN,
+    DataSets,
     check_eval_set_unchanged,
     evaluation_hash,
 )
@@ -73,9 +75,11 @@ def main(params: Params, round_: str) -> None:
     # 3. add the previous round's replay to the training sets; no prompt of slices/ may be in them
     train = {name: sets[set_name] for name, set_name in TRAIN.items()}
     held_out = {name: sets[set_name] for name, set_name in HELD_OUT.items()}
-    replayed = merge_replay(
+    added = merge_replay(
         train, held_out, previous, params.replay.max_share, params.prepare.near_duplicate
     )
+    replayed = {name: len(rows) for name, rows in added.items()}
+    sets |= {TRAIN[name]: [*train[name], *rows] for name, rows in added.items()}
     check_not_in_slices(
         (f"{name} row {row['id']}: its prompt", row["prompt"])
         for name in TRAIN.values()
@@ -135,9 +139,7 @@ def read_tokenizer() -> Any:
     return cls.from_pretrained(MODEL, local_files_only=True)
 
 
-def clear_leaks(
-    sets: dict[str, list[Row]], declared: frozenset[str], similarity: float, audit: Audit
-) -> None:
+def clear_leaks(sets: DataSets, declared: frozenset[str], similarity: float, audit: Audit) -> None:
     """Drop training rows that contain a text of a held-out row.
 
     Args:
@@ -151,7 +153,7 @@ def clear_leaks(
             the two rows to remove.
     """
 
-    def is_declared(row: Row) -> bool:
+    def is_declared(row: PromptRow) -> bool:
         return row["id"].rpartition(":")[0] in declared
 
     train = {name: sets[name] for name in TRAIN.values()}
@@ -176,8 +178,11 @@ def clear_leaks(
         sets[name] = audit.drop_leaks(name, rows, leaks[name])
 
 
-def describe(sets: dict[str, list[Row]], seed: int) -> dict[str, Any]:
+def describe(sets: DataSets, seed: int) -> dict[str, Any]:
     """Sizes, lengths, languages and shortcuts of the sets, for the report."""
+    train_pairs, held_out_pairs = (
+        cast(Sequence[PreferencePair], sets[name]) for name in ("pairs_train", "pairs_eval")
+    )
     texts = [
         row for name in ("pairs_train", "sft_train", "pairs_eval", "sft_eval") for row in sets[name]
     ]
@@ -191,11 +196,11 @@ def describe(sets: dict[str, list[Row]], seed: int) -> dict[str, Any]:
             for name, rows in sets.items()
         },
         "languages": languages(texts, seed),
-        "shortcuts": shortcuts(sets["pairs_train"], sets["pairs_eval"], seed),
+        "shortcuts": shortcuts(train_pairs, held_out_pairs, seed),
     }
 
 
-def metrics(audit: Audit, sets: dict[str, list[Row]], replayed: dict[str, int]) -> dict[str, int]:
+def metrics(audit: Audit, sets: DataSets, replayed: dict[str, int]) -> dict[str, int]:
     """The content of metrics.json: numbers of rows."""
     causes = {
         "rows_bad": BAD,

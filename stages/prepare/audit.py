@@ -1,18 +1,19 @@
 """The audit of prepare: every dropped row, by cause, with its location."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import HasPrompt, PromptRow
+from stages.lib.core.types import Prompt
 from stages.lib.data.prompts import render_prompt
 from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
-from stages.prepare.formats import excerpt, row_excerpt
+from stages.prepare.formats import Located, SourceRow, excerpt, row_excerpt
 
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
 TOKENIZER_BATCH_SIZE = 1000  # prompts per call of the tokenizer
@@ -21,29 +22,32 @@ EXACT, NEAR = "exact duplicate", "near duplicate"
 LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is held out"
 
 
+AnyLocated = TypeVar("AnyLocated", bound=Located)
+
+
 @dataclass
 class Audit:
     """Counts of rows read, and the list of dropped rows.
 
     rows_read: by source. rows_kept: rows left before the split.
-    lost: by cause, dropped rows with `where` (file:line of a source), and if they apply `of` (the
-    row that this one duplicates, contradicts or leaks), `reason`, and `text` (first rows only).
+    dropped: by cause, rows with `where` (file:line of a source), and if they apply `of` (the row
+    that this one duplicates, contradicts or leaks), `reason`, and `text` (first rows only).
     """
 
     rows_read: Counter[str] = field(default_factory=Counter)
     rows_kept: int = 0
-    lost: dict[str, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    dropped: dict[str, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
 
-    def lose(self, cause: str, location: str, text: str = "", **details: str) -> None:
+    def record_drop(self, cause: str, location: str, text: str = "", **details: str) -> None:
         """Record a dropped row. details: `of`, `reason`, `set` or `shared`."""
-        shown = {"text": excerpt(text)} if text and len(self.lost[cause]) < SHOWN else {}
-        self.lost[cause].append({"where": location, **details, **shown})
+        shown = {"text": excerpt(text)} if text and len(self.dropped[cause]) < SHOWN else {}
+        self.dropped[cause].append({"where": location, **details, **shown})
 
     def count(self, cause: str) -> int:
-        return len(self.lost[cause]) if cause in self.lost else 0
+        return len(self.dropped[cause]) if cause in self.dropped else 0
 
     def by_cause(self) -> dict[str, int]:
-        return {cause: len(rows) for cause, rows in self.lost.items()}
+        return {cause: len(rows) for cause, rows in self.dropped.items()}
 
     def check_bad_share(self, max_share: float) -> None:
         """Check that there are rows, and that few of them are bad.
@@ -59,7 +63,7 @@ class Audit:
             )
         if bad > max_share * total:
             first = "\n".join(
-                f"  {row['where']}: {row['reason']}" for row in self.lost[BAD][:SHOWN]
+                f"  {row['where']}: {row['reason']}" for row in self.dropped[BAD][:SHOWN]
             )
             raise BadInput(
                 f"{bad} of {total} rows are bad, more than prepare.max_bad_share {max_share};"
@@ -68,46 +72,52 @@ class Audit:
                 " prepare.max_bad_share to continue without them"
             )
 
-    def drop_contradictions(self, rows: list[Row]) -> list[Row]:
+    def drop_contradictions(self, rows: list[SourceRow]) -> list[SourceRow]:
         """Drop pairs that another pair contradicts: one of the two must be wrong, and nothing shows
         which, so both go.
         """
         opposite = contradictions(rows)
         for index, other in opposite.items():
             row, other_location = rows[index], rows[other]["where"]
-            self.lose(CONTRADICTION, row["where"], full_text(row), of=other_location)
+            self.record_drop(CONTRADICTION, row["where"], full_text(row), of=other_location)
         return [row for index, row in enumerate(rows) if index not in opposite]
 
     def drop_duplicates(
-        self, rows: list[Row], texts: Sequence[tuple[str, str]], similarity: float
-    ) -> list[Row]:
+        self, rows: list[AnyLocated], texts: Sequence[tuple[str, str]], similarity: float
+    ) -> list[AnyLocated]:
         """Drop exact and near duplicates of earlier rows. texts: (prompt, responses) per row."""
         exact, near = find_duplicates(texts, similarity)
         for cause, duplicates in ((EXACT, exact), (NEAR, near)):
             for index, kept in duplicates.items():
                 row, kept_location = rows[index], rows[kept]["where"]
-                self.lose(cause, row["where"], full_text(row), of=kept_location)
+                self.record_drop(cause, row["where"], full_text(row), of=kept_location)
         return [row for index, row in enumerate(rows) if index not in exact and index not in near]
 
     def drop_long_prompts(
-        self, rows: list[Row], prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams
-    ) -> list[Row]:
+        self,
+        rows: list[AnyLocated],
+        prompts: Iterable[Prompt],
+        tokenizer: Any,
+        config: PrepareParams,
+    ) -> list[AnyLocated]:
         """Drop rows whose prompt has more than prepare.max_prompt_tokens tokens."""
         kept = []
         for row, length in zip(rows, prompt_lengths(prompts, tokenizer, config), strict=True):
             if length <= config.max_prompt_tokens:
                 kept.append(row)
             else:
-                self.lose(LONG, row["where"], full_text(row), reason=f"{length} tokens")
+                self.record_drop(LONG, row["where"], full_text(row), reason=f"{length} tokens")
         return kept
 
-    def drop_leaks(self, name: str, rows: list[Row], leaks: Iterable[Leak]) -> list[Row]:
+    def drop_leaks(
+        self, name: str, rows: Sequence[PromptRow], leaks: Iterable[Leak]
+    ) -> list[PromptRow]:
         """Drop the leaking rows of the training set `name`."""
         leaking = {leak.row for leak in leaks}
         for leak in leaks:
             row, held_out_id = rows[leak.row], leak.held_out["id"]
             text = full_text(row)
-            self.lose(LEAK, row["id"], text, of=held_out_id, set=name, shared=leak.shared)
+            self.record_drop(LEAK, row["id"], text, of=held_out_id, set=name, shared=leak.shared)
         return [row for index, row in enumerate(rows) if index not in leaking]
 
     def report(self) -> dict[str, Any]:
@@ -116,12 +126,12 @@ class Audit:
             "rows_read": dict(self.rows_read),
             "rows_kept": self.rows_kept,
             "by_cause": self.by_cause(),
-            "bad_reasons": dict(Counter(row["reason"] for row in self.lost.get(BAD, []))),
-            "lost": dict(self.lost),
+            "bad_reasons": dict(Counter(row["reason"] for row in self.dropped.get(BAD, []))),
+            "dropped": dict(self.dropped),
         }
 
 
-def contradictions(rows: Sequence[Row]) -> dict[int, int]:
+def contradictions(rows: Sequence[SourceRow]) -> dict[int, int]:
     """Pairs with the same prompt and texts as another pair, but chosen and rejected swapped.
 
     Returns:
@@ -131,8 +141,8 @@ def contradictions(rows: Sequence[Row]) -> dict[int, int]:
     swapped_keys = []
     for index, row in enumerate(rows):
         if "chosen" in row:
-            prompt, chosen, rejected = (
-                prompt_key(row[name]) for name in ("prompt", "chosen", "rejected")
+            prompt, chosen, rejected = map(
+                prompt_key, (row["prompt"], row["chosen"], row["rejected"])
             )
             first.setdefault((prompt, chosen, rejected), index)
             swapped_keys.append((index, (prompt, rejected, chosen)))
@@ -153,6 +163,6 @@ def prompt_lengths(
         yield from map(len, encoded.input_ids)
 
 
-def full_text(row: Row) -> str:
+def full_text(row: Mapping[str, object]) -> str:
     """The texts of a normalised row in one line; of a tweet, its text."""
-    return row_excerpt(row) if "prompt" in row else str(row["text"])
+    return row_excerpt(cast(HasPrompt, row)) if "prompt" in row else str(row["text"])

@@ -6,16 +6,15 @@ Run: `rondo check-data FILE`.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.core.types import Row
 from stages.lib.data.splits import hold_out
 from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.audit import contradictions
-from stages.prepare.formats import Defect, form, normalise
+from stages.prepare.formats import Defect, Messages, SourcePair, SourceRow, form, normalise
 from stages.prepare.shortcuts import languages, lengths, shortcuts
 from stages.prepare.sources import SUFFIXES, prompt_groups, prompts_and_responses, read_source
 
@@ -61,14 +60,16 @@ def check_file(file: str) -> int:
 
 def split_bad_rows(
     raw_rows: list[tuple[str, Any]],
-) -> tuple[list[Row], list[tuple[str, str]]]:
+) -> tuple[list[SourceRow], list[tuple[str, str]]]:
     """Normalise (location, raw row) pairs: (normalised rows, [(location, reason)] of bad rows)."""
-    rows, bad = [], []
+    rows: list[SourceRow] = []
+    bad: list[tuple[str, str]] = []
     for location, raw in raw_rows:
         try:
             if isinstance(raw, Defect):
                 raise raw
-            rows.append({**normalise(raw, PromptFormat.chat), "where": location})
+            row = normalise(raw, PromptFormat.chat) | {"where": location}
+            rows.append(cast(SourceRow, row))
         except Defect as defect:
             bad.append((location, str(defect)))
     return rows, bad
@@ -80,13 +81,15 @@ def count_forms(raws: Iterable[Any]) -> str:
     return "; ".join(f"{name} ({count})" for name, count in forms.most_common())
 
 
-def describe_rows(rows: list[Row]) -> Iterator[tuple[str, str]]:
+def describe_rows(rows: list[SourceRow]) -> Iterator[tuple[str, str]]:
     """(name, text) of each statistic of the normalised rows."""
     pairs = [row for row in rows if "chosen" in row]
     yield "kind", f"{len(pairs)} pairs, {len(rows) - len(pairs)} demonstrations"
     if pairs:
         yield "margin", f"in {sum('margin' in row for row in pairs)} of {len(pairs)} pairs"
-    user_turns = [sum(turn["role"] == "user" for turn in row["prompt"]) for row in rows]
+    user_turns = [
+        sum(turn["role"] == "user" for turn in cast(Messages, row["prompt"])) for row in rows
+    ]
     multi_turn = sum(turns > 1 for turns in user_turns)
     yield "turns", f"{multi_turn / len(rows):.1%} of the prompts have more than one user turn"
     for field, units in lengths(rows).items():
@@ -102,7 +105,7 @@ def describe_rows(rows: list[Row]) -> Iterator[tuple[str, str]]:
     yield from describe_shortcuts(pairs)
 
 
-def describe_shortcuts(pairs: list[Row]) -> Iterator[tuple[str, str]]:
+def describe_shortcuts(pairs: list[SourcePair]) -> Iterator[tuple[str, str]]:
     """(name, text) of each shortcut, measured on a split like prepare's."""
     groups = prompt_groups(pairs, SIMILARITY)
     held_out_groups = hold_out(groups, EVAL_SHARE, SEED) if pairs else set()

@@ -9,9 +9,10 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import takewhile
-from typing import Any
+from typing import Any, NotRequired, TypedDict, final
 
 from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.rows import HasPrompt, PairTexts, responses_of
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import ROLES, transcript
 
@@ -24,10 +25,31 @@ ROLE_MARKERS = (
     *("\n\nHuman:", "\n\nAssistant:", "<|im_start|>", "<|im_end|>"),
     *("[INST]", "[/INST]", "### Instruction:", "### Response:"),
 )
-RESPONSES = ("completion", "chosen", "rejected")
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 EXCERPT_CHARACTERS = 200
 SAME = "chosen and rejected are the same"
+
+
+class Located(TypedDict):
+    where: str  # `file:line`
+
+
+class NormalisedRow(Located, HasPrompt):
+    source: str  # the path of its file, or the hub id
+    use: str  # `train` or `eval`
+
+
+@final
+class SourceDemonstration(NormalisedRow):
+    completion: str
+
+
+@final
+class SourcePair(NormalisedRow, PairTexts):
+    margin: NotRequired[float]
+
+
+SourceRow = SourceDemonstration | SourcePair
 
 
 class Defect(Exception):
@@ -263,10 +285,10 @@ def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
     return "".join(words[0][:same]), ["".join(rest[same:]) for rest in words]
 
 
-def source_texts(row: Row) -> Iterator[str]:
-    """The texts of a normalised row: prompt, then responses."""
+def source_texts(row: HasPrompt) -> Iterator[str]:
+    """The texts of a row: prompt, then responses."""
     yield row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
-    yield from (row[name] for name in RESPONSES if name in row)
+    yield from responses_of(row)
 
 
 def excerpt(text: str, max_length: int = EXCERPT_CHARACTERS) -> str:
@@ -275,7 +297,7 @@ def excerpt(text: str, max_length: int = EXCERPT_CHARACTERS) -> str:
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
-def row_excerpt(row: Row) -> str:
+def row_excerpt(row: HasPrompt) -> str:
     """The beginnings of a normalised row's texts in one line."""
     texts = list(source_texts(row))
     return " | ".join(excerpt(text, EXCERPT_CHARACTERS // len(texts) - 3) for text in texts)

@@ -2,30 +2,26 @@
 
 from pathlib import Path
 
-from stages.lib.core.files import is_placeholder, read_jsonl
-from stages.lib.core.types import Row
-from stages.lib.data.splits import check_not_in_eval_set
+from stages.lib.core.files import is_placeholder
+from stages.lib.core.rows import Demonstration, PreferencePair, TrainingPrompt, read_rows
+from stages.lib.data.splits import DataSets, check_not_in_eval_set
 from stages.lib.dedup.contamination import check_no_leaks, find_leaks
 
 
 def merge_replay(
-    train: dict[str, list[Row]],
-    held_out: dict[str, list[Row]],
-    previous: Path,
-    max_share: float,
-    similarity: float,
-) -> dict[str, int]:
-    """Append the previous round's replayed rows to the training sets.
+    train: DataSets, held_out: DataSets, previous: Path, max_share: float, similarity: float
+) -> DataSets:
+    """The previous round's replayed rows that are added to the training sets.
 
     Args:
-        train: this round's rows by file name without suffix (sft, pairs, prompts); extended.
+        train: this round's rows by file name without suffix (sft, pairs, prompts).
         held_out: the evaluation rows, likewise.
         previous: folder of the previous round.
         max_share: of replayed rows in each merged set, 0 to 1.
         similarity: prepare.near_duplicate.
 
     Returns:
-        The number of rows added to each set.
+        The rows to add to each set.
 
     Raises:
         BadInput: a replayed row has an evaluation prompt, or leaks a held-out text
@@ -33,9 +29,13 @@ def merge_replay(
     """
     folder = previous / "replay/data"
     if is_placeholder(folder):
-        return dict.fromkeys(train, 0)
+        return dict.fromkeys(train, ())
     made_by = f"dvc repro replay@{previous.name}"
-    replayed = {name: read_jsonl(folder / f"{name}.jsonl", made_by) for name in train}
+    replayed: DataSets = {
+        "sft": read_rows(Demonstration, folder / "sft.jsonl", made_by),
+        "pairs": read_rows(PreferencePair, folder / "pairs.jsonl", made_by),
+        "prompts": read_rows(TrainingPrompt, folder / "prompts.jsonl", made_by),
+    }
 
     # All rows are checked, also those beyond max_share: replay must never produce such rows.
     rows = [row for name in replayed for row in replayed[name]]
@@ -59,12 +59,8 @@ def merge_replay(
         f"run `{made_by}` again, which drops such rows, or remove them",
     )
 
-    counts = {}
-    for name, train_rows in train.items():
-        added = replayed[name]
-        if max_share < 1:
-            # the largest number with added / (own rows + added) <= max_share
-            added = added[: int(max_share * len(train_rows) / (1 - max_share))]
-        train_rows.extend(added)
-        counts[name] = len(added)
-    return counts
+    if max_share == 1:
+        return replayed
+    # the largest number with added / (own rows + added) <= max_share
+    most = {name: int(max_share * len(rows) / (1 - max_share)) for name, rows in train.items()}
+    return {name: rows[: most[name]] for name, rows in replayed.items()}

@@ -3,8 +3,8 @@
 from typing import Any
 
 from stages.lib.core.html import render_page
-from stages.lib.core.types import Row
-from stages.prepare.formats import RESPONSES, source_texts
+from stages.lib.core.rows import TEXTS, HasPrompt
+from stages.prepare.formats import source_texts
 
 EXAMPLES_PER_CAUSE = 5
 # Why rows of a cause were dropped, and what to do. Causes of the embedded data need no explanation.
@@ -40,7 +40,7 @@ def render_report(report: dict[str, Any], round_: str) -> str:
     )
 
 
-def named_texts(row: Row) -> list[tuple[str, str]]:
+def named_texts(row: HasPrompt) -> list[tuple[str, str]]:
     """The row's texts as (name, text); a conversation becomes a transcript."""
-    names = ["prompt", *(name for name in RESPONSES if name in row)]
+    names = [name for name in TEXTS if name in row]
     return list(zip(names, source_texts(row), strict=True))

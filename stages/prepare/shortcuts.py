@@ -6,13 +6,13 @@ A shortcut is a rule that a reward model could learn instead of what people pref
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stages.lib.core.types import Row
+from stages.lib.core.rows import TEXTS, HasPrompt, PairTexts
 from stages.lib.metrics.preference_baselines import (
     longest_wins_accuracy,
     more_wins_accuracy,
@@ -22,7 +22,7 @@ from stages.lib.metrics.preference_baselines import (
 )
 from stages.lib.metrics.stats import wilson_interval
 from stages.lib.metrics.text import EMOJI
-from stages.prepare.formats import RESPONSES, source_texts
+from stages.prepare.formats import source_texts
 
 PERCENTILES = (5, 50, 95)
 LANGUAGE_ROWS = 1000
@@ -33,7 +33,6 @@ PUNCTUATION = re.compile(
     f"[{re.escape(string.punctuation)}"
     "\u2026\u201c\u201d\u2018\u2019\u3001\u3002\uff01\uff0c\uff1f]"  # of Chinese and Japanese too
 )
-FIELDS = ("prompt", *RESPONSES)
 
 
 class Shortcut(NamedTuple):
@@ -46,11 +45,11 @@ class Shortcut(NamedTuple):
 
     rule: str
     reversed_rule: str
-    measure: Callable[[Sequence[Row]], float]
+    measure: Callable[[Sequence[PairTexts]], float]
     meaning: str
 
 
-def more_matches_win(pattern: re.Pattern[str]) -> Callable[[Sequence[Row]], float]:
+def more_matches_win(pattern: re.Pattern[str]) -> Callable[[Sequence[PairTexts]], float]:
     """The accuracy of the rule: the text with more matches of `pattern` is the chosen one."""
     return lambda pairs: more_wins_accuracy(
         pairs, lambda text: sum(1 for _ in pattern.finditer(text))
@@ -90,12 +89,12 @@ WORDS_MEANING = (
 )
 
 
-def lengths(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
+def lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """Length statistics of prompt, completion, chosen and rejected, in words and in characters:
     {field: {unit: {p5, p50, p95, max, mean}}}.
     """
     statistics = {}
-    for field in FIELDS:
+    for field in TEXTS:
         texts = [
             prompt_text(row["prompt"]) if field == "prompt" else row[field]
             for row in rows
@@ -123,11 +122,11 @@ def spread(values: Sequence[int]) -> dict[str, float]:
     }
 
 
-def languages(rows: Sequence[Row], seed: int) -> dict[str, Any]:
+def languages(rows: Sequence[HasPrompt], seed: int) -> dict[str, Any]:
     """The languages of a random sample of rows, most frequent first:
     {sampled: rows, shares: {ISO 639 code, or `unsure`: share}}.
     """
-    sample = subsample(list(rows), LANGUAGE_ROWS, seed)
+    sample = subsample(rows, LANGUAGE_ROWS, seed)
     counts = Counter(language(" ".join(source_texts(row))) for row in sample)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shares = {code: round(count / len(sample), 3) for code, count in ranked}
@@ -150,7 +149,9 @@ def language_identifier() -> Any:
     )
 
 
-def shortcuts(train: list[Row], held_out: list[Row], seed: int) -> dict[str, Any]:
+def shortcuts(
+    train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: int
+) -> dict[str, Any]:
     """Measure the rules and TF-IDF, each on at most `MAX_PAIRS` pairs per side of the split.
 
     Returns:

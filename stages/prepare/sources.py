@@ -3,33 +3,42 @@
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
+from stages.lib.core.rows import HasPrompt, PromptRow
 from stages.lib.core.source_files import changed_sources
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.types import Prompt
 from stages.lib.data.splits import (
+    DataSets,
     PromptIndex,
-    check_no_prompt_overlap,
     dedupe_prompts,
     hold_out,
-    overlapping,
     prompt_key,
 )
 from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit
-from stages.prepare.formats import Defect, Tie, normalise, source_texts
+from stages.prepare.formats import (
+    Defect,
+    SourceDemonstration,
+    SourcePair,
+    SourceRow,
+    Tie,
+    normalise,
+    source_texts,
+)
+from stages.prepare.overlap import check_no_prompt_overlap, overlapping
 
 SUFFIXES = (".jsonl", ".parquet")
 
 
-def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[Row]]:
+def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
     """Read the sources and split them by prompt: rows of `use: eval` and, for each kind of row
     without such a source, a share of the prompts are held out.
 
@@ -54,7 +63,7 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
     held_out = held_out_groups(rows, groups, config.eval_share, params.seed)
 
     has_demonstrations = any("completion" in row for row in rows)
-    sets: dict[str, list[Row]] = {}
+    sets: DataSets = {}
     for part in ("train", "eval"):
         part_rows = [
             row
@@ -68,45 +77,44 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[
             else chosen_as_demonstrations(pairs)
         )
         sets[f"pairs_{part}"] = [
-            select(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs
+            with_id(row, "prompt", "chosen", "rejected", "margin", "source") for row in pairs
         ]
         sets[f"sft_{part}"] = [
-            select(row, "prompt", "completion", "source") for row in demonstrations
+            with_id(row, "prompt", "completion", "source") for row in demonstrations
         ]
         sets[f"prompts_{part}"] = [
-            select(row, "prompt", "source") for row in reversed(dedupe_prompts(part_rows))
+            with_id(row, "prompt", "source") for row in reversed(dedupe_prompts(part_rows))
         ]
     return freeze_eval_prompts(sets, config.max_eval_prompts, params.seed)
 
 
 def read_rows(
     sources: list[SourceParams], config: PrepareParams, special_tokens: frozenset[str], audit: Audit
-) -> list[Row]:
+) -> list[SourceRow]:
     """Read and normalise the rows of all sources; bad rows and ties are recorded in the audit."""
-    rows = []
+    rows: list[SourceRow] = []
     for source in sources:
         for location, raw in read_source(source, config.max_rows):
             audit.rows_read[source.path] += 1
             try:
                 if isinstance(raw, Defect):
                     raise raw
-                row = normalise(raw, config.prompt_format, special_tokens)
-                rows.append({**row, "where": location, "source": source.path, "use": source.use})
+                texts = normalise(raw, config.prompt_format, special_tokens)
+                origin = {"where": location, "source": source.path, "use": source.use}
+                rows.append(cast(SourceRow, texts | origin))
             except Defect as defect:
                 cause = TIE if isinstance(defect, Tie) else BAD
-                audit.lose(cause, location, raw_text(raw), reason=str(defect))
+                audit.record_drop(cause, location, raw_text(raw), reason=str(defect))
     return rows
 
 
-def freeze_eval_prompts(
-    sets: dict[str, list[Row]], max_prompts: int, seed: int
-) -> dict[str, list[Row]]:
+def freeze_eval_prompts(sets: DataSets, max_prompts: int, seed: int) -> DataSets:
     """Replace the held-out prompts by the evaluation prompts: at most `max_prompts`, at random,
     none of which is the beginning of a training prompt.
     """
     held_out = sets.pop("prompts_eval")
     train = PromptIndex(row["prompt"] for row in sets["prompts_train"])
-    prompts = [
+    prompts: list[PromptRow] = [
         {"id": row["id"], "prompt": row["prompt"]}
         for row in held_out
         if not train.has_start(row["prompt"])
@@ -178,7 +186,7 @@ def read_hub(source: SourceParams) -> Any:
         return datasets.load_dataset(source.path, split=source.split)
 
 
-def separate(rows: list[Row], own_files: bool, audit: Audit) -> list[Row]:
+def separate(rows: list[SourceRow], own_files: bool, audit: Audit) -> list[SourceRow]:
     """Separate training rows from prompts that a source holds out: an overlap within the user's own
     files is an error, in a hub data set the training rows are dropped.
 
@@ -195,7 +203,7 @@ def separate(rows: list[Row], own_files: bool, audit: Audit) -> list[Row]:
         train["where"]: held_out["where"] for held_out, train in overlapping(eval_rows, train_rows)
     }
     for location, held_out_location in held_out_by_train.items():
-        audit.lose(SHARED_PROMPT, location, of=held_out_location)
+        audit.record_drop(SHARED_PROMPT, location, of=held_out_location)
     return [row for row in rows if row["where"] not in held_out_by_train]
 
 
@@ -209,7 +217,7 @@ def group_key(prompt: Prompt) -> str:
     return prompt_key(next(user_turns, ""))
 
 
-def prompt_groups(rows: list[Row], similarity: float) -> list[str]:
+def prompt_groups(rows: Sequence[HasPrompt], similarity: float) -> list[str]:
     """The group of each row by its prompt; near-duplicate prompts are in one group."""
     keys = [group_key(row["prompt"]) for row in rows]
     distinct = list(dict.fromkeys(keys))
@@ -218,7 +226,7 @@ def prompt_groups(rows: list[Row], similarity: float) -> list[str]:
     return [group_of[key] for key in keys]
 
 
-def held_out_groups(rows: list[Row], groups: list[str], share: float, seed: int) -> set[str]:
+def held_out_groups(rows: list[SourceRow], groups: list[str], share: float, seed: int) -> set[str]:
     """The groups to hold out: a share for each kind of row (pairs, demonstrations) that no source
     holds out.
     """
@@ -230,24 +238,31 @@ def held_out_groups(rows: list[Row], groups: list[str], share: float, seed: int)
     return held_out
 
 
-def prompts_and_responses(rows: list[Row]) -> list[tuple[str, str]]:
+def prompts_and_responses(rows: Sequence[HasPrompt]) -> list[tuple[str, str]]:
     """(prompt, all responses as one text) of each row."""
     texts = (list(source_texts(row)) for row in rows)
     return [(prompt, "\n".join(responses)) for prompt, *responses in texts]
 
 
-def chosen_as_demonstrations(pairs: list[Row]) -> list[Row]:
+def chosen_as_demonstrations(pairs: list[SourcePair]) -> list[SourceDemonstration]:
     """The distinct chosen responses as demonstrations."""
-    distinct = {
-        (prompt_key(row["prompt"]), row["chosen"]): {**row, "completion": row["chosen"]}
+    distinct: dict[tuple[str, str], SourceDemonstration] = {
+        (prompt_key(row["prompt"]), row["chosen"]): {
+            "prompt": row["prompt"],
+            "completion": row["chosen"],
+            "where": row["where"],
+            "source": row["source"],
+            "use": row["use"],
+        }
         for row in reversed(pairs)
     }
     return list(distinct.values())[::-1]
 
 
-def select(row: Row, *names: str) -> Row:
-    """The row's id (its location) and the named values that it has."""
-    return {"id": row["where"], **{name: row[name] for name in names if name in row}}
+def with_id(row: Mapping[str, object], *names: str) -> PromptRow:
+    """The named values that the row has; its id is its location."""
+    values = {name: row[name] for name in names if name in row}
+    return cast(PromptRow, {"id": row["where"], **values})
 
 
 def raw_text(raw: Any) -> str:

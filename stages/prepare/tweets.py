@@ -9,12 +9,12 @@ import random
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.core.types import Row
-from stages.lib.data.splits import hold_out
+from stages.lib.core.rows import Demonstration, PreferencePair, TrainingPrompt
+from stages.lib.data.splits import DataSets, hold_out
 from stages.prepare.audit import BAD, Audit
 from stages.prepare.formats import shape
 
@@ -37,7 +37,17 @@ MIN_COMPLETION_WORDS = 2
 MAX_PAIRS_PER_TEXT = {"train": 2, "eval": 3}
 
 
-def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict[str, list[Row]]:
+class RatedText(TypedDict):
+    """A tweet. rating: the mean of several people's, -4 to 4. words: after cleaning."""
+
+    id: str
+    rating: float
+    text: str
+    where: str
+    words: NotRequired[list[str]]
+
+
+def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> DataSets:
     """Make the six data sets from rated tweets; no text, and no opening of `prompt_words` words, is
     on both sides of the split.
 
@@ -63,7 +73,7 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
         config.eval_share,
         params.seed,
     )
-    sets: dict[str, list[Row]] = {}
+    sets: DataSets = {}
     for part in ("train", "eval"):
         part_texts = [
             text
@@ -79,7 +89,7 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
         )
         neutral = [text for text in part_texts if abs(text["rating"]) <= NEUTRAL]
         sets[f"prompts_{part}"] = openings(neutral, config.prompt_words, config.prompt_format)
-    eval_prompts = sets.pop("prompts_eval")
+    eval_prompts = list(sets.pop("prompts_eval"))
     random.Random(params.seed).shuffle(eval_prompts)
     sets["eval_prompts"] = [
         {"id": row["id"], "prompt": row["prompt"]}
@@ -88,9 +98,9 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> dict
     return sets
 
 
-def read(path: Path, max_rows: int | None, audit: Audit) -> list[Row]:
+def read(path: Path, max_rows: int | None, audit: Audit) -> list[RatedText]:
     """Read tab-separated lines `id, mean rating -4 to 4, text`; bad lines go to the audit."""
-    rows = []
+    rows: list[RatedText] = []
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")[:max_rows]
     audit.rows_read[path.name] = len(lines)
     for number, line in enumerate(lines, 1):
@@ -98,32 +108,32 @@ def read(path: Path, max_rows: int | None, audit: Audit) -> list[Row]:
         location = f"{path.name}:{number}"
         if len(fields) != 3 or not re.fullmatch(r"-?\d+(\.\d+)?", fields[1]):
             reason = "expected id, rating and text, separated by tabs"
-            audit.lose(BAD, location, line, reason=reason)
+            audit.record_drop(BAD, location, line, reason=reason)
         elif abs(float(fields[1])) > 4:
-            audit.lose(BAD, location, line, reason="the rating is not within -4..4")
+            audit.record_drop(BAD, location, line, reason="the rating is not within -4..4")
         elif not fields[2].strip():
-            audit.lose(BAD, location, line, reason="the text is empty")
+            audit.record_drop(BAD, location, line, reason="the text is empty")
         else:
             row_id, rating, text = fields
             rows.append({"id": row_id, "rating": float(rating), "text": text, "where": location})
     return rows
 
 
-def clean(rows: list[Row], prompt_words: int, audit: Audit) -> list[Row]:
+def clean(rows: list[RatedText], prompt_words: int, audit: Audit) -> list[RatedText]:
     """Decode HTML entities, and cut links and handles off both ends; returns rows with `words`.
 
     Dropped, with an entry in the audit: texts with a link or handle in the middle (without it the
     sentence would have a gap), profane texts, and texts too short for a prompt and a completion.
     """
-    kept = []
+    kept: list[RatedText] = []
     for row in rows:
         text = AT_THE_ENDS.sub("", " ".join(html.unescape(row["text"]).split())).strip()
         if re.search(LINK_OR_HANDLE, text, re.IGNORECASE):
-            audit.lose("link or handle within the text", row["where"], row["text"])
+            audit.record_drop("link or handle within the text", row["where"], row["text"])
         elif PROFANITY.search(text):
-            audit.lose("profanity", row["where"], row["text"])
+            audit.record_drop("profanity", row["where"], row["text"])
         elif len(words := text.split()) < prompt_words + MIN_COMPLETION_WORDS:
-            audit.lose("too short", row["where"], row["text"])
+            audit.record_drop("too short", row["where"], row["text"])
         else:
             kept.append({**row, "words": words})
     return kept
@@ -134,16 +144,22 @@ def opening(words: list[str], number: int) -> str:
     return " ".join(words[:number]).casefold()
 
 
-def demonstration(text: Row, prompt_words: int, prompt_format: PromptFormat) -> Row:
+def demonstration(text: RatedText, prompt_words: int, prompt_format: PromptFormat) -> Demonstration:
     """The text as a row of prompt (its first `prompt_words` words) and completion (the rest)."""
     words = text["words"]
     first, rest = " ".join(words[:prompt_words]), " " + " ".join(words[prompt_words:])
     prompt, completion = shape(first, rest, prompt_format=prompt_format)
-    row = {"prompt": prompt, "completion": completion}
-    return {"id": f"tweet-{text['id']}", **row, "source": "tweets"}
+    return {
+        "id": f"tweet-{text['id']}",
+        "prompt": prompt,
+        "completion": completion,
+        "source": "tweets",
+    }
 
 
-def openings(texts: list[Row], prompt_words: int, prompt_format: PromptFormat) -> list[Row]:
+def openings(
+    texts: list[RatedText], prompt_words: int, prompt_format: PromptFormat
+) -> list[TrainingPrompt]:
     """One prompt per distinct opening."""
     distinct = {opening(text["words"], prompt_words): text for text in reversed(texts)}
     rows = [
@@ -153,8 +169,8 @@ def openings(texts: list[Row], prompt_words: int, prompt_format: PromptFormat) -
 
 
 def preference_pairs(
-    texts: list[Row], min_gap: float, max_pairs: int, prompt_format: PromptFormat
-) -> list[Row]:
+    texts: list[RatedText], min_gap: float, max_pairs: int, prompt_format: PromptFormat
+) -> list[PreferencePair]:
     """Pairs of texts with the same first word (ignoring case and punctuation), with mean ratings
     more than `min_gap` apart.
 
@@ -162,7 +178,7 @@ def preference_pairs(
     i-th and the next ones of the lower half: every text is in at most `max_pairs` pairs, and the
     two ratings are about half the range apart.
     """
-    groups: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[RatedText]] = defaultdict(list)
     for text in texts:
         first_word = opening(text["words"], 1)
         groups[re.sub(r"^\W+|\W+$", "", first_word) or first_word].append(text)
@@ -177,10 +193,17 @@ def preference_pairs(
             for i, j in sorted(indices)
             if upper[i]["rating"] - lower[j]["rating"] > min_gap
         ]
-    rows = []
+    rows: list[PreferencePair] = []
     for better, worse in pairs:
         rests = (" " + " ".join(text["words"][1:]) for text in (better, worse))
         prompt, chosen, rejected = shape(better["words"][0], *rests, prompt_format=prompt_format)
-        pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        rows.append({"id": f"tweet-{better['id']}-{worse['id']}", **pair, "source": "tweets"})
+        rows.append(
+            {
+                "id": f"tweet-{better['id']}-{worse['id']}",
+                "prompt": prompt,
+                "chosen": chosen,
+                "rejected": rejected,
+                "source": "tweets",
+            }
+        )
     return rows

@@ -15,10 +15,10 @@ from typing import Any
 from stages.lib.core.files import ASSETS, file_hash, is_placeholder, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import PromptRow
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.data.splits import shuffled
+from stages.lib.data.splits import DataSets, shuffled
 from stages.lib.judging.jury import load_jury
 from stages.lib.lm.loading import load_causal_lm, setup_torch
 from stages.lib.lm.scoring import RewardScorer
@@ -55,7 +55,8 @@ def main(params: Params, round_: str) -> None:
     human_pairs, held_out = inputs.pairs_with_room(tokenizer, params)
 
     # 2. policy samples: late rollouts, and fresh samples that the jury compares with SFT's
-    rows = [*shuffled(inputs.prompts, seed)[:FRESH_PROMPTS], *inputs.mining_prompts]
+    drawn = shuffled(inputs.prompts, seed)[:FRESH_PROMPTS]
+    rows: list[PromptRow] = [*drawn, *inputs.mining_prompts]
     prompts = [row["prompt"] for row in rows]
     recorder.log_progress(1, f"{len(rows)} fresh samples of policy and SFT")
     sft_texts = [response.text for response in sampler.sft(prompts, seed)]
@@ -65,7 +66,7 @@ def main(params: Params, round_: str) -> None:
         round_,
         load_causal_lm(ASSETS / "model", params.model),
         tokenizer,
-        inputs.evaluation["sft_eval"],
+        inputs.held_out_demonstrations,
     )
     fresh = compared_samples(rows, sampler.policy(prompts, seed), sft_texts, "fresh", jury)
     samples = rollout_samples(inputs.rollouts) + fresh
@@ -92,7 +93,7 @@ def main(params: Params, round_: str) -> None:
     badcases, pairs, demonstrations, prompt_rows = make_training_rows(badcases, better)
     badcases = resample_and_retest(badcases, sampler, jury, seed + 3, limits, round_)
     against = exploit_pairs(exploits, human_pairs, config.pairs_per_exploit, seed)
-    made = {"pairs": [*against, *pairs], "sft": demonstrations, "prompts": prompt_rows}
+    made: DataSets = {"pairs": [*against, *pairs], "sft": demonstrations, "prompts": prompt_rows}
     human = {"pairs": len(human_pairs), "sft": inputs.human_sft, "prompts": len(inputs.prompts)}
     training_rows, leaked = limit_rows(made, inputs.evaluation, human, params)
     sizes = ", ".join(f"{len(new)} {name}" for name, new in training_rows.items())
@@ -142,7 +143,7 @@ def collect_badcases(
 def write_data(
     params: Params,
     round_: str,
-    training_rows: Mapping[str, Sequence[Row]],
+    training_rows: DataSets,
     ledger: Sequence[Badcase],
     exploits: Sequence[Exploit],
     tokenizer: Any,
@@ -150,7 +151,7 @@ def write_data(
 ) -> None:
     """Write the files of replay/data, and the manifest."""
     folder, ppo = stage_dir(round_, "replay"), stage_dir(round_, "ppo")
-    files = {
+    files: Mapping[str, Sequence[Mapping[str, Any]]] = {
         **training_rows,
         "badcases": [case.model_dump(mode="json") for case in ledger],
         "exploits": [exploit.as_row() for exploit in exploits],

@@ -106,7 +106,7 @@ class Badcase(BaseModel, extra="forbid"):
         """Whether its own round's policy, before any repair, passes the retest as well."""
         return bool(self.tries) and self.tries[0].round == self.round and self.tries[0].all_passed
 
-    def tried(self, retest: Retest) -> "Badcase":
+    def with_retest(self, retest: Retest) -> "Badcase":
         """A copy with one more retest.
 
         A retest by its own round measures chance, and does not change the state.

@@ -3,12 +3,26 @@
 from dataclasses import dataclass
 from typing import Any
 
-from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.types import Row
+from stages.lib.core.rows import (
+    AnyRow,
+    Demonstration,
+    PreferencePair,
+    PromptRow,
+    RolloutRow,
+    TrainingPrompt,
+    read_rows,
+)
 from stages.lib.data.prompts import pairs_with_room_for_ending
 from stages.lib.data.rollouts import read_rollouts
-from stages.lib.data.splits import HELD_OUT, check_prompts_not_in_eval_set, dedupe_prompts, shuffled
+from stages.lib.data.splits import (
+    HELD_OUT,
+    DataSets,
+    check_prompts_not_in_eval_set,
+    dedupe_prompts,
+    shuffled,
+)
 from stages.replay.badcases import Report
 from stages.replay.user_reports import read_user_reports
 
@@ -19,21 +33,24 @@ MAX_HELD_OUT_PAIRS = 512
 class ReplayInputs:
     """Rows by kind.
 
-    prompts: distinct training prompts. rollouts: of the last third of PPO's updates. train_pairs,
-    held_out_pairs: preference pairs. human_sft: the number of demonstrations that replay did not
-    make. evaluation: held-out rows by file name. reports, mining_prompts: from people.
+    prompts: distinct training prompts. rollouts: of the last third of PPO's updates. human_sft: the
+    number of demonstrations that replay did not make. evaluation: all held-out rows by file name.
+    reports, mining_prompts: from people.
     """
 
-    prompts: list[Row]
-    rollouts: list[Row]
-    train_pairs: list[Row]
-    held_out_pairs: list[Row]
+    prompts: list[TrainingPrompt]
+    rollouts: list[RolloutRow]
+    train_pairs: list[PreferencePair]
+    held_out_pairs: list[PreferencePair]
+    held_out_demonstrations: list[Demonstration]
     human_sft: int
-    evaluation: dict[str, list[Row]]
+    evaluation: DataSets
     reports: list[Report]
-    mining_prompts: list[Row]
+    mining_prompts: list[PromptRow]
 
-    def pairs_with_room(self, tokenizer: Any, params: Params) -> tuple[list[Row], list[Row]]:
+    def pairs_with_room(
+        self, tokenizer: Any, params: Params
+    ) -> tuple[list[PreferencePair], list[PreferencePair]]:
         """(human training pairs, held-out pairs) to whose texts an ending can be appended.
 
         The held-out pairs are a random sample of limited size.
@@ -53,33 +70,40 @@ def read_inputs(round_: str) -> ReplayInputs:
     """
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
 
-    def read(name: str) -> list[Row]:
-        return read_jsonl(data / f"{name}.jsonl", made_by)
+    def read(kind: type[AnyRow], name: str) -> list[AnyRow]:
+        return read_rows(kind, data / f"{name}.jsonl", made_by)
 
-    prompts = dedupe_prompts(read("prompts_train"))
+    prompts = dedupe_prompts(read(TrainingPrompt, "prompts_train"))
     all_rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
     rollouts = last_third(all_rollouts)
-    evaluation = {name: read(name) for name in HELD_OUT.values()}
+    held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
+    held_out_demonstrations = read(Demonstration, HELD_OUT["sft"])
+    evaluation: DataSets = {
+        HELD_OUT["prompts"]: read(PromptRow, HELD_OUT["prompts"]),
+        HELD_OUT["sft"]: held_out_demonstrations,
+        HELD_OUT["pairs"]: held_out_pairs,
+    }
     check_prompts_not_in_eval_set([*prompts, *rollouts], evaluation["eval_prompts"])
     reports, mining_prompts = read_user_reports(round_, evaluation["eval_prompts"])
     return ReplayInputs(
         prompts=prompts,
         rollouts=rollouts,
-        train_pairs=read("pairs_train"),
-        held_out_pairs=read("pairs_eval"),
-        human_sft=sum(is_human(row) for row in read("sft_train")),
+        train_pairs=read(PreferencePair, "pairs_train"),
+        held_out_pairs=held_out_pairs,
+        held_out_demonstrations=held_out_demonstrations,
+        human_sft=sum(map(is_human, read(Demonstration, "sft_train"))),
         evaluation=evaluation,
         reports=reports,
         mining_prompts=mining_prompts,
     )
 
 
-def is_human(row: Row) -> bool:
+def is_human(row: TrainingPrompt) -> bool:
     """Whether a training row is from the data, not made by replay in an earlier round."""
     return "badcase" not in row
 
 
-def last_third(rollouts: list[Row]) -> list[Row]:
+def last_third(rollouts: list[RolloutRow]) -> list[RolloutRow]:
     """The rollouts of the last third of the updates: close to the policy at the end of training."""
     last = max((row["update"] for row in rollouts), default=0)
     return [row for row in rollouts if row["update"] > 2 / 3 * last]

@@ -36,7 +36,7 @@ class PolicySample:
     score: float
     kl: float
     ended: bool
-    judged: LexiconScores
+    lexicon: LexiconScores
     origin: int | str
     rival: str | None = None
     votes: Mapping[str, float] = field(default_factory=dict)
@@ -78,13 +78,13 @@ def judge_loses(sample: PolicySample, limits: BadcaseThresholds) -> float | None
 
 def blind_spot(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     high = limits.replay.score_high
-    disliked = limits.lexicon and sample.judged.sentiment_plain < limits.replay.judge_low
+    disliked = limits.lexicon and sample.lexicon.sentiment_plain < limits.replay.sentiment_low
     overpaid = sample.stripped_score is not None and sample.stripped_score < high
     return sample.score if sample.score >= high and (disliked or overpaid) else None
 
 
 def repetition(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
-    repeated = sample.judged.repetition
+    repeated = sample.lexicon.repetition
     return repeated if repeated >= limits.replay.repetition else None
 
 
@@ -147,7 +147,7 @@ def make_badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -
         score=round(sample.score, 4),
         kl=round(sample.kl, 4),
         ended=sample.ended,
-        **{name: round(value, 4) for name, value in asdict(sample.judged).items()},
+        **{name: round(value, 4) for name, value in asdict(sample.lexicon).items()},
         exploits=list(sample.exploits) if cause is Cause.blind_spot else [],
         sft=sample.rival,
         votes=dict(sample.votes),
@@ -161,7 +161,7 @@ def reported_badcases(
 
     scores: the reward model's calibrated score of each response.
     """
-    judged = lexicon_scores(
+    lexicon_rows = lexicon_scores(
         [report.prompt for report in reports], [report.response for report in reports]
     )
     return [
@@ -178,5 +178,5 @@ def reported_badcases(
             better=report.better,
             note=report.note,
         )
-        for report, score, lexicon in zip(reports, scores, judged, strict=True)
+        for report, score, lexicon in zip(reports, scores, lexicon_rows, strict=True)
     ]

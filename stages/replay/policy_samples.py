@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stages.lib.core.types import Row, ScoreFunction
+from stages.lib.core.rows import PromptRow, RolloutRow
+from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import lexicon_scores
 from stages.lib.judging.pairwise import Comparison
@@ -12,8 +13,10 @@ from stages.replay.mining import PolicySample
 from stages.replay.sampler import ScoredResponse
 
 
-def rollout_samples(rows: list[Row]) -> list[PolicySample]:
-    judged = lexicon_scores([row["prompt"] for row in rows], [row["response"] for row in rows])
+def rollout_samples(rows: list[RolloutRow]) -> list[PolicySample]:
+    lexicon_rows = lexicon_scores(
+        [row["prompt"] for row in rows], [row["response"] for row in rows]
+    )
     return [
         PolicySample(
             prompt_id=row["id"],
@@ -22,15 +25,15 @@ def rollout_samples(rows: list[Row]) -> list[PolicySample]:
             score=row["score"],
             kl=row["kl"],
             ended=row["finish_reason"] == "stop",
-            judged=scores,
+            lexicon=lexicon,
             origin=row["update"],
         )
-        for row, scores in zip(rows, judged, strict=True)
+        for row, lexicon in zip(rows, lexicon_rows, strict=True)
     ]
 
 
 def compared_samples(
-    rows: list[Row],
+    rows: Sequence[PromptRow],
     responses: list[ScoredResponse],
     rivals: Sequence[str | None],
     origin: str,
@@ -39,12 +42,12 @@ def compared_samples(
     """The policy's responses with the jury's votes against their rivals.
 
     Args:
-        rows: B rows with `id` and `prompt`.
+        rows: B prompts.
         responses: B responses of the policy.
         rivals: B texts to compare with; None: no comparison, and no votes.
         origin: of the samples.
     """
-    judged = lexicon_scores([row["prompt"] for row in rows], [r.text for r in responses])
+    lexicon_rows = lexicon_scores([row["prompt"] for row in rows], [r.text for r in responses])
     with_rival = [index for index, rival in enumerate(rivals) if rival is not None]
     votes_by_judge = jury.compare(
         [
@@ -64,12 +67,14 @@ def compared_samples(
             score=response.score,
             kl=response.kl,
             ended=response.ended,
-            judged=scores,
+            lexicon=lexicon,
             origin=origin,
             rival=rivals[index],
             votes=votes.get(index, {}),
         )
-        for index, (row, response, scores) in enumerate(zip(rows, responses, judged, strict=True))
+        for index, (row, response, lexicon) in enumerate(
+            zip(rows, responses, lexicon_rows, strict=True)
+        )
     ]
 
 

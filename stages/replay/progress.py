@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import is_placeholder, read_jsonl, stage_dir
+from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
-from stages.lib.core.types import Row
+from stages.lib.core.rows import PreferencePair, PromptRow, RewardScores, read_rows
 from stages.lib.judging.jury import Jury
 from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.replay.badcases import Badcase, State
-from stages.replay.exploits import pairs_flipped
+from stages.replay.exploits import ExploitRow, pairs_flipped
 from stages.replay.mining import BadcaseThresholds
 from stages.replay.policy_samples import compared_samples, score_without_exploits
 from stages.replay.retest import comparison_response, count_by_cause, retest
@@ -31,7 +31,7 @@ def resample_and_retest(
         return []
     tries = limits.replay.tries
     repeated = [case for case in badcases for _ in range(tries)]
-    rows = [{"id": case.prompt_id, "prompt": case.prompt} for case in repeated]
+    rows: list[PromptRow] = [{"id": case.prompt_id, "prompt": case.prompt} for case in repeated]
     responses = sampler.policy([case.prompt for case in repeated], seed)
     rivals = [comparison_response(case) for case in repeated]
     samples = compared_samples(rows, responses, rivals, "again", jury)
@@ -56,7 +56,7 @@ def repair_metrics(before: list[Badcase], retested: list[Badcase]) -> dict[str, 
     guarded = [now for then, now in pairs if then.guarded]
     others = [now for then, now in pairs if not then.guarded]
     return {
-        "tried_again": len(others),
+        "retested": len(others),
         "repaired": sum(case.state is State.repaired for case in others),
         "repaired_by_cause": count_by_cause(others, State.repaired),
         "repaired_by_chance": sum(case.by_chance for case in others),
@@ -67,18 +67,23 @@ def repair_metrics(before: list[Badcase], retested: list[Badcase]) -> dict[str, 
 
 def chosen_scores(reward: Path) -> dict[str, float]:
     """Calibrated scores of the held-out pairs' chosen texts by the pairs' ids, from `reward`."""
-    rows = read_jsonl(reward / "scores.jsonl", f"dvc repro reward@{reward.parent.name}")
+    made_by = f"dvc repro reward@{reward.parent.name}"
+    rows = read_rows(RewardScores, reward / "scores.jsonl", made_by)
     return {row["id"]: row["chosen"] for row in rows}
 
 
 def exploit_metrics(
-    params: Params, round_: str, suffixes: list[str], sampler: Sampler, held_out: list[Row]
+    params: Params,
+    round_: str,
+    suffixes: list[str],
+    sampler: Sampler,
+    held_out: list[PreferencePair],
 ) -> dict[str, float | None]:
     """How often exploits, appended to the rejected text, reverse a held-out pair.
 
-    `fooled_before`: the previous round's exploits under its reward model; `fooled_after`: the same
-    under this round's; `fooled_fall`: the difference, with its 95% interval; `fooled_now`: this
-    round's exploits (`suffixes`) under this round's. Null if there are no exploits.
+    `reversed_before`: the previous round's exploits under its reward model; `reversed_after`: the
+    same under this round's; `reversed_fall`: the difference, with its 95% interval; `reversed_now`:
+    this round's exploits (`suffixes`) under this round's. Null if there are no exploits.
     """
     previous = Path(params.rounds[round_].previous)
     chosen = chosen_scores(stage_dir(round_, "reward"))
@@ -86,7 +91,8 @@ def exploit_metrics(
     before, after = [], []
     if not is_placeholder(previous / "replay/data"):
         path = previous / "replay/data/exploits.jsonl"
-        earlier = [row["suffix"] for row in read_jsonl(path, f"dvc repro replay@{previous.name}")]
+        rows = read_rows(ExploitRow, path, f"dvc repro replay@{previous.name}")
+        earlier = [row["suffix"] for row in rows]
     if earlier:
         previous_scorer = RewardScorer(
             previous / "reward/model", sampler.tokenizer, params, RESPONSE_BATCH_SIZE
@@ -102,12 +108,12 @@ def exploit_metrics(
         else (None, None, None)
     )
     return {
-        "fooled_before": share_true(before),
-        "fooled_after": share_true(after),
-        "fooled_fall": fall,
-        "fooled_fall_low": low,
-        "fooled_fall_high": high,
-        "fooled_now": share_true(now),
+        "reversed_before": share_true(before),
+        "reversed_after": share_true(after),
+        "reversed_fall": fall,
+        "reversed_fall_low": low,
+        "reversed_fall_high": high,
+        "reversed_now": share_true(now),
     }
 
 

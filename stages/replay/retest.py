@@ -32,7 +32,7 @@ def retest(
         )
         for case, case_samples, is_ranked in zip(badcases, samples, ranked, strict=True)
     ]
-    return [case.tried(result) for case, result in zip(badcases, retests, strict=True)]
+    return [case.with_retest(result) for case, result in zip(badcases, retests, strict=True)]
 
 
 def comparison_response(case: Badcase) -> str | None:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.lib.core.params import Params
-from stages.lib.core.types import Row
+from stages.lib.core.rows import Demonstration, PreferencePair, PromptRow, TrainingPrompt
+from stages.lib.data.splits import DataSets
 from stages.lib.dedup.contamination import leaks_by_set
 from stages.replay.badcases import Badcase, State
 
@@ -24,7 +25,7 @@ class BetterAnswer:
 
 def make_training_rows(
     badcases: Sequence[Badcase], best: Mapping[str, BetterAnswer]
-) -> tuple[list[Badcase], list[Row], list[Row], list[Row]]:
+) -> tuple[list[Badcase], list[PreferencePair], list[Demonstration], list[TrainingPrompt]]:
     """Make rows that train against the badcases.
 
     A pair is made if the jury prefers the better answer to the bad response without its exploits;
@@ -38,31 +39,41 @@ def make_training_rows(
         (the badcases as replayed, with their better answers; pairs; demonstrations; prompts)
     """
     replayed: list[Badcase] = []
-    pairs: list[Row] = []
-    demonstrations: dict[tuple[str, str], Row] = {}
-    prompts: dict[str, Row] = {}
+    pairs: list[PreferencePair] = []
+    demonstrations: dict[tuple[str, str], Demonstration] = {}
+    prompts: dict[str, TrainingPrompt] = {}
     for case in badcases:
         key, row_id = str(case.prompt), f"replay-{case.id}"
-        tags = {"id": row_id, "prompt": case.prompt, "source": "replay", "badcase": case.id}
-        prompts.setdefault(key, tags)
+        row: TrainingPrompt = {
+            "id": row_id,
+            "prompt": case.prompt,
+            "source": "replay",
+            "badcase": case.id,
+        }
+        prompts.setdefault(key, row)
         answer = best.get(case.id)
         better = case.better or (answer.text if answer and answer.preferred else None)
         demonstrated = case.better or (answer.text if answer and answer.good else None)
         if better:
-            pairs.append({**tags, "chosen": better, "rejected": case.response})
+            pairs.append(
+                {
+                    "id": row_id,
+                    "prompt": case.prompt,
+                    "source": "replay",
+                    "badcase": case.id,
+                    "chosen": better,
+                    "rejected": case.response,
+                }
+            )
         if demonstrated:
-            row = {**tags, "completion": demonstrated}
-            demonstrations.setdefault((key, demonstrated), row)
+            demonstrations.setdefault((key, demonstrated), {**row, "completion": demonstrated})
         replayed.append(case.model_copy(update={"better": better, "state": State.replayed}))
     return replayed, pairs, list(demonstrations.values()), list(prompts.values())
 
 
 def limit_rows(
-    made: Mapping[str, list[Row]],
-    evaluation: Mapping[str, list[Row]],
-    human: Mapping[str, int],
-    params: Params,
-) -> tuple[dict[str, list[Row]], int]:
+    made: DataSets, evaluation: DataSets, human: Mapping[str, int], params: Params
+) -> tuple[DataSets, int]:
     """The rows without leaks, replay.weight times, at most replay.max_share of the training rows.
 
     human: the number of rows from the data, by the names of `made`. Returns also the number of
@@ -70,16 +81,14 @@ def limit_rows(
     """
     config = params.replay
     kept, leaked = drop_leaks(made, evaluation, params.prepare.near_duplicate)
-    limited = {
-        name: cap_share(rows * config.weight, human[name], config.max_share)
+    limited: DataSets = {
+        name: cap_share([*rows] * config.weight, human[name], config.max_share)
         for name, rows in kept.items()
     }
     return limited, leaked
 
 
-def drop_leaks(
-    made: Mapping[str, list[Row]], evaluation: Mapping[str, list[Row]], similarity: float
-) -> tuple[dict[str, list[Row]], int]:
+def drop_leaks(made: DataSets, evaluation: DataSets, similarity: float) -> tuple[DataSets, int]:
     """Rows that share no text with the evaluation set, and the number of dropped rows.
 
     The next round's prepare would refuse rows that leak.
@@ -89,13 +98,13 @@ def drop_leaks(
         name: {leak.row for leak in leaks}
         for name, leaks in leaks_by_set(made, held_out, similarity).items()
     }
-    kept = {
+    kept: DataSets = {
         name: [row for index, row in enumerate(rows) if index not in leaking[name]]
         for name, rows in made.items()
     }
     return kept, sum(map(len, leaking.values()))
 
 
-def cap_share(rows: list[Row], human: int, share: float) -> list[Row]:
+def cap_share(rows: list[PromptRow], human: int, share: float) -> list[PromptRow]:
     """The first rows, at most so many that they are `share` of all, with `human` other rows."""
     return rows if share >= 1 else rows[: int(human * share / (1 - share))]

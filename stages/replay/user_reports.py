@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-from stages.lib.core.types import Row
+from stages.lib.core.rows import PromptRow
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import check_not_in_eval_set
 from stages.replay.badcases import MiningPrompt, Report, read_user_rows
 
 
-def read_user_reports(round_: str, evaluation: Sequence[Row]) -> tuple[list[Report], list[Row]]:
-    """Reports, and prompts to sample as rows of `id` and `prompt`.
+def read_user_reports(
+    round_: str, evaluation: Sequence[PromptRow]
+) -> tuple[list[Report], list[PromptRow]]:
+    """Reports, and prompts to sample.
 
     Raises:
         BadInput: a row is neither, or its prompt is in the evaluation set or in slices/, which may

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import ASSETS, read_jsonl, stage_dir, work_dir, write_jsonl, write_text
+from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, Side, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.types import Metrics, Prompt, TokenIds
 from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.loading import (
@@ -59,32 +60,37 @@ class RewardModelTrainer:
 
     params: Params
     tokenizer: PreTrainedTokenizerBase
-    demonstrations: list[Row]
+    demonstrations: list[Demonstration]
     recorder: MetricLogger
 
-    def encode(self, rows: list[Row], key: str) -> list[TokenIds]:
-        """The token ids of whole texts: the prompt and the response `row[key]`, which ends with
-        EOS.
-        """
+    def encode_side(self, pairs: list[PreferencePair], side: Side) -> list[TokenIds]:
+        """The token ids of the prompts and the chosen or rejected responses, which end with EOS."""
+        return self.encode((pair["prompt"], pair[side]) for pair in pairs)
+
+    def encode(self, texts: Iterable[tuple[Prompt, str]]) -> list[TokenIds]:
+        """The token ids of (prompt, response); each response ends with EOS."""
         prompt_format = self.params.prepare.prompt_format
         max_length = self.params.reward.max_length
         encoded = (
-            encode(self.tokenizer, row["prompt"], row[key], prompt_format, max_length)
-            for row in rows
+            encode(self.tokenizer, prompt, response, prompt_format, max_length)
+            for prompt, response in texts
         )
         return [prompt + response for prompt, response in encoded]
 
-    def train(self, rows: list[Row], start: Path, continues: bool, seed: int) -> Any:
+    def train(self, rows: list[PreferencePair], start: Path, continues: bool, seed: int) -> Any:
         """Train one reward model on the pairs `rows`; returns it merged and calibrated."""
         params = self.params
-        pairs = training_pairs(rows, self.encode(rows, "chosen"), self.encode(rows, "rejected"))
+        chosen, rejected = (self.encode_side(rows, side) for side in SIDES)
+        pairs = training_pairs(rows, chosen, rejected)
         torch.manual_seed(seed)  # of the new score head and the adapters
         model = load_sequence_classifier(
             start, training_model_params(params.model, params.reward.lora)
         )
         model = fit(model, self.tokenizer, pairs, params, seed, self.recorder, continues)
         model = merge_adapter(model, resolve_dtype(params.model.dtype))
-        demonstration_ids = self.encode(self.demonstrations, "completion")
+        demonstration_ids = self.encode(
+            (row["prompt"], row["completion"]) for row in self.demonstrations
+        )
         return set_calibration(model, reward_scores(model, demonstration_ids))
 
 
@@ -99,11 +105,11 @@ def main(params: Params, round_: str) -> None:
     sft = stage_dir(round_, "sft")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
     labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
-    labelled_rows = read_jsonl(labelled, f"dvc repro annotate@{round_}")
-    held_out = read_jsonl(data / "pairs_eval.jsonl", made_by)
-    demonstrations = read_jsonl(data / "sft_train.jsonl", made_by)[:CALIBRATION_ROWS]
-    trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
-    chosen, rejected = trainer.encode(held_out, "chosen"), trainer.encode(held_out, "rejected")
+    labelled_rows = read_rows(PreferencePair, labelled, f"dvc repro annotate@{round_}")
+    held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
+    demonstrations = read_rows(Demonstration, data / "sft_train.jsonl", made_by)
+    trainer = RewardModelTrainer(params, tokenizer, demonstrations[:CALIBRATION_ROWS], recorder)
+    chosen, rejected = (trainer.encode_side(held_out, side) for side in SIDES)
 
     # 2. split off the pairs of the judge, if there is one: no prompt trains both models
     train_rows, judge_rows = split_judge_pairs(
@@ -167,9 +173,9 @@ def main(params: Params, round_: str) -> None:
 
 
 def write_outputs(
-    scores: Iterable[Row],
+    scores: Iterable[RewardScores],
     calibration_bins: Iterable[Sequence[float]],
-    facts: Row,
+    facts: Metrics,
     metrics: Mapping[str, float],
     seed: int,
     recorder: MetricLogger,
@@ -195,7 +201,9 @@ def write_outputs(
     )
 
 
-def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -> Iterator[Row]:
+def score_rows(
+    pairs: list[PreferencePair], model: Any, chosen: Tensor, rejected: Tensor
+) -> Iterator[RewardScores]:
     """One row per pair with its calibrated scores. chosen, rejected: (B,) raw scores."""
     for row, chosen_score, rejected_score in zip(
         pairs,
@@ -210,7 +218,9 @@ def score_rows(pairs: list[Row], model: Any, chosen: Tensor, rejected: Tensor) -
         }
 
 
-def split_judge_pairs(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
+def split_judge_pairs(
+    rows: list[PreferencePair], share: float, seed: int
+) -> tuple[list[PreferencePair], list[PreferencePair]]:
     """Split pairs by prompt into (pairs of the reward model, pairs of the judge).
 
     Each prompt's side depends on its own hash alone, so that rows added in later rounds move no
@@ -218,7 +228,7 @@ def split_judge_pairs(rows: list[Row], share: float, seed: int) -> tuple[list[Ro
     never the judge's.
     """
 
-    def is_judge_pair(row: Row) -> bool:
+    def is_judge_pair(row: PreferencePair) -> bool:
         digest = hashlib.sha256(f"{seed} {prompt_key(row['prompt'])}".encode()).digest()
         return "badcase" not in row and int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -226,7 +236,7 @@ def split_judge_pairs(rows: list[Row], share: float, seed: int) -> tuple[list[Ro
     return reward_rows, [row for row in rows if is_judge_pair(row)]
 
 
-def make_hard_negatives(rows: list[Row], params: Params) -> list[Row]:
+def make_hard_negatives(rows: list[PreferencePair], params: Params) -> list[PreferencePair]:
     """Hard negatives of the pairs that are not replayed."""
     own_rows = [row for row in rows if "badcase" not in row]
     return hard_negatives(own_rows, params.reward.hard_negatives, params.seed)

@@ -1,6 +1,7 @@
 """Train reward models with TRL's RewardTrainer."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NotRequired, TypedDict
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -11,33 +12,45 @@ from trl.trainer.reward_trainer import RewardTrainer
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import PreferencePair
+from stages.lib.core.types import TokenIds
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import padding_free
 from stages.lib.training.trl_setup import MetricLoggerCallback, trainer_arguments
 
 
-def training_pairs(rows: list[Row], chosen: list[TokenIds], rejected: list[TokenIds]) -> list[Row]:
-    """TRL's columns: chosen_ids, rejected_ids, length, and margin if any row has one.
+class TokenizedPair(TypedDict):
+    """TRL's columns. length: tokens of the longer text."""
+
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
+    length: int
+    margin: NotRequired[float]
+
+
+def training_pairs(
+    rows: Sequence[PreferencePair], chosen: list[TokenIds], rejected: list[TokenIds]
+) -> list[TokenizedPair]:
+    """Pairs for TRL, with a margin if any row has one.
 
     Rows without a margin then get 0, so that chosen only has to score above rejected (replayed rows
     have none).
     """
-    pairs = [
+    pairs: list[TokenizedPair] = [
         {"chosen_ids": c, "rejected_ids": r, "length": max(len(c), len(r))}
         for c, r in zip(chosen, rejected, strict=True)
     ]
     if not any("margin" in row for row in rows):
         return pairs
-    return [
-        pair | {"margin": row.get("margin", 0.0)} for pair, row in zip(pairs, rows, strict=True)
-    ]
+    for pair, row in zip(pairs, rows, strict=True):
+        pair["margin"] = row.get("margin", 0.0)
+    return pairs
 
 
 def fit(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: list[Row],
+    pairs: list[TokenizedPair],
     params: Params,
     seed: int,
     recorder: MetricLogger,

@@ -9,7 +9,7 @@ the same kinds on held-out texts.
 import random
 from collections.abc import Sequence
 
-from stages.lib.core.types import Row
+from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.data.corruptions import corruptions, word_score_uplift
 from stages.lib.metrics.text import suffixes
 
@@ -24,7 +24,9 @@ SIGNS = [":)", ":D", ";)", "<3", "!!!"]
 UPLIFTING_WORDS = 100  # of `bought_word`: the words with the highest uplift
 
 
-def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
+def hard_negatives(
+    pairs: Sequence[PreferencePair], share: float, seed: int
+) -> list[PreferencePair]:
     """Draw a share of the pairs at random and give each chosen text a worse rejected text.
 
     Args:
@@ -40,12 +42,12 @@ def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
     drawn = generator.sample(pairs, round(share * len(pairs)))
     if not drawn:
         return []
-    texts = [row[side] for row in pairs for side in ("chosen", "rejected")]
+    texts = [row[side] for row in pairs for side in SIDES]
     uplift = word_score_uplift(texts, [1.0, 0.0] * len(pairs))
     positive_words = (word for word in uplift if uplift[word] > 0 and word[0].isalpha())
     bought_words = sorted(positive_words, key=lambda word: (-uplift[word], word))[:UPLIFTING_WORDS]
     corrupted = corruptions([(row["prompt"], row["chosen"]) for row in drawn], uplift, seed)
-    rows = []
+    rows: list[PreferencePair] = []
     for number, row in enumerate(drawn):
         kind = KINDS[number % len(KINDS)]
         if kind == "borrowed_ending":
@@ -59,8 +61,9 @@ def hard_negatives(pairs: Sequence[Row], share: float, seed: int) -> list[Row]:
         else:
             rejected = corrupted[kind][number][1]
         if rejected not in (row["chosen"], row["rejected"]):
-            negative = {"id": f"{row['id']}-{kind}", "rejected": rejected}
-            rows.append({**row, **negative, "source": "hard_negative"})
+            negative_id = f"{row['id']}-{kind}"
+            negative: PreferencePair = {**row, "id": negative_id, "rejected": rejected}
+            rows.append({**negative, "source": "hard_negative"})
     return rows
 
 

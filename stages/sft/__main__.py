@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.files import ASSETS, read_jsonl, stage_dir, work_dir, write_jsonl
+from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import encode, template_hash
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
@@ -63,6 +64,15 @@ class ModelResults:
     sentiments: list[float]
 
 
+class SftSample(PromptRow):
+    """A row of samples.jsonl, which people read: the responses of both models to a prompt."""
+
+    base: str
+    sft: str
+    base_sentiment: float
+    sft_sentiment: float
+
+
 def main(params: Params, round_: str) -> None:
     """Train and measure the SFT model of a round."""
     # 1. data: demonstrations as tokens, prompts and responses apart
@@ -72,13 +82,13 @@ def main(params: Params, round_: str) -> None:
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     train_rows, held_out_rows = (
-        read_jsonl(data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval")
+        read_rows(Demonstration, data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval")
     )
     train = tokenize(tokenizer, train_rows, params)
     held_out = tokenize(tokenizer, held_out_rows, params)
     prompt_rows = [
         row
-        for row in read_jsonl(data / "eval_prompts.jsonl", made_by)
+        for row in read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
         for _ in range(params.sft.samples_per_prompt)
     ]
 
@@ -108,13 +118,13 @@ def main(params: Params, round_: str) -> None:
     }
 
     # 5. write samples, manifest and metrics
-    samples = side_by_side(prompt_rows, {"base": base, "sft": sft})
+    samples = side_by_side(prompt_rows, base, sft)
     template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
     write_outputs(samples, metrics, start, template_sha256, params.seed, recorder)
 
 
 def write_outputs(
-    samples: list[Row],
+    samples: list[SftSample],
     metrics: Mapping[str, float],
     start: Path,
     template_sha256: str,
@@ -136,14 +146,14 @@ def write_outputs(
     recorder.finish(metrics)
     print(
         f"[sft@{round_}] held-out loss {metrics['loss_before']:.3f} ->"
-        f" {metrics['loss_after']:.3f} nats per token, judged {metrics['judged_gain']:+.3f}"
-        f" [{metrics['judged_gain_low']:.3f}, {metrics['judged_gain_high']:.3f}]",
+        f" {metrics['loss_after']:.3f} nats per token, sentiment {metrics['sentiment_gain']:+.3f}"
+        f" [{metrics['sentiment_gain_low']:.3f}, {metrics['sentiment_gain_high']:.3f}]",
         flush=True,
     )
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
+    tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration], params: Params
 ) -> TokenizedDemonstrations:
     """The token ids of the demonstrations: (prompts, completions)."""
     prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
@@ -177,7 +187,7 @@ def measure(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     held_out: TokenizedDemonstrations,
-    prompt_rows: list[Row],
+    prompt_rows: list[PromptRow],
     params: Params,
 ) -> ModelResults:
     """The loss on held-out demonstrations, and responses to prompts with their sentiment."""
@@ -194,7 +204,7 @@ def mean_nll(model: Any, pairs: TokenizedDemonstrations) -> float:
 
 
 def generate_responses(
-    model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], params: Params
+    model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow], params: Params
 ) -> GeneratedTexts:
     """One sampled response per row's prompt, with the same random numbers for every model."""
     prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
@@ -213,7 +223,7 @@ def generate_responses(
 
 
 def truncate_demonstrations(
-    rows: list[Row], completions: list[TokenIds], response_length: int
+    rows: list[Demonstration], completions: list[TokenIds], response_length: int
 ) -> GeneratedTexts:
     """Demonstrations, with lengths and ends as if cut after `response_length` tokens.
 
@@ -240,22 +250,24 @@ def compare_models(base: ModelResults, sft: ModelResults, params: Params) -> dic
         "loss_after": sft.nll,
         "perplexity_before": math.exp(base.nll),
         "perplexity_after": math.exp(sft.nll),
-        "judged_before": sum(base.sentiments) / len(base.sentiments),
-        "judged_after": sum(sft.sentiments) / len(sft.sentiments),
-        "judged_gain": gain,
-        "judged_gain_low": gain_low,
-        "judged_gain_high": gain_high,
+        "sentiment_before": sum(base.sentiments) / len(base.sentiments),
+        "sentiment_after": sum(sft.sentiments) / len(sft.sentiments),
+        "sentiment_gain": gain,
+        "sentiment_gain_low": gain_low,
+        "sentiment_gain_high": gain_high,
     }
 
 
-def side_by_side(rows: list[Row], results: Mapping[str, ModelResults]) -> list[Row]:
+def side_by_side(rows: list[PromptRow], base: ModelResults, sft: ModelResults) -> list[SftSample]:
     """One row per sample: each model's response, and the sentiment of each."""
     return [
-        {"id": row["id"], "prompt": row["prompt"]}
-        | {name: model.responses.texts[index] for name, model in results.items()}
-        | {
-            f"{name}_sentiment": round(model.sentiments[index], 4)
-            for name, model in results.items()
+        {
+            "id": row["id"],
+            "prompt": row["prompt"],
+            "base": base.responses.texts[index],
+            "sft": sft.responses.texts[index],
+            "base_sentiment": round(base.sentiments[index], 4),
+            "sft_sentiment": round(sft.sentiments[index], 4),
         }
         for index, row in enumerate(rows)
     ]

@@ -191,7 +191,10 @@ def test_a_run_from_the_form_to_the_report(
     ui.becomes(run, "Completed")
     [folder] = (clone / ".rondo/workspaces").iterdir()
     verdict = json.loads((folder / "reports/r0/gate_sft.json").read_text())
-    assert verdict["opened"] and (verdict["approval"]["by"], verdict["approval"]["approved"]) == (
+    assert verdict["may_continue"] and (
+        verdict["approval"]["by"],
+        verdict["approval"]["approved"],
+    ) == (
         "Ada",
         True,
     )

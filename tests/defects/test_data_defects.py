@@ -137,7 +137,7 @@ def test_rows_that_say_nothing_are_left_out_and_reported(planted):
         "exact duplicate": before + 1,
     }  # of a contradiction both, for who is right?
     for number, cause in enumerate(added, len(rows) + 1):
-        assert f"train_pairs.jsonl:{number}" in {row["where"] for row in report["lost"][cause]}
+        assert f"train_pairs.jsonl:{number}" in {row["where"] for row in report["dropped"][cause]}
         assert cause in page and (
             cause == "exact duplicate" or f"train_pairs.jsonl:{number}" in page
         )  # the page shows the first five

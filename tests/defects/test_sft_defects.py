@@ -40,7 +40,7 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
         return text
 
     stop = planted("assets", demonstrations(spoilt, held_out=True))
-    assert stop.step == "gate_sft" and stop.failed == ("sft.judged_gain_low",)
+    assert stop.step == "gate_sft" and stop.failed == ("sft.sentiment_gain_low",)
     assert "the judge may find SFT worse than the base model" in stop.message
 
 

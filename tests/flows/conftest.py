@@ -44,7 +44,8 @@ if name == "sft" and params["sft"]["max_steps"] == 2:
     time.sleep(600)
 if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")
-metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed", "judged_gain_low": 0.1}
+metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed"}
+metrics |= {"sentiment_gain_low": 0.1}
 metrics |= {"memorised": 0.02, "memorised_demonstrations": 0.01}
 metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0}
 metrics |= {"repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
@@ -62,7 +63,7 @@ data.mkdir(exist_ok=True)
 (data / "rows.jsonl").write_text(json.dumps({"id": key, "seed": params["seed"]}) + "\\n")
 sample = {"id": "1", "prompt": [{"role": "user", "content": "Hi"}], "base": "a", "sft": "b"}
 if name == "evaluate":
-    sample["ppo"] = "c"
+    sample |= {"sample": 0, "ppo": "c"}
     for model in ("base", "sft", "ppo"):
         sample |= {f"{model}_sentiment": 0.1, f"{model}_score": 0.1}
 (folder / "samples.jsonl").write_text(json.dumps(sample) + "\\n")

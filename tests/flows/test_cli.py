@@ -285,7 +285,7 @@ def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver)
     assert finished(api, paused) == "Completed"
     verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
     assert (
-        verdict["opened"]
+        verdict["may_continue"]
         and not verdict["passed"]
         and verdict["approval"]["reason"] == word["reason"]
     )

@@ -171,7 +171,8 @@ def make_round(
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4})
         write_json(folder / "champion/champion.json", {"round": None})
-        ending = {"score": 20.0, "kl": 3.0, "finish_reason": "stop", "length": 6}
+        scores = {"score": 20.0, "reward": 20.0, "sentiment": 0.5, "kl": 3.0}
+        ending = {**scores, "finish_reason": "stop", "length": 6}
         responses = [
             " was sad.",
             " was a trip. Enjoy!",

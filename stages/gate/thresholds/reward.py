@@ -42,10 +42,10 @@ REWARD = (
         "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
     Threshold(
-        "reward.accuracy - battery.judge_accuracy",
+        "reward.accuracy - battery.sentiment_accuracy",
         ">=",
-        "judge_lead",
-        "Accuracy of the reward model minus that of the lexicon judge on the same held-out "
+        "sentiment_lead",
+        "Accuracy of the reward model minus that of the sentiment on the same held-out "
         "pairs. By default no stage trains on this judge. A judge that was made for the task is "
         "often slightly better. If it is better by 0.1, the pairs are too few or wrong.",
         "a judge that never saw your pairs ranks them better: there are too few pairs, or the "
@@ -154,8 +154,8 @@ REWARD = (
         "Share of correctly ranked pairs that are reversed if an ending is appended to the "
         "rejected text, for the worst of battery.endings. The first version of the default had "
         '0.55 for " Enjoy!", and PPO ended every text with it. 0.3 is about half of that, and '
-        "about the judge's own rate on the default's pairs (`judged` in the battery's metrics), "
-        "because positive words also raise the judge's score.",
+        "about the rate at which such an ending raises the sentiment of the default's pairs above "
+        "the chosen text's (`sentiment_rate` in the battery's metrics).",
         "an ending buys a better score, and PPO will find it: "
         "rounds/{round}/battery/samples.jsonl shows which. The next round's replay makes pairs "
         "against the endings that PPO exploits. Or add pairs with that ending on the rejected "
@@ -175,7 +175,7 @@ REWARD = (
         "battery.best_of_n.rise_low",
         ">",
         "best_of_n_rise",
-        "Rise in judged sentiment from one SFT sample to the best of 16 by this reward model: "
+        "Rise in sentiment from one SFT sample to the best of 16 by this reward model: "
         "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward "
         "without training (Gao et al. 2023). If the judge does not prefer its samples, PPO "
         "cannot help.",

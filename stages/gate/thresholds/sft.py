@@ -15,10 +15,10 @@ SFT = (
         "demonstrations",
     ),
     Threshold(
-        "sft.judged_gain_low",
+        "sft.sentiment_gain_low",
         ">=",
-        "judged_gain",
-        "Gain in judged sentiment of SFT over the base model: lower bound of the paired 95% "
+        "sentiment_gain",
+        "Gain in sentiment of SFT over the base model: lower bound of the paired 95% "
         "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt "
         "times with the same random numbers. SFT need not raise the judge's score, but must not "
         "lower it. Two texts that differ by less than evaluate.tie_margin (0.05) count as equal.",

@@ -10,13 +10,15 @@ from typing import Any
 
 from stages.lib.core.files import (
     file_hash,
+    read_json,
     read_jsonl,
     stage_dir,
     work_dir,
     write_json,
     write_jsonl,
 )
-from stages.lib.core.types import Row
+from stages.lib.core.renamed import current_metrics
+from stages.lib.core.types import Metrics, StepMetrics
 
 
 def write_manifest(
@@ -45,6 +47,17 @@ def write_manifest(
     )
 
 
+def read_metrics(round_: str, stage: str) -> Metrics:
+    """A stage's metrics.json; names of older versions become today's.
+
+    Raises:
+        BadInput: the stage has not run.
+    """
+    path = stage_dir(round_, stage) / "metrics.json"
+    metrics: Metrics = current_metrics(read_json(path, f"dvc repro {stage}@{round_}"))
+    return metrics
+
+
 class MetricLogger:
     """Writes a stage's metrics to files and its progress to stdout.
 
@@ -57,7 +70,7 @@ class MetricLogger:
         stage: the stage's name, e.g. `sft`.
         round_: the round, e.g. `r0`.
         total_steps: how many steps the stage will log, for the ETA; 0 if unknown.
-        done: the steps that a run logged before it was interrupted, if this run resumes it.
+        logged_steps: the steps that a run logged before it was interrupted, if this run resumes it.
 
     Example:
         recorder = MetricLogger("sft", "r0", total_steps=2)
@@ -67,12 +80,16 @@ class MetricLogger:
     """
 
     def __init__(
-        self, stage: str, round_: str, total_steps: int = 0, done: Sequence[Row] = ()
+        self,
+        stage: str,
+        round_: str,
+        total_steps: int = 0,
+        logged_steps: Sequence[StepMetrics] = (),
     ) -> None:
         self.folder, self.work = stage_dir(round_, stage), work_dir(round_, stage)
         self.round, self.label = round_, f"{stage}@{round_}"
         self.total_steps, self.started = total_steps, time.time()
-        self.steps, self.resumed_steps = list(done), len(done)
+        self.steps, self.resumed_steps = list(logged_steps), len(logged_steps)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.work.mkdir(parents=True, exist_ok=True)
         # The interrupted run may have logged steps after the state that this run resumes from.
@@ -80,10 +97,10 @@ class MetricLogger:
         clock = self.work / "clock.jsonl"
         times = (
             read_jsonl(clock, "")
-            if done and clock.exists()
+            if logged_steps and clock.exists()
             else [{"step": -1, "time": self.started}]
         )
-        write_jsonl(clock, times[: len(done) + 1])
+        write_jsonl(clock, times[: len(logged_steps) + 1])
 
     def log(self, step: int, metrics: Mapping[str, float], show: Iterable[str] = ()) -> None:
         """Append one step to the files.

@@ -5,11 +5,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-Row = dict[str, Any]  # one line of a JSONL file
+Row = dict[str, Any]  # one line of a JSONL file, before it is checked (stages/lib/core/rows.py)
+Metrics = dict[str, Any]  # a stage's metrics.json, or a part: numbers, texts and tables by name
 
 # A prompt is a text that the response continues, or a list of {role, content} messages.
 Prompt = str | list[dict[str, str]]
 NonEmptyPrompt = Annotated[Prompt, Field(min_length=1)]
+
+StepMetrics = dict[str, float]  # a line of metrics.jsonl: its `step`, and numbers by name
 
 TokenIds = list[int]
 StateDict = dict[str, Any]  # weights by parameter name

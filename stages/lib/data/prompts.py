@@ -14,7 +14,8 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import PreferencePair, Side
+from stages.lib.core.types import Prompt
 
 ENDING_TOKENS = 16  # room for an appended ending, so that max_length does not cut it off
 ROLES = {"system": "System", "user": "Human", "assistant": "Assistant"}
@@ -145,10 +146,12 @@ def check_template(manifest_path: Path, tokenizer: Any, prompt_format: PromptFor
         )
 
 
-def pairs_with_room_for_ending(pairs: list[Row], tokenizer: Any, params: Params) -> list[Row]:
+def pairs_with_room_for_ending(
+    pairs: list[PreferencePair], tokenizer: Any, params: Params
+) -> list[PreferencePair]:
     """Pairs that stay within reward.max_length if an ending is appended to either response."""
 
-    def tokens(row: Row, side: str) -> int:
+    def tokens(row: PreferencePair, side: Side) -> int:
         prompt, response = encode(tokenizer, row["prompt"], row[side], params.prepare.prompt_format)
         return len(prompt) + len(response)
 

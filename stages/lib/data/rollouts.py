@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from stages.lib.core.files import read_jsonl
-from stages.lib.core.types import Row
+from stages.lib.core.renamed import ROLLOUTS
+from stages.lib.core.rows import RolloutRow, read_rows
 
 FULL = 64 << 20  # bytes of a file from which the next one is started
 
@@ -19,12 +19,12 @@ FULL = 64 << 20  # bytes of a file from which the next one is started
 class RolloutLog:
     """Appends rows to the log in `folder`.
 
-    `place` is the end of the log. A run that resumes opens the log at the place that it saved,
-    which removes the rows written after that.
+    `position` is the end of the log. A run that resumes opens the log at the position that it
+    saved, which removes the rows written after that.
 
     Args:
         folder: the folder of the log.
-        start: the place at which to open it; the default is an empty log.
+        start: the position at which to open it; the default is an empty log.
         full: bytes of a file from which the next one is started.
     """
 
@@ -44,11 +44,11 @@ class RolloutLog:
         return self.folder / f"{self.part:05d}.jsonl.gz"
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """(number of the current file, its size in bytes)."""
         return self.part, self.size
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[RolloutRow]) -> None:
         """Write rows to disk before returning."""
         if self.size >= self.full:
             self.part, self.size = self.part + 1, 0
@@ -61,7 +61,7 @@ class RolloutLog:
             os.fsync(stream.fileno())  # before the resume state that refers to these rows
 
 
-def read_rollouts(folder: Path, made_by: str) -> list[Row]:
+def read_rollouts(folder: Path, made_by: str) -> list[RolloutRow]:
     """Read all rows, in the order in which they were appended.
 
     Args:
@@ -72,4 +72,4 @@ def read_rollouts(folder: Path, made_by: str) -> list[Row]:
         BadInput: there is no log.
     """
     paths = sorted(folder.glob("*.jsonl.gz")) or [folder / "00001.jsonl.gz"]
-    return [row for path in paths for row in read_jsonl(path, made_by)]
+    return [row for path in paths for row in read_rows(RolloutRow, path, made_by, ROLLOUTS)]

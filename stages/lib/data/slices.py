@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from stages.lib.core.files import metric_name
+from stages.lib.core.rows import PromptRow
 from stages.lib.core.types import NonEmptyPrompt, Prompt
 from stages.lib.core.validation import read_validated_jsonl
 from stages.lib.data.splits import check_not_in_eval_set
@@ -57,7 +58,7 @@ def check_not_in_slices(prompts: Iterable[tuple[str, Prompt]]) -> None:
     Raises:
         BadInput: a prompt is in slices/.
     """
-    rows = [
+    rows: list[PromptRow] = [
         {"id": location, "prompt": row.prompt}
         for by_location in read_slices().values()
         for location, row in by_location.items()

@@ -8,19 +8,23 @@ Overlap of other texts than prompts is the subject of stages/lib/dedup/contamina
 import hashlib
 import random
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import is_placeholder
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import HasPrompt, PromptRow
+from stages.lib.core.types import Prompt
 from stages.lib.data.prompts import transcript
 
 # Names of the sets by kind: demonstrations, preference pairs, prompts
 TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
 HELD_OUT = {"prompts": "eval_prompts", "sft": "sft_eval", "pairs": "pairs_eval"}
+DataSets = dict[str, Sequence[PromptRow]]
 EVAL_FILES = tuple(f"{name}.jsonl" for name in HELD_OUT.values())
-SHOWN = 5  # pairs of rows in an error message
+
+AnyPromptRow = TypeVar("AnyPromptRow", bound=HasPrompt)
 
 
 def hold_out(groups: Iterable[str], share: float, seed: int) -> set[str]:
@@ -74,44 +78,8 @@ class PromptIndex:
         return False
 
 
-def overlapping(eval_rows: Collection[Row], train_rows: Collection[Row]) -> list[tuple[Row, Row]]:
-    """Find training rows whose prompt equals a held-out prompt or begins with one.
-
-    Returns:
-        Pairs (held-out row, training row).
-    """
-    train = PromptIndex(row["prompt"] for row in train_rows)
-    leaked = {prompt_key(row["prompt"]): row for row in eval_rows if train.has_start(row["prompt"])}
-    if not leaked:
-        return []
-    keyed = [(prompt_key(row["prompt"]), row) for row in train_rows]
-    return [
-        (row, other)
-        for start, row in leaked.items()
-        for key, other in keyed
-        if key == start or key.startswith(start + " ")
-    ]
-
-
-def check_no_prompt_overlap(eval_rows: Collection[Row], train_rows: Collection[Row]) -> None:
-    """Check that no training prompt equals a held-out prompt or begins with one.
-
-    Raises:
-        BadInput: there is such a training row; the message names the first ones.
-    """
-    if pairs := overlapping(eval_rows, train_rows):
-        first = "\n".join(
-            f"  held-out {held_out['where']} and training {train['where']}"
-            for held_out, train in pairs[:SHOWN]
-        )
-        raise BadInput(
-            f"{len(pairs)} training rows have the prompt of a held-out row or begin with it; "
-            f"the first:\n{first}\nremove them from one of the sources"
-        )
-
-
 def check_not_in_eval_set(
-    prompts: Iterable[tuple[str, Prompt]], evaluation: Iterable[Row], next_step: str
+    prompts: Iterable[tuple[str, Prompt]], evaluation: Iterable[PromptRow], next_step: str
 ) -> None:
     """Check that no prompt is in the frozen evaluation set.
 
@@ -131,7 +99,9 @@ def check_not_in_eval_set(
             )
 
 
-def check_prompts_not_in_eval_set(rows: list[Row], evaluation: list[Row]) -> None:
+def check_prompts_not_in_eval_set(
+    rows: Sequence[PromptRow], evaluation: Sequence[PromptRow]
+) -> None:
     """Check that no row of `rows` has a prompt of the frozen evaluation set.
 
     Raises:
@@ -173,7 +143,7 @@ def evaluation_hash(folder: Path) -> str:
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in EVAL_FILES)).hexdigest()
 
 
-def dedupe_prompts(rows: list[Row]) -> list[Row]:
+def dedupe_prompts(rows: list[AnyPromptRow]) -> list[AnyPromptRow]:
     """One row per distinct prompt, the first one; replayed prompts occur more than once.
 
     Prompts are the same if they differ only in case or white space. The rows are ordered by the
@@ -182,6 +152,6 @@ def dedupe_prompts(rows: list[Row]) -> list[Row]:
     return list({prompt_key(row["prompt"]): row for row in reversed(rows)}.values())
 
 
-def shuffled(rows: list[Row], seed: int) -> list[Row]:
+def shuffled(rows: list[AnyPromptRow], seed: int) -> list[AnyPromptRow]:
     """All rows in random order."""
     return random.Random(seed).sample(rows, len(rows))

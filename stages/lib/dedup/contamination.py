@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.types import Row
+from stages.lib.core.rows import PromptRow, responses_of
 from stages.lib.data.prompts import ROLES, transcript
 from stages.lib.dedup.duplicates import (
     BOILERPLATE,
@@ -46,7 +46,6 @@ from stages.lib.dedup.shingles import (
 RUN = 13  # words
 SHOWN, LISTED = 5, 100  # leaks in an error message: with the shared words, and by location only
 SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # role labels of a transcript
-RESPONSES = ("completion", "chosen", "rejected")
 
 
 class Leak(NamedTuple):
@@ -57,7 +56,7 @@ class Leak(NamedTuple):
     """
 
     row: int
-    held_out: Row
+    held_out: PromptRow
     shared: str
 
 
@@ -82,7 +81,7 @@ class TextPool:
         self.of_row[row].append(number)
 
 
-def pools(rows: Sequence[Row], words: WordIds) -> tuple[TextPool, TextPool]:
+def pools(rows: Sequence[PromptRow], words: WordIds) -> tuple[TextPool, TextPool]:
     """Collect the texts of rows that are compared.
 
     Args:
@@ -107,7 +106,7 @@ def pools(rows: Sequence[Row], words: WordIds) -> tuple[TextPool, TextPool]:
         prompt_numbers = numbers(prompt)
         prompt_words = words_of(prompt_numbers)
         spans.add((prompt,), prompt_words, index)
-        responses = [row[name] for name in RESPONSES if name in row]
+        responses = responses_of(row)
         for response in responses:
             response_numbers = numbers(response)
             response_words = words_of(response_numbers)
@@ -123,7 +122,9 @@ def pools(rows: Sequence[Row], words: WordIds) -> tuple[TextPool, TextPool]:
     return spans, wholes
 
 
-def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float) -> list[Leak]:
+def find_leaks(
+    train: Sequence[PromptRow], held_out: Sequence[PromptRow], similarity: float
+) -> list[Leak]:
     """Find the training rows that leak text of a held-out row.
 
     Args:
@@ -169,7 +170,7 @@ def find_leaks(train: Sequence[Row], held_out: Sequence[Row], similarity: float)
 
 
 def leaks_by_set(
-    sets: Mapping[str, Sequence[Row]], held_out: Sequence[Row], similarity: float
+    sets: Mapping[str, Sequence[PromptRow]], held_out: Sequence[PromptRow], similarity: float
 ) -> dict[str, list[Leak]]:
     """`find_leaks` for several training sets at once, so that texts in common are read once.
 

@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletion
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.core.types import Row
+from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import transcript
 from stages.lib.judging.answer_cache import Answer, AnswerCache
 from stages.lib.judging.pairwise import Comparison, Verdict
@@ -91,7 +91,7 @@ class EndpointJudge:
             timeout=params.timeout,
         )
 
-    def describe(self) -> Row:
+    def describe(self) -> dict[str, str | None]:
         return {"judge": "endpoint", "model": self.params.model}
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
@@ -108,7 +108,7 @@ class EndpointJudge:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def cost(self) -> Row:
+    def cost(self) -> Metrics:
         counts = self.counts
         return {
             "answers": counts.calls + counts.cached,
@@ -117,7 +117,7 @@ class EndpointJudge:
             "cost": self._price(counts.tokens_in, counts.tokens_out),
         }
 
-    def usage(self) -> Row:
+    def usage(self) -> Metrics:
         counts = self.counts
         return asdict(counts) | {"paid": self._price(counts.paid_tokens_in, counts.paid_tokens_out)}
 

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.core.types import Prompt, Row, ScoreFunction
+from stages.lib.core.rows import Demonstration
+from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.data.prompts import encode
 from stages.lib.lm.logprobs import token_logprobs
 
@@ -35,7 +36,7 @@ class Fluency:
         return [-float(row.mean()) for row in logprobs]
 
 
-def garbledness(nll: ScoreFunction, people: Sequence[Row]) -> ScoreFunction:
+def garbledness(nll: ScoreFunction, people: Sequence[Demonstration]) -> ScoreFunction:
     """Make a function that scores how far a text is less fluent than human texts.
 
     All fluent texts have the score 0, so that bland texts are not preferred.

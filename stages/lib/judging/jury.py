@@ -14,7 +14,8 @@ from stages.lib.core.files import metric_name, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.params.judging import JudgeName
-from stages.lib.core.types import Row
+from stages.lib.core.rows import Demonstration
+from stages.lib.core.types import Metrics
 from stages.lib.core.user_functions import import_function
 from stages.lib.judging.agreement import between_judges, between_orders
 from stages.lib.judging.endpoint import EndpointJudge
@@ -45,7 +46,7 @@ class Jury:
 
     def __init__(self, judges: Mapping[str, PairwiseJudge]) -> None:
         self.judges = judges
-        self.heard: dict[str, list[TwoOrderVerdict]] = {name: [] for name in judges}
+        self.verdicts: dict[str, list[TwoOrderVerdict]] = {name: [] for name in judges}
 
     def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:
         """Judge comparisons in both orders.
@@ -62,7 +63,7 @@ class Jury:
         by_dimension: dict[str, list[float]] = {}
         for name, judge in self.judges.items():
             verdicts = judge_both_orders(judge, comparisons)
-            self.heard[name] += verdicts
+            self.verdicts[name] += verdicts
             votes[name] = [WINS[verdict.preference] for verdict in verdicts]
             # dict.fromkeys: distinct dimensions in their order
             for dimension in dict.fromkeys(
@@ -74,14 +75,14 @@ class Jury:
         together = [majority(outcomes) for outcomes in zip(*votes.values(), strict=True)]
         return votes | by_dimension | {JURY: together}
 
-    def report(self) -> Row:
+    def report(self) -> Metrics:
         """Reliability of the judges on all comparisons so far.
 
         Returns:
             `alone`: per judge, its agreement with itself in the other order, and its cost; `pairs`:
             per pair of judges, their agreement.
         """
-        verdicts = self.heard
+        verdicts = self.verdicts
         return {
             "alone": {
                 name: between_orders(verdicts[name]) | judge.cost()
@@ -105,7 +106,7 @@ def majority(votes: Sequence[float]) -> float:
 
 
 def load_jury(
-    params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Row]
+    params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Demonstration]
 ) -> Jury:
     """Load the judges that evaluate.judges lists.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.types import Metrics, Prompt
 
 JURY = "together"  # key of the jury's common verdict, beside the names of its judges
 
@@ -65,7 +65,7 @@ class Verdict:
 class PairwiseJudge(Protocol):
     """A judge that compares two responses to a prompt."""
 
-    def describe(self) -> Row:
+    def describe(self) -> dict[str, str | None]:
         """Keys for each label by this judge: `judge`, its name, and further properties."""
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
@@ -92,10 +92,10 @@ class PairwiseJudge(Protocol):
             'A'
         """
 
-    def cost(self) -> Row:
+    def cost(self) -> Metrics:
         """Metrics of all answers so far, with those from the cache, so that reruns are equal."""
 
-    def usage(self) -> Row:
+    def usage(self) -> Metrics:
         """What this run of the stage requested and paid for, without answers from the cache."""
 
 
@@ -105,13 +105,13 @@ class LocalJudge:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def describe(self) -> Row:
+    def describe(self) -> dict[str, str | None]:
         return {"judge": self.name}
 
-    def cost(self) -> Row:
+    def cost(self) -> Metrics:
         return {}
 
-    def usage(self) -> Row:
+    def usage(self) -> Metrics:
         return {}
 
 

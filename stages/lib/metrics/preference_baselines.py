@@ -4,7 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from stages.lib.core.types import Prompt, Row
+from stages.lib.core.rows import SIDES, AnyRow, PairTexts
+from stages.lib.core.types import Prompt
 
 TFIDF_PAIRS = 20_000  # pairs per side at most: more hardly change the accuracy of a word model
 TOP_WORDS = 10
@@ -22,7 +23,7 @@ class WordModel(NamedTuple):
     rejected: list[str]
 
 
-def more_wins_accuracy(pairs: Sequence[Row], measure: Callable[[str], float]) -> float:
+def more_wins_accuracy(pairs: Sequence[PairTexts], measure: Callable[[str], float]) -> float:
     """Share of pairs whose chosen text has the larger `measure`; equal measures count half."""
     differences = [measure(pair["chosen"]) - measure(pair["rejected"]) for pair in pairs]
     return sum(
@@ -30,17 +31,17 @@ def more_wins_accuracy(pairs: Sequence[Row], measure: Callable[[str], float]) ->
     ) / len(pairs)
 
 
-def longest_wins_accuracy(pairs: Sequence[Row]) -> float:
+def longest_wins_accuracy(pairs: Sequence[PairTexts]) -> float:
     """Share of pairs whose chosen text has more characters; equal lengths count half."""
     return more_wins_accuracy(pairs, len)
 
 
-def tfidf_accuracy(train: list[Row], held_out: list[Row], seed: int) -> float:
+def tfidf_accuracy(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: int) -> float:
     """Held-out accuracy of `word_model`."""
     return word_model(train, held_out, seed).accuracy
 
 
-def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
+def word_model(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: int) -> WordModel:
     """Fit a Bradley-Terry model on TF-IDF features.
 
     That is logistic regression, without intercept, on the difference of a pair's vectors.
@@ -59,12 +60,8 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
 
     train, held_out = subsample(train, TFIDF_PAIRS, seed), subsample(held_out, TFIDF_PAIRS, seed)
 
-    def texts(rows: list[Row]) -> list[str]:
-        return [
-            prompt_text(row["prompt"]) + row[side]
-            for side in ("chosen", "rejected")
-            for row in rows
-        ]
+    def texts(pairs: Sequence[PairTexts]) -> list[str]:
+        return [prompt_text(pair["prompt"]) + pair[side] for side in SIDES for pair in pairs]
 
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     try:
@@ -86,7 +83,7 @@ def word_model(train: list[Row], held_out: list[Row], seed: int) -> WordModel:
     )
 
 
-def subsample(rows: list[Row], most: int, seed: int) -> list[Row]:
+def subsample(rows: Sequence[AnyRow], most: int, seed: int) -> Sequence[AnyRow]:
     """All rows, or `most` of them at random, in their original order."""
     if len(rows) <= most:
         return rows

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import RolloutRow
+from stages.lib.core.types import TokenIds
 from stages.lib.lm.lora import add_adapters
 from stages.lib.training.completion_only import train_on_completions
 from stages.lib.training.trl_setup import trainer_arguments
@@ -22,7 +23,7 @@ class BestOfN(NamedTuple):
 
     prompts: list[TokenIds]
     responses: list[TokenIds]
-    rows: list[Row]
+    rows: list[RolloutRow]
 
 
 def train(context: TrainingContext) -> PolicyCallback:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from stages.lib.core.errors import Diverged
 from stages.lib.core.params.policy import OnDanger
-from stages.lib.core.types import Row
+from stages.lib.core.rows import RolloutRow
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
 from stages.lib.metrics.sentiment import sentiment
@@ -19,7 +19,7 @@ from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
 from stages.ppo.common.health import Monitor, first_danger
 from stages.ppo.common.policy_selection import PolicySelector, Validation
 
-SHOWN = ("loss", "accuracy", "score_mean", "judge_mean", "kl", "response_length", "entropy")
+SHOWN = ("loss", "accuracy", "score_mean", "sentiment_mean", "kl", "response_length", "entropy")
 
 
 class PolicyCallback(TrainerCallback):
@@ -40,7 +40,7 @@ class PolicyCallback(TrainerCallback):
     trained_policy: TrainedPolicy
     selector: PolicySelector
     initial_validation: Validation
-    initial_rows: list[Row]
+    initial_rows: list[RolloutRow]
 
     def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
         self.context, self.ppo = context, context.params.ppo
@@ -65,7 +65,7 @@ class PolicyCallback(TrainerCallback):
         self.initial_validation = self.selector.validate(0)
         self.initial_rows = self.sample_rows(0)
 
-    def sample_rows(self, update: int) -> list[Row]:
+    def sample_rows(self, update: int) -> list[RolloutRow]:
         """Rollout rows of the current policy, which also go to the rollout files.
 
         The training prompts and the random numbers are the same at each call.
@@ -113,12 +113,12 @@ class PolicyCallback(TrainerCallback):
         means = {name: fmean(log[name] for log in self.logs) for name in self.logs[0]}
         metrics = means | self.describe()
         self.logs = []
-        findings = self.monitor.read([*recorder.steps, {"step": self.updates, **metrics}])
+        findings = self.monitor.check([*recorder.steps, {"step": self.updates, **metrics}])
         if self.ppo.on_danger is OnDanger.stop:
             self.stopped = first_danger(findings)
         if (last or self.updates % self.ppo.validation_updates == 0) and not self.stopped:
             validation = self.validate()
-            metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
+            metrics |= validation.metrics
         shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
         recorder.log(self.updates, metrics, shown)
         for finding in findings:

@@ -3,7 +3,7 @@
 Training needs neither the reward model nor samples of the policy.
 """
 
-from typing import Any
+from typing import Any, TypedDict
 
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
@@ -11,9 +11,10 @@ from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import PreferencePair, Side, read_rows
+from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config
@@ -28,11 +29,19 @@ NAMES = {name: name for name in ("loss", "grad_norm", "learning_rate")} | {
 }
 
 
+class TokenizedPair(TypedDict):
+    """TRL's columns. length: tokens of the prompt and the longer response."""
+
+    prompt_ids: TokenIds
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
+    length: int
+
+
 def train(context: TrainingContext) -> PolicyCallback:
     round_ = context.recorder.round
-    rows = read_jsonl(
-        stage_dir(round_, "annotate") / "data/pairs_train.jsonl", f"dvc repro annotate@{round_}"
-    )
+    path = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
+    rows = read_rows(PreferencePair, path, f"dvc repro annotate@{round_}")
     callback = PolicyCallback(context, NAMES)
     trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
     callback.begin(trainer.model)
@@ -42,7 +51,7 @@ def train(context: TrainingContext) -> PolicyCallback:
 
 
 def make_trainer(
-    context: TrainingContext, pairs: list[Row], callback: PolicyCallback
+    context: TrainingContext, pairs: list[TokenizedPair], callback: PolicyCallback
 ) -> DPOTrainer:
     """TRL's trainer on pairs from `tokenise_pairs`."""
     params, lora = context.params, context.params.ppo.lora
@@ -78,8 +87,8 @@ class TokenDpoTrainer(DPOTrainer):
         return dataset
 
 
-def tokenise_pairs(rows: list[Row], context: TrainingContext) -> list[Row]:
-    """TRL's columns and `length`, without the pairs of held-out prompts, which validate the policy.
+def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list[TokenizedPair]:
+    """Pairs for TRL, without the pairs of held-out prompts, which validate the policy.
 
     Raises:
         BadInput: no pair is left.
@@ -87,7 +96,7 @@ def tokenise_pairs(rows: list[Row], context: TrainingContext) -> list[Row]:
     params = context.params
     held_out = {prompt_key(row["prompt"]) for row, _ in context.held_out}
 
-    def encode_side(row: Row, side: str) -> tuple[TokenIds, TokenIds]:
+    def encode_side(row: PreferencePair, side: Side) -> tuple[TokenIds, TokenIds]:
         return encode(
             context.tokenizer,
             row["prompt"],
@@ -96,7 +105,7 @@ def tokenise_pairs(rows: list[Row], context: TrainingContext) -> list[Row]:
             params.reward.max_length,
         )
 
-    pairs = []
+    pairs: list[TokenizedPair] = []
     for row in rows:
         if prompt_key(row["prompt"]) in held_out:
             continue

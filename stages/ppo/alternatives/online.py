@@ -9,7 +9,8 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import RolloutRow
+from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
 from stages.lib.lm.packing import padding_free
@@ -43,7 +44,7 @@ class OnlineCallback(PolicyCallback):
         self.tokens = {
             text: tokens for text, (_, tokens) in zip(self.texts, context.prompts, strict=True)
         }
-        self.rows: list[Row] = []  # rollout rows of the current update
+        self.rows: list[RolloutRow] = []  # rollout rows of the current update
 
     def prompt_tokens(self, prompts: Sequence[str]) -> list[TokenIds]:
         """The tokens of rendered prompts."""

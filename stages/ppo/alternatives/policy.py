@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import RolloutRow
+from stages.lib.core.types import TokenIds
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.reward_ensemble import calibrate_scores
@@ -45,7 +46,7 @@ class TrainingContext:
 class ScoredRollouts(NamedTuple):
     """B rollout rows, and the rewards that PPO would be given, not rounded."""
 
-    rows: list[Row]
+    rows: list[RolloutRow]
     rewards: list[float]
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
-from stages.lib.core.files import read_jsonl, stage_dir, work_dir, write_json, write_text
+from stages.lib.core.files import stage_dir, work_dir, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.recorder import MetricLogger, write_manifest
-from stages.lib.core.types import Row
+from stages.lib.core.rows import RolloutRow, TrainingPrompt, read_rows
+from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.loading import (
     load_causal_lm,
@@ -74,8 +75,8 @@ def main(params: Params, round_: str) -> None:
     context.recorder.finish(summary(callback, rows))
     print(
         f"[ppo@{round_}] {params.algorithm.value}: kept the policy after update {kept.update}: "
-        f"judge {callback.initial_validation.judge:.2f} -> {kept.judge:.2f} on held-out prompts, "
-        f"KL {kept.kl:.2f} nats",
+        f"sentiment {callback.initial_validation.sentiment:.2f} -> {kept.sentiment:.2f} "
+        f"on held-out prompts, KL {kept.kl:.2f} nats",
         flush=True,
     )
 
@@ -94,7 +95,7 @@ def load(params: Params, round_: str) -> TrainingContext:
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
-    rows = read_jsonl(prompts_path(round_), f"dvc repro prepare@{round_}")
+    rows = read_rows(TrainingPrompt, prompts_path(round_), f"dvc repro prepare@{round_}")
     prompts, held_out = make_episodes(rows, tokenizer, params)
     work = work_dir(round_, "ppo") / params.algorithm.value
     shutil.rmtree(work, ignore_errors=True)
@@ -111,7 +112,7 @@ def load(params: Params, round_: str) -> TrainingContext:
     )
 
 
-def summary(callback: PolicyCallback, rows: list[Row]) -> Row:
+def summary(callback: PolicyCallback, rows: list[RolloutRow]) -> Metrics:
     """The metrics of the kept policy, with means over its rollout `rows`."""
     kept = callback.selector.best
     return {
@@ -120,9 +121,8 @@ def summary(callback: PolicyCallback, rows: list[Row]) -> Row:
         "updates": callback.updates,
         "stopped": callback.stopped or "completed",
         "policy_update": kept.update,
-        "validation_judge_before": callback.initial_validation.judge,
-        "validation_judge": kept.judge,
-        "validation_kl": kept.kl,
+        "validation_sentiment_before": callback.initial_validation.sentiment,
+        **kept.metrics,
         "health": callback.monitor.verdict,
         "dangers": callback.monitor.dangers(kept.update + 1),
     }
@@ -137,7 +137,7 @@ def no_gain_finding(kept: Validation) -> list[Finding]:
     if kept.update:
         return []
     cause, fix = (
-        "the judge likes no policy within the KL budget better than SFT",
+        "no policy within the KL budget has a higher sentiment than SFT",
         "read the rollouts and the reward model's gate",
     )
     return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]

@@ -5,20 +5,21 @@ from typing import Any
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import TrainingPrompt
+from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import hold_out, prompt_key
 
-Episode = tuple[Row, TokenIds]  # a prompt's row, and its tokens
+Episode = tuple[TrainingPrompt, TokenIds]  # a prompt's row, and its tokens
 
 
 def make_episodes(
-    rows: list[Row], tokenizer: Any, params: Params
+    rows: list[TrainingPrompt], tokenizer: Any, params: Params
 ) -> tuple[list[Episode], list[Episode]]:
     """The prompts to train on and those held out, with their tokens."""
     prepare = params.prepare
 
-    def tokens(row: Row) -> TokenIds:
+    def tokens(row: TrainingPrompt) -> TokenIds:
         prompt_ids, _ = encode(
             tokenizer, row["prompt"], None, prepare.prompt_format, prepare.max_prompt_tokens
         )
@@ -30,7 +31,9 @@ def make_episodes(
     return train, held_out
 
 
-def hold_out_prompts(rows: list[Row], params: Params) -> tuple[list[Row], list[Row]]:
+def hold_out_prompts(
+    rows: list[TrainingPrompt], params: Params
+) -> tuple[list[TrainingPrompt], list[TrainingPrompt]]:
     """Rows to train on, and `ppo.validation_prompts` others, which have no prompt in common.
 
     Raises:

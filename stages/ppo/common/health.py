@@ -2,9 +2,9 @@
 likely cause and the first thing to change.
 
 A sign compares the mean of the last WINDOW updates with the mean of the first WINDOW, or with a
-fixed band. Reward hacking on short texts does not show within one text. It shows across prompts
-(one praise template for all) and in the correlation of the reward model with a second scorer, so
-there are signs for both.
+fixed threshold. Reward hacking on short texts does not show within one text. It shows across
+prompts (one praise template for all) and in the correlation of the reward model with a second
+scorer, so there are signs for both.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import Row
+from stages.lib.core.types import Metrics, StepMetrics
 
 WINDOW = 5
 WARN, DANGER = "warn", "danger"
@@ -21,21 +21,21 @@ KL_KEY = "ppo.kl_coef"
 
 @dataclass(frozen=True)
 class Finding:
-    """A sign's `metric` left its `band` at `update`, for the first time with this verdict."""
+    """A sign's `metric` crossed its `threshold` at `update`; once per verdict."""
 
     sign: str
     verdict: str
     update: int
     metric: str
     value: float
-    band: str
+    threshold: str
     cause: str
     first_fix: str
 
     def __str__(self) -> str:
         return (
-            f"{self.verdict}: {self.sign}: {self.metric} {self.value:.3g}, healthy {self.band}. "
-            f"{self.cause}. First: {self.first_fix}"
+            f"{self.verdict}: {self.sign}: {self.metric} {self.value:.3g}, "
+            f"healthy: {self.threshold}. {self.cause}. First: {self.first_fix}"
         )
 
 
@@ -43,7 +43,7 @@ class Finding:
 class MetricHistory:
     """The metrics of the updates so far, one row per update."""
 
-    steps: Sequence[Row]
+    steps: Sequence[StepMetrics]
 
     def first(self, name: str) -> float:
         """Mean of the first WINDOW updates."""
@@ -67,17 +67,17 @@ Reading = tuple[str, float]  # verdict ("" if healthy), and the value that it is
 class HealthCheck:
     """One sign of trouble: how to read it, and how to explain it.
 
-    metric: its column in the metrics, then, after a comma, what is computed from it. band: the
-    healthy values. read: verdict and value. after: updates of history that `read` needs.
+    metric: its column in the metrics, then, after a comma, what is computed from it. threshold:
+    the healthy values. evaluate: verdict and value. min_updates: of history that it needs.
     """
 
     name: str
     metric: str
-    band: str
+    threshold: str
     cause: str
     first_fix: str
-    read: Callable[[MetricHistory, PpoParams], Reading]
-    after: int = 2 * WINDOW
+    evaluate: Callable[[MetricHistory, PpoParams], Reading]
+    min_updates: int = 2 * WINDOW
 
     @property
     def column(self) -> str:
@@ -128,10 +128,10 @@ def one_ending_for_all(history: MetricHistory, _: PpoParams) -> Reading:
     return worse_above(history.rise("ending_share"), 0.15, 0.25)
 
 
-def reward_judge_divergence(history: MetricHistory, _: PpoParams) -> Reading:
+def reward_sentiment_divergence(history: MetricHistory, _: PpoParams) -> Reading:
     """A verdict only if they agreed at the start; otherwise they cannot diverge."""
-    correlation = history.last("score_judge_correlation")
-    if history.first("score_judge_correlation") < 0.3:
+    correlation = history.last("score_sentiment_correlation")
+    if history.first("score_sentiment_correlation") < 0.3:
         return "", correlation
     return worse_below(correlation, 0.3, 0.15)
 
@@ -169,102 +169,102 @@ HEALTH_CHECKS = (
     HealthCheck(
         "kl above budget",
         metric="kl",
-        band="at most ppo.max_kl nats a sequence",
+        threshold="at most ppo.max_kl nats per sequence",
         cause="the policy drifts from the reference faster than beta holds it",
         first_fix="raise ppo.kl_coef, lower ppo.learning_rate",
-        read=kl_above_budget,
-        after=1,
+        evaluate=kl_above_budget,
+        min_updates=1,
     ),
     HealthCheck(
         "no movement",
         metric="kl",
-        band="above ppo.min_kl nats a sequence",
+        threshold="above ppo.min_kl nats per sequence",
         cause="the policy stays at the reference",
         first_fix="raise ppo.learning_rate, lower ppo.kl_coef",
-        read=no_movement,
-        after=1,
+        evaluate=no_movement,
+        min_updates=1,
     ),
     HealthCheck(
         "reward does not move",
         metric="reward_mean, rise in standard deviations",
-        band="0.1 or more",
+        threshold="0.1 or more",
         cause="the steps are too small or beta too large",
         first_fix="lower ppo.kl_coef, raise ppo.learning_rate",
-        read=reward_does_not_move,
-        after=3 * WINDOW,
+        evaluate=reward_does_not_move,
+        min_updates=3 * WINDOW,
     ),
     HealthCheck(
         "entropy collapse",
         metric="entropy, last / first",
-        band="0.5 or more",
+        threshold="0.5 or more",
         cause="the policy grows certain faster than it learns",
         first_fix="lower ppo.learning_rate, raise ppo.entropy_coef or ppo.kl_coef",
-        read=entropy_collapse,
+        evaluate=entropy_collapse,
     ),
     HealthCheck(
         "one text for all prompts",
         metric="distinct_2 across prompts, last / first",
-        band="0.75 or more",
+        threshold="0.75 or more",
         cause="mode collapse",
         first_fix="raise ppo.kl_coef; read rollouts; let the next round replay the exploit",
-        read=mode_collapse,
+        evaluate=mode_collapse,
     ),
     HealthCheck(
         "one ending for all prompts",
         metric="ending_share, rise",
-        band="0.15 or less",
+        threshold="0.15 or less",
         cause="reward hacking: the reward model overpays an ending",
         first_fix="raise ppo.kl_coef; let the next round replay the exploit",
-        read=one_ending_for_all,
+        evaluate=one_ending_for_all,
     ),
     HealthCheck(
-        "scorers part",
-        metric="score_judge_correlation",
-        band="0.3 or more",
+        "reward and sentiment diverge",
+        metric="score_sentiment_correlation",
+        threshold="0.3 or more",
         cause="reward hacking: the policy pleases the reward model alone",
         first_fix="raise ppo.kl_coef, stop earlier; add adversarial pairs to the reward model's "
         "data",
-        read=reward_judge_divergence,
+        evaluate=reward_sentiment_divergence,
     ),
     HealthCheck(
         "length hack",
         metric="response_length, last / first",
-        band="1.3 or less while the score rises",
+        threshold="1.3 or less while the score rises",
         cause="the reward model pays for length",
         first_fix="raise ppo.length_penalty, balance the lengths of chosen and rejected",
-        read=length_hack,
+        evaluate=length_hack,
     ),
     HealthCheck(
         "repetition",
         metric="repetition_3, rise",
-        band="0.05 or less",
+        threshold="0.05 or less",
         cause="texts repeat themselves to please the reward model",
         first_fix="raise ppo.kl_coef, lower ppo.response_length",
-        read=repetition,
+        evaluate=repetition,
     ),
     HealthCheck(
         "value loss explodes",
         metric="value_loss, last / median",
-        band="5 or less",
+        threshold="5 or less",
         cause="the critic cannot follow the returns",
         first_fix="lower ppo.critic_learning_rate, clip scores (ppo.score_clip)",
-        read=value_loss_explodes,
+        evaluate=value_loss_explodes,
     ),
     HealthCheck(
         "clips too much",
         metric="clip_fraction",
-        band="0.35 or less",
+        threshold="0.35 or less",
         cause="each rollout is trained on for too long",
         first_fix="lower ppo.num_ppo_epochs or ppo.learning_rate",
-        read=clips_too_much,
+        evaluate=clips_too_much,
     ),
     HealthCheck(
         "clips nothing",
         metric="clip_fraction",
-        band="above 0",
+        threshold="above 0",
         cause="the steps are too small to learn from",
         first_fix="raise ppo.learning_rate",
-        read=clips_nothing,
+        evaluate=clips_nothing,
     ),
 )
 
@@ -285,23 +285,23 @@ class Monitor:
         self.params, self.kl_key = params, kl_key
         self.findings: list[Finding] = []
 
-    def read(self, steps: Sequence[Row]) -> list[Finding]:
+    def check(self, steps: Sequence[StepMetrics]) -> list[Finding]:
         """The findings that are new after the last of `steps`."""
         history, new = MetricHistory(steps), []
         known = {(finding.sign, finding.verdict) for finding in self.findings}
         for sign in HEALTH_CHECKS:
             # the alternatives to PPO do not have all columns
-            if len(steps) < sign.after or sign.column not in steps[-1]:
+            if len(steps) < sign.min_updates or sign.column not in steps[-1]:
                 continue
-            verdict, value = sign.read(history, self.params)
+            verdict, value = sign.evaluate(history, self.params)
             if verdict and (sign.name, verdict) not in known and (sign.name, DANGER) not in known:
                 finding = Finding(
                     sign=sign.name,
                     verdict=verdict,
-                    update=steps[-1]["step"],
+                    update=int(steps[-1]["step"]),
                     metric=sign.metric,
                     value=value,
-                    band=sign.band,
+                    threshold=sign.threshold,
                     cause=sign.cause,
                     first_fix=sign.first_fix.replace(KL_KEY, self.kl_key),
                 )
@@ -321,6 +321,6 @@ class Monitor:
         verdicts = {finding.verdict for finding in self.findings}
         return DANGER if DANGER in verdicts else WARN if WARN in verdicts else "healthy"
 
-    def report(self) -> Row:
+    def report(self) -> Metrics:
         """The contents of health.json."""
         return {"verdict": self.verdict, "findings": [asdict(finding) for finding in self.findings]}

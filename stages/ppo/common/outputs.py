@@ -4,10 +4,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import cast
 
 from torch import Tensor
 
-from stages.lib.core.types import Row
+from stages.lib.core.rows import PromptRow, RolloutRow
 from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import pearson
 from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
@@ -17,7 +18,7 @@ ENDING_TOKENS = 2
 
 def rollout_rows(
     update: int,
-    rows: Sequence[Row],
+    rows: Sequence[PromptRow],
     texts: Sequence[str],
     *,
     scores: Tensor,
@@ -26,7 +27,7 @@ def rollout_rows(
     kls: Tensor,
     lengths: Sequence[int],
     ended: Tensor,
-) -> list[Row]:
+) -> list[RolloutRow]:
     """One row per episode, for the rollout files.
 
     Args:
@@ -40,10 +41,10 @@ def rollout_rows(
         ended: (B,) bool, EOS was sampled.
 
     Returns:
-        Rows; `judge` is the sentiment, which never rewards the policy.
+        One row per episode.
     """
-    judge_scores = sentiment([row["prompt"] for row in rows], texts)
-    return [
+    sentiments = sentiment([row["prompt"] for row in rows], texts)
+    episodes = [
         {
             "update": update,
             "id": row["id"],
@@ -52,13 +53,14 @@ def rollout_rows(
             "score": round(float(scores[i]), 4),
             **{f"score_{name}": round(part[i], 4) for name, part in parts.items()},
             "reward": round(float(rewards[i]), 4),
-            "judge": judge_scores[i],
+            "sentiment": sentiments[i],
             "kl": round(float(kls[i]), 4),
             "finish_reason": "stop" if ended[i] else "length",
             "length": lengths[i],
         }
         for i, row in enumerate(rows)
     ]
+    return cast(list[RolloutRow], episodes)
 
 
 def publish_outputs(work: Path, folder: Path) -> None:
@@ -69,7 +71,7 @@ def publish_outputs(work: Path, folder: Path) -> None:
         shutil.copytree(work / name, folder / name)
 
 
-def describe_rows(rows: list[Row]) -> dict[str, float]:
+def describe_rows(rows: list[RolloutRow]) -> dict[str, float]:
     """Means over rollout rows, and the metrics of their texts."""
     return {
         "score_mean": fmean(row["score"] for row in rows),
@@ -80,17 +82,17 @@ def describe_rows(rows: list[Row]) -> dict[str, float]:
     }
 
 
-def describe_texts(rows: list[Row]) -> dict[str, float]:
-    """Diversity within and across texts, the share of the most frequent ending, and the sentiment
-    judge, which does not reward the policy.
+def describe_texts(rows: list[RolloutRow]) -> dict[str, float]:
+    """Diversity within and across texts, the share of the most frequent ending, and the sentiment,
+    which does not reward the policy.
     """
     texts = [row["response"] for row in rows]
     endings = [tails[-1] for text in texts if (tails := suffixes(text, ENDING_TOKENS))]
-    correlation = pearson([row["score"] for row in rows], [row["judge"] for row in rows])
+    correlation = pearson([row["score"] for row in rows], [row["sentiment"] for row in rows])
     return {
         "distinct_2": distinct_n(texts, 2),
         "repetition_3": fmean(repetition_n(text, 3) for text in texts),
         "ending_share": max(map(endings.count, endings), default=0) / len(rows),
-        "judge_mean": fmean(row["judge"] for row in rows),
-        "score_judge_correlation": correlation or 0.0,
+        "sentiment_mean": fmean(row["sentiment"] for row in rows),
+        "score_sentiment_correlation": correlation or 0.0,
     }

@@ -39,13 +39,15 @@ class TrainablePolicy(Protocol):
 
 
 class Validation(NamedTuple):
-    """Means over the held-out prompts: the judge's score, and KL from the reference in nats per
-    sequence.
-    """
+    """Means over the held-out prompts. kl: from the reference, nats per sequence."""
 
     update: int
-    judge: float
+    sentiment: float
     kl: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"validation_sentiment": self.sentiment, "validation_kl": self.kl}
 
 
 NO_VALIDATION = Validation(0, math.nan, math.nan)
@@ -84,9 +86,9 @@ class PolicySelector:
         return validation
 
     def rank(self, validation: Validation) -> tuple[bool, float]:
-        """Sort key: within the KL budget by judge; all others below, by how small their KL is."""
+        """Sort key: within the KL budget by sentiment; all others below, by how small KL is."""
         within_budget = validation.kl <= self.params.max_kl
-        return within_budget, validation.judge if within_budget else -validation.kl
+        return within_budget, validation.sentiment if within_budget else -validation.kl
 
     def measure(self, update: int) -> Validation:
         """Sample responses to the held-out prompts, and return their mean judge score and KL."""

@@ -10,7 +10,8 @@ from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import OnDanger
 from stages.lib.core.recorder import MetricLogger
-from stages.lib.core.types import Row, StateDict
+from stages.lib.core.rows import RolloutRow
+from stages.lib.core.types import Metrics, StateDict
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
 from stages.lib.metrics.sentiment import sentiment
@@ -22,7 +23,7 @@ from stages.ppo.trainer.resume import Resume
 from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
 
-SHOWN = ["score_mean", "judge_mean", "kl", "response_length", "distinct_2", "entropy"]
+SHOWN = ["score_mean", "sentiment_mean", "kl", "response_length", "distinct_2", "entropy"]
 
 
 class TrainingRun:
@@ -40,7 +41,7 @@ class TrainingRun:
         held_out: Sequence[Episode],
         params: Params,
         round_: str,
-        identity: Row,
+        identity: Metrics,
     ) -> None:
         self.trainer, self.params = trainer, params.ppo
         self.resume = Resume(work_dir(round_, "ppo"), identity)
@@ -73,14 +74,14 @@ class TrainingRun:
 
             # 2. health
             step = {"step": trainer.updates, **metrics}
-            findings = self.monitor.read([*self.recorder.steps, step])
+            findings = self.monitor.check([*self.recorder.steps, step])
             if self.params.on_danger is OnDanger.stop:
                 self.stopped = first_danger(findings)
 
             # 3. validation, but not after a danger
             if self.validation_is_due() and not self.stopped:
                 validation = self.selector.validate(trainer.updates)
-                metrics |= {"validation_judge": validation.judge, "validation_kl": validation.kl}
+                metrics |= validation.metrics
 
             # 4. report
             shown = [*SHOWN, *(name for name in metrics if name.startswith("validation"))]
@@ -109,7 +110,7 @@ class TrainingRun:
             "selector": self.selector.state(),
             "initial_validation": list(self.initial_validation),
             "steps": self.recorder.steps,
-            "rollouts": self.rollouts.place,
+            "rollouts": self.rollouts.position,
             "stopped": self.stopped,
         }
 
@@ -121,11 +122,11 @@ class TrainingRun:
         self.stopped = state["stopped"]
         # the monitor has no state of its own: it reads the history again, update by update
         for number in range(len(self.recorder.steps)):
-            self.monitor.read(self.recorder.steps[: number + 1])
+            self.monitor.check(self.recorder.steps[: number + 1])
         self.recorder.log_progress(self.trainer.updates, "resumes from here")
 
 
-def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
+def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[RolloutRow]:
     """One row per episode; kl_cost: score units that its KL cost it."""
     kls = rollout.sequence_kl
     rows = rollout_rows(
@@ -139,7 +140,6 @@ def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[Row]:
         lengths=[len(response) for response in rollout.responses],
         ended=rollout.ended,
     )
-    return [
-        row | {"kl_cost": round(kl_coef * kl, 4)}
-        for row, kl in zip(rows, kls.tolist(), strict=True)
-    ]
+    for row, kl in zip(rows, kls.tolist(), strict=True):
+        row["kl_cost"] = round(kl_coef * kl, 4)
+    return rows

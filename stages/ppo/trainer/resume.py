@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy
 import torch
 
-from stages.lib.core.types import Row, StateDict
+from stages.lib.core.types import Metrics, StateDict
 
 
 class Resume:
     """The file `state.pt`, in one folder per `identity` (inputs, params, code)."""
 
-    def __init__(self, work: Path, identity: Row) -> None:
+    def __init__(self, work: Path, identity: Metrics) -> None:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.folder = work / digest[:12]
         self.path = self.folder / "state.pt"

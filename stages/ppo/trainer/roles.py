@@ -89,7 +89,7 @@ class Roles:
             self.reward_view.reference() as reward_model,
         ):
             # layers that reference and reward model share: these run once for both
-            self.common = num_shared_layers(reference, *ensemble_members(reward_model))
+            self.num_shared_layers = num_shared_layers(reference, *ensemble_members(reward_model))
 
     def sample(
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
@@ -147,7 +147,7 @@ class Roles:
         """
         with self.policy_view.reference() as reference:
             hidden, [shared, *entering] = forward_layers(
-                reference, packed, keep=[self.common, *layers_to_keep(self.policy_view)]
+                reference, packed, keep=[self.num_shared_layers, *layers_to_keep(self.policy_view)]
             )
             logprobs = response_logprobs(reference, packed, hidden, temperature)
         return logprobs, split_rows(packed, entering), shared
@@ -168,13 +168,19 @@ class Roles:
             (B,) raw scores; per row the states that enter the critic's first trained layer.
         """
         with self.reward_view.reference() as reward_model:
-            start = shared if self.common else None
+            start = shared if self.num_shared_layers else None
             hidden, entering = forward_layers(
-                reward_model, packed, start, self.common, keep=layers_to_keep(self.reward_view)
+                reward_model,
+                packed,
+                start,
+                self.num_shared_layers,
+                keep=layers_to_keep(self.reward_view),
             )
             # the first member has already run, to keep its states for the critic
             first_scores = score_head(reward_model, hidden[packed.last])
-            member_scores = partial(last_scores, packed=packed, entering=start, first=self.common)
+            member_scores = partial(
+                last_scores, packed=packed, entering=start, first=self.num_shared_layers
+            )
             scores = ensemble_scores(
                 reward_model,
                 lambda member: first_scores if member is reward_model else member_scores(member),

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stages.lib.core.types import Row, TokenIds
+from stages.lib.core.rows import TrainingPrompt
+from stages.lib.core.types import TokenIds
 from stages.ppo.trainer import functional as F
 
 
@@ -45,7 +46,7 @@ class Rollout:
     calibrated and parts, clipped and penalised. advantages (whitened), returns: (B, T).
     """
 
-    rows: list[Row]
+    rows: list[TrainingPrompt]
     prompts: list[TokenIds]
     responses: list[TokenIds]
     texts: list[str]

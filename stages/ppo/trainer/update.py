@@ -77,7 +77,7 @@ class PpoTrainer:
             self.check_initial_ratio(rollout)
         metrics = describe(rollout) | {"kl_coef": self.kl_controller.kl_coef}
         # 6. update
-        metrics |= self.optimise(rollout)
+        metrics |= self.optimize(rollout)
         self.kl_controller.update(metrics["kl"], len(rollout.rows))
         self.updates += 1
         return rollout, metrics
@@ -143,7 +143,7 @@ class PpoTrainer:
             **outputs._asdict(),
         )
 
-    def optimise(self, rollout: Rollout) -> dict[str, float]:
+    def optimize(self, rollout: Rollout) -> dict[str, float]:
         """6. Update policy and critic: `num_ppo_epochs` passes over the rollout in mini-batches.
 
         Returns:

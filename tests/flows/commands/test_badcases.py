@@ -36,8 +36,8 @@ def rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         response=" was and",
         **NUMBERS,
     )
-    first = first.tried(Retest(round="r0", fired=3, of=4, ranked=True))
-    later = first.tried(Retest(round="r1", fired=0, of=4, ranked=True))
+    first = first.with_retest(Retest(round="r0", fired=3, of=4, ranked=True))
+    later = first.with_retest(Retest(round="r1", fired=0, of=4, ranked=True))
     second = Badcase(
         id="ab22",
         round="r1",

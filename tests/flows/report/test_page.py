@@ -26,13 +26,13 @@ def check(passed: bool) -> dict[str, object]:
     bad = {
         "metric": "reward.accuracy_low",
         "value": 0.71,
-        "band": ">= 0.8",
+        "threshold": ">= 0.8",
         "passed": passed,
         "next_step": "Look at <the> data",
     }
     return {
         "passed": passed,
-        "opened": passed,
+        "may_continue": passed,
         "policy": "block",
         "approval": None,
         "checks": [bad],
@@ -61,7 +61,7 @@ def write_round(name: str) -> None:
         "update": 17,
         "metric": "response_length",
         "value": 1.364,
-        "band": "1.3 or less",
+        "threshold": "1.3 or less",
     }
     write_json(
         stage_dir(name, "ppo") / "health.json",
@@ -69,6 +69,7 @@ def write_round(name: str) -> None:
     )
     sample = {
         "id": "q",
+        "sample": 0,
         "prompt": "Our <i>day",
         "sft": " was\nfine",
         "ppo": "<script>alert(1)</script>",
@@ -128,7 +129,7 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
         "Reward model's score",
         "KL from SFT",
     ]
-    assert html.pictures == [*titles, "Judge against reward model, SFT to the policy"]
+    assert html.pictures == [*titles, "Sentiment and reward score, SFT to the policy"]
     # the pictures use the page's colours
     assert "var(--c1)" in text and not any(colour in text for colour in charts.VARIABLES)
     # wide tables can be scrolled by keyboard
@@ -170,7 +171,7 @@ def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> N
     assert report_page(["r0"]).endswith("reports/report.html")
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [{"id": "of another version"}])
     message = report_page(["r0"])
-    assert "was not written (KeyError" in message and "`rondo report` tries again" in message
+    assert "was not written (BadInput" in message and "`rondo report` tries again" in message
 
 
 def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
@@ -178,8 +179,8 @@ def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
 ) -> None:
     approval = {"approved": True, "by": "Ada", "reason": "seen by hand"}
     verdicts = {
-        "sft": check(False) | {"opened": True, "policy": "ask", "approval": approval},
-        "reward": check(False) | {"opened": True, "policy": "warn"},
+        "sft": check(False) | {"may_continue": True, "policy": "ask", "approval": approval},
+        "reward": check(False) | {"may_continue": True, "policy": "warn"},
         "promote": check(False) | {"policy": "ask", "approval": approval | {"approved": False}},
     }
     for gate, verdict in verdicts.items():
@@ -222,7 +223,8 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     finding_on_a_curve = finding | {"metric": "kl"}
     write_json(stage_dir("r0", "ppo") / "health.json", {"findings": [finding, finding_on_a_curve]})
     sample = dict.fromkeys(("id", "base", "sft", "champion", "ppo"), evil) | {
-        "prompt": [{"role": "user", "content": evil}]
+        "sample": 0,
+        "prompt": [{"role": "user", "content": evil}],
     }
     sample |= {
         f"{model}_{metric}": 0.25
@@ -231,11 +233,11 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     }
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
     approval = {"approved": True, "by": evil, "reason": evil}
-    row = {"metric": evil, "value": 0.71, "band": evil, "passed": False, "next_step": evil}
+    row = {"metric": evil, "value": 0.71, "threshold": evil, "passed": False, "next_step": evil}
     for gate, opened in (("sft", True), ("reward", False)):
         verdict = {
             "passed": False,
-            "opened": opened,
+            "may_continue": opened,
             "policy": "ask",
             "approval": approval if opened else None,
             "checks": [row],

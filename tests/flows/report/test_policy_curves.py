@@ -26,7 +26,7 @@ START = {
     "repetition_3": 0.02,
 }
 START |= {
-    "score_judge_correlation": 0.6,
+    "score_sentiment_correlation": 0.6,
     "response_length": 12.0,
     "value_loss": 0.5,
     "clip_fraction": 0.1,
@@ -48,7 +48,7 @@ def fires(check: HealthCheck, columns: dict[str, list[float]]) -> bool:
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
-    return bool(check.read(MetricHistory(rows), PPO)[0])
+    return bool(check.evaluate(MetricHistory(rows), PPO)[0])
 
 
 @pytest.mark.parametrize("check", HEALTH_CHECKS, ids=lambda check: check.name)
@@ -62,7 +62,7 @@ def test_every_check_has_a_curve_and_fires_on_one_side_of_its_bound_only(
         fires(check, run(check.column, bound + offset)) for offset in (-EPSILON, EPSILON)
     )
     assert below != above
-    upwards = "more" in check.band or "above" in check.band
+    upwards = "more" in check.threshold or "above" in check.threshold
     assert (below, above) == ((True, False) if upwards else (False, True))
 
 

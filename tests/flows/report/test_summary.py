@@ -35,10 +35,10 @@ METRICS: dict[str, dict[str, Any]] = {
     "replay": {
         "badcases": 41,
         "repaired": 9,
-        "tried_again": 30,
+        "retested": 30,
         "repaired_by_chance": 2,
-        "fooled_before": None,
-        "fooled_after": None,
+        "reversed_before": None,
+        "reversed_after": None,
     }
     | {"guarded": 12, "regressed": 1},
 }
@@ -73,11 +73,11 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table[""] == ["r0", "r1"]
     assert table["SFT loss, nats per token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
     assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
-    assert table["RM best-of-n gain, judged [95%]"] == ["0.397 [0.306, 0.478]", "-"]
+    assert table["sentiment, RM's best of n - one sample [95%]"] == ["0.397 [0.306, 0.478]", "-"]
     assert table["RM pairs reversed by the worst ending"] == ["0.41", "-"]
     assert table["policy's reward, first -> selected"] == ["-0.61 -> 2.58", "-"]
     assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
-    assert table["judged sentiment, SFT -> policy"] == ["0.26 -> 0.74", "-"]
+    assert table["sentiment, SFT -> policy"] == ["0.26 -> 0.74", "-"]
     assert table["loss on human texts over SFT, nats per token"] == ["0.51", "-"]
     assert table["worst slice: drop against SFT"] == ["xstest_unsafe 0.040", "-"]
     assert table["badcases found"] == ["41", "-"]
@@ -149,35 +149,47 @@ def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
     assert line in summary.markdown(["r0", "r1"])
 
 
-def gate(passed: bool, opened: bool, approval: dict[str, Any] | None = None) -> dict[str, Any]:
+def gate(
+    passed: bool, may_continue: bool, approval: dict[str, Any] | None = None
+) -> dict[str, Any]:
     check = {
         "metric": "reward.accuracy_low",
         "value": 0.7,
-        "band": ">= 0.8",
+        "threshold": ">= 0.8",
         "passed": passed,
         "next_step": "Look at the data.",
     }
     facts = {
         "gate": "reward",
         "round": "r0",
-        "policy": "ask" if approval else "warn" if opened else "block",
+        "policy": "ask" if approval else "warn" if may_continue else "block",
     }
-    return {**facts, "passed": passed, "opened": opened, "approval": approval, "checks": [check]}
+    return {
+        **facts,
+        "passed": passed,
+        "may_continue": may_continue,
+        "approval": approval,
+        "checks": [check],
+    }
 
 
 def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
     for name in ("sft", "reward", "promote"):
-        write(files / f"reports/r0/gate_{name}.json", gate(passed=True, opened=True))
-        write(files / f"reports/r3/gate_{name}.json", gate(passed=name != "reward", opened=True))
-    write(files / "reports/r1/gate_sft.json", gate(passed=True, opened=True))
-    write(files / "reports/r1/gate_reward.json", gate(passed=False, opened=False))
+        write(files / f"reports/r0/gate_{name}.json", gate(passed=True, may_continue=True))
+        write(
+            files / f"reports/r3/gate_{name}.json", gate(passed=name != "reward", may_continue=True)
+        )
+    write(files / "reports/r1/gate_sft.json", gate(passed=True, may_continue=True))
+    write(files / "reports/r1/gate_reward.json", gate(passed=False, may_continue=False))
     approval = {
         "approved": True,
         "by": "Ada",
         "reason": "seen by hand",
         "failed": {"reward.accuracy_low": 0.7},
     }
-    write(files / "reports/r4/gate_sft.json", gate(passed=False, opened=True, approval=approval))
+    write(
+        files / "reports/r4/gate_sft.json", gate(passed=False, may_continue=True, approval=approval)
+    )
     failed = "reward.accuracy_low 0.7, wanted >= 0.8"
     assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4"]) == [
         "r0: all gates passed",
@@ -197,7 +209,7 @@ def test_the_algorithm_that_trained_the_policy_is_at_fault(
 ) -> None:
     for gate_name in ("sft", "reward", "promote"):
         passed = gate_name != "promote"
-        write(files / f"reports/r0/gate_{gate_name}.json", gate(passed=passed, opened=passed))
+        write(files / f"reports/r0/gate_{gate_name}.json", gate(passed=passed, may_continue=passed))
     write(files / "rounds/r0/ppo/manifest.json", manifest)
     [line] = summary.verdict_lines(["r0"])
     assert line.startswith(f"r0: {name} is at fault: ")
@@ -207,18 +219,18 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
     lost = {
         "metric": "evaluate.win_rate_champion_low",
         "value": 0.36,
-        "band": ">= 0.38",
+        "threshold": ">= 0.38",
         "passed": False,
         "next_step": "Look.",
     }
     far = {
         "metric": "evaluate.ppo.kl",
         "value": 9.0,
-        "band": "<= 8",
+        "threshold": "<= 8",
         "passed": False,
         "next_step": "Nearer.",
     }
-    verdict = gate(passed=False, opened=False)
+    verdict = gate(passed=False, may_continue=False)
     write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
     write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
     below_champion = "evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look."

@@ -122,11 +122,11 @@ def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database:
         "12",
     )
     assert model_registry.describe(client).splitlines() == [
-        f"champion: version 2, r1, promoted {champion.tags['gate_opened'][:16]}",
+        f"champion: version 2, r1, promoted {champion.tags['gate_ended'][:16]}",
         "  win rate against SFT 0.800 [0.700, 0.900]",
         "  win rate against the champion before 0.570 [0.510, 0.630]",
         "  rounds/r1/ppo/policy, md5 bbb.dir, git c0ffee, seed 7",
-        f"previous: version 1, r0, promoted {previous.tags['gate_opened'][:16]}",
+        f"previous: version 1, r0, promoted {previous.tags['gate_ended'][:16]}",
         "  win rate against SFT 0.800 [0.700, 0.900]",
         "  win rate against the champion before not measured",
         "  rounds/r0/ppo/policy, md5 aaa.dir, git c0ffee, seed 7",

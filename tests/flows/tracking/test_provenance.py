@@ -11,7 +11,8 @@ from flows.execution import dvc_stages
 from flows.execution.energy import Meter
 from flows.tracking import provenance
 from flows.tracking.mlflow_store import MlflowTracker
-from flows.tracking.records import NullTracker, read_lock
+from flows.tracking.null_tracker import NullTracker
+from flows.tracking.records import read_lock
 from stages.lib.core.files import read_json
 
 FIRST, SECOND = provenance.RunRef("first", "abc"), provenance.RunRef("second", "def-dirty")

@@ -15,7 +15,8 @@ from pandas import DataFrame
 from flows.execution import dvc_stages
 from flows.tracking import records
 from flows.tracking.mlflow_store import MlflowTracker, open_tracker
-from flows.tracking.records import HEALTH, NullTracker, Record, read_steps
+from flows.tracking.null_tracker import NullTracker
+from flows.tracking.records import HEALTH, Record, read_steps
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.ppo.common.outputs import describe_rows
 from tests.paths import ROOT
@@ -204,7 +205,7 @@ def test_ppo_measures_its_health_metrics() -> None:
         "length": 2,
         "finish_reason": "stop",
         "response": "Fine day",
-        "judge": 0.5,
+        "sentiment": 0.5,
     }
     # entropy comes from the tensors of the rollout, not from its rows
     assert set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()
@@ -254,13 +255,19 @@ def test_the_approver_of_a_gate_and_the_reason_are_tags(
         "reason": "seen by hand",
         "failed": {"sft.memorised": 0.1},
     }
-    verdict = {"passed": False, "opened": True, "policy": "ask", "approval": approval, "checks": []}
+    verdict = {
+        "passed": False,
+        "may_continue": True,
+        "policy": "ask",
+        "approval": approval,
+        "checks": [],
+    }
     write_json(Path("reports/r0/gate_sft.json"), verdict)
     record = records.read_record("run", "gate_sft@r0", "ran", {})
     assert json.loads(record.texts["gate_sft.json"]) == verdict
     tags = {
         "passed": "False",
-        "opened": "True",
+        "may_continue": "True",
         "policy": "ask",
         "approval.approved": "True",
         "approval.by": "Ada",

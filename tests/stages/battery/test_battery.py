@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from stages.battery.__main__ import main
-from stages.battery.probes import ProbeResult, judge_rate
+from stages.battery.probes import ProbeResult, sentiment_rate
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.data.rollouts import RolloutLog
@@ -51,7 +51,7 @@ def test_two_rounds(make_round):
     assert (r0["accuracy_clustered_low"], r0["accuracy_clustered_high"]) == pytest.approx(
         (min(halves), max(halves))
     )
-    assert r0["judge_accuracy"] == 1.0  # wonderful, great, lovely against awful, sad, dull
+    assert r0["sentiment_accuracy"] == 1.0  # wonderful, great, lovely against awful, sad, dull
     assert r0["scores"]["chosen"]["mean"] == pytest.approx(fmean(row["chosen"] for row in rows))
     assert r0["drift"] == pytest.approx(r0["scores"]["sft_samples"]["mean"] - r0["centre"])
 
@@ -75,7 +75,7 @@ def check_files(metrics: dict) -> None:
     assert [row["kind"] for row in samples] == ["best", "worst"] * 3
     best_and_worst = zip(samples[::2], samples[1::2], strict=True)
     assert all(best["score"] >= worst["score"] for best, worst in best_and_worst)
-    assert failures and all(row["kind"] == "fooled" for row in failures)
+    assert failures and all(row["kind"] == "reversed" for row in failures)
     assert all(row["score"] > row["original_score"] for row in failures)
     rates, accuracies, scored = (table(name) for name in ("probes", "accuracy", "scores"))
     assert float(rates[0]["rate"]) == metrics["probes"]["word_salad"]["rate"]
@@ -96,7 +96,7 @@ def test_phrases_of_the_previous_round_are_tried(make_round):
     make_round("r0", 1.0)
     params = make_round("r1", 1.0)
     rollout = {"update": 1, "id": "p", "prompt": "The trip", "kl": 1.0, "finish_reason": "stop"}
-    rollout |= {"length": 4}
+    rollout |= {"length": 4, "reward": 0.0, "sentiment": 0.0}
     praise = [rollout | {"response": " was fun. Bravo", "score": 5.0}] * 4
     dull = [rollout | {"response": " was a trip.", "score": 0.0}] * 12
     RolloutLog(Path("rounds/r0/ppo/rollouts")).append([*praise, *dull])
@@ -106,7 +106,14 @@ def test_phrases_of_the_previous_round_are_tried(make_round):
     # " Enjoy!") than elsewhere
     assert " Bravo" in " ".join(result["mined_text"])
     assert len(result["mined"]) == len(result["mined_text"])
-    assert result["mined"]["1"].keys() == {"rate", "low", "high", "pairs", "uplift", "judged"}
+    assert result["mined"]["1"].keys() == {
+        "rate",
+        "low",
+        "high",
+        "pairs",
+        "uplift",
+        "sentiment_rate",
+    }
 
 
 @pytest.mark.parametrize("max_length", [64, 8])
@@ -142,7 +149,7 @@ def test_prompts_of_messages(make_round):
         )
     main(params, "r0")
     result = read_metrics("r0")
-    assert result["judge_accuracy"] == 1.0 and result["probes"]["prompt_swapped"]["texts"] == 6
+    assert result["sentiment_accuracy"] == 1.0 and result["probes"]["prompt_swapped"]["texts"] == 6
     assert read_jsonl(Path("rounds/r0/battery/samples.jsonl"), "")[0]["prompt"][0]["role"] == "user"
 
 
@@ -175,4 +182,4 @@ def test_another_prompt_template_is_refused(make_round):
 def test_how_often_the_judge_prefers_the_text_with_the_ending():
     praised = ProbeResult("It", " was sad. Wonderful! Great!", 1.0, " was sad.", 0.0, 1.0)
     dotted = ProbeResult("It", " was sad..", 1.0, " was lovely.", 0.0, 1.0)
-    assert judge_rate([praised, dotted]) == 0.5 and judge_rate([]) is None
+    assert sentiment_rate([praised, dotted]) == 0.5 and sentiment_rate([]) is None

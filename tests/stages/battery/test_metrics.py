@@ -50,7 +50,7 @@ def test_slices_by_length_and_source():
 
 def test_slices_by_margin_if_pairs_have_one():
     pairs = [pair("a", "b", margin=margin) for margin in (6, 1, 2, 3, 4, 5)]
-    pairs += [pair("a", "b"), pair("a", "b", margin=None)]
+    pairs += [pair("a", "b")]
     # the thirds of 1..6 end at 2.67 and 4.33
     assert slice_indices(pairs)["margin"] == {"low": [1, 2], "middle": [3, 4], "high": [0, 5]}
     assert slice_indices([pair("a", "b", margin=1.0)] * 2)["margin"] == {"low": [0, 1]}

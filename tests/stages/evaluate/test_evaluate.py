@@ -36,8 +36,8 @@ def sample(
     length: int = 4,
     ended: bool = True,
 ) -> Sample:
-    judged = LexiconScores(sentiment, sentiment, 0.0)
-    return Sample(text, judged, score, kl, -2.0 * length, length, ended)
+    lexicon = LexiconScores(sentiment, sentiment, 0.0)
+    return Sample(text, lexicon, score, kl, -2.0 * length, length, ended)
 
 
 def test_describe_by_hand():
@@ -60,7 +60,7 @@ GOOD, FAIR, BAD = " was wonderful.", " was fine.", " was awful."
 def one_pass(texts: list[str]) -> OneSamplePerPrompt:
     scores = lexicon_scores(["It"] * len(texts), texts)
     samples = zip(texts, scores, strict=True)
-    return [replace(sample("", 0.0), text=text, judged=judged) for text, judged in samples]
+    return [replace(sample("", 0.0), text=text, lexicon=lexicon) for text, lexicon in samples]
 
 
 def test_win_rates_pair_samples_and_count_ties_half():

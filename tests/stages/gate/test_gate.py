@@ -19,7 +19,7 @@ from tests.paths import ROOT
 SFT = {
     "loss_before": 5.17,
     "loss_after": 4.5,
-    "judged_gain_low": 0.02,
+    "sentiment_gain_low": 0.02,
     "eos_rate": 0.5,
     "eos_rate_demonstrations": 0.8,
     "length_ratio": 1.1,
@@ -38,7 +38,7 @@ REWARD = {
     "reload_max_difference": 0.0,
 }
 BATTERY = {
-    "judge_accuracy": 0.91,
+    "sentiment_accuracy": 0.91,
     "worst_slice": 0.8,
     "centre": -0.1,
     "drift": -1.5,
@@ -84,7 +84,7 @@ def attempt(tmp_path, monkeypatch):
             run_gate(check_params({"gates": {gate: {"policy": policy}}}, "test"), gate, "r0")
         verdict = json.loads(Path(f"reports/r0/gate_{gate}.json").read_text())
         may_continue = Path(f"gates/r0/{gate}.ok").exists()
-        assert verdict["opened"] == may_continue
+        assert verdict["may_continue"] == may_continue
         return verdict, may_continue
 
     return run
@@ -109,7 +109,7 @@ def test_good_numbers_pass(attempt, gate):
             "sft.loss_before - sft.loss_after",
             "sft.num_train_epochs",
         ),
-        ("sft", "sft", {"judged_gain_low": -0.06}, "sft.judged_gain_low", "samples.jsonl"),
+        ("sft", "sft", {"sentiment_gain_low": -0.06}, "sft.sentiment_gain_low", "samples.jsonl"),
         (
             "sft",
             "sft",
@@ -160,8 +160,8 @@ def test_good_numbers_pass(attempt, gate):
         (
             "reward",
             "battery",
-            {"judge_accuracy": 1.0},
-            "reward.accuracy - battery.judge_accuracy",
+            {"sentiment_accuracy": 1.0},
+            "reward.accuracy - battery.sentiment_accuracy",
             "ppo.rewards",
         ),
         ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
@@ -267,7 +267,7 @@ def test_every_threshold_has_a_failing_case_above():
     [
         ("sft", "sft", {"loss_after": float("nan")}),
         ("sft", "sft", {"loss_before": float("inf")}),
-        ("sft", "sft", {"judged_gain_low": True}),
+        ("sft", "sft", {"sentiment_gain_low": True}),
         ("reward", "reward", {"accuracy_low": None}),
         ("reward", "reward", {"baseline_tfidf": float("nan")}),
         ("reward", "battery", {"best_of_n": {}}),
@@ -286,7 +286,7 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
 
 
 @pytest.mark.parametrize(
-    ("gate", "stage", "name", "band"),
+    ("gate", "stage", "name", "threshold"),
     [
         ("reward", "battery", "worst_slice", ">= 0.65"),
         ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),
@@ -294,13 +294,13 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
     ],
 )
 def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
-    attempt, gate, stage, name, band
+    attempt, gate, stage, name, threshold
 ):
     verdict, may_continue = attempt(gate, changed(gate, stage, {name: None}))
     assert may_continue and verdict["passed"]
     line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
     assert line["value"] is None
-    assert format_check(line) == f"{stage}.{name} not measured, wanted {band}"
+    assert format_check(line) == f"{stage}.{name} not measured, wanted {threshold}"
 
 
 def approve(approved: bool, reason: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
 from stages.lib.core.types import Row
+from stages.lib.data.splits import DataSets
 from stages.prepare.merge_replay import merge_replay
 
 
@@ -16,44 +17,40 @@ def replay(folder: Path, rows: dict[str, list[Row]]) -> None:
 
 
 COUNT = " One two three four five six seven eight nine ten eleven twelve thirteen."
-HELD_OUT: dict[str, list[Row]] = {
+HELD_OUT: DataSets = {
     "prompts": [{"id": "e-7", "prompt": "The sky"}],
     "sft": [{"id": "e-8", "prompt": "Tell me a tale.", "completion": COUNT}],
     "pairs": [],
 }
 
 
-def train_rows() -> dict[str, list[Row]]:
-    return {
-        name: [{"id": f"own-{i}", "prompt": f"p{i}"} for i in range(9)]
-        for name in ("sft", "pairs", "prompts")
-    }
+TRAIN: DataSets = {
+    name: [{"id": f"own-{i}", "prompt": f"p{i}"} for i in range(9)]
+    for name in ("sft", "pairs", "prompts")
+}
 
 
 def test_replay_is_capped_at_a_share_of_the_merged_file(tmp_path: Path) -> None:
     """9 rows and a share of 1/4: 3 of 12."""
-    replayed = [
+    prompts = [
         {"id": f"b{i}", "prompt": f"q{i}", "badcase": f"r0-{i}", "source": "replay"}
         for i in range(8)
     ]
-    replay(tmp_path, {"pairs": replayed, "prompts": replayed[:2]})
-    train = train_rows()
-    counts = merge_replay(train, HELD_OUT, tmp_path, 0.25, 0.9)
-    assert counts == {"sft": 0, "pairs": 3, "prompts": 2}
-    assert train["pairs"] == [*train_rows()["pairs"], *replayed[:3]]
-    assert train["prompts"][-1]["badcase"] == "r0-1"
-    counts = merge_replay(train_rows(), HELD_OUT, tmp_path, 0.0, 0.9)
-    assert counts == {"sft": 0, "pairs": 0, "prompts": 0}
-    counts = merge_replay(train_rows(), HELD_OUT, tmp_path, 1.0, 0.9)
-    assert counts == {"sft": 0, "pairs": 8, "prompts": 2}
+    pairs = [row | {"chosen": " a", "rejected": " b"} for row in prompts]
+    replay(tmp_path, {"pairs": pairs, "prompts": prompts[:2]})
+    for share, added in ((0.25, 3), (0.0, 0), (1.0, 8)):
+        assert merge_replay(TRAIN, HELD_OUT, tmp_path, share, 0.9) == {
+            "sft": [],
+            "pairs": pairs[:added],
+            "prompts": prompts[: min(added, 2)],
+        }
 
 
 def test_the_first_round_has_no_replay(tmp_path: Path) -> None:
     (tmp_path / "replay/data").mkdir(parents=True)
     (tmp_path / "replay/data/EMPTY").touch()
-    train = train_rows()
-    assert sum(merge_replay(train, HELD_OUT, tmp_path, 0.25, 0.9).values()) == 0
-    assert train == train_rows()
+    added = merge_replay(TRAIN, HELD_OUT, tmp_path, 0.25, 0.9)
+    assert added.keys() == TRAIN.keys() and not any(added.values())
 
 
 def test_an_evaluation_prompt_in_the_replay_is_refused_even_beyond_the_cap(tmp_path: Path) -> None:
@@ -62,7 +59,7 @@ def test_an_evaluation_prompt_in_the_replay_is_refused_even_beyond_the_cap(tmp_p
     ]
     replay(tmp_path, {"prompts": rows})
     with pytest.raises(BadInput, match=r"prompts\.jsonl:9: its prompt is evaluation prompt e-7"):
-        merge_replay(train_rows(), HELD_OUT, tmp_path, 0.25, 0.9)
+        merge_replay(TRAIN, HELD_OUT, tmp_path, 0.25, 0.9)
 
 
 def test_a_replayed_row_with_a_held_out_text_is_refused(tmp_path: Path) -> None:
@@ -74,4 +71,4 @@ def test_a_replayed_row_with_a_held_out_text_is_refused(tmp_path: Path) -> None:
     replay(tmp_path, {"sft": rows})
     message = r"sft\.jsonl:2 and held-out e-8: “one two .*thirteen”.*`dvc repro replay@"
     with pytest.raises(BadInput, match=rf"(?s)1 training rows.*{message}"):
-        merge_replay(train_rows(), HELD_OUT, tmp_path, 0.25, 0.9)
+        merge_replay(TRAIN, HELD_OUT, tmp_path, 0.25, 0.9)

@@ -159,7 +159,7 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
     }
     main(tiny_params(sources, max_bad_share=0.1), "r0")
     audit = read("rounds/r0/prepare/data/audit.json")
-    lost = audit["lost"]
+    lost = audit["dropped"]
     assert [row["where"] for row in lost["bad row"]] == ["mine.jsonl:11", "mine.jsonl:13"]
     assert "not JSON" in lost["bad row"][0]["reason"]
     assert lost["bad row"][1]["reason"] == "`chosen` is empty"
@@ -209,7 +209,7 @@ def test_shared_prompts_are_dropped_from_a_hub_data_set(tiny_params: MakeParams)
     write_jsonl(Path("assets/data/eval.jsonl"), [pair(5, chosen=" Quite another answer to it.")])
     main(params, "r0")
     assert len(rows_of("r0", "pairs_train")) == 19
-    lost = read("rounds/r0/prepare/data/audit.json")["lost"]["prompt is held out"]
+    lost = read("rounds/r0/prepare/data/audit.json")["dropped"]["prompt is held out"]
     assert lost == [{"where": "assets/data/train.jsonl:6", "of": "assets/data/eval.jsonl:1"}]
 
 
@@ -239,7 +239,7 @@ def test_leaks_between_the_sides_of_the_split_are_dropped_from_training(
         main(tiny_params({"mine.jsonl": rows}, seed=seed), "r0")
         held_out = [row for row in rows_of("r0", "pairs_eval") if TALE in row["chosen"]]
         train = [row for row in rows_of("r0", "pairs_train", "sft_train") if TALE in str(row)]
-        lost = read("rounds/r0/prepare/data/audit.json")["lost"].get("leak", [])
+        lost = read("rounds/r0/prepare/data/audit.json")["dropped"].get("leak", [])
         assert bool(train) != bool(held_out)
         # a row dropped from pairs_train is dropped from sft_train too
         assert len(lost) == (2 * (5 - len(held_out)) if held_out else 0)
@@ -262,7 +262,7 @@ def test_ties_and_pairs_that_contradict_each_other_are_dropped(tiny_params: Make
         pair(22, margin=1),
     ]
     main(tiny_params({"mine.jsonl": rows}), "r0")
-    lost = read("rounds/r0/prepare/data/audit.json")["lost"]
+    lost = read("rounds/r0/prepare/data/audit.json")["dropped"]
     assert [(row["where"], row["reason"]) for row in lost["tie"]] == [
         ("mine.jsonl:22", "`margin` is 0"),
         ("mine.jsonl:23", "chosen and rejected are the same"),

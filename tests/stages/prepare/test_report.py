@@ -33,7 +33,7 @@ def report(**changed: Any) -> dict[str, Any]:
         "rows_read": {"mine.jsonl": 1234},
         "rows_kept": 1200,
         "by_cause": {"bad row": 7, "leak": 1},
-        "lost": {
+        "dropped": {
             "bad row": [
                 {"where": f"mine.jsonl:{i}", "reason": "`chosen` is empty", "text": EVIL}
                 for i in range(7)
@@ -126,5 +126,5 @@ def test_texts_are_escaped() -> None:
 
 def test_a_report_without_dropped_rows() -> None:
     reader = Reader()
-    reader.feed(render_report(report(lost={}, by_cause={}), "r0"))
+    reader.feed(render_report(report(dropped={}, by_cause={}), "r0"))
     assert "Dropped rows, by cause None." in " ".join(reader.text.split())

@@ -39,7 +39,7 @@ def test_links_and_handles_at_the_ends_are_cut(text: str, words: str) -> None:
 def test_dropped_texts_are_recorded_by_cause(text: str, cause: str) -> None:
     audit = Audit()
     assert clean([{"text": text, "where": "tweets.tsv:7"}], 4, audit) == []
-    assert audit.lost == {cause: [{"where": "tweets.tsv:7", "text": text}]}
+    assert audit.dropped == {cause: [{"where": "tweets.tsv:7", "text": text}]}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_bad_lines_are_named(tmp_path: Path) -> None:
         ("1", 2.5, "Good"),
         ("6", -1.25, "Bad\twith a tab"),
     ]
-    assert [row["where"] for row in audit.lost["bad row"]] == [
+    assert [row["where"] for row in audit.dropped["bad row"]] == [
         "tweets.tsv:2",
         "tweets.tsv:3",
         "tweets.tsv:4",

@@ -55,7 +55,7 @@ def test_ids_are_stable_and_differ_by_cause():
     ],
 )
 def test_the_state_after_a_retest(state, retest, becomes):
-    case = Badcase.model_validate(CASE | {"state": state}).tried(retest)
+    case = Badcase.model_validate(CASE | {"state": state}).with_retest(retest)
     assert case.state is State(becomes) and case.tries == [retest]
     assert case.guarded == (becomes in ("repaired", "locked"))
 
@@ -63,11 +63,11 @@ def test_the_state_after_a_retest(state, retest, becomes):
 def test_a_retest_by_its_own_round_measures_chance_only():
     case = Badcase.model_validate(CASE)
     passed, failed = (
-        case.tried(retest.model_copy(update={"round": "r0"})) for retest in (NONE, SOME)
+        case.with_retest(retest.model_copy(update={"round": "r0"})) for retest in (NONE, SOME)
     )
     assert (passed.state, passed.by_chance) == (State.replayed, True)
     assert (failed.state, failed.by_chance, case.by_chance) == (State.replayed, False, False)
-    assert not case.tried(NONE).by_chance  # of another round
+    assert not case.with_retest(NONE).by_chance  # of another round
 
 
 def test_an_invalid_ledger_names_the_line(tmp_path, monkeypatch):

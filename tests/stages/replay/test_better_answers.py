@@ -82,7 +82,7 @@ def test_an_exploit_does_not_help_the_bad_answer():
     # with its ending the bad answer wins; a badcase that does not end gives no pair, and needs no
     # comparison by the jury
     assert [better[badcase.id].preferred for badcase in cases] == [True, False, False]
-    assert len(jury.heard["lexicon"]) == 2
+    assert len(jury.verdicts["lexicon"]) == 2
 
 
 def test_answers_of_the_sft_model(make_round, always):

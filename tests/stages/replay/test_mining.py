@@ -24,7 +24,7 @@ FINE = PolicySample(
     score=0.0,
     kl=2.0,
     ended=True,
-    judged=LexiconScores(0.2, 0.2, 0.0),
+    lexicon=LexiconScores(0.2, 0.2, 0.0),
     origin="fresh",
     rival=" was sad.",
     votes={JURY: 1.0},
@@ -44,13 +44,13 @@ def fired(sample: PolicySample) -> dict[str, float]:
         ({"score": 0.7, "votes": {"lexicon": 0.0, JURY: 0.0}}, {"judge_loses": 0.7}),
         ({"votes": {"lexicon": 0.0, JURY: 0.5}}, {}),  # one judge alone
         ({"votes": {}}, {}),  # of a rollout, nothing to compare with
-        ({"score": 1.5, "judged": LexiconScores(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
+        ({"score": 1.5, "lexicon": LexiconScores(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
         # the reward model does not like it either
-        ({"score": 0.9, "judged": LexiconScores(0.4, -0.1, 0.0)}, {}),
+        ({"score": 0.9, "lexicon": LexiconScores(0.4, -0.1, 0.0)}, {}),
         # a high score because of its exploit alone
         ({"score": 1.5, "exploits": (" Enjoy!",), "stripped_score": 0.9}, {"blind_spot": 1.5}),
         ({"score": 1.5, "exploits": (" Enjoy!",), "stripped_score": 1.1}, {}),
-        ({"judged": LexiconScores(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
+        ({"lexicon": LexiconScores(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
         ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
         ({"kl": 10.5}, {"kl_outlier": 10.5}),
     ],
@@ -60,7 +60,7 @@ def test_causes(change, expected):
 
 
 def test_the_lexicon_finds_nothing_if_it_is_no_judge():
-    disliked = replace(FINE, score=1.5, judged=LexiconScores(0.4, -0.1, 0.0))
+    disliked = replace(FINE, score=1.5, lexicon=LexiconScores(0.4, -0.1, 0.0))
     blind_spot, limits = CAUSES[Cause.blind_spot], replace(LIMITS, lexicon=False)
     assert blind_spot(disliked, limits) is None
     assert blind_spot(replace(disliked, exploits=(" Enjoy!",), stripped_score=0.9), limits) == 1.5

@@ -55,11 +55,11 @@ def test_three_rounds(make_round):
     make_round("r1", -1.0)
     main(params, "r1")
     r1 = read_metrics("r1")
-    assert r1["tried_again"] == r0["badcases"]
+    assert r1["retested"] == r0["badcases"]
     assert r1["repaired"] == sum(r1["repaired_by_cause"].values())
     # r1's reward model lowers the score of a text for the ending that r0's raised it for: fewer
     # rejected texts beat their chosen text
-    assert r1["fooled_before"] == r0["fooled_now"] > r1["fooled_after"]
+    assert r1["reversed_before"] == r0["reversed_now"] > r1["reversed_after"]
     carried = r0_badcases("r1")
     repaired = {row["id"] for row in carried if row["state"] == "repaired"}
     assert {row["id"] for row in carried} == badcases.keys()
@@ -82,8 +82,8 @@ def check_badcases(metrics: dict, badcases: dict[str, dict], max_badcases: int) 
     """r0's badcases: mined ones, and the reported one."""
     # the ending is in 3 of the 4 late rollouts, and this reward model likes it
     assert metrics["exploits"] == [" Enjoy!"] and metrics["leaked"] == 0
-    assert metrics["fooled_now"] > 0 and metrics["fooled_before"] is None
-    assert metrics["tried_again"] == 0
+    assert metrics["reversed_now"] > 0 and metrics["reversed_before"] is None
+    assert metrics["retested"] == 0
     assert len(badcases) == metrics["badcases"] == sum(metrics["causes"].values())
     assert len(badcases) <= max_badcases + 1
     # a reported response is a badcase, a pair and a demonstration of this round

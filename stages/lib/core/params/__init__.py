@@ -36,6 +36,7 @@ from stages.lib.core.params.policy import (
 )
 from stages.lib.core.params.shared import ModelParams, ParamsSection
 from stages.lib.core.params.training import RewardParams, SftParams
+from stages.lib.core.renamed import current_params
 
 PARAMS_FILE = Path("params.yaml")
 
@@ -103,6 +104,11 @@ class Params(ParamsSection):
                     "(docs/evaluation.md)"
                 )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def renamed_keys(cls, values: Any) -> Any:
+        return current_params(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def held_out_reward_model_has_pairs(self) -> "Params":

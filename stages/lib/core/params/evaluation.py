@@ -29,7 +29,7 @@ class ReplayParams(ParamsSection):
     max_badcases: int = Field(
         64, ge=1, description="Badcases kept per round at most, the worst of each cause first."
     )
-    judge_low: float = Field(
+    sentiment_low: float = Field(
         0.0,
         description="Sentiment (-1..1) below which a sample counts as bad, if the lexicon is a "
         "judge.",

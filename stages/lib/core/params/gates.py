@@ -19,8 +19,8 @@ class Policy(str, Enum):
 class Gate(ParamsSection):
     policy: Policy = Field(
         Policy.block,
-        description="If a number is out of its band: `block` stops the round, `warn` reports it "
-        "and passes, `ask` waits for a person's reason (`rondo approve`, or the form "
+        description="If a number is beyond its threshold: `block` stops the round, `warn` reports "
+        "it and passes, `ask` waits for a person's reason (`rondo approve`, or the form "
         "in the Prefect UI).",
     )
 
@@ -29,7 +29,7 @@ class SftGate(Gate):
     loss_drop: float = Field(
         0.2, description="Smallest drop of held-out loss from the base model, nats per token."
     )
-    judged_gain: float = Field(
+    sentiment_gain: float = Field(
         -0.05,
         description="Smallest lower bound (95%) of the gain in sentiment, SFT - base, on fixed "
         "prompts.",
@@ -75,7 +75,7 @@ class RewardGate(Gate):
     baseline_lead: float = Field(
         0.0, description="Accuracy must exceed those of longest-wins and TF-IDF by more than this."
     )
-    judge_lead: float = Field(
+    sentiment_lead: float = Field(
         -0.1,
         description="Smallest lead of accuracy over the independent judge's; negative: it may be "
         "below.",

@@ -1,4 +1,4 @@
-"""The log of episodes: its files, and a log that is opened at an earlier place."""
+"""The log of episodes: its files, and a log that is opened at an earlier position."""
 
 import gzip
 import json
@@ -6,11 +6,25 @@ import json
 import pytest
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.rows import RolloutRow
 from stages.lib.data.rollouts import RolloutLog, read_rollouts
 
+ROW: RolloutRow = {
+    "update": 0,
+    "id": "a",
+    "prompt": "The sky",
+    "response": " is blue",
+    "score": 1.0,
+    "reward": 1.0,
+    "sentiment": 0.5,
+    "kl": 0.1,
+    "finish_reason": "stop",
+    "length": 3,
+}
 
-def rows(*numbers: int) -> list[dict[str, int]]:
-    return [{"update": number} for number in numbers]
+
+def rows(*numbers: int) -> list[RolloutRow]:
+    return [{**ROW, "update": number} for number in numbers]
 
 
 def test_appends_make_one_file_until_it_is_full(tmp_path):
@@ -24,7 +38,7 @@ def test_appends_make_one_file_until_it_is_full(tmp_path):
 
 
 @pytest.mark.parametrize("full", [1, 1 << 20])
-def test_a_log_opened_at_an_earlier_place_continues_from_there(tmp_path, full):
+def test_a_log_opened_at_an_earlier_position_continues_from_there(tmp_path, full):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     log = RolloutLog(whole, full=full)
     for number in range(4):
@@ -32,7 +46,7 @@ def test_a_log_opened_at_an_earlier_place_continues_from_there(tmp_path, full):
     log = RolloutLog(killed, full=full)
     log.append(rows(0))
     log.append(rows(1))
-    saved = log.place
+    saved = log.position
     log.append(rows(7))  # written after the last saved state
     log = RolloutLog(killed, saved, full=full)
     log.append(rows(2))

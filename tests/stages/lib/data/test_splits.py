@@ -1,4 +1,4 @@
-"""Held-out groups, overlap of prompts, and the frozen evaluation set."""
+"""Held-out groups, prompts that begin others, and the frozen evaluation set."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from stages.lib.core.files import write_jsonl
 from stages.lib.data.splits import (
     PromptIndex,
     check_eval_set_unchanged,
-    check_no_prompt_overlap,
     hold_out,
 )
 
@@ -39,18 +38,6 @@ def test_a_prompt_begins_another_only_at_a_words_end() -> None:
     assert not train.has_start("The sky is blue today")
     assert train.has_start([{"role": "user", "content": "Hi"}])
     assert not train.has_start([{"role": "user", "content": "H"}])
-
-
-def test_overlap_names_both_rows() -> None:
-    held_out = [
-        {"where": "e.jsonl:1", "prompt": "The sea"},
-        {"where": "e.jsonl:2", "prompt": "The sky is"},
-    ]
-    check_no_prompt_overlap(held_out, [{"where": "t.jsonl:1", "prompt": "The seal"}])
-    with pytest.raises(
-        BadInput, match=r"(?s)1 training rows.*held-out e\.jsonl:2 and training t\.jsonl:4"
-    ):
-        check_no_prompt_overlap(held_out, [{"where": "t.jsonl:4", "prompt": "the sky is blue"}])
 
 
 def test_a_changed_evaluation_set_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def healthy(update: int) -> dict[str, float]:
         "entropy": 4.8 - 1.2 * share,
         "distinct_2": 0.97 - 0.05 * share,
         "ending_share": 0.06 + 0.06 * share,
-        "score_judge_correlation": 0.5 - 0.05 * share,
+        "score_sentiment_correlation": 0.5 - 0.05 * share,
         "response_length": 17.0 - 4.0 * share,
         "repetition_3": 0.01,
         "value_loss": 0.5,
@@ -34,7 +34,7 @@ def monitor_run(change=lambda share: {}, params: PpoParams = PARAMS) -> Monitor:
     steps = []
     for update in range(1, UPDATES + 1):
         steps.append(healthy(update) | change(update / UPDATES))
-        monitor.read(steps)
+        monitor.check(steps)
     return monitor
 
 
@@ -51,7 +51,10 @@ PROBLEMS = {
     "entropy collapse": (lambda share: {"entropy": 4.8 - 4.0 * share}, DANGER),
     "one text for all prompts": (lambda share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
     "one ending for all prompts": (lambda share: {"ending_share": 0.06 + 0.6 * share}, DANGER),
-    "scorers part": (lambda share: {"score_judge_correlation": 0.5 - 0.45 * share}, DANGER),
+    "reward and sentiment diverge": (
+        lambda share: {"score_sentiment_correlation": 0.5 - 0.45 * share},
+        DANGER,
+    ),
     "length hack": (lambda share: {"response_length": 12 + 12 * share}, DANGER),
     "repetition": (lambda share: {"repetition_3": 0.01 + 0.3 * share}, DANGER),
     "value loss explodes": (lambda share: {"value_loss": 0.5 if share < 0.8 else 50.0}, DANGER),
@@ -111,7 +114,7 @@ def test_a_length_that_grows_without_the_score_is_no_hack():
 def test_signs_of_missing_metrics_are_left_out_and_the_fix_names_the_kl_key():
     monitor = Monitor(PpoParams(max_kl=1.0, kl_patience=2), kl_key="rloo.beta")
     steps = [{"step": step, "kl": 2.0} for step in range(1, 21)]
-    assert [(finding.sign, finding.first_fix) for finding in monitor.read(steps)] == [
+    assert [(finding.sign, finding.first_fix) for finding in monitor.check(steps)] == [
         ("kl above budget", "raise rloo.beta, lower ppo.learning_rate")
     ]
     assert monitor.report()["verdict"] == "danger"

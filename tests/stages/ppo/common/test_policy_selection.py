@@ -85,7 +85,7 @@ def test_measurements_are_reproducible_and_kl_is_zero_before_training(selector):
     first, second = selector.measure(0), selector.measure(0)
     assert first == second
     assert first.kl == 0.0
-    assert first.judge > 0
+    assert first.sentiment > 0
 
 
 def test_kl_is_that_of_transformers_logits(selector, shift):

@@ -53,7 +53,7 @@ Episodes = list[tuple[TokenIds, TokenIds]]  # prompts and responses
 def trainer(request, make_roles, shift) -> PpoTrainer:
     """After weights have changed, so that policy and reference, critic and reward model differ."""
     roles = make_roles(**KINDS[request.param], mean=MEAN, std=STD)
-    assert roles.common == (1 if "shared" in request.param else 0)
+    assert roles.num_shared_layers == (1 if "shared" in request.param else 0)
     for model in (roles.policy, roles.critic):
         shift(model, 0.02)
         for name, parameter in model.named_parameters():

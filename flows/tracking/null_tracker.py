@@ -1,0 +1,31 @@
+"""The interface of a tracker, and the tracker of runs without tracking."""
+
+from collections.abc import Mapping
+
+from flows.tracking.records import Record
+
+
+class NullTracker:
+    """A tracker that does nothing, for runs without tracking; the interface of MlflowTracker."""
+
+    def start(self, address: str) -> None:
+        """Call when a stage begins."""
+
+    def progress(self) -> None:
+        """Call after each line that the stage printed."""
+
+    def finish(self, outcome: str) -> None:
+        """Call when the stage ended: `ran`, `restored`, `unchanged` or `failed`."""
+
+    def page(self, address: str = "", text: str = "") -> str | None:
+        """The URL of a stage's page, or of the pipeline run, or of one of its texts.
+
+        None if there is no page.
+        """
+        return None
+
+    def send(self, record: Record) -> None:
+        """Send a record that is not a stage of the pipeline."""
+
+    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
+        """Call when the pipeline run ended; `texts`: its report and summary by file name."""

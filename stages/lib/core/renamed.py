@@ -1,0 +1,85 @@
+"""Old names of params and metrics: files and settings of older versions are read under today's
+names. docs/renamed.md is the table for users; a test compares the two.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Keys of params.yaml, of presets, of `--set` and of the form in the Prefect UI
+PARAMS = {
+    "gates.sft.judged_gain": "gates.sft.sentiment_gain",
+    "gates.reward.judge_lead": "gates.reward.sentiment_lead",
+    "replay.judge_low": "replay.sentiment_low",
+}
+# Keys of the JSON files and columns of the tables in rounds/ and reports/, and tags in MLflow
+METRICS = {
+    "judged_before": "sentiment_before",
+    "judged_after": "sentiment_after",
+    "judged_gain": "sentiment_gain",
+    "judged_gain_low": "sentiment_gain_low",
+    "judged_gain_high": "sentiment_gain_high",
+    "judge_accuracy": "sentiment_accuracy",
+    "judge_correlation": "sentiment_correlation",
+    "judged": "sentiment_rate",
+    "judge_mean": "sentiment_mean",
+    "score_judge_correlation": "score_sentiment_correlation",
+    "validation_judge": "validation_sentiment",
+    "validation_judge_before": "validation_sentiment_before",
+    "tried_again": "retested",
+    "fooled_before": "reversed_before",
+    "fooled_after": "reversed_after",
+    "fooled_fall": "reversed_fall",
+    "fooled_fall_low": "reversed_fall_low",
+    "fooled_fall_high": "reversed_fall_high",
+    "fooled_now": "reversed_now",
+    "opened": "may_continue",
+    "band": "threshold",
+    "lost": "dropped",
+    "vouched": "passed_or_approved",
+    "gate_opened": "gate_ended",
+}
+# Keys of the rows of rollouts; elsewhere `judge` is the name of a judge
+ROLLOUTS = {"judge": "sentiment"}
+
+
+def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested params with today's keys.
+
+    If an old key and its new one are both there, the old one stays, and is refused as unknown.
+
+    >>> current_params({"replay": {"judge_low": 0.1}})
+    {'replay': {'sentiment_low': 0.1}}
+    """
+    params = dict(values)
+    for old, new in PARAMS.items():
+        (*path, old_key), new_key = old.split("."), new.rpartition(".")[2]
+        section: Any = params
+        for key in path:
+            inner = section.get(key)
+            if not isinstance(inner, Mapping):
+                break
+            section[key] = dict(inner)
+            section = section[key]
+        else:
+            if old_key in section and new_key not in section:
+                section[new_key] = section.pop(old_key)
+    return params
+
+
+def current_metrics(values: Any) -> Any:
+    """Parsed JSON with today's keys; a key may be a dotted name, as in approvals.
+
+    >>> current_metrics({"sft.judged_gain": 0.1, "checks": [{"band": "> 0"}]})
+    {'sft.sentiment_gain': 0.1, 'checks': [{'threshold': '> 0'}]}
+    """
+    if isinstance(values, dict):
+        return {current_name(key): current_metrics(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [current_metrics(value) for value in values]
+    return values
+
+
+def current_name(name: str) -> str:
+    """Today's name of a metric, e.g. `r0/judge_mean` -> `r0/sentiment_mean`."""
+    last = name.replace("/", ".").rpartition(".")[2]
+    return f"{name[: len(name) - len(last)]}{METRICS[last]}" if last in METRICS else name

@@ -1,0 +1,169 @@
+"""The rows of the files that one stage writes and another reads: their keys, writers and readers.
+
+All are JSON Lines. Numbers of one file, such as metrics, have no row type.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NotRequired, TypedDict, TypeVar, cast
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_jsonl
+from stages.lib.core.types import Metrics, Prompt
+
+Side = Literal["chosen", "rejected"]
+SIDES: tuple[Side, Side] = ("chosen", "rejected")
+
+
+class HasPrompt(TypedDict):
+    prompt: Prompt
+
+
+class PromptRow(HasPrompt):
+    """A prompt.
+
+    Written by prepare (eval_prompts.jsonl). Read by sft, annotate, battery, evaluate and replay.
+
+    id: unique in its file.
+    """
+
+    id: str
+
+
+class TrainingPrompt(PromptRow):
+    """A prompt that a model may train on.
+
+    Written by prepare (prompts_train.jsonl) and replay (prompts.jsonl). Read by annotate, ppo and
+    replay.
+
+    source: the data file or data set that the row is from; `replay` if an earlier round's replay
+    made it. badcase: the badcase or exploit that it was made against.
+    """
+
+    source: NotRequired[str]
+    badcase: NotRequired[str]
+
+
+class Demonstration(TrainingPrompt):
+    """A prompt with a response to imitate.
+
+    Written by prepare (sft_train.jsonl, sft_eval.jsonl) and replay (sft.jsonl). Read by sft,
+    reward, battery, capability, evaluate and replay.
+    """
+
+    completion: str
+
+
+class PairTexts(HasPrompt):
+    chosen: str
+    rejected: str
+
+
+class PreferencePair(TrainingPrompt, PairTexts):
+    """A prompt with two responses, of which the chosen one is better.
+
+    Written by prepare (pairs_train.jsonl, pairs_eval.jsonl), annotate (pairs_train.jsonl) and
+    replay (pairs.jsonl). Read by annotate, reward, battery, ppo (DPO) and replay.
+
+    margin: by how much chosen should score above rejected, more than 0. annotator: of a pair that
+    a judge labelled, the judge, the responses that it compared and their scores.
+    """
+
+    margin: NotRequired[float]
+    annotator: NotRequired[Metrics]
+
+
+class RewardScores(TypedDict):
+    """The calibrated scores of a held-out pair.
+
+    Written by reward (scores.jsonl). Read by battery and replay.
+    """
+
+    id: str
+    chosen: float
+    rejected: float
+
+
+class RolloutRow(PromptRow):
+    """An episode of PPO, or a sample of one of its alternatives.
+
+    Written by ppo (rollouts/*.jsonl.gz). Read by the next round's battery, by replay and by the
+    pages of the Prefect UI. Of a sum of rewards each part has its own key `score_<name>`.
+
+    update: from 1. score: calibrated reward score. reward: score less the penalties, before KL.
+    sentiment: by the lexicon, -1 to 1; never a reward. kl: nats per sequence from the SFT model.
+    kl_cost: the KL penalty, in the units of `reward`; only with PPO. length: tokens.
+    """
+
+    update: int
+    response: str
+    score: float
+    reward: float
+    sentiment: float
+    kl: float
+    kl_cost: NotRequired[float]
+    finish_reason: str
+    length: int
+
+
+class EvaluationSample(PromptRow):
+    """The responses of all evaluated models to one prompt.
+
+    Written by evaluate (samples.jsonl). Read by `rondo compare`, MLflow's tables and the report.
+    For each model (base, sft, ppo, champion), `<model>` is its response, `<model>_sentiment` the
+    lexicon's score and `<model>_score` the reward score.
+
+    sample: the number of the sample, from 0, if there are several per prompt.
+    """
+
+    sample: int
+    base: NotRequired[str]
+    sft: NotRequired[str]
+    ppo: NotRequired[str]
+    champion: NotRequired[str]
+    base_sentiment: NotRequired[float]
+    sft_sentiment: NotRequired[float]
+    ppo_sentiment: NotRequired[float]
+    champion_sentiment: NotRequired[float]
+    base_score: NotRequired[float]
+    sft_score: NotRequired[float]
+    ppo_score: NotRequired[float]
+    champion_score: NotRequired[float]
+
+
+TEXTS = ("prompt", "completion", *SIDES)  # keys of texts, in the order in which they are shown
+
+
+def responses_of(row: Mapping[str, object]) -> list[str]:
+    """The texts that follow the prompt: the completion, or chosen and rejected; [] of a prompt."""
+    return [str(row[name]) for name in TEXTS[1:] if name in row]
+
+
+AnyRow = TypeVar("AnyRow", bound=Mapping[str, object])
+
+
+def read_rows(
+    kind: type[AnyRow], path: Path, made_by: str, renamed: Mapping[str, str] | None = None
+) -> list[AnyRow]:
+    """Read the rows of a .jsonl or .jsonl.gz file.
+
+    Args:
+        kind: the rows' type, one of this module.
+        path: the file.
+        made_by: the command that makes the file, for the error message.
+        renamed: old keys, as older versions wrote them, and today's.
+
+    Raises:
+        BadInput: the file is missing, or a row lacks a required key.
+    """
+    required: frozenset[str] = vars(kind)["__required_keys__"]
+    rows = read_jsonl(path, made_by)
+    if renamed:
+        rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
+    for number, row in enumerate(rows, 1):
+        if missing := required - row.keys():
+            raise BadInput(
+                f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "
+                f"{kind.__name__} has; run `{made_by}` again"
+            )
+    return cast(list[AnyRow], rows)

@@ -1,0 +1,31 @@
+"""Rows read from files: required keys, and keys of older versions."""
+
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_jsonl
+from stages.lib.core.rows import PreferencePair, PromptRow, read_rows
+
+PAIR = {"id": "a", "prompt": "The sky", "chosen": " is blue", "rejected": " is red"}
+
+
+def test_rows_are_read_with_their_optional_keys(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    write_jsonl(path, [PAIR, PAIR | {"margin": 2.0}])
+    assert read_rows(PreferencePair, path, "make it") == [PAIR, PAIR | {"margin": 2.0}]
+
+
+def test_a_row_without_a_required_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    write_jsonl(path, [PAIR, {"id": "b", "prompt": "The sea", "chosen": " is wide"}])
+    with pytest.raises(BadInput, match=r"pairs\.jsonl: row 2 has no rejected, .*run `make it`"):
+        read_rows(PreferencePair, path, "make it")
+
+
+def test_a_renamed_key_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    write_jsonl(path, [{"id": "a", "text": "The sky"}])
+    rows = read_rows(PromptRow, path, "make it", {"text": "prompt"})
+    assert rows == [{"id": "a", "prompt": "The sky"}]
