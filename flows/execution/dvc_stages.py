@@ -89,7 +89,8 @@ def not_up_to_date(addresses: list[str]) -> set[str]:
     import networkx
 
     with open_repo() as repo:
-        changed, graph = set(repo.status(targets=addresses)), order_graph(repo)
+        # with targets, DVC would read dvc.yaml and dvc.lock once per target
+        changed, graph = set(repo.status()), order_graph(repo)
     return {
         address
         for address in addresses

@@ -128,7 +128,10 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def read_locks() -> dict[str, dict[str, Any]]:
     """The stages in dvc.lock by address: params, and deps and outs with their md5."""
     path = Path("dvc.lock")
-    return dict(yaml.safe_load(path.read_text())["stages"]) if path.exists() else {}
+    if not path.exists():
+        return {}
+    # libyaml's parser: each stage of each round is in this file, and each stage of a run reads it
+    return dict(yaml.load(path.read_text(), Loader=yaml.CSafeLoader)["stages"])
 
 
 def read_lock(address: str) -> dict[str, Any]:
