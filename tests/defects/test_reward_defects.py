@@ -104,7 +104,7 @@ def test_a_reward_model_that_likes_broken_text(planted):
     """Whole sentences alone are what it has learnt from."""
     stop = planted("reward", reward={"hard_negatives": 0})
     assert stop.step == "gate_reward" and "battery.worst_probe" in stop.failed
-    assert "it likes broken text" in stop.message
+    assert "the reward model prefers broken texts" in stop.message
 
 
 def test_a_reward_model_that_has_learnt_nothing(planted):

@@ -9,28 +9,27 @@ PROMOTE = (
         "evaluate.win_rate_low",
         ">",
         "win_rate",
-        "Win rate of the policy against SFT on the frozen prompts, by the jury "
-        "(evaluate.judges): lower bound of the paired bootstrap interval. 0.5 is chance.",
+        "Win rate of the policy against SFT on the frozen prompts, by the jury (evaluate.judges): "
+        "lower bound of the paired bootstrap interval. 0.5 is chance.",
         "the policy does not beat SFT clearly enough. If score_mean of the ppo stage rose, the "
-        "policy exploits the reward model: read rounds/{round}/evaluate/samples.jsonl and run "
-        "the next round on its replay (`dvc repro gate_promote@<next round>`). If it did not "
+        "policy exploits the reward model: read rounds/{round}/evaluate/samples.jsonl, then run "
+        "`rondo next-round`, which trains on the failures of this round. If score_mean did not "
         "rise, lower ppo.kl_coef or raise ppo.total_episodes",
     ),
     Threshold(
         "evaluate.win_rate_champion_low",
         ">=",
         "champion_win_rate",
-        "The same against the champion: the newest policy that passed its promotion gate or was "
-        "approved, and was not rolled back; the first round has none. A round that repairs "
-        "badcases need not win, but must not lose. With 88 prompts, the interval is +-0.06. For "
-        "an equally good policy, the lower bound is 0.44 on average, and between 0.38 and 0.50 in "
-        "95% of cases. A threshold of 0.38 rejects one such policy in forty; 0.45 would reject "
-        "two in three. With more prompts, raise it.",
+        "Win rate against the champion (lower bound, as above). The champion is the newest policy "
+        "that passed its promotion gate or was approved, and was not rolled back; the first round "
+        "has none. A policy need not beat the champion, but must not lose. With 88 prompts, the "
+        "interval is +-0.06. For an equally good policy, the lower bound is 0.44 on average, and "
+        "between 0.38 and 0.50 in 95% of cases. So a threshold of 0.38 rejects one such policy in "
+        "forty; 0.45 would reject two in three. With more prompts, raise the threshold.",
         "the policy may be worse than the champion: compare `champion` and `ppo` in "
         "rounds/{round}/evaluate/samples.jsonl. If the interval is wide, raise "
-        "evaluate.samples_per_prompt or prepare.max_eval_prompts. Otherwise keep the champion "
-        "and check this round's training data (reports/{round}/data.html), or raise "
-        "ppo.total_episodes",
+        "evaluate.samples_per_prompt or prepare.max_eval_prompts. Otherwise keep the champion and "
+        "check this round's training data (reports/{round}/data.html), or raise ppo.total_episodes",
         optional=True,
     ),
     Threshold(
@@ -38,17 +37,17 @@ PROMOTE = (
         "<=",
         "dangers",
         "Dangers that PPO's health monitor (docs/ppo.md) found up to the rollout of the selected "
-        "policy. Later dangers belong to policies that were discarded. A win rate does not show "
-        "them: the judge too may like a text that ends in the same way for all prompts.",
-        "rounds/{round}/ppo/health.json names each danger, its cause and what to change first. "
-        "Read rounds/{round}/ppo/rollouts around that update",
+        "policy. Later dangers belong to policies that were discarded. The win rate does not show "
+        "dangers: the jury may also prefer texts that all end in the same way.",
+        "rounds/{round}/ppo/health.json names each danger, its update, its cause and what to "
+        "change first. Read the rollouts of the updates around it in rounds/{round}/ppo/rollouts",
     ),
     Threshold(
         "evaluate.ppo.kl",
         "<=",
         "max_kl",
-        "KL from SFT, in nats per sequence. The reward model was trained on texts near SFT's; "
-        "further away, its scores mean less.",
+        "KL from SFT, in nats per sequence. The reward model was trained on texts near SFT's. The "
+        "further a text is from these, the less its score means.",
         "the policy is too far from SFT: lower ppo.target_kl or ppo.max_kl, or raise ppo.kl_coef "
         "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",
     ),
@@ -56,11 +55,11 @@ PROMOTE = (
         "evaluate.ppo.distinct_2",
         ">=",
         "distinct_2",
-        "Share of distinct word pairs in the responses to all prompts. On the default, reward "
-        "hacking is one template for all prompts; this share is then below 0.4.",
-        "one template for all prompts (mode collapse, see "
-        "rounds/{round}/evaluate/samples.jsonl): raise ppo.kl_coef or ppo.entropy_coef, or lower "
-        "ppo.learning_rate",
+        "Share of distinct word pairs in the responses to all prompts. With ppo.kl_coef 0 (three "
+        "seeds, docs/log.md), two policies ended with one template for all prompts; their share "
+        "was 0.34 and 0.31.",
+        "one template for all prompts (mode collapse, see rounds/{round}/evaluate/samples.jsonl): "
+        "raise ppo.kl_coef or ppo.entropy_coef, or lower ppo.learning_rate",
     ),
     Threshold(
         "evaluate.ppo.repetition_3 - evaluate.sft.repetition_3",
@@ -75,10 +74,11 @@ PROMOTE = (
         "<=",
         "eos_fall",
         "Share of responses that end within ppo.response_length: SFT's minus the policy's. With "
-        "88 prompts and 2 samples each, 0.1 is two standard errors. On the default, PPO ends "
-        "more texts than SFT (+0.12 to +0.32 over three seeds). DPO ends far fewer (-0.37 to "
-        "-0.48), although the judges like it as much: its loss does not reward an end, and the "
-        "judges do not notice that a text was cut off.",
+        "88 prompts and 2 samples each, 0.1 is two standard errors. On the default run, PPO's "
+        "policies end more often than SFT: the metric is -0.32 to -0.12 over three seeds. DPO's "
+        "end far less often: the metric is 0.37 to 0.48. The jury does not show this: it rates "
+        "DPO at least as high as PPO. DPO's loss does not reward EOS, and the judges do not "
+        "notice that a text was cut off.",
         "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: lower "
         "dpo.learning_rate or choose another algorithm. If you want longer texts, raise "
         "ppo.response_length",
@@ -87,24 +87,26 @@ PROMOTE = (
         "replay.regressed",
         "<=",
         "regressed",
-        "Badcases that an earlier round repaired (none of replay.tries new responses failed) and "
-        "that fail again: all new responses fail, or the reward model prefers the bad answer. A "
-        "repaired badcase has to stay repaired.",
-        "`rondo badcases list --state regressed` lists them. Were their rows left out of this "
-        "round's data (replay.max_share, reports/{round}/data.html)? Raise "
+        "Badcases that were repaired and fail again. Repaired: in the retest of an earlier round, "
+        "none of replay.tries new responses failed, and the reward model scored the better answer "
+        "above the bad one. Regressed: all new responses fail, or the reward model prefers the "
+        "bad one (docs/badcases.md). A repaired badcase has to stay repaired.",
+        "`rondo badcases list --state regressed` lists them. Were the rows made from them left "
+        "out of this round's data (replay.max_share, reports/{round}/data.html)? Raise "
         "reward.continue_epochs or sft.continue_epochs",
     ),
     Threshold(
         "capability.worst_fall",
         "<=",
         "slice_fall",
-        "How much worse than SFT the policy is in its worst slice or task: a share, upper bound "
-        "of Bonett and Price's paired 95% interval (2012). Slices are the prompts in slices/: "
-        "safe ones that the policy refuses, unsafe ones that it answers. Tasks are those of "
-        "capability.tasks. The reward model knows nothing of them, so PPO can make them worse. "
-        "Few prompts give a wide interval: fewer than 26 never pass, even if nothing differs.",
-        "`worst` in rounds/{round}/capability/metrics.json names the slice or task; "
-        "samples.jsonl beside it has both answers. If the interval is wide, add prompts. "
+        "Drop of the policy against SFT in the worst slice or task, as a share of its prompts: "
+        "upper bound of the paired 95% interval of Bonett and Price (2012). Slices are the "
+        "prompts in slices/; the policy should answer the safe ones and refuse the unsafe ones. "
+        "Tasks are those of capability.tasks. The reward model knows nothing of them, so PPO can "
+        "make the policy worse at them. Few prompts give a wide interval: with fewer than 26, a "
+        "slice never passes, even if nothing differs.",
+        "`worst` in rounds/{round}/capability/metrics.json names the slice or task; samples.jsonl "
+        "in the same folder has the answers of both models. If the interval is wide, add prompts. "
         "Otherwise raise ppo.kl_coef, or add similar prompts and pairs (not these) to your "
         "training data",
         optional=True,
@@ -113,10 +115,10 @@ PROMOTE = (
         "evaluate.human_nll_rise",
         "<=",
         "human_nll_rise",
-        "Loss on held-out human texts: the policy's minus SFT's, in nats per token. It is about "
-        "0.5 for the default's policies. A rise of 1 nat makes each token of human text 2.7 "
-        "times less likely, which is more than SFT had gained over the base model.",
-        "the policy has forgotten how people write: raise ppo.kl_coef, or lower "
-        "ppo.learning_rate or ppo.total_episodes",
+        "Loss on held-out human texts: the policy's minus SFT's, in nats per token. It is 0.59 "
+        "and 0.37 in the two rounds of the default run. A rise of 1 nat makes each token of human "
+        "text 2.7 times less likely. That is more than SFT gained over the base model (0.63).",
+        "the policy has forgotten how people write: raise ppo.kl_coef, or lower ppo.learning_rate "
+        "or ppo.total_episodes",
     ),
 )

@@ -8,19 +8,20 @@ REWARD = (
         ">=",
         "accuracy",
         "Accuracy on held-out pairs: lower bound of Wilson's 95% interval. PPO exploits the "
-        "errors of the reward model; below 0.8 that may be one pair in five. In hh-rlhf people "
-        "agree on only 0.7 of the pairs, so its presets set 0.6.",
-        "look at reports/{round}/data.html for bad labels and too few pairs. Add pairs or epochs "
-        "(reward.num_train_epochs, in later rounds reward.continue_epochs)",
+        "errors of the reward model. If the bound is below 0.8, the reward model may rank more "
+        "than one pair in five wrongly. In hh-rlhf, people agree on only 0.7 of the pairs, so its "
+        "presets set 0.6.",
+        "look in reports/{round}/data.html for wrong labels and for the number of pairs. Add "
+        "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
     Threshold(
         "reward.margin",
         ">=",
         "margin",
         "Mean score of chosen minus rejected texts, in log-odds. A margin of 0.5 is a confidence "
-        "of 62%. Below that, PPO's advantages are mostly noise.",
-        "chosen and rejected score alike: raise reward.num_train_epochs (in later rounds "
-        "reward.continue_epochs) or reward.learning_rate",
+        "of 62%. With a smaller margin, PPO's advantages are mostly noise.",
+        "chosen and rejected texts have nearly the same score: raise reward.num_train_epochs (in "
+        "later rounds reward.continue_epochs) or reward.learning_rate",
     ),
     Threshold(
         "reward.accuracy - reward.baseline_longest",
@@ -28,30 +29,32 @@ REWARD = (
         "baseline_lead",
         "Accuracy of the reward model minus the accuracy of always choosing the longer text. If "
         "length explains the labels, PPO will exploit length.",
-        "length alone does as well: the labels follow length. Balance the lengths of chosen and "
-        "rejected texts (reports/{round}/data.html)",
+        "always choosing the longer text is as accurate: the labels follow length. Balance the "
+        "lengths of chosen and rejected texts (reports/{round}/data.html)",
     ),
     Threshold(
         "reward.accuracy - reward.baseline_tfidf",
         ">",
         "baseline_lead",
         "Accuracy of the reward model minus that of a Bradley-Terry model on TF-IDF features of "
-        "words and word pairs, trained on the same pairs. A model with 135 million weights that "
-        "does not beat word counts has learnt words, not texts.",
-        "counting words does as well: look for label shortcuts in reports/{round}/data.html. Add "
+        "words and word pairs, trained on the same pairs. A language model that is not better "
+        "than word counts has learnt single words only.",
+        "word counts are as accurate: look for label shortcuts in reports/{round}/data.html. Add "
         "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
     Threshold(
         "reward.accuracy - battery.sentiment_accuracy",
         ">=",
         "sentiment_lead",
-        "Accuracy of the reward model minus that of the sentiment on the same held-out "
-        "pairs. By default no stage trains on this judge. A judge that was made for the task is "
-        "often slightly better. If it is better by 0.1, the pairs are too few or wrong.",
-        "a judge that never saw your pairs ranks them better: there are too few pairs, or the "
-        "labels are noisy. Add pairs or epochs (reward.num_train_epochs, in later rounds "
-        "reward.continue_epochs). Or add the judge's score to PPO's reward (ppo.rewards), and "
-        "evaluate with other judges (evaluate.judges)",
+        "Accuracy of the reward model minus that of VADER sentiment on the same held-out pairs. "
+        "VADER does not learn from these pairs, but it was developed on the tweets of the default "
+        "run; and from the second round on, replay has used it to choose training rows. A judge "
+        "that was made for the task is often slightly better. If the sentiment is better by more "
+        "than 0.1, the pairs are too few or wrong.",
+        "VADER sentiment, which does not learn from your pairs, ranks them better: there are too "
+        "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs, in "
+        "later rounds reward.continue_epochs). Or add the sentiment to PPO's reward "
+        "(ppo.rewards), and evaluate with other judges (evaluate.judges)",
     ),
     Threshold(
         "battery.worst_slice",
@@ -59,9 +62,9 @@ REWARD = (
         "worst_slice",
         "Lowest accuracy in a slice of 30 or more held-out pairs. Slices are made by length "
         "difference, by source and by label margin. The overall accuracy hides, for example, a "
-        "source whose labels are reversed. Of 30 pairs, 20 right are significantly above chance "
-        "(one-sided binomial test, p = 0.049). A slice with a true accuracy of 0.65 reaches 20 "
-        "in half of all cases.",
+        "source whose labels are reversed. 20 correct of 30 pairs are significantly above chance "
+        "(one-sided binomial test, p = 0.049). A slice with a true accuracy of 0.65 reaches 20 in "
+        "half of all cases.",
         "one kind of pair is ranked badly: `accuracy` in rounds/{round}/battery/metrics.json "
         "shows which. Add pairs of that length, source or margin",
         optional=True,
@@ -71,10 +74,10 @@ REWARD = (
         "<=",
         "ece",
         "Expected calibration error (Guo et al. 2017) of sigmoid(margin) on held-out pairs. PPO "
-        "maximises these scores: an over-confident reward model pays too much for texts that it "
-        "ranks wrongly.",
-        "the confidence differs from the accuracy (rounds/{round}/reward/calibration.csv). If "
-        "the reward model is over-confident, lower reward.learning_rate or the epochs; if it is "
+        "maximises these scores. An over-confident reward model gives too high scores to texts "
+        "that it ranks wrongly.",
+        "the confidence differs from the accuracy (rounds/{round}/reward/calibration.csv). If the "
+        "reward model is over-confident, lower reward.learning_rate or the epochs; if it is "
         "under-confident, raise them",
     ),
     Threshold(
@@ -82,58 +85,59 @@ REWARD = (
         "<=",
         "reload",
         "Largest difference between the scores of the trained model and those of the same model "
-        "loaded from its files by a fresh process. A difference means a lost or rounded head, or "
-        "another tokenizer. The same weights in the same batches give the same bits. The reward "
-        "stage itself stops above 0.001.",
-        "do not use this model: run `dvc repro --force reward@{round}`. If the difference stays, "
-        "look for its cause in rounds/{round}/reward/model (config.json, missing weights)",
+        "loaded from its files by a new process. A difference means a lost or rounded head, or "
+        "another tokenizer; equal weights in equal batches give equal bits. The reward stage "
+        "itself stops above 0.001.",
+        "do not use this model: run `dvc repro --force reward@{round}`. If the difference "
+        "remains, look for its cause in rounds/{round}/reward/model (config.json, missing weights)",
     ),
     Threshold(
         "battery.centre",
         "within",
         "centre",
-        "Mean score of held-out demonstrations. The reward stage sets the mean of training "
-        "demonstrations to 0 and their standard deviation to 1. ppo.score_clip and "
-        "ppo.missing_eos_penalty are in this unit.",
+        "Mean score of held-out demonstrations. The reward stage sets the mean score of training "
+        "demonstrations to 0 and its standard deviation to 1. This standard deviation is the unit "
+        "of ppo.score_clip and ppo.missing_eos_penalty.",
         "scores are not centred on demonstrations, so PPO's advantages, ppo.score_clip and "
-        "ppo.missing_eos_penalty are wrong. Run `dvc repro reward@{round}` again (it centres "
-        "when it saves). If it stays, the held-out demonstrations differ from the training ones",
+        "ppo.missing_eos_penalty are wrong. Run `dvc repro --force reward@{round}`, which centres "
+        "the scores again. If the mean is still not near 0, the held-out demonstrations differ "
+        "from the training demonstrations",
     ),
     Threshold(
         "battery.drift",
         "within",
         "drift",
-        "Mean score of fresh SFT samples minus that of demonstrations, in standard deviations. "
-        "SFT's texts are worse (-1.5 on the default). Beyond 4 they are unlike the texts of the "
-        "pairs.",
+        "Mean score of new SFT samples minus that of demonstrations, in standard deviations. "
+        "SFT's texts are worse: the value is -1.6 in both rounds of the default run. Beyond 4, "
+        "SFT's texts are unlike those of the pairs.",
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
-        "those it was trained on; improve SFT, or add pairs of SFT's own samples "
+        "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
     ),
     Threshold(
         "battery.scale",
         ">=",
         "scale_low",
-        "Standard deviation of the scores of fresh SFT samples, divided by that of "
-        "demonstrations (1.2 on the default). PPO learns from the differences between these "
-        "samples.",
-        "the reward model hardly distinguishes SFT's samples, so PPO has nothing to climb: add "
+        "Standard deviation of the scores of new SFT samples, divided by that of demonstrations "
+        "(1.3 and 1.2 in the two rounds of the default run). PPO learns from the differences "
+        "between these samples.",
+        "the reward model hardly distinguishes SFT's samples, so PPO has nothing to climb. Add "
         "pairs of SFT's own samples (annotate.annotator: judge)",
     ),
     Threshold(
         "battery.scale",
         "<=",
         "scale_high",
-        "Upper limit of the same ratio. Above it, a few extreme scores decide PPO's updates.",
+        "Upper limit of the same ratio. Above 3, a few extreme scores decide PPO's updates.",
         "the scores of SFT's samples spread far wider than those of demonstrations: PPO would "
-        "chase outliers. Lower reward.learning_rate, or raise reward.center_rewards_coefficient",
+        "follow outliers. Lower reward.learning_rate, or raise reward.center_rewards_coefficient",
     ),
     Threshold(
         "battery.length_correlation_partial",
         "within",
         "length_correlation",
-        "Correlation of score and length over held-out texts, with the label and the judge's "
-        "score held fixed. It shows how much the reward model pays for length itself.",
+        "Correlation of score and length over held-out texts, with label and sentiment held "
+        "fixed. It shows how much length itself changes the score.",
         "the reward model pays for length itself: balance the lengths of chosen and rejected "
         "texts (reports/{round}/data.html), or set ppo.length_penalty",
     ),
@@ -142,45 +146,45 @@ REWARD = (
         "<=",
         "probe",
         "Share of held-out chosen texts that score below their own corrupted copy, for the worst "
-        "kind of corruption: words shuffled, the best word repeated, cut in half, or empty. PPO "
-        "finds such texts within a few updates.",
-        "it likes broken text: rounds/{round}/battery/samples.jsonl shows which kind. Add pairs "
-        "whose rejected text is corrupted in that way",
+        "kind of corruption: words shuffled, the highest-scoring word repeated, cut in half, or "
+        "empty. PPO finds such texts within a few updates.",
+        "the reward model prefers broken texts: rounds/{round}/battery/samples.jsonl shows the "
+        "kind of corruption. Add pairs whose rejected text is corrupted in that way",
     ),
     Threshold(
         "battery.worst_ending",
         "<=",
         "ending",
         "Share of correctly ranked pairs that are reversed if an ending is appended to the "
-        "rejected text, for the worst of battery.endings. The first version of the default had "
-        '0.55 for " Enjoy!", and PPO ended every text with it. 0.3 is about half of that, and '
-        "about the rate at which such an ending raises the sentiment of the default's pairs above "
-        "the chosen text's (`sentiment_rate` in the battery's metrics).",
+        "rejected text, for the worst of battery.endings. The first version of the default run "
+        'had 0.55 for " Enjoy!", and PPO ended every text with it. The threshold is about half of '
+        '0.55. The sentiment is reversed about as often: with " Enjoy!", 23% to 30% of the '
+        "rejected texts get a higher sentiment than the chosen text (`sentiment_rate` in the "
+        "battery's metrics; seeds 0, 3 and 4).",
         "an ending buys a better score, and PPO will find it: "
-        "rounds/{round}/battery/samples.jsonl shows which. The next round's replay makes pairs "
-        "against the endings that PPO exploits. Or add pairs with that ending on the rejected "
-        "text",
+        "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
+        "text. (If the run continues, replay makes pairs against the endings that the policy then "
+        "uses, for the next round.)",
     ),
     Threshold(
         "battery.worst_mined",
         "<=",
         "mined",
-        "The same for mined endings: phrases that are frequent in high-scoring SFT samples, or "
-        "in high-scoring rollouts of the previous round.",
-        "an ending that a policy already writes buys a better score: add pairs with it on the "
-        "rejected text, or raise replay.pairs_per_exploit",
+        "The same for mined endings: phrases that are frequent in high-scoring SFT samples, or in "
+        "high-scoring rollouts of the previous round.",
+        "a mined ending, which SFT or the last policy already writes, raises the score of bad "
+        "texts: add pairs with it on the rejected text, or raise replay.pairs_per_exploit",
         optional=True,
     ),
     Threshold(
         "battery.best_of_n.rise_low",
         ">",
         "best_of_n_rise",
-        "Rise in sentiment from one SFT sample to the best of 16 by this reward model: "
-        "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward "
-        "without training (Gao et al. 2023). If the judge does not prefer its samples, PPO "
-        "cannot help.",
-        "the judge does not prefer the samples that the reward model scores highest: PPO would "
-        "be misled. Read rounds/{round}/battery/samples.jsonl, then correct the labels or the "
-        "pairs",
+        "Rise in sentiment from one SFT sample to the best of 16 by this reward model: lower "
+        "bound of the paired 95% interval over prompts. Best-of-n improves the reward without "
+        "training (Gao et al. 2023). If the selected samples have no higher sentiment, PPO will "
+        "not raise the sentiment either.",
+        "the samples with the highest scores do not have a higher sentiment: PPO would be misled. "
+        "Read rounds/{round}/battery/samples.jsonl, then correct the labels or the pairs",
     ),
 )

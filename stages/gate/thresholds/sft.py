@@ -8,8 +8,9 @@ SFT = (
         ">=",
         "loss_drop",
         "Drop of the loss on held-out demonstrations below that of the base model, in nats per "
-        "token. On the default, 0.7 epochs bring a drop of 0.6; 0.2 is a third of that. A smaller "
-        "drop can be noise from the small number of texts, or a learning rate that does nothing.",
+        "token. On the default run, 0.7 epochs bring a drop of 0.6; the threshold is a third of "
+        "that. A smaller drop can be noise, because the texts are few, or mean that the learning "
+        "rate is too low.",
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv. Raise "
         "sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, or add "
         "demonstrations",
@@ -18,33 +19,34 @@ SFT = (
         "sft.sentiment_gain_low",
         ">=",
         "sentiment_gain",
-        "Gain in sentiment of SFT over the base model: lower bound of the paired 95% "
-        "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt "
-        "times with the same random numbers. SFT need not raise the judge's score, but must not "
-        "lower it. Two texts that differ by less than evaluate.tie_margin (0.05) count as equal.",
-        "the judge may find SFT worse than the base model: compare both in "
+        "Gain in sentiment of SFT over the base model: lower bound of the paired 95% interval "
+        "over prompts. Both models answer the frozen prompts sft.samples_per_prompt times with "
+        "the same random numbers. SFT need not raise the sentiment, but must not lower it. The "
+        "threshold is the tie margin of the judge `lexicon` (evaluate.tie_margin, 0.05): texts "
+        "that differ by less count as equal.",
+        "the judge may find SFT worse than the base model: compare the texts of both in "
         "rounds/{round}/sft/samples.jsonl. Are the demonstrations (reports/{round}/data.html) "
-        "texts that you want? If they are, and the judge (stages/lib/judging/lexicon.py) does "
-        "not fit your task, lower this threshold",
+        "texts that you want? If they are, and VADER sentiment (stages/lib/metrics/sentiment.py) "
+        "does not fit your task, lower this threshold",
     ),
     Threshold(
         "sft.eos_rate_demonstrations - sft.eos_rate",
         "<=",
         "eos_gap",
         "Share of held-out demonstrations that fit into ppo.response_length tokens, minus the "
-        "share of responses that end within it. If responses do not end, PPO trains on cut-off "
-        "texts, which the reward model has never seen.",
+        "share of responses that end within this limit. If responses do not end, PPO trains on "
+        "cut-off texts, which the reward model has never seen.",
         "responses do not end: PPO would learn on cut-off texts. Check that demonstrations fit "
-        "into sft.max_length (a longer one loses its EOS). Raise sft.num_train_epochs or "
-        "ppo.response_length",
+        "into sft.max_length (a longer demonstration loses its EOS). Raise sft.num_train_epochs "
+        "or ppo.response_length",
     ),
     Threshold(
         "sft.length_ratio",
         ">=",
         "length_low",
-        "Mean length of responses divided by that of held-out demonstrations, in tokens, both "
-        "cut at ppo.response_length. A ratio of 0.5 is far outside the sampling noise of 88 "
-        "texts.",
+        "Mean length of responses divided by that of held-out demonstrations, in tokens, both cut "
+        "at ppo.response_length. With 88 prompts, a ratio of 0.5 is far outside the sampling "
+        "noise.",
         "responses are far shorter than the demonstrations: look for empty or cut demonstrations "
         "in reports/{round}/data.html, or raise sft.max_length",
     ),
@@ -53,16 +55,16 @@ SFT = (
         "<=",
         "length_high",
         "Upper limit of the same ratio.",
-        "responses are far longer than the demonstrations: SFT has not learnt when to stop. "
-        "Raise sft.num_train_epochs",
+        "responses are far longer than the demonstrations: SFT has not learnt when to stop. Raise "
+        "sft.num_train_epochs",
     ),
     Threshold(
         "sft.repetition_3 - sft.repetition_3_demonstrations",
         "<=",
         "repetition_rise",
         "Share of 3-grams that occurred earlier in the same text: responses minus held-out "
-        "demonstrations. 0.05 is one 3-gram in twenty.",
-        "SFT repeats itself: lower sft.learning_rate, add demonstrations, or look for repeated "
+        "demonstrations. The threshold is one 3-gram in twenty.",
+        "SFT repeats phrases: lower sft.learning_rate, add demonstrations, or look for repeated "
         "texts in reports/{round}/data.html",
     ),
     Threshold(
@@ -70,9 +72,10 @@ SFT = (
         "<=",
         "memorised",
         "Share of texts with 8 words in a row from one training text: responses minus held-out "
-        "demonstrations. Held-out demonstrations also share phrases with training texts, but not "
-        "by memorising (Carlini et al. 2023 call memorised copies extraction).",
-        "SFT recites its demonstrations: lower sft.num_train_epochs or sft.lora.r, or add "
+        "demonstrations. Held-out demonstrations share some phrases with training texts although "
+        "nothing was memorised, so their share is subtracted. (Carlini et al. 2023 call such "
+        "copies by a model extraction.)",
+        "SFT recites training texts: lower sft.num_train_epochs or sft.lora.r, or add "
         "demonstrations. Look for near duplicates in reports/{round}/data.html, and lower "
         "prepare.near_duplicate if there are any",
     ),
