@@ -42,9 +42,11 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
     assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] is None
     # the first run had a fork server of its own; what follows shares that of the tests
     monkeypatch.setenv(fork_server.VARIABLE, forking_python)
-    for name, code in (("r0", 3), ("r1", 0)):
-        run(*rondo, "approve", "promote", name, "--reason", "a test", cwd=clone)
-        run(*rondo, "run", cwd=clone, code=code)
+    run(*rondo, "approve", "promote", "r0", "--reason", "a test", cwd=clone)
+    run(*rondo, "run", cwd=clone, code=3)
+    run(*rondo, "approve", "promote", "r1", "--reason", "a test", cwd=clone)
+    output = run(forking_python, "-m", "dvc", "repro", cwd=clone)
+    assert "Running stage 'gate_promote@r1'" in output and output.count("Running stage") == 1
     assert read(clone / "rounds/r1/evaluate/metrics.json")["champion_round"] == "r0"
 
     # every stage of every round left its three files, and every gate its mark

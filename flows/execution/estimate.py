@@ -300,8 +300,11 @@ def _lora_flops(lora: LoraParams) -> float:
 def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]:
     """Lines to print: the speed of this machine, and time, memory and disk of the `waiting` stages.
 
-    Memory and disk that are not free are reported as warnings.
+    Memory and disk that are not free are reported as warnings. If no stage waits, nothing is
+    measured.
     """
+    if not waiting:
+        return [f"to do: nothing; all {len(addresses)} stages are up to date"]
     machine = measure()
     first_round = next(iter(params.rounds))
     first, later = (estimate(params, machine, continues) for continues in (False, True))

@@ -194,11 +194,10 @@ def with_the_flow(project: Path) -> dict[str, str]:
 
 
 def up(project: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    """`rondo up`, whose runs have fork servers of their own."""
+    """`rondo up`; its runs share the fork server of the tests."""
     command = [sys.executable, "-m", "flows.cli", "up", *arguments]
-    inherited = {name: value for name, value in os.environ.items() if name != fork_server.VARIABLE}
     return subprocess.Popen(
-        command, cwd=project, env={**inherited, **environment}, stdout=subprocess.PIPE, text=True
+        command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
     )
 
 

@@ -74,7 +74,7 @@ def test_one_more_sample_per_prompt_and_one_more_epoch_of_pairs_add_their_flops(
     assert seconds(algorithm="rloo", ppo=lora) > seconds(ppo={**lora, "num_ppo_epochs": 1})
 
 
-def test_auto_is_the_dtype_that_the_stages_choose() -> None:
+def test_auto_is_the_dtype_that_the_stages_choose(fast_processes: None) -> None:
     from stages.lib.core.params.shared import Dtype
     from stages.lib.lm.loading import resolve_dtype
 
@@ -82,13 +82,17 @@ def test_auto_is_the_dtype_that_the_stages_choose() -> None:
     assert estimate.dtype_of(params(model={"dtype": "float32"}), MACHINE) == "float32"
 
 
-def test_the_report_counts_waiting_stages_and_memory_grows_with_the_model() -> None:
+def test_the_report_counts_waiting_stages_and_memory_grows_with_the_model(
+    fast_processes: None,
+) -> None:
     addresses = ["assets", "sft@r0", "ppo@r0"]
     all_waiting, one_waiting = (
         estimate.report(Params(), addresses, waiting) for waiting in (set(addresses), {"sft@r0"})
     )
     assert "to do: 3 of 3 stages" in all_waiting[1]
     assert "to do: 1 of 3 stages" in one_waiting[1]
+    nothing = estimate.report(Params(), addresses, set())
+    assert nothing == ["to do: nothing; all 3 stages are up to date"]
     big = params(assets={"model": "Qwen/Qwen2.5-0.5B-Instruct"}, model={"dtype": "float32"})
     assert estimate.estimate(big, MACHINE).memory == pytest.approx(3 * 494e6 * 4 + 2.8e9)
     full = params(ppo={"lora": {"r": 0}, "critic_lora": {"r": 0}})
