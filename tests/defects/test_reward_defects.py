@@ -41,7 +41,7 @@ def test_labels_of_which_four_in_ten_are_wrong(planted):
     wrong = random.Random(0)
     stop = planted("assets", changed(lambda _, row: swapped(row) if wrong.random() < 0.4 else row))
     assert stop.step == "gate_reward" and "reward.accuracy_low" in stop.failed
-    assert "bad labels" in stop.message and "reports/r0/data.html" in stop.message
+    assert "wrong labels" in stop.message and "reports/r0/data.html" in stop.message
 
 
 def test_labels_that_follow_length(planted):
@@ -110,7 +110,7 @@ def test_a_reward_model_that_likes_broken_text(planted):
 def test_a_reward_model_that_has_learnt_nothing(planted):
     stop = planted("reward", reward={"learning_rate": 1e-6})
     assert stop.step == "gate_reward" and {"reward.accuracy_low", "reward.margin"} <= {*stop.failed}
-    assert "chosen and rejected score alike" in stop.message
+    assert "chosen and rejected texts have nearly the same score" in stop.message
 
 
 def test_scores_that_are_not_centred(planted):

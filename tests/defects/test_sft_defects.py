@@ -69,7 +69,7 @@ def test_training_texts_that_repeat_themselves(planted):
         stop.step == "gate_sft"
         and "sft.repetition_3 - sft.repetition_3_demonstrations" in stop.failed
     )
-    assert "SFT repeats itself" in stop.message
+    assert "SFT repeats phrases" in stop.message
 
 
 def test_a_few_training_texts_learnt_by_heart(planted):
@@ -95,4 +95,4 @@ def test_a_few_training_texts_learnt_by_heart(planted):
     ]
     stop = planted("assets", {"train_texts.jsonl": rows}, ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.memorised - sft.memorised_demonstrations" in stop.failed
-    assert "SFT recites its demonstrations" in stop.message
+    assert "SFT recites training texts" in stop.message
