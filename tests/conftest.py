@@ -3,8 +3,6 @@ beside each other.
 """
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from flows.execution import fork_server
+from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
 
 SLOWEST = (
@@ -94,24 +93,7 @@ def fast_processes(forking_python: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """The tracked and new files of the working tree as a repository of their own."""
-    folder = tmp_path / "clone"
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(
-        listed, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines():
-        if (ROOT / name).exists() and name != "dvc.lock":
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    for command in (
-        ["init", "-q"],
-        ["config", "user.name", "t"],
-        ["config", "user.email", "t@localhost"],
-        ["add", "-A"],
-    ):
-        subprocess.run(["git", *command], cwd=folder, check=True)
-    subprocess.run(["git", "commit", "-qm", "clone"], cwd=folder, check=True)
-    return folder
+    return clone_of_working_tree(tmp_path / "clone")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from flows.execution.dvc_stages import command_environment
 from flows.tracking.records import HEALTH
+from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
 from tests.servers import free_port, read_until, request, until
 
@@ -52,9 +54,19 @@ def page(browser: Browser) -> Iterator[Page]:
     shown.close()
 
 
-@pytest.fixture
-def servers(clone: Path) -> Iterator[tuple[str, str]]:
-    """`rondo up` in a clone: the addresses of Prefect and of MLflow."""
+@dataclass
+class Servers:
+    """`rondo up` in a clone of the working tree, and the addresses of Prefect and MLflow."""
+
+    clone: Path
+    prefect: str
+    mlflow: str
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Started once, since its start takes half a minute."""
+    clone = clone_of_working_tree(tmp_path_factory.mktemp("browser") / "clone")
     ports = {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port()}
     environment = command_environment() | ports | {"PYTHONPATH": str(clone), "PWD": str(clone)}
     command = [sys.executable, "-m", "flows.cli", "up"]
@@ -63,10 +75,8 @@ def servers(clone: Path) -> Iterator[tuple[str, str]]:
     )
     try:
         read_until(server, "Ctrl-C")
-        yield (
-            f"http://127.0.0.1:{ports['PREFECT_SERVER_API_PORT']}",
-            f"http://127.0.0.1:{ports['MLFLOW_PORT']}",
-        )
+        prefect = f"http://127.0.0.1:{ports['PREFECT_SERVER_API_PORT']}"
+        yield Servers(clone, prefect, f"http://127.0.0.1:{ports['MLFLOW_PORT']}")
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
@@ -84,6 +94,11 @@ def stages_of(folder: Path) -> list[psutil.Process]:
         for process in processes
         if str(process.info["cwd"]).startswith(str(folder / ".rondo/workspaces"))
     ]
+
+
+def workspaces(clone: Path) -> set[Path]:
+    """The worktrees of the runs so far."""
+    return set((clone / ".rondo/workspaces").glob("*"))
 
 
 class Ui:
@@ -156,12 +171,10 @@ class Ui:
         self.submit(modal)
 
 
-def test_a_run_from_the_form_to_the_report(
-    clone: Path, servers: tuple[str, str], page: Page
-) -> None:
-    prefect, mlflow = servers
-    ui = Ui(page, prefect)
+def test_a_run_from_the_form_to_the_report(servers: Servers, page: Page) -> None:
+    clone, ui = servers.clone, Ui(page, servers.prefect)
 
+    earlier, runs_before = workspaces(clone), ui.runs()
     # a bad value is refused in the form, with the reason; in a section that is folded away until
     # wanted too
     ui.form("rlhf-pipeline")
@@ -180,7 +193,7 @@ def test_a_run_from_the_form_to_the_report(
     ui.submit(status=409)
     expect(page.get_by_text("-1 is less than the minimum of 0").first).to_be_visible()
     shot(page, "form")
-    assert ui.runs() == []
+    assert ui.runs() == runs_before
 
     # a gate that asks suspends the run; a person approves, and it goes on to its end
     ui.rounds(1)
@@ -189,7 +202,7 @@ def test_a_run_from_the_form_to_the_report(
     ui.becomes(run, "Suspended")
     ui.approve("Ada", "the tiny model learns nothing, and need not")
     ui.becomes(run, "Completed")
-    [folder] = (clone / ".rondo/workspaces").iterdir()
+    [folder] = workspaces(clone) - earlier
     verdict = json.loads((folder / "reports/r0/gate_sft.json").read_text())
     assert verdict["may_continue"] and (
         verdict["approval"]["by"],
@@ -224,14 +237,13 @@ def test_a_run_from_the_form_to_the_report(
     )
 
     look_at_artifacts(page, ui, run)
-    look_at_mlflow(page, mlflow, folder.name)
+    look_at_mlflow(page, servers.mlflow, folder.name)
     look_at_the_report(page, folder / "reports/report.html")
 
 
-def test_a_run_that_is_cancelled_ends_its_stage(
-    clone: Path, servers: tuple[str, str], page: Page
-) -> None:
-    ui = Ui(page, servers[0])
+def test_a_run_that_is_cancelled_ends_its_stage(servers: Servers, page: Page) -> None:
+    clone, ui = servers.clone, Ui(page, servers.prefect)
+    earlier = workspaces(clone)
     ui.form("rlhf-pipeline")
     ui.fill(["sft.num_train_epochs=100000", "seed=1"])
     ui.submit()
@@ -244,7 +256,7 @@ def test_a_run_that_is_cancelled_ends_its_stage(
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
     until(lambda: not stages_of(clone))
     ui.becomes(run, "Cancelled")
-    [folder] = (clone / ".rondo/workspaces").iterdir()
+    [folder] = workspaces(clone) - earlier
     assert (folder / "params.yaml").read_text() != (
         clone / "params.yaml"
     ).read_text()  # it stays, for Retry
