@@ -39,14 +39,14 @@ def questions() -> str:
         "Did SFT learn the demonstrations?": f"{learnt}: held-out loss {sft['loss_before']:.2f} → "
         f"{sft['loss_after']:.2f} nats per token",
         "Can PPO trust the reward model?": "it ranks "
-        f"{percent(reward, 'accuracy')} of held-out human pairs correctly. A short text appended "
-        f"to the rejected response (an *ending*) can reverse a pair: the most harmful ending "
-        f"reverses {battery['worst_ending']:.0%} of the correctly ranked pairs in the first round, "
-        f"and {later_battery['worst_ending']:.0%} in the second",
+        f"{percent(reward, 'accuracy')} of held-out human pairs correctly. The most harmful "
+        f"*ending*, a short text appended to the rejected response, reverses "
+        f"{battery['worst_ending']:.0%} of these pairs (second round: "
+        f"{later_battery['worst_ending']:.0%})",
         "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: the "
-        f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT. The judges do "
-        f"not use the reward model. The KL from SFT is {evaluation['ppo']['kl']:.1f} nats",
-        "Is the policy of the second round better than that of the first round?": answer(
+        f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT. The KL "
+        f"from SFT is {evaluation['ppo']['kl']:.1f} nats",
+        "Is the second round's policy better than the first round's policy?": answer(
             later["win_rate_champion_low"], later["win_rate_champion_high"]
         )
         + f": it wins {percent(later, 'win_rate_champion')} of their comparisons",
