@@ -25,11 +25,13 @@ PROMOTE = (
         "has none. A policy need not beat the champion, but must not lose. With 88 prompts, the "
         "interval is +-0.06. For an equally good policy, the lower bound is 0.44 on average, and "
         "between 0.38 and 0.50 in 95% of cases. So a threshold of 0.38 rejects one equally good "
-        "policy in forty; a threshold of 0.45 would reject two in three. With more prompts, raise the threshold.",
+        "policy in forty; a threshold of 0.45 would reject two in three. With more prompts, raise "
+        "the threshold.",
         "the policy may be worse than the champion: compare `champion` and `ppo` in "
         "rounds/{round}/evaluate/samples.jsonl. If the interval is wide, raise "
         "evaluate.samples_per_prompt or prepare.max_eval_prompts. Otherwise keep the champion and "
-        "check this round's training data (reports/{round}/data.html), or raise ppo.total_episodes",
+        "check this round's training data (reports/{round}/data.html), or raise "
+        "ppo.total_episodes",
         optional=True,
     ),
     Threshold(
@@ -77,9 +79,9 @@ PROMOTE = (
         "Share of responses that end within ppo.response_length: SFT's minus the policy's. With "
         "88 prompts and 2 samples each, 0.1 is two standard errors. On the default run, PPO's "
         "policies end more often than SFT: the metric is -0.32 to -0.12 over three seeds. DPO's "
-        "policies end far less often: the metric is 0.37 to 0.48. The jury does not show this problem: it "
-        "rates DPO at least as high as PPO. DPO's loss does not reward EOS, and the judges do not "
-        "notice that a text was cut off.",
+        "policies end far less often: the metric is 0.37 to 0.48. The jury does not show this "
+        "problem: it rates DPO at least as high as PPO. DPO's loss does not reward EOS, and the "
+        "judges do not notice that a text was cut off.",
         "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: lower "
         "dpo.learning_rate or choose another algorithm. If you want longer texts, raise "
         "ppo.response_length",

@@ -89,15 +89,16 @@ REWARD = (
         "another tokenizer; equal weights in equal batches give equal bits. The reward stage "
         "itself stops above 0.001.",
         "do not use this model: run `dvc repro --force reward@{round}`. If the difference "
-        "remains, look for its cause in rounds/{round}/reward/model (config.json, missing weights)",
+        "remains, look for its cause in rounds/{round}/reward/model (config.json, missing "
+        "weights)",
     ),
     Threshold(
         "battery.centre",
         "within",
         "centre",
         "Mean score of held-out demonstrations. The reward stage sets the mean score of training "
-        "demonstrations to 0 and their standard deviation to 1. This standard deviation is the unit "
-        "of ppo.score_clip and ppo.missing_eos_penalty.",
+        "demonstrations to 0 and their standard deviation to 1. This standard deviation is the "
+        "unit of ppo.score_clip and ppo.missing_eos_penalty.",
         "scores are not centred on demonstrations, so PPO's advantages, ppo.score_clip and "
         "ppo.missing_eos_penalty are wrong. Run `dvc repro --force reward@{round}`, which centres "
         "the scores again. If the mean is still not near 0, the held-out demonstrations differ "
@@ -108,8 +109,8 @@ REWARD = (
         "within",
         "drift",
         "Mean score of new SFT samples minus that of demonstrations, in standard deviations of "
-        "the scores of demonstrations. SFT's texts score lower: the value is -1.6 in both rounds of the default run. Beyond 4, "
-        "SFT's texts are unlike those of the pairs.",
+        "the scores of demonstrations. SFT's texts score lower: the value is -1.6 in both rounds "
+        "of the default run. Beyond 4, SFT's texts are unlike those of the pairs.",
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
         "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
@@ -128,7 +129,8 @@ REWARD = (
         "battery.scale",
         "<=",
         "scale_high",
-        "Upper limit of the ratio in the row above. Above 3, a few extreme scores decide PPO's updates.",
+        "Upper limit of the ratio in the row above. Above 3, a few extreme scores decide PPO's "
+        "updates.",
         "the scores of SFT's samples spread far wider than those of demonstrations: PPO would "
         "follow outliers. Lower reward.learning_rate, or raise reward.center_rewards_coefficient",
     ),
@@ -162,7 +164,7 @@ REWARD = (
         'error about as often: with " Enjoy!", 23% to 30% of the rejected texts get a higher '
         "sentiment than the chosen text (`sentiment_rate` in the battery's metrics; seeds 0, 3 "
         "and 4).",
-        "an ending raises the score of bad texts, and PPO will find this ending: "
+        "an ending buys a better score, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "
         "that the policy uses.)",
@@ -171,8 +173,8 @@ REWARD = (
         "battery.worst_mined",
         "<=",
         "mined",
-        "The share of the row above, for mined endings. Mined endings are phrases that are frequent in high-scoring SFT samples, or in "
-        "high-scoring rollouts of the previous round.",
+        "The share of the row above, for mined endings. Mined endings are phrases that are "
+        "frequent in high-scoring SFT samples, or in high-scoring rollouts of the previous round.",
         "a mined ending, which SFT or the last policy already writes, raises the score of bad "
         "texts: add pairs with it on the rejected text, or raise replay.pairs_per_exploit",
         optional=True,
@@ -182,9 +184,9 @@ REWARD = (
         ">",
         "best_of_n_rise",
         "Sentiment of the SFT sample with the highest score of 16, minus that of one SFT sample: "
-        "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward without "
-        "training (Gao et al. 2023). If the selected samples have no higher sentiment, PPO will "
-        "not raise the sentiment either.",
+        "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward "
+        "without training (Gao et al. 2023). If the selected samples have no higher sentiment, "
+        "PPO will not raise the sentiment either.",
         "the samples with the highest scores do not have a higher sentiment: PPO would be misled. "
         "Read rounds/{round}/battery/samples.jsonl, then correct the labels or the pairs",
     ),

@@ -20,10 +20,10 @@ SFT = (
         ">=",
         "sentiment_gain",
         "Mean sentiment of the responses: SFT minus base model; lower bound of the paired 95% "
-        "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt times with "
-        "the same random numbers. SFT need not raise the sentiment, but must not lower it. The "
-        "threshold is the tie margin of the judge `lexicon` (evaluate.tie_margin, 0.05): two "
-        "texts count as equal if their sentiment differs by less.",
+        "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt "
+        "times with the same random numbers. SFT need not raise the sentiment, but must not lower "
+        "it. The threshold is the tie margin of the judge `lexicon` (evaluate.tie_margin, 0.05): "
+        "two texts count as equal if their sentiment differs by less.",
         "the responses of SFT may have a lower sentiment than those of the base model: compare "
         "both in rounds/{round}/sft/samples.jsonl. Are the demonstrations "
         "(reports/{round}/data.html) texts that you want? If they are, and VADER sentiment "
