@@ -41,7 +41,7 @@ def questions() -> str:
         "Can PPO trust the reward model?": "it ranks "
         f"{percent(reward, 'accuracy')} of held-out human pairs correctly. The most harmful "
         f"*ending*, a short text appended to the rejected response, reverses "
-        f"{battery['worst_ending']:.0%} of these pairs (second round: "
+        f"{battery['worst_ending']:.0%} of the correctly ranked pairs (second round: "
         f"{later_battery['worst_ending']:.0%})",
         "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: the "
         f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT. The KL "
