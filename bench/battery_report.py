@@ -26,7 +26,8 @@ after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 
 - Top left, probes: the share of good texts that score below their own corrupted copy. Endings: the
   share of correctly ranked pairs that are reversed if the ending is appended to the rejected text.
-  Bars are 95% intervals. A cross is the rate of the judge, the sentiment lexicon.
+  Bars are 95% intervals. A cross shows how often VADER sentiment makes the same error with an
+  ending.
 - Top right: accuracy by kind of pair.
 - Bottom left: scores by kind of text (median, quartiles, range; in standard deviations of
   demonstrations).
@@ -102,7 +103,7 @@ def draw_rates(axis: Axes, path: Path, columns: tuple[str, str], name: str, colo
 
 
 def draw_judge_crosses(axis: Axes, path: Path, colour: str) -> None:
-    """How often each ending reverses the judge."""
+    """How often each ending reverses VADER sentiment."""
     metrics = json.loads(path.read_text())
     texts, endings = metrics["endings_text"], metrics["endings"].values()
     rates = {

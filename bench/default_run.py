@@ -39,16 +39,17 @@ def questions() -> str:
         "Did SFT learn the demonstrations?": f"{learnt}: held-out loss {sft['loss_before']:.2f} → "
         f"{sft['loss_after']:.2f} nats per token",
         "Can PPO trust the reward model?": "it ranks "
-        f"{percent(reward, 'accuracy')} of held-out human pairs correctly; its worst ending, "
-        f"appended to the worse text, reverses {battery['worst_ending']:.0%} of these, and "
-        f"{later_battery['worst_ending']:.0%} after one round of replay",
-        "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: its "
-        f"policy wins {percent(evaluation, 'win_rate')} against SFT, by judges that are not the "
-        f"reward model, at a KL of {evaluation['ppo']['kl']:.1f} nats",
-        "Is the second round's policy better than the first's?": answer(
+        f"{percent(reward, 'accuracy')} of held-out human pairs correctly. The most harmful "
+        f"*ending*, a short text appended to the rejected response, reverses "
+        f"{battery['worst_ending']:.0%} of the correctly ranked pairs (second round: "
+        f"{later_battery['worst_ending']:.0%})",
+        "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: the "
+        f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT. The KL "
+        f"from SFT is {evaluation['ppo']['kl']:.1f} nats",
+        "Is the second round's policy better than the first round's policy?": answer(
             later["win_rate_champion_low"], later["win_rate_champion_high"]
         )
-        + f": it wins {percent(later, 'win_rate_champion')}",
+        + f": it wins {percent(later, 'win_rate_champion')} of their comparisons",
     }
     lines = ["| question | answer of the default run, with 95% intervals |", "|---|---|"]
     return "\n".join([*lines, *(f"| {title} | {text} |" for title, text in rows.items())]) + "\n"

@@ -41,7 +41,7 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
 
     stop = planted("assets", demonstrations(spoilt, held_out=True))
     assert stop.step == "gate_sft" and stop.failed == ("sft.sentiment_gain_low",)
-    assert "the judge may find SFT worse than the base model" in stop.message
+    assert "SFT may have a lower sentiment than those of the base model" in stop.message
 
 
 def test_demonstrations_that_are_cut_off_before_they_end(planted):

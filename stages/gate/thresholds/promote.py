@@ -24,21 +24,24 @@ PROMOTE = (
         "that passed its promotion gate or was approved, and was not rolled back; the first round "
         "has none. A policy need not beat the champion, but must not lose. With 88 prompts, the "
         "interval is +-0.06. For an equally good policy, the lower bound is 0.44 on average, and "
-        "between 0.38 and 0.50 in 95% of cases. So a threshold of 0.38 rejects one such policy in "
-        "forty; 0.45 would reject two in three. With more prompts, raise the threshold.",
+        "between 0.38 and 0.50 in 95% of cases. So a threshold of 0.38 rejects one equally good "
+        "policy in forty; a threshold of 0.45 would reject two in three. With more prompts, raise "
+        "the threshold.",
         "the policy may be worse than the champion: compare `champion` and `ppo` in "
         "rounds/{round}/evaluate/samples.jsonl. If the interval is wide, raise "
         "evaluate.samples_per_prompt or prepare.max_eval_prompts. Otherwise keep the champion and "
-        "check this round's training data (reports/{round}/data.html), or raise ppo.total_episodes",
+        "check this round's training data (reports/{round}/data.html), or raise "
+        "ppo.total_episodes",
         optional=True,
     ),
     Threshold(
         "ppo.dangers",
         "<=",
         "dangers",
-        "Dangers that PPO's health monitor (docs/ppo.md) found up to the rollout of the selected "
-        "policy. Later dangers belong to policies that were discarded. The win rate does not show "
-        "dangers: the jury may also prefer texts that all end in the same way.",
+        'Number of findings with the level "danger" in the report of PPO\'s health monitor '
+        "(docs/ppo.md), up to the rollout of the selected policy. Later dangers belong to "
+        "discarded policies. The win rate does not show dangers: the jury may also prefer texts "
+        "that all end in the same way.",
         "rounds/{round}/ppo/health.json names each danger, its update, its cause and what to "
         "change first. Read the rollouts of the updates around it in rounds/{round}/ppo/rollouts",
     ),
@@ -46,8 +49,8 @@ PROMOTE = (
         "evaluate.ppo.kl",
         "<=",
         "max_kl",
-        "KL from SFT, in nats per sequence. The reward model was trained on texts near SFT's. The "
-        "further a text is from these, the less its score means.",
+        "KL from SFT, in nats per sequence. The reward model was trained on texts like those of "
+        "SFT. Its scores are less reliable for texts that are unlike them.",
         "the policy is too far from SFT: lower ppo.target_kl or ppo.max_kl, or raise ppo.kl_coef "
         "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",
     ),
@@ -55,9 +58,9 @@ PROMOTE = (
         "evaluate.ppo.distinct_2",
         ">=",
         "distinct_2",
-        "Share of distinct word pairs in the responses to all prompts. With ppo.kl_coef 0 (three "
-        "seeds, docs/log.md), two policies ended with one template for all prompts; their share "
-        "was 0.34 and 0.31.",
+        "Share of distinct word pairs in the responses to all prompts. Three seeds were run with "
+        "ppo.kl_coef 0 (docs/log.md). Two of these policies wrote one template for all prompts; "
+        "their shares were 0.34 and 0.31.",
         "one template for all prompts (mode collapse, see rounds/{round}/evaluate/samples.jsonl): "
         "raise ppo.kl_coef or ppo.entropy_coef, or lower ppo.learning_rate",
     ),
@@ -76,9 +79,9 @@ PROMOTE = (
         "Share of responses that end within ppo.response_length: SFT's minus the policy's. With "
         "88 prompts and 2 samples each, 0.1 is two standard errors. On the default run, PPO's "
         "policies end more often than SFT: the metric is -0.32 to -0.12 over three seeds. DPO's "
-        "end far less often: the metric is 0.37 to 0.48. The jury does not show this: it rates "
-        "DPO at least as high as PPO. DPO's loss does not reward EOS, and the judges do not "
-        "notice that a text was cut off.",
+        "policies end far less often: the metric is 0.37 to 0.48. The jury does not show this "
+        "problem: it rates DPO at least as high as PPO. DPO's loss does not reward EOS, and the "
+        "judges do not notice that a text was cut off.",
         "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: lower "
         "dpo.learning_rate or choose another algorithm. If you want longer texts, raise "
         "ppo.response_length",
@@ -87,10 +90,11 @@ PROMOTE = (
         "replay.regressed",
         "<=",
         "regressed",
-        "Badcases that were repaired and fail again. Repaired: in the retest of an earlier round, "
-        "none of replay.tries new responses failed, and the reward model scored the better answer "
-        "above the bad one. Regressed: all new responses fail, or the reward model prefers the "
-        "bad one (docs/badcases.md). A repaired badcase has to stay repaired.",
+        "Number of badcases that were repaired and fail again. A badcase has a bad response and "
+        "usually a better answer (docs/badcases.md). It is repaired if, in the retest of a later "
+        "round, none of replay.tries new responses failed and the reward model scored the better "
+        "answer above the bad response. A repaired badcase regresses if all new responses fail, "
+        "or if the reward model prefers the bad response.",
         "`rondo badcases list --state regressed` lists them. Were the rows made from them left "
         "out of this round's data (replay.max_share, reports/{round}/data.html)? Raise "
         "reward.continue_epochs or sft.continue_epochs",
@@ -99,12 +103,12 @@ PROMOTE = (
         "capability.worst_fall",
         "<=",
         "slice_fall",
-        "Drop of the policy against SFT in the worst slice or task, as a share of its prompts: "
+        "Share of correct results: SFT minus policy, in the slice or task with the largest drop; "
         "upper bound of the paired 95% interval of Bonett and Price (2012). Slices are the "
-        "prompts in slices/; the policy should answer the safe ones and refuse the unsafe ones. "
-        "Tasks are those of capability.tasks. The reward model knows nothing of them, so PPO can "
-        "make the policy worse at them. Few prompts give a wide interval: with fewer than 26, a "
-        "slice never passes, even if nothing differs.",
+        "prompts in slices/: a model should answer safe prompts and refuse unsafe prompts. Tasks "
+        "are those of capability.tasks. The reward model was not trained on slices and tasks, so "
+        "PPO can make the policy worse at them. Few prompts give a wide interval: a slice with "
+        "fewer than 26 prompts never passes, even if both models agree everywhere.",
         "`worst` in rounds/{round}/capability/metrics.json names the slice or task; samples.jsonl "
         "in the same folder has the answers of both models. If the interval is wide, add prompts. "
         "Otherwise raise ppo.kl_coef, or add similar prompts and pairs (not these) to your "
@@ -115,9 +119,10 @@ PROMOTE = (
         "evaluate.human_nll_rise",
         "<=",
         "human_nll_rise",
-        "Loss on held-out human texts: the policy's minus SFT's, in nats per token. It is 0.59 "
+        "Loss on held-out human texts: policy minus SFT, in nats per token. The metric is 0.59 "
         "and 0.37 in the two rounds of the default run. A rise of 1 nat makes each token of human "
-        "text 2.7 times less likely. That is more than SFT gained over the base model (0.63).",
+        "text 2.7 times less likely. The threshold is above the gain of SFT over the base model "
+        "(0.63).",
         "the policy has forgotten how people write: raise ppo.kl_coef, or lower ppo.learning_rate "
         "or ppo.total_episodes",
     ),

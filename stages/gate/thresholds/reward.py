@@ -9,8 +9,8 @@ REWARD = (
         "accuracy",
         "Accuracy on held-out pairs: lower bound of Wilson's 95% interval. PPO exploits the "
         "errors of the reward model. If the bound is below 0.8, the reward model may rank more "
-        "than one pair in five wrongly. In hh-rlhf, people agree on only 0.7 of the pairs, so its "
-        "presets set 0.6.",
+        "than one pair in five wrongly. In hh-rlhf, people agree on only 0.7 of the pairs, so the "
+        "presets for hh-rlhf set 0.6.",
         "look in reports/{round}/data.html for wrong labels and for the number of pairs. Add "
         "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
@@ -27,7 +27,7 @@ REWARD = (
         "reward.accuracy - reward.baseline_longest",
         ">",
         "baseline_lead",
-        "Accuracy of the reward model minus the accuracy of always choosing the longer text. If "
+        "Accuracy of the reward model minus the accuracy if the longer text is always chosen. If "
         "length explains the labels, PPO will exploit length.",
         "always choosing the longer text is as accurate: the labels follow length. Balance the "
         "lengths of chosen and rejected texts (reports/{round}/data.html)",
@@ -48,9 +48,9 @@ REWARD = (
         "sentiment_lead",
         "Accuracy of the reward model minus that of VADER sentiment on the same held-out pairs. "
         "VADER does not learn from these pairs, but it was developed on the tweets of the default "
-        "run; and from the second round on, replay has used it to choose training rows. A judge "
-        "that was made for the task is often slightly better. If the sentiment is better by more "
-        "than 0.1, the pairs are too few or wrong.",
+        "run. From the second round on, replay has also used VADER to choose training rows. So "
+        "VADER can be slightly more accurate than the reward model. If VADER is more accurate by "
+        "more than 0.1, the pairs are too few or their labels are wrong.",
         "VADER sentiment, which does not learn from your pairs, ranks them better: there are too "
         "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs, in "
         "later rounds reward.continue_epochs). Or add the sentiment to PPO's reward "
@@ -63,8 +63,8 @@ REWARD = (
         "Lowest accuracy in a slice of 30 or more held-out pairs. Slices are made by length "
         "difference, by source and by label margin. The overall accuracy hides, for example, a "
         "source whose labels are reversed. 20 correct of 30 pairs are significantly above chance "
-        "(one-sided binomial test, p = 0.049). A slice with a true accuracy of 0.65 reaches 20 in "
-        "half of all cases.",
+        "(one-sided binomial test, p = 0.049). A slice with a true accuracy of 0.65 has at least "
+        "20 correct pairs in half of all cases.",
         "one kind of pair is ranked badly: `accuracy` in rounds/{round}/battery/metrics.json "
         "shows which. Add pairs of that length, source or margin",
         optional=True,
@@ -89,15 +89,16 @@ REWARD = (
         "another tokenizer; equal weights in equal batches give equal bits. The reward stage "
         "itself stops above 0.001.",
         "do not use this model: run `dvc repro --force reward@{round}`. If the difference "
-        "remains, look for its cause in rounds/{round}/reward/model (config.json, missing weights)",
+        "remains, look for its cause in rounds/{round}/reward/model (config.json, missing "
+        "weights)",
     ),
     Threshold(
         "battery.centre",
         "within",
         "centre",
         "Mean score of held-out demonstrations. The reward stage sets the mean score of training "
-        "demonstrations to 0 and its standard deviation to 1. This standard deviation is the unit "
-        "of ppo.score_clip and ppo.missing_eos_penalty.",
+        "demonstrations to 0 and their standard deviation to 1. This standard deviation is the "
+        "unit of ppo.score_clip and ppo.missing_eos_penalty.",
         "scores are not centred on demonstrations, so PPO's advantages, ppo.score_clip and "
         "ppo.missing_eos_penalty are wrong. Run `dvc repro --force reward@{round}`, which centres "
         "the scores again. If the mean is still not near 0, the held-out demonstrations differ "
@@ -107,9 +108,9 @@ REWARD = (
         "battery.drift",
         "within",
         "drift",
-        "Mean score of new SFT samples minus that of demonstrations, in standard deviations. "
-        "SFT's texts are worse: the value is -1.6 in both rounds of the default run. Beyond 4, "
-        "SFT's texts are unlike those of the pairs.",
+        "Mean score of new SFT samples minus that of demonstrations, in standard deviations of "
+        "the scores of demonstrations. SFT's texts score lower: the value is -1.6 in both rounds "
+        "of the default run. Beyond 4, SFT's texts are unlike those of the pairs.",
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
         "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
@@ -128,7 +129,8 @@ REWARD = (
         "battery.scale",
         "<=",
         "scale_high",
-        "Upper limit of the same ratio. Above 3, a few extreme scores decide PPO's updates.",
+        "Upper limit of the ratio in the row above. Above 3, a few extreme scores decide PPO's "
+        "updates.",
         "the scores of SFT's samples spread far wider than those of demonstrations: PPO would "
         "follow outliers. Lower reward.learning_rate, or raise reward.center_rewards_coefficient",
     ),
@@ -145,9 +147,9 @@ REWARD = (
         "battery.worst_probe",
         "<=",
         "probe",
-        "Share of held-out chosen texts that score below their own corrupted copy, for the worst "
-        "kind of corruption: words shuffled, the highest-scoring word repeated, cut in half, or "
-        "empty. PPO finds such texts within a few updates.",
+        "Share of held-out chosen texts that score below their own corrupted copy, for the kind "
+        "of corruption with the highest share. Kinds: words shuffled, the highest-scoring word "
+        "repeated, text cut in half, empty text. PPO finds such texts within a few updates.",
         "the reward model prefers broken texts: rounds/{round}/battery/samples.jsonl shows the "
         "kind of corruption. Add pairs whose rejected text is corrupted in that way",
     ),
@@ -155,23 +157,24 @@ REWARD = (
         "battery.worst_ending",
         "<=",
         "ending",
-        "Share of correctly ranked pairs that are reversed if an ending is appended to the "
-        "rejected text, for the worst of battery.endings. The first version of the default run "
-        'had 0.55 for " Enjoy!", and PPO ended every text with it. The threshold is about half of '
-        '0.55. The sentiment is reversed about as often: with " Enjoy!", 23% to 30% of the '
-        "rejected texts get a higher sentiment than the chosen text (`sentiment_rate` in the "
-        "battery's metrics; seeds 0, 3 and 4).",
-        "an ending buys a better score, and PPO will find it: "
+        "Share of correctly ranked held-out pairs that are reversed if an ending is appended to "
+        "the rejected text. The metric is the highest share over battery.endings. Before the "
+        'reward model learnt from such texts, the share was 0.55 for " Enjoy!", and PPO ended '
+        "every text with it. The threshold is about half of 0.55. VADER sentiment makes this "
+        'error about as often: with " Enjoy!", 23% to 30% of the rejected texts get a higher '
+        "sentiment than the chosen text (`sentiment_rate` in the battery's metrics; seeds 0, 3 "
+        "and 4).",
+        "an ending buys a better score, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
-        "text. (If the run continues, replay makes pairs against the endings that the policy then "
-        "uses, for the next round.)",
+        "text. (If the run continues, replay makes pairs for the next round against the endings "
+        "that the policy uses.)",
     ),
     Threshold(
         "battery.worst_mined",
         "<=",
         "mined",
-        "The same for mined endings: phrases that are frequent in high-scoring SFT samples, or in "
-        "high-scoring rollouts of the previous round.",
+        "The share of the row above, for mined endings. Mined endings are phrases that are "
+        "frequent in high-scoring SFT samples, or in high-scoring rollouts of the previous round.",
         "a mined ending, which SFT or the last policy already writes, raises the score of bad "
         "texts: add pairs with it on the rejected text, or raise replay.pairs_per_exploit",
         optional=True,
@@ -180,10 +183,10 @@ REWARD = (
         "battery.best_of_n.rise_low",
         ">",
         "best_of_n_rise",
-        "Rise in sentiment from one SFT sample to the best of 16 by this reward model: lower "
-        "bound of the paired 95% interval over prompts. Best-of-n improves the reward without "
-        "training (Gao et al. 2023). If the selected samples have no higher sentiment, PPO will "
-        "not raise the sentiment either.",
+        "Sentiment of the SFT sample with the highest score of 16, minus that of one SFT sample: "
+        "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward "
+        "without training (Gao et al. 2023). If the selected samples have no higher sentiment, "
+        "PPO will not raise the sentiment either.",
         "the samples with the highest scores do not have a higher sentiment: PPO would be misled. "
         "Read rounds/{round}/battery/samples.jsonl, then correct the labels or the pairs",
     ),

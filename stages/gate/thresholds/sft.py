@@ -7,10 +7,10 @@ SFT = (
         "sft.loss_before - sft.loss_after",
         ">=",
         "loss_drop",
-        "Drop of the loss on held-out demonstrations below that of the base model, in nats per "
-        "token. On the default run, 0.7 epochs bring a drop of 0.6; the threshold is a third of "
-        "that. A smaller drop can be noise, because the texts are few, or mean that the learning "
-        "rate is too low.",
+        "Loss on held-out demonstrations: base model minus SFT, in nats per token. On the default "
+        "run, 0.7 epochs lower the loss by 0.6; the threshold is a third of 0.6. A smaller drop "
+        "can be noise, because the texts are few. It can also mean that the learning rate is too "
+        "low.",
         "SFT learnt too little: look at rounds/{round}/sft/samples.jsonl and curves.csv. Raise "
         "sft.num_train_epochs (in later rounds sft.continue_epochs) or sft.learning_rate, or add "
         "demonstrations",
@@ -19,15 +19,15 @@ SFT = (
         "sft.sentiment_gain_low",
         ">=",
         "sentiment_gain",
-        "Gain in sentiment of SFT over the base model: lower bound of the paired 95% interval "
-        "over prompts. Both models answer the frozen prompts sft.samples_per_prompt times with "
-        "the same random numbers. SFT need not raise the sentiment, but must not lower it. The "
-        "threshold is the tie margin of the judge `lexicon` (evaluate.tie_margin, 0.05): texts "
-        "that differ by less count as equal.",
-        "the judge may find SFT worse than the base model: compare the texts of both in "
-        "rounds/{round}/sft/samples.jsonl. Are the demonstrations (reports/{round}/data.html) "
-        "texts that you want? If they are, and VADER sentiment (stages/lib/metrics/sentiment.py) "
-        "does not fit your task, lower this threshold",
+        "Mean sentiment of the responses: SFT minus base model; lower bound of the paired 95% "
+        "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt "
+        "times with the same random numbers. SFT need not raise the sentiment, but must not lower "
+        "it. The threshold is the tie margin of the judge `lexicon` (evaluate.tie_margin, 0.05): "
+        "two texts count as equal if their sentiment differs by less.",
+        "the responses of SFT may have a lower sentiment than those of the base model: compare "
+        "both in rounds/{round}/sft/samples.jsonl. Are the demonstrations "
+        "(reports/{round}/data.html) texts that you want? If they are, and VADER sentiment "
+        "(stages/lib/metrics/sentiment.py) does not fit your task, lower this threshold",
     ),
     Threshold(
         "sft.eos_rate_demonstrations - sft.eos_rate",
@@ -54,7 +54,7 @@ SFT = (
         "sft.length_ratio",
         "<=",
         "length_high",
-        "Upper limit of the same ratio.",
+        "Upper limit of the ratio in the row above.",
         "responses are far longer than the demonstrations: SFT has not learnt when to stop. Raise "
         "sft.num_train_epochs",
     ),
@@ -73,8 +73,8 @@ SFT = (
         "memorised",
         "Share of texts with 8 words in a row from one training text: responses minus held-out "
         "demonstrations. Held-out demonstrations share some phrases with training texts although "
-        "nothing was memorised, so their share is subtracted. (Carlini et al. 2023 call such "
-        "copies by a model extraction.)",
+        "nothing was memorised, so their share is subtracted. (Carlini et al. 2023 use the term "
+        '"extraction" if a model copies training text.)',
         "SFT recites training texts: lower sft.num_train_epochs or sft.lora.r, or add "
         "demonstrations. Look for near duplicates in reports/{round}/data.html, and lower "
         "prepare.near_duplicate if there are any",
