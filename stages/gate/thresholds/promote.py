@@ -119,10 +119,10 @@ PROMOTE = (
         "evaluate.human_nll_rise",
         "<=",
         "human_nll_rise",
-        "Loss on held-out human texts: policy minus SFT, in nats per token. The metric is 0.59 "
-        "and 0.37 in the two rounds of the default run. A rise of 1 nat makes each token of human "
-        "text 2.7 times less likely. The threshold is above the gain of SFT over the base model "
-        "(0.63).",
+        "Loss on held-out human texts: policy minus SFT, in nats per token. On two machines, "
+        "the metric is 0.37 to 0.59 in the rounds of the default run. A rise of 1 nat makes each "
+        "token of human text 2.7 times less likely. The threshold is above the gain of SFT over "
+        "the base model (0.63).",
         "the policy has forgotten how people write: raise ppo.kl_coef, or lower ppo.learning_rate "
         "or ppo.total_episodes",
     ),

@@ -109,8 +109,8 @@ REWARD = (
         "within",
         "drift",
         "Mean score of new SFT samples minus that of demonstrations, in standard deviations of "
-        "the scores of demonstrations. SFT's texts score lower: the value is -1.6 in both rounds "
-        "of the default run. Beyond 4, SFT's texts are unlike those of the pairs.",
+        "the scores of demonstrations. SFT's texts score lower: in the rounds of the default "
+        "run, the value is -1.7 to -1.6. Beyond 4, SFT's texts are unlike those of the pairs.",
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
         "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
@@ -120,7 +120,7 @@ REWARD = (
         ">=",
         "scale_low",
         "Standard deviation of the scores of new SFT samples, divided by that of demonstrations "
-        "(1.3 and 1.2 in the two rounds of the default run). PPO learns from the differences "
+        "(1.2 to 1.3 in the rounds of the default run). PPO learns from the differences "
         "between these samples.",
         "the reward model hardly distinguishes SFT's samples, so PPO has nothing to climb. Add "
         "pairs of SFT's own samples (annotate.annotator: judge)",
