@@ -22,7 +22,9 @@ $(STAMP): pyproject.toml requirements.lock
 	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 found: install one, or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing the locked dependencies into .venv (once; some minutes) ..."
-	@$(PIP) install --quiet -r requirements.lock
+	@$(PIP) install --quiet --no-compile -r requirements.lock
+	@# on all cores, which pip does not do; some packages ship files that no Python compiles
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	@$(PIP) install --quiet --no-deps -e .
 	@touch $@
 
