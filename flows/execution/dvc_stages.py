@@ -5,11 +5,12 @@ An address is DVC's name of a stage: `assets`, `sft@r0`.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flows.core.addresses import split_address
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
+from stages.lib.core.files import RESUME_STATE, work_dir
 
 ERROR_LINES = 15  # of a failed stage's output, in the error message
 
@@ -44,7 +46,7 @@ def open_repo() -> Iterator[Any]:
     from dvc.scm import SCMError
 
     try:
-        with Repo(".") as repo:
+        with Repo(".", _wait_for_lock=True) as repo:
             yield repo
     except (DvcException, SCMError) as error:
         raise BadInput(f"dvc: {error}") from None
@@ -138,13 +140,19 @@ def stage_environment() -> dict[str, str]:
     return {"GLIBC_TUNABLES": MALLOC, **command_environment()}
 
 
-def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Outcome:
+def run(
+    address: str,
+    on_line: Callable[[str], None],
+    force: bool = False,
+    around: AbstractContextManager[object] | None = None,
+) -> Outcome:
     """Bring one stage up to date with `dvc repro --single-item`.
 
     Args:
         address: DVC's name of the stage, e.g. `sft@r0`.
         on_line: is called with each line of the stage's output, as it is printed.
         force: run the stage even if nothing has changed.
+        around: is entered while DVC runs or restores the stage, but not if the stage is unchanged.
 
     Returns:
         Whether the stage ran, was restored from DVC's cache, or was unchanged.
@@ -172,10 +180,25 @@ def run(address: str, on_line: Callable[[str], None], force: bool = False) -> Ou
             on_line(line)
 
     flags = ["--single-item", *(["--force"] if force else [])]
-    code = stream(["dvc", "repro", *flags, address], sort_line)
+    # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold the
+    # lock for longer, and the outputs of a stage that cannot be recorded are lost.
+    command = ["dvc", "--wait-for-lock", "repro", *flags, address]
+    with around or nullcontext():
+        code = stream(command, sort_line)
     if code:
-        raise _failure(address, code, [*dvc_lines, *stage_lines], "\n".join(stage_lines))
+        raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
+    clear_resume_states(address)
     return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
+
+
+def clear_resume_states(address: str) -> None:
+    """Delete the states from which a killed stage resumes, after DVC has recorded its outputs.
+
+    The stage cannot do this itself: if DVC fails to record the outputs, the stage must resume.
+    """
+    stage, round_ = split_address(address)
+    for state in work_dir(round_, stage).glob(f"*/{RESUME_STATE}"):
+        shutil.rmtree(state.parent)
 
 
 def stream(module: list[str], on_line: Callable[[str], None]) -> int:
@@ -207,21 +230,22 @@ DVC_NOISE = re.compile(
     r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python "
     r"|(Updating|Generating) lock file|To track the changes with git|\s*git add "
     r"|To enable auto staging|\s*dvc config core.autostage|Use `dvc push`"
-    r"|Data and pipelines are up|ERROR: failed to reproduce .* exited with "
+    r"|Data and pipelines are up|ERROR: failed to reproduce .* exited with -?\d+$"
 )
+EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 
 
 # Errors whose message the stage has already printed; its exit code tells which one it was.
 ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable)}
 
 
-def _failure(address: str, code: int, output: list[str], message: str) -> RondoError:
+def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> RondoError:
     """The error of a failed `dvc repro`; `message`: the last lines that the stage printed.
 
-    DVC ends with 255 whatever the exit code of the stage was, but prints it: `exited with 3`.
+    DVC ends with 255 whatever the exit code of the stage was, but prints it last: `exited with 3`.
     """
-    codes = [int(number) for line in output for number in re.findall(r"exited with (-?\d+)", line)]
-    code = codes[-1] if codes else code
+    if match := EXIT_CODE.match(dvc_lines[-1] if dvc_lines else ""):
+        code = int(match[1])
     stage, round_ = split_address(address)
     if code == GateFailed.exit_code:
         checks = gate_message(round_, stage.removeprefix("gate_"))

@@ -87,7 +87,6 @@ def main(params: Params, round_: str) -> None:
     )
     metrics = summary(run)
     run.recorder.finish(metrics)
-    run.resume.clear()
     kept = run.selector.best
     print(
         f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; "

@@ -21,6 +21,7 @@ REPORTS = Path("reports")
 GATES = Path("gates")
 ASSETS = Path("assets")
 WORK = Path(".rondo/work")
+RESUME_STATE = "state.pt"  # in a folder of WORK: from it, a killed stage resumes
 JUDGE_CACHE = Path(".rondo/judge_cache")  # answers of language-model judges, for all rounds
 
 

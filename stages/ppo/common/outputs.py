@@ -1,5 +1,6 @@
 """Rollout rows, their metrics, and the output folders; the same for PPO and its alternatives."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,11 +65,23 @@ def rollout_rows(
 
 
 def publish_outputs(work: Path, folder: Path) -> None:
-    """Copy checkpoints and rollouts from the work folder to the stage's folder."""
-    for name in ("checkpoints", "rollouts"):
+    """Make checkpoints and rollouts of the work folder outputs of the stage.
+
+    Checkpoints are hard links, since they take up to gigabytes and no file of them changes any
+    more. Rollouts are copied: a resumed run opens them for appending.
+    """
+    for name, copy in (("checkpoints", link_or_copy), ("rollouts", shutil.copy2)):
         shutil.rmtree(folder / name, ignore_errors=True)
         (work / name).mkdir(exist_ok=True)
-        shutil.copytree(work / name, folder / name)
+        shutil.copytree(work / name, folder / name, copy_function=copy)
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """A hard link, or a copy if the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def describe_rows(rows: list[RolloutRow]) -> dict[str, float]:

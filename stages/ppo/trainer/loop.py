@@ -93,7 +93,8 @@ class TrainingRun:
             if trainer.updates % self.params.save_updates == 0:
                 folder = self.work / "checkpoints" / f"step_{trainer.updates:05d}"
                 save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
-            if trainer.updates % self.params.resume_updates == 0:
+            ended = trainer.updates == trainer.planned_updates or self.stopped
+            if trainer.updates % self.params.resume_updates == 0 or ended:
                 self.resume.save(self.state())
 
     def validation_is_due(self) -> bool:

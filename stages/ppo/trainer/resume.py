@@ -1,8 +1,9 @@
 """Resume state: a killed run continues from it, with the same bits as an uninterrupted run.
 
 The state is in the work folder, because DVC deletes a stage's outputs before it runs the stage
-again. It contains everything that the next update and the outputs depend on, and is deleted when
-the stage has ended.
+again. It contains everything that the next update and the outputs depend on. It is deleted after
+DVC has recorded the outputs (flows/execution/dvc_stages.py), so that a stage whose outputs could
+not be recorded has nothing to compute again.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from stages.lib.core.files import RESUME_STATE
 from stages.lib.core.types import Metrics, StateDict
 
 
@@ -24,7 +26,7 @@ class Resume:
     def __init__(self, work: Path, identity: Metrics) -> None:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.folder = work / digest[:12]
-        self.path = self.folder / "state.pt"
+        self.path = self.folder / RESUME_STATE
 
     def load(self) -> StateDict | None:
         """The last saved state, None if this run has none."""

@@ -5,14 +5,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import zc.lockfile
+from dvc.lock import DEFAULT_TIMEOUT
 
 from flows.core import config
 from flows.execution import dvc_stages
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
+from stages.lib.core.files import write_text
 from tests.servers import until
 
 
@@ -125,3 +131,60 @@ def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
     parent.wait()
     until(lambda: not stage_processes(project))
     assert stage_processes(project) == []
+
+
+def test_the_error_of_a_stage_is_its_exit_code_whatever_it_printed(project: Path) -> None:
+    set_params("sft.max_steps=4")
+    with pytest.raises(BadInput, match="worker exited with 4"):
+        run_to("sft@r0")
+
+
+@contextmanager
+def dvc_is_locked(project: Path) -> Iterator[None]:
+    """As while another `dvc`, e.g. `dvc push`, runs in this folder."""
+    lock = zc.lockfile.LockFile(str(project / ".dvc/tmp/lock"))
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def test_a_stage_that_ends_while_dvc_is_locked_is_recorded_when_it_is_free(project: Path) -> None:
+    set_params("sft.max_steps=5")  # ends when the file `go` is there
+    run_to("prepare@r0")
+
+    def lock_for_longer_than_dvc_waits_by_default() -> None:
+        until(lambda: (project / "rounds/r0/sft/metrics.jsonl").exists())
+        with dvc_is_locked(project):
+            (project / "go").touch()
+            time.sleep(DEFAULT_TIMEOUT + 2)
+
+    other = threading.Thread(target=lock_for_longer_than_dvc_waits_by_default)
+    other.start()
+    outcome = dvc_stages.run("sft@r0", print)
+    other.join()
+    assert outcome == dvc_stages.Outcome.ran
+    assert dvc_stages.run("sft@r0", print) == dvc_stages.Outcome.unchanged
+
+
+def test_whether_a_stage_is_up_to_date_waits_for_dvc(project: Path) -> None:
+    run_to("prepare@r0")
+    other = threading.Timer(DEFAULT_TIMEOUT + 2, lambda: locked.__exit__(None, None, None))
+    locked = dvc_is_locked(project)
+    locked.__enter__()
+    other.start()
+    assert dvc_stages.up_to_date("prepare@r0")
+
+
+def test_a_stage_can_resume_until_dvc_has_recorded_its_outputs(project: Path) -> None:
+    states = [project / f".rondo/work/r0/sft/{run}/state.pt" for run in ("this", "killed-before")]
+    for state in states:
+        write_text(state, "update 7")
+    set_params("sft.max_steps=3")
+    with pytest.raises(RondoError):
+        run_to("sft@r0")
+    assert all(state.exists() for state in states)
+    set_params("sft.max_steps=6")
+    assert dvc_stages.run("sft@r0", print) == dvc_stages.Outcome.ran
+    assert not any(state.parent.exists() for state in states)
+    assert (project / ".rondo/work/r0/sft/clock.jsonl").exists()

@@ -92,7 +92,10 @@ def test_killed_at_three_moments_and_started_again(make_round):
     kill_after(UPDATES - 1, signal.SIGKILL)
     assert "resumes from here" in finish()
     assert outputs() == expected
-    assert not list(Path(".rondo/work/r0/ppo").glob("*/"))
+    # DVC could not record the outputs: the run ends again, without another update
+    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+    assert f"step {UPDATES}/{UPDATES}  eta 0:00  resumes from here" in finish()
+    assert outputs() == expected
 
 
 def test_a_state_of_another_run_is_ignored(tmp_path):

@@ -1,0 +1,149 @@
+"""`rondo run` against a real Prefect server: retries of a stage, and compute slots."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.orchestration import retries
+from flows.orchestration.concurrency import LIMIT
+from flows.orchestration.server import prefect_environment
+from stages.lib.core.errors import BadInput
+from tests.paths import ROOT
+from tests.servers import free_port, read_until, request, until
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for all tests of this file: starting it takes most of the time."""
+    port = free_port()
+    environment = os.environ | prefect_environment(tmp_path_factory.mktemp("prefect"))
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    with open(os.devnull, "w") as nowhere:
+        server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
+    try:
+        until(lambda: listens(f"http://127.0.0.1:{port}/api/health"), 300)
+        yield f"http://127.0.0.1:{port}/api"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def listens(url: str) -> bool:
+    try:
+        return bool(request(url))
+    except OSError:
+        return False
+
+
+def start_run(project: Path, api: str, setting: str, waits: str = "") -> "subprocess.Popen[str]":
+    environment = {
+        "RONDO_NETWORK_WAITS": waits,
+        "MLFLOW_TRACKING_URI": "off",
+        "PREFECT_API_URL": api,
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "run", "--set", setting],
+        cwd=project,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rondo_run(
+    project: Path, api: str, setting: str, waits: str
+) -> subprocess.CompletedProcess[str]:
+    run = start_run(project, api, setting, waits)
+    stdout, stderr = run.communicate(timeout=600)
+    return subprocess.CompletedProcess(run.args, run.returncode, stdout, stderr)
+
+
+def count_tries(done: subprocess.CompletedProcess[str]) -> int:
+    return done.stdout.count("[sft@r0] step 1/3")
+
+
+def states(api: str, address: str) -> set[str]:
+    """The names of all states that a stage had."""
+    runs = [run["id"] for run in request(f"{api}/task_runs/filter", {}) if run["name"] == address]
+    return {
+        state["name"]
+        for run in runs
+        for state in request(f"{api}/task_run_states/?task_run_id={run}")
+    }
+
+
+def test_an_unreachable_server_is_tried_a_second_time(project: Path, api: str) -> None:
+    done = rondo_run(project, api, "sft.max_steps=7", "1")
+    assert done.returncode == 0, done.stderr
+    assert (
+        count_tries(done) == 2
+        and "[sft@r0] out of reach at try 1 of 2: tried again in 1 s" in done.stdout
+    )
+    assert "[evaluate@r0] ran" in done.stdout
+    # the server may record states with a delay
+    until(lambda: {"AwaitingRetry", "Completed"} <= states(api, "sft@r0"))
+
+
+def test_a_server_that_stays_unreachable_ends_the_run_with_4(project: Path, api: str) -> None:
+    done = rondo_run(project, api, "sft.max_steps=8", "0,1")
+    assert done.returncode == 4
+    assert (
+        count_tries(done) == 3
+        and "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
+    )
+    assert "[gate_sft@r0]" not in done.stdout
+    assert "rondo: Unreachable: sft@r0: " in done.stderr and "no answer" in done.stderr
+
+
+def test_another_failure_is_not_retried(project: Path, api: str) -> None:
+    done = rondo_run(project, api, "sft.max_steps=1", "0,0")
+    assert done.returncode == 2
+    assert count_tries(done) == 1 and "tried again" not in done.stdout
+    assert "rondo: BadInput: sft@r0: " in done.stderr and "rows missing" in done.stderr
+
+
+def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RONDO_NETWORK_WAITS", raising=False)
+    assert retries.retry_delays() == [10, 60, 300]
+    for value, expected in (("", []), ("1, 0.5", [1, 0.5])):
+        monkeypatch.setenv("RONDO_NETWORK_WAITS", value)
+        assert retries.retry_delays() == expected
+    for value in ("soon", "1,-2", "inf"):
+        monkeypatch.setenv("RONDO_NETWORK_WAITS", value)
+        with pytest.raises(BadInput, match=rf"RONDO_NETWORK_WAITS={value}: expected seconds"):
+            retries.retry_delays()
+
+
+def test_only_stages_that_compute_wait_for_a_slot(project: Path, api: str) -> None:
+    assert rondo_run(project, api, "seed=0", "").returncode == 0
+    slot = {"names": [LIMIT], "slots": 1, "mode": "concurrency", "lease_duration": 600}
+    lease = request(f"{api}/v2/concurrency_limits/increment-with-lease", slot)["lease_id"]
+
+    # the gate runs, all other stages are unchanged
+    done = rondo_run(project, api, "gates.sft.loss_drop=0.1", "")
+    assert done.returncode == 0, done.stderr
+    assert "[gate_sft@r0] ran" in done.stdout and "waiting" not in done.stdout
+
+    run = start_run(project, api, "seed=1")
+    waiting = read_until(run, "waiting: other runs use 1 of 1 slots")
+    assert "step" not in waiting
+    request(f"{api}/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})
+    stdout, stderr = run.communicate(timeout=600)
+    assert run.returncode == 0, stderr
+    assert "[prepare@r0] ran" in stdout
