@@ -298,6 +298,7 @@ def promote(options: argparse.Namespace) -> int:
     from flows.core.git import current_user
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
+    from flows.tracking.outbox import Outbox
 
     if options.reason and not options.rollback:
         raise BadInput("--reason is only for a rollback: add --rollback")
@@ -305,8 +306,8 @@ def promote(options: argparse.Namespace) -> int:
         if options.rollback:
             model_registry.roll_back(client, options.by or current_user(), options.reason)
         print(model_registry.describe(client))
-    if (unsent := HOME / "unsent.jsonl").exists():
-        print(f"{unsent} is sent with the next run: MLflow may not have the last promotion yet")
+    if Outbox(HOME / "outbox").waiting():
+        print(f"{HOME / 'outbox'} is sent with the next run: MLflow may lack the last promotion")
     return 0
 
 

@@ -7,8 +7,8 @@ Prefect UI through the deployments in prefect.yaml, with the same parameters.
 import json
 import logging
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,8 @@ from prefect.runtime import flow_run, task_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
+from flows.core.addresses import split_address
+from flows.core.bookkeeping import bookkeeping
 from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.core.git import revision
 from flows.core.services import LogLine
@@ -30,7 +32,7 @@ from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
 from flows.report import page, summary
 from flows.tracking import provenance
-from flows.tracking.mlflow_store import open_tracker
+from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.files import write_json
@@ -41,6 +43,7 @@ PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_na
 # 0 stands for "not set": if null were allowed, the form in the Prefect UI could not show why a
 # value is invalid.
 Rounds = Annotated[int, Field(ge=0)]
+QUICK_STAGES = {"champion", "gate_sft", "gate_reward", "gate_promote"}  # wait for no slot
 RETRY_DELAYS = retries.retry_delays()  # seconds
 
 
@@ -71,7 +74,7 @@ def run_stage(
 
     The run's page shows the progress of the stage and, at its end, its results. If the network or a
     remote server was unreachable, Prefect retries the task after a delay; other runs may compute in
-    the meantime.
+    the meantime. What records or shows the results neither fails the stage nor keeps the slot.
     """
     log = make_logger()
     run_artifacts = artifacts.RunArtifacts(address, log)
@@ -81,27 +84,35 @@ def run_stage(
         tracker.progress()
         run_artifacts.line(line)
 
-    with concurrency.compute_slot(log):
-        tracker.start(address)
-        result, meter = "failed", energy.Meter(energy.counters())
-        try:
-            with meter:
-                outcome = dvc_stages.run(address, on_line, force)
-            result = outcome.value
-            log(f"[{address}] {result}")
-            return outcome
-        except Unreachable:
-            attempt, attempts = task_run.run_count, 1 + len(RETRY_DELAYS)
-            retry = "not tried again"
-            if attempt < attempts:
-                retry = f"tried again in {RETRY_DELAYS[attempt - 1]:g} s"
-            log(f"[{address}] out of reach at try {attempt} of {attempts}: {retry}")
-            raise
-        finally:
+    tracker.start(address)
+    result, meter = "failed", energy.Meter(energy.counters())
+    try:
+        outcome = dvc_stages.run(address, on_line, force, around=computing(address, meter, log))
+        result = outcome.value
+        log(f"[{address}] {result}")
+        return outcome
+    except Unreachable:
+        attempt, attempts = task_run.run_count, 1 + len(RETRY_DELAYS)
+        retry = "not tried again"
+        if attempt < attempts:
+            retry = f"tried again in {RETRY_DELAYS[attempt - 1]:g} s"
+        log(f"[{address}] out of reach at try {attempt} of {attempts}: {retry}")
+        raise
+    finally:
+        with bookkeeping(f"recording {address} in MLflow", log):
             tracker.finish(result)
-            if result == dvc_stages.Outcome.ran.value:
+        if result == dvc_stages.Outcome.ran.value:
+            with bookkeeping(f"recording the provenance of {address}", log):
                 provenance.record_provenance(address, run_ref, tracker.page(address), meter)
-            run_artifacts.end(result)
+        run_artifacts.end(result)
+
+
+@contextmanager
+def computing(address: str, meter: energy.Meter, log: LogLine) -> Iterator[None]:
+    """Measure a stage while it computes; all but quick stages wait for a compute slot first."""
+    quick = split_address(address)[0] in QUICK_STAGES
+    with nullcontext() if quick else concurrency.compute_slot(log), meter:
+        yield
 
 
 def report_page(rounds: list[str]) -> str:
@@ -218,8 +229,9 @@ def pipeline(
         if changed:
             log(f"data files changed since the last run: {', '.join(changed)}")
             todo = set(addresses)  # all stages depend on assets
-        for line in estimate.report(params, addresses, todo):
-            log(line)
+        with bookkeeping("the estimate of time and memory", log):
+            for line in estimate.report(params, addresses, todo):
+                log(line)
         # 4. Run the stages.
         run_ref = provenance.RunRef(run, revision())
         tags = {"revision": run_ref.revision, "seed": str(params.seed), "preset": preset}
@@ -233,6 +245,7 @@ def pipeline(
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))
         except Pause:
+            tracker.flush()
             raise  # the flow starts again from the top when a person has decided
         except BaseException:
             close(run, names, remaining, tracker, log, bool(todo))
@@ -286,15 +299,17 @@ def close(
         remaining: the stages that did not run.
         changed: whether there were stages to run; if not, an existing report is still valid.
     """
-    summary.write(rounds)
-    log(summary.text(rounds))
+    with bookkeeping("the summary", log):
+        summary.write(rounds)
+        log(summary.text(rounds))
     if changed or not page.REPORT.exists():
         log(report_page(rounds))
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
-    tracker.close(not remaining, {path.name: path.read_text() for path in files})
-    with artifacts.ignore_ui_errors("summary", log):
+    with bookkeeping("recording the run", log):
+        tracker.close(not remaining, {path.name: path.read_text("utf-8") for path in files})
+    with bookkeeping("showing the summary in Prefect", log):
         create_markdown_artifact(
-            summary.SUMMARY.read_text(), key="summary", description=f"Run {run}"
+            summary.SUMMARY.read_text("utf-8"), key="summary", description=f"Run {run}"
         )
     if page.REPORT.exists():
         url = tracker.page(text=page.REPORT.name)
@@ -309,7 +324,7 @@ def close(
 def link(url: str | None, key: str, text: str, log: LogLine) -> None:
     """Show a link on the run's page in Prefect; nothing if there is no URL."""
     if url:
-        with artifacts.ignore_ui_errors(key, log):
+        with bookkeeping(f"showing the link {key} in Prefect", log):
             create_link_artifact(url, link_text=text, key=key, description=text)
 
 

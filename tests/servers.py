@@ -22,7 +22,7 @@ def request(url: str, body: dict[str, Any] | None = None) -> Any:
             with urllib.request.urlopen(
                 urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60
             ) as answer:
-                return json.load(answer)
+                return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
             if error.code != 503:  # Prefect on sqlite asks to come again when it is busy
                 raise

@@ -20,7 +20,7 @@ from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
 from flows.orchestration import concurrency
 from flows.pipeline import home_folder, make_logger
-from flows.tracking.mlflow_store import open_tracker
+from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import metric_name
@@ -51,7 +51,8 @@ def evaluate_checkpoint(
 
     home = home_folder()
     folder = home / WORKSPACES / run if run else Path.cwd()
-    if not folder.is_dir():
+    # `run` comes from a form: the code of any other folder must not run
+    if run and folder not in (home / WORKSPACES).glob("*"):
         raise BadInput(
             f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
         )
@@ -97,6 +98,7 @@ def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> No
     tracker.send(read_checkpoint(name, report, tags))
     if not run:
         tracker.send(Record(run=name, status="FINISHED", started=now, ended=now))
+    tracker.flush()
 
 
 def table(results: dict[str, Any]) -> list[dict[str, Any]]:

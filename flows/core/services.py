@@ -1,6 +1,7 @@
 """Addresses of the local services, and a check whether they respond."""
 
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +15,11 @@ MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
 MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?{WORKFLOW}"
+
+
+def without_credentials(text: str) -> str:
+    """The text with no user and password in its URLs."""
+    return re.sub("//[^/@ ]*@", "//", text)
 
 
 def is_up(url: str) -> bool:

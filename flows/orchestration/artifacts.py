@@ -26,6 +26,7 @@ from prefect.artifacts import (
 )
 
 from flows.core import addresses, tables, verdicts
+from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
 from flows.report import charts, page, summary
@@ -193,18 +194,9 @@ class RunArtifacts:
     def _errors_ignored(self) -> Iterator[None]:
         # Reset only without an error
         self.paused_until = time.monotonic() + PAUSE_SECONDS
-        with ignore_ui_errors(self.address, self.log):
+        with bookkeeping(f"showing {self.address} in Prefect", self.log):
             yield
             self.paused_until = 0.0
-
-
-@contextmanager
-def ignore_ui_errors(subject: str, log: LogLine) -> Iterator[None]:
-    """Log an error of code that only shows something in Prefect, instead of raising it."""
-    try:
-        yield
-    except Exception as error:
-        log(f"{subject} is not shown in Prefect for now ({type(error).__name__}: {error})")
 
 
 def table(

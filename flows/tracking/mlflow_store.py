@@ -2,23 +2,18 @@
 
 A pipeline run is a parent run, each stage of a round a child run, each checkpoint a LoggedModel.
 Runs are identified by their tags, and MLflow stores equal metrics once, so that sending a record
-twice changes nothing. If MLflow is unreachable, the stages continue: records that could not be sent
-stay in `.rondo/unsent.jsonl` and are sent with the next one.
+twice changes nothing.
 """
 
 import json
 import logging
 import os
-import re
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
 import pandas
-from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import (
     Dataset,
@@ -29,29 +24,19 @@ from mlflow.entities import (
     Param,
     RunTag,
 )
+from mlflow.entities.lifecycle_stage import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.core.services import MLFLOW_URL, WORKFLOW, is_up
+from flows.core.services import MLFLOW_URL, is_up, without_credentials
 from flows.tracking import model_registry
-from flows.tracking.null_tracker import NullTracker
-from flows.tracking.records import (
-    Checkpoint,
-    Record,
-    Step,
-    health,
-    milliseconds,
-    read_record,
-    read_steps,
-)
+from flows.tracking.records import Checkpoint, Record, Step, health
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.files import write_text
 
 EXPERIMENT = "rondo"
-EVERY_SECONDS = 10.0
-MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, limits of MLflow
+MAX_METRICS, MAX_PARAMS, MAX_TAGS = 1000, 100, 100  # per request, limits of MLflow
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -89,6 +74,9 @@ class MlflowStore:
         """
         self.client = connect(uri)
         experiment = self.client.get_experiment_by_name(EXPERIMENT)
+        if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
+            # The name stays taken, and MLflow accepts no run in a deleted experiment.
+            self.client.restore_experiment(experiment.experiment_id)
         location = artifacts.as_uri() if artifacts else None
         self.experiment = (
             experiment.experiment_id
@@ -96,6 +84,14 @@ class MlflowStore:
             else self.client.create_experiment(EXPERIMENT, location)
         )
         self.runs: dict[tuple[str, str], str] = {}  # MLflow's run id by run and address
+
+    def is_reachable(self) -> bool:
+        """Whether MLflow answers now."""
+        try:
+            self.client.get_experiment(self.experiment)
+        except FAILURES:
+            return False
+        return True
 
     def run_id(self, run: str, address: str, started: int) -> str:
         """The MLflow run of a stage, created if it does not exist.
@@ -138,7 +134,8 @@ class MlflowStore:
         for first in range(0, len(params), MAX_PARAMS):
             self.client.log_batch(run_id, params=params[first : first + MAX_PARAMS])
         tags = [RunTag(key, value[:MAX_VALUE]) for key, value in record.tags.items()]
-        self.client.log_batch(run_id, tags=tags)
+        for first in range(0, len(tags), MAX_TAGS):
+            self.client.log_batch(run_id, tags=tags[first : first + MAX_TAGS])
         last = max((step.step for step in record.steps), default=0)
         final = [
             Step(key=f"final/{key}", value=value, time=record.ended, step=last)
@@ -209,124 +206,6 @@ def _cell(value: object) -> object:
     return json.dumps(value, ensure_ascii=False)
 
 
-class MlflowTracker(NullTracker):
-    """Mirrors a pipeline run to MLflow while it runs.
-
-    If MLflow is unreachable, it reports that once and keeps the records in `.rondo/unsent.jsonl`.
-    """
-
-    def __init__(
-        self,
-        run: str,
-        uri: str,
-        home: Path,
-        tags: Mapping[str, str],
-        log: Callable[[str], None],
-        local: bool = True,
-    ) -> None:
-        """Register the pipeline run with MLflow.
-
-        Args:
-            run: the name of the pipeline run.
-            uri: of the MLflow server or database.
-            home: the .rondo folder.
-            tags: of the pipeline run and of all its stages.
-            log: is called with each message.
-            local: whether the store belongs to this machine; then artifacts are kept in `home`.
-        """
-        self.run, self.uri, self.tags, self.log = run, uri, dict(tags), log
-        self.unsent, self.artifacts = home / "unsent.jsonl", home / "mlartifacts" if local else None
-        self.store: MlflowStore | None = None
-        self.warned = False
-        self.address, self.sent_lines, self.next_time = "", 0, 0.0
-        now = milliseconds()
-        self.send(Record(run=run, started=now, ended=now, tags=self.tags))
-
-    def start(self, address: str) -> None:
-        self.address, self.sent_lines, self.next_time = address, 0, time.monotonic() + EVERY_SECONDS
-
-    def progress(self) -> None:
-        if time.monotonic() < self.next_time:
-            return
-        steps = read_steps(self.address, self.sent_lines)
-        if steps and self._try(
-            lambda store: store.send_steps(self.run, self.address, steps[0].time, steps)
-        ):
-            self.sent_lines += len({step.step for step in steps})
-        self.next_time = time.monotonic() + EVERY_SECONDS
-
-    def finish(self, outcome: str) -> None:
-        self.send(read_record(self.run, self.address, outcome, self.tags))
-
-    def page(self, address: str = "", text: str = "") -> str | None:
-        run_id = self.store.runs.get((self.run, address)) if self.store else None
-        if self.uri.startswith("http"):
-            server: str | None = re.sub("//[^/@]*@", "//", self.uri)  # without user and password
-        else:  # the local database, which `rondo up` serves
-            server = MLFLOW_URL if self.artifacts else None
-        if not self.store or not run_id or not server:
-            return None
-        artifact = f"/artifacts/{text}" if text else ""
-        return f"{server}/#/experiments/{self.store.experiment}/runs/{run_id}{artifact}?{WORKFLOW}"
-
-    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
-        now = milliseconds()
-        status = "FINISHED" if passed else "FAILED"
-        self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
-        if self.unsent.exists():
-            self.log(
-                f"MLflow is missing records of this run: {self.unsent} is sent with the next run"
-            )
-
-    def send(self, record: Record) -> None:
-        """Write the record to disk, then send all unsent records; failed ones stay on disk."""
-        self.unsent.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.unsent.with_suffix(".lock")):  # concurrent runs share this file
-            before = self.unsent.read_text(encoding="utf-8") if self.unsent.exists() else ""
-            # write_text is atomic, so that a crash leaves no partial record.
-            write_text(self.unsent, before + record.model_dump_json() + "\n")
-            self._send_unsent()
-
-    def _send_unsent(self) -> None:
-        # Not splitlines(): samples may contain other line separators.
-        lines = self.unsent.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        unsent = deque(lines)
-        while unsent:
-            first = Record.model_validate_json(unsent[0])
-            if not self._try(lambda store, record=first: store.send(record)):  # type: ignore[misc]
-                unsent.rotate(-1)  # a record that MLflow rejects must not block the others
-                break
-            unsent.popleft()
-        write_text(self.unsent, "".join(line + "\n" for line in unsent))
-        if not unsent:
-            self.unsent.unlink()
-
-    def _try(self, action: Callable[[MlflowStore], None]) -> bool:
-        """Whether MLflow did it; the first failure is reported."""
-        try:
-            self.store = self.store or MlflowStore(self.uri, self.artifacts)
-            action(self.store)
-            return True
-        except FAILURES as error:
-            if not self.warned:
-                self.log(
-                    f"MLflow at {self.uri} failed ({cause(error)}); the run continues, and "
-                    f"{self.unsent} is sent later"
-                )
-            self.warned = True
-            return False
-
-
-def open_tracker(
-    run: str, home: Path, tags: Mapping[str, str], log: Callable[[str], None]
-) -> NullTracker:
-    """The tracker of a run: see `store_uri`; `MLFLOW_TRACKING_URI=off` switches tracking off."""
-    uri = store_uri(home)
-    if uri == OFF:
-        return NullTracker()
-    return MlflowTracker(run, uri, home, tags, log, local=not os.environ.get(TRACKING_URI))
-
-
 def store_uri(home: Path) -> str:
     """Where records go: MLFLOW_TRACKING_URI if set, else the local server, else its database."""
     if uri := os.environ.get(TRACKING_URI, ""):
@@ -353,8 +232,8 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         yield connect(uri)
     except FAILURES as error:
         raise RondoError(
-            f"MLflow at {uri} failed ({cause(error)}): start it, or set MLFLOW_TRACKING_URI to "
-            "one that is running"
+            f"MLflow at {without_credentials(uri)} failed ({cause(error)}): start it, or set "
+            "MLFLOW_TRACKING_URI to one that is running"
         ) from None
 
 
@@ -371,5 +250,6 @@ def experiment_of(client: MlflowClient) -> str:
 
 
 def cause(error: Exception) -> str:
-    """The first line of an error's message, at most 120 characters."""
-    return f"{(str(error).splitlines() or [type(error).__name__])[0]:.120}"
+    """The first line of an error's message, at most 120 characters, without passwords."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{without_credentials(line):.120}"

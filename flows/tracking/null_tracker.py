@@ -27,5 +27,8 @@ class NullTracker:
     def send(self, record: Record) -> None:
         """Send a record that is not a stage of the pipeline."""
 
+    def flush(self, seconds: float = 0.0) -> None:
+        """Wait until all records so far are sent, at most this long."""
+
     def close(self, passed: bool, texts: Mapping[str, str]) -> None:
         """Call when the pipeline run ended; `texts`: its report and summary by file name."""

@@ -1,7 +1,7 @@
 """Records for MLflow, read from the files of a stage: files first, tracker second.
 
-A `Record` contains everything that is sent about a stage. If it cannot be sent, it is kept in
-`.rondo/unsent.jsonl` and sent later, even if the stage's files have changed since.
+A `Record` contains everything that is sent about a stage. If it cannot be sent now, the outbox
+keeps it, so that it can be sent later even if the stage's files have changed since.
 `flows/tracking/mlflow_store.py` sends records; this module does not import MLflow.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from flows.core.addresses import split_address
 from flows.core.verdicts import read_gate
@@ -45,7 +45,12 @@ ARTIFACTS = (
 )
 
 
-class Step(BaseModel):
+class _Sent(BaseModel):
+    # NaN and infinity are metrics too; pydantic would write them as null, which is no number.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
+class Step(_Sent):
     """One value of one metric at one step; `time`: milliseconds since the epoch."""
 
     key: str
@@ -61,7 +66,7 @@ class Data(BaseModel):
     digest: str
 
 
-class Checkpoint(BaseModel):
+class Checkpoint(_Sent):
     """An evaluated model.
 
     stage: which stage produced it (base, sft or ppo). path: of its weights. digest: their md5.
@@ -92,7 +97,7 @@ class Promotion(BaseModel):
     evidence: dict[str, str]
 
 
-class Record(BaseModel):
+class Record(_Sent):
     """One stage of a pipeline run, or, with the empty address ``, the pipeline run itself.
 
     started, ended: milliseconds since the epoch. final: the metrics at the end, by name. texts:
@@ -152,8 +157,10 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     clock_path = work_dir(round_, stage) / "clock.jsonl"
     if not path.exists():
         return []
-    rows = current_metrics(read_jsonl(path, f"dvc repro {address}"))
-    clock = read_jsonl(clock_path, "")[1:] if clock_path.exists() else []
+    rows = current_metrics(_complete_rows(path))
+    clock = _complete_rows(clock_path)[1:] if clock_path.exists() else []
+    if abs(len(rows) - len(clock)) == 1:  # the stage has written a step to one of the files only
+        rows, clock = rows[: len(clock)], clock[: len(rows)]
     if [row["step"] for row in clock] == [row["step"] for row in rows]:
         times = [int(row["time"] * 1000) for row in clock]
     else:  # the stage ran on another machine, or in another workspace
@@ -164,6 +171,12 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
         for key, value in numbers(row).items()
         if key != "step"
     ]
+
+
+def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that a stage may be writing: a last line without its end is left out."""
+    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def health(address: str, steps: Iterable[Step]) -> list[Step]:

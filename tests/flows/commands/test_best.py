@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from flows import cli
-from flows.tracking.mlflow_store import MlflowTracker
+from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params import Params
 

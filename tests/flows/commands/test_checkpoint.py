@@ -16,7 +16,7 @@ from mlflow.entities import LoggedModel
 
 from flows import cli
 from flows.commands.checkpoint import record
-from flows.tracking.mlflow_store import MlflowTracker
+from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.lib.core.params import Params
 
@@ -170,5 +170,5 @@ def test_mlflow_that_is_down_gets_it_later(
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
         record("", write_report(), folder / ".rondo", lines.append)
     assert len(lines) == 1 and NOWHERE in lines[0]
-    MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail)
+    MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail).flush()
     assert [model.name for model in models(database, folder.name)] == ["r0-step_00009"]

@@ -11,7 +11,7 @@ import yaml
 from mlflow import MlflowClient
 
 from flows import cli
-from flows.tracking.mlflow_store import MlflowTracker
+from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_jsonl
 
 SETTINGS = {"evaluate.tie_margin": 0.05, "seed": 0, "ppo.temperature": 1.0}

@@ -159,7 +159,7 @@ def test_an_artifact_that_cannot_be_shown_is_logged_once_and_stops_nothing(
     stage_artifacts.progress_due = float("inf")
     for step in (1, 2):
         stage_artifacts.line(f"[ppo@r0] step {step}/20  eta 1:00")
-    assert len(lines) == 1 and "ppo@r0 is not shown in Prefect for now (BadGzipFile" in lines[0]
+    assert len(lines) == 1 and "showing ppo@r0 in Prefect failed (BadGzipFile" in lines[0]
 
 
 def test_a_picture_needs_no_style_of_its_page() -> None:

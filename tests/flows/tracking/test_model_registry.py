@@ -12,8 +12,10 @@ from mlflow import MlflowClient
 
 from flows import cli
 from flows.tracking import model_registry
-from flows.tracking.mlflow_store import MlflowStore, MlflowTracker, registry
-from flows.tracking.records import read_record
+from flows.tracking.mlflow_store import MlflowStore, registry
+from flows.tracking.mlflow_tracker import MlflowTracker
+from flows.tracking.outbox import Outbox
+from flows.tracking.records import Record, read_record
 from stages.gate.approvals import Approval, read_rollback, write_approval
 from stages.gate.verdict import run_gate
 from stages.lib.core.errors import BadInput, GateFailed, RondoError
@@ -230,17 +232,18 @@ def test_policies_that_a_dead_server_missed_are_promoted_later_and_the_last_is_c
     make_round("r1", "bbb", CHAMPION)
     assert NOWHERE in mirror("offline", NOWHERE, "r0", "r1")[0]
     shutil.rmtree("rounds")  # the unsent records contain all that is needed
-    unsent = Path(".rondo/unsent.jsonl")
+    outbox = Outbox(Path(".rondo/outbox"))
     # gates before the evaluations that they need, and r1 before r0
-    lines = sorted(
-        unsent.read_text().splitlines(),
-        key=lambda line: str(json.loads(line)["address"]),
+    texts = sorted(
+        (path.read_text() for path in outbox.waiting()),
+        key=lambda text: str(json.loads(text)["address"]),
         reverse=True,
     )
-    unsent.write_text("".join(line + "\n" for line in lines))
+    for path, text in zip(outbox.waiting(), texts, strict=True):
+        path.write_text(text)
     for _ in range(2):
         MlflowTracker("next", database, Path(".rondo").absolute(), {}, print).close(True, {})
-    assert not unsent.exists()
+    assert not outbox.waiting() and not outbox.rejected.exists()
     client = MlflowClient(database)
     assert versions(client) == ["aaa.dir", "bbb.dir"]
     assert (
@@ -336,5 +339,5 @@ def test_the_command(database: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = rondo("--rollback", "--reason", "one ending for all", "--by", "Ada")
     assert code == 0
     assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
-    Path(".rondo/unsent.jsonl").write_text("{}")
+    Outbox(Path(".rondo/outbox")).add(Record(run="later", started=0, ended=0))
     assert "is sent with the next run" in rondo()[1]

@@ -10,7 +10,7 @@ from flows.core.services import MLFLOW_URL
 from flows.execution import dvc_stages
 from flows.execution.energy import Meter
 from flows.tracking import provenance
-from flows.tracking.mlflow_store import MlflowTracker
+from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.null_tracker import NullTracker
 from flows.tracking.records import read_lock
 from stages.lib.core.files import read_json
@@ -80,6 +80,7 @@ def test_the_page_of_a_stage_in_mlflow(
     tracker.start("assets")
     assert tracker.page("assets") is None
     tracker.finish(dvc_stages.run("assets", lambda _: None).value)
+    tracker.flush()
     client = MlflowClient(database)
     experiment = client.get_experiment_by_name("rondo")
     assert experiment is not None

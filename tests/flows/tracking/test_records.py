@@ -14,8 +14,9 @@ from pandas import DataFrame
 
 from flows.execution import dvc_stages
 from flows.tracking import records
-from flows.tracking.mlflow_store import MlflowTracker, open_tracker
+from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
 from flows.tracking.null_tracker import NullTracker
+from flows.tracking.outbox import Outbox
 from flows.tracking.records import HEALTH, Record, read_steps
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.ppo.common.outputs import describe_rows
@@ -110,7 +111,7 @@ def search_of_the_docs(database: str) -> list[str]:
 def test_a_tracker_leaves_the_environment_variable_as_it_is(project: Path, database: str) -> None:
     """MLflow itself sets it, which would redirect the records of later processes."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
-    MlflowTracker("environment", database, project / ".rondo", {}, print)
+    MlflowTracker("environment", database, project / ".rondo", {}, print).flush()
     assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
@@ -129,8 +130,9 @@ def test_records_that_a_dead_server_missed_are_sent_later_unchanged(
     steps = project / "rounds/r0/sft/metrics.jsonl"
     steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
 
-    MlflowTracker("next", database, project / ".rondo", {}, messages.append)
-    assert not (project / ".rondo/unsent.jsonl").exists()
+    MlflowTracker("next", database, project / ".rondo", {}, messages.append).flush()
+    assert len(messages) == 2
+    assert not Outbox(project / ".rondo/outbox").waiting()
     sent = runs(database, "offline")
     assert set(sent) == ADDRESSES
     assert sent["pipeline"].info.status == "FINISHED"
@@ -172,6 +174,7 @@ def test_the_pipeline_run_has_the_health_of_each_round(
         tracker.start(address)
         tracker.next_time = 0
         tracker.progress()
+        tracker.flush()
     client, parent = MlflowClient(database), runs(database, "health")["pipeline"].info
     live = curve(client, parent.run_id, "r0/kl")
     tracker.close(True, {"summary.md": "the table"})
@@ -274,3 +277,13 @@ def test_the_approver_of_a_gate_and_the_reason_are_tags(
         "approval.reason": "seen by hand",
     }
     assert record.tags.items() >= tags.items()
+
+
+def test_a_step_that_is_being_written_is_left_for_later(project: Path) -> None:
+    folder, clock = project / "rounds/r0/sft", project / ".rondo/work/r0/sft/clock.jsonl"
+    write_text(folder / "metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    write_text(clock, '{"step": -1, "time": 9.0}\n{"step": 1, "time": 10.0}\n')
+    assert [(step.value, step.time) for step in read_steps("sft@r0")] == [(2.0, 10000)]
+    # the second step is complete, but not yet on the clock
+    write_text(folder / "metrics.jsonl", '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    assert [(step.value, step.time) for step in read_steps("sft@r0")] == [(2.0, 10000)]

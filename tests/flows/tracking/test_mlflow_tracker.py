@@ -1,0 +1,122 @@
+"""What MLflow does must neither stop nor hold up a run."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import ViewType
+
+from flows.tracking.mlflow_tracker import MlflowTracker
+from flows.tracking.outbox import Outbox
+from flows.tracking.records import Record
+from stages.lib.core.files import write_text
+
+NAN_STEPS = '{"step": 1, "grad_norm": NaN, "loss": 2.0}\n{"step": 2, "grad_norm": Infinity}\n'
+
+
+@pytest.fixture
+def database(empty_tables: Path, tmp_path: Path) -> str:
+    return f"sqlite:///{shutil.copy(empty_tables, tmp_path / 'mlflow.db')}"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def track(uri: str, folder: Path, *addresses: str, run: str = "run") -> list[str]:
+    """Track stages that failed; returns the messages."""
+    messages: list[str] = []
+    tracker = MlflowTracker(run, uri, folder / ".rondo", {}, messages.append)
+    for address in addresses:
+        tracker.start(address)
+        tracker.finish("failed")
+    tracker.close(False, {})
+    return messages
+
+
+def test_a_stage_that_diverged_is_recorded(folder: Path, database: str) -> None:
+    write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
+    assert track(database, folder, "sft@r0") == []
+    assert not Outbox(folder / ".rondo/outbox").waiting()
+    client = MlflowClient(database)
+    (run,) = client.search_runs(["1"], "tags.`rondo.address` = 'sft@r0'")
+    values = [point.value for point in client.get_metric_history(run.info.run_id, "grad_norm")]
+    assert math.isnan(values[0]) and values[1] > 1e300  # MLflow stores the largest float
+    assert run.data.metrics["loss"] == 2.0
+
+
+def test_records_that_mlflow_never_takes_are_put_aside_and_the_run_ends_as_finished(
+    folder: Path, database: str
+) -> None:
+    track(database, folder, run="first")
+    outbox = Outbox(folder / ".rondo/outbox")
+    outbox.add(Record(run="bad", started=0, ended=0, final={"a key!": 1.0}))
+    messages = track(database, folder, "assets", "sft@r0", run="second")
+    assert len(messages) == 1 and "MLflow does not get the record" in messages[0]
+    assert not outbox.waiting()
+    client = MlflowClient(database)
+    (run,) = client.search_runs(["1"], "tags.mlflow.runName = 'second'")
+    assert run.info.status == "FAILED"  # the state of the run: nothing waits for the next one
+
+
+def test_more_tags_than_mlflow_takes_in_one_request(folder: Path, database: str) -> None:
+    tags = {f"tag {number}": str(number) for number in range(150)}
+    messages: list[str] = []
+    MlflowTracker("run", database, folder / ".rondo", tags, messages.append).close(True, {})
+    (run,) = MlflowClient(database).search_runs(["1"])
+    assert messages == []
+    assert run.data.tags.items() >= tags.items()
+
+
+def test_an_experiment_that_was_deleted_in_the_ui_is_restored(folder: Path, database: str) -> None:
+    track(database, folder, run="first")
+    client = MlflowClient(database)
+    client.delete_experiment("1")
+    assert track(database, folder, run="second") == []
+    runs = client.search_runs(["1"], run_view_type=ViewType.ACTIVE_ONLY)
+    assert {run.info.run_name for run in runs} >= {"second"}
+
+
+@pytest.fixture
+def silent_server() -> Iterator[tuple[str, Event]]:
+    """Accepts requests, and answers none before the event is set."""
+    answer = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer.wait()
+            self.send_error(503)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://Ada:secret@127.0.0.1:{server.server_port}", answer
+    answer.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_stage_does_not_wait_for_mlflow(
+    folder: Path, silent_server: tuple[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri, answer = silent_server
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    messages: list[str] = []
+    tracker = MlflowTracker("run", uri, folder / ".rondo", {}, messages.append, local=False)
+    tracker.start("sft@r0")
+    tracker.next_time = 0.0
+    tracker.progress()
+    tracker.finish("failed")
+    # All calls returned while the first request is still waiting for its answer.
+    assert messages == []
+    assert len(tracker.outbox.waiting()) == 2
+    answer.set()
+    tracker.close(False, {})
+    assert "failed" in messages[0] and "3 records" in messages[-1]
+    assert not any("secret" in message for message in messages)

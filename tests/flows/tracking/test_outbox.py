@@ -1,0 +1,120 @@
+"""Records that wait for MLflow: order, rejections, outages, and files of older versions."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from flows.tracking.outbox import TRIES, Outbox
+from flows.tracking.records import Record, Step
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "outbox")
+
+
+def record(run: str, steps: list[Step] | None = None) -> Record:
+    return Record(run=run, started=1, ended=2, steps=steps or [])
+
+
+class Mlflow:
+    """Takes records, but for those of the runs in `rejects`, and none while it is down."""
+
+    def __init__(self, *rejects: str, down: bool = False) -> None:
+        self.rejects, self.down, self.runs = rejects, down, list[str]()
+
+    def send(self, record: Record) -> None:
+        if self.down:
+            raise ConnectionError("no answer")
+        if record.run in self.rejects:
+            raise ValueError(f"{record.run} is refused")
+        self.runs.append(record.run)
+
+    def is_reachable(self) -> bool:
+        return not self.down
+
+
+def send(outbox: Outbox, mlflow: Mlflow) -> list[str]:
+    return list(outbox.send(mlflow.send, mlflow.is_reachable))
+
+
+def test_records_are_sent_once_in_the_order_in_which_they_were_added(outbox: Outbox) -> None:
+    for run in ("b", "a", "c"):
+        outbox.add(record(run))
+    mlflow = Mlflow()
+    assert send(outbox, mlflow) == send(outbox, mlflow) == []
+    assert mlflow.runs == ["b", "a", "c"]
+
+
+def test_values_that_are_no_numbers_come_back_as_they_were(outbox: Outbox) -> None:
+    values = [math.nan, math.inf, -math.inf, 0.1]
+    steps = [Step(key="grad_norm", value=value, time=1, step=1) for value in values]
+    outbox.add(record("diverged", steps))
+    sent: list[Record] = []
+    assert list(outbox.send(sent.append, lambda: True)) == []
+    assert [str(step.value) for step in sent[0].steps] == ["nan", "inf", "-inf", "0.1"]
+
+
+def test_during_an_outage_all_records_stay(outbox: Outbox) -> None:
+    for run in ("a", "b"):
+        outbox.add(record(run))
+    for _ in range(TRIES + 1):
+        with pytest.raises(ConnectionError, match="no answer"):
+            send(outbox, Mlflow(down=True))
+    mlflow = Mlflow()
+    send(outbox, mlflow)
+    assert mlflow.runs == ["a", "b"]
+
+
+def test_a_record_that_is_rejected_holds_up_no_other_and_is_kept_with_the_reason(
+    outbox: Outbox,
+) -> None:
+    outbox.add(record("bad"))
+    outbox.add(record("good"))
+    mlflow = Mlflow("bad")
+    for _ in range(TRIES - 1):
+        assert send(outbox, mlflow) == []
+        assert len(outbox.waiting()) == 1
+    assert mlflow.runs == ["good"]
+    (message,) = send(outbox, mlflow)
+    (kept,) = outbox.rejected.glob("*.json")
+    (reason,) = outbox.rejected.glob("*.txt")
+    assert str(kept) in message and "bad is refused" in message
+    assert Record.model_validate_json(kept.read_bytes()) == record("bad")
+    assert reason.read_text() == "ValueError: bad is refused\n"
+    assert outbox.waiting() == send(outbox, mlflow) == []
+
+
+def test_a_rejection_that_passes_is_forgotten(outbox: Outbox) -> None:
+    """E.g. a promotion whose evaluation was not recorded yet."""
+    outbox.add(record("early"))
+    send(outbox, Mlflow("early"))
+    mlflow = Mlflow()
+    send(outbox, mlflow)
+    assert mlflow.runs == ["early"]
+    assert not outbox.rejected.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", b'{"run": "r", "started": 1', b"[1]"])
+def test_a_file_that_is_no_record_is_put_aside_at_once(outbox: Outbox, content: bytes) -> None:
+    outbox.folder.mkdir()
+    (outbox.folder / "0-torn.0.json").write_bytes(content)
+    outbox.add(record("good"))
+    mlflow = Mlflow()
+    (message,) = send(outbox, mlflow)
+    assert "not a record" in message
+    assert mlflow.runs == ["good"]
+    assert [path.read_bytes() for path in outbox.rejected.glob("*.json")] == [content]
+
+
+def test_the_file_of_older_versions_is_taken_over(outbox: Outbox, tmp_path: Path) -> None:
+    old = tmp_path / "unsent.jsonl"
+    lines = [record(run).model_dump_json() for run in ("a", "b\u2028")]
+    old.write_text("\n".join([*lines, '{"torn', ""]), encoding="utf-8")
+    outbox.take_over(old)
+    outbox.take_over(old)  # it is not there any more
+    mlflow = Mlflow()
+    assert len(send(outbox, mlflow)) == 1
+    assert mlflow.runs == ["a", "b\u2028"]
+    assert not old.exists()
