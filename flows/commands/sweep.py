@@ -8,15 +8,16 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas import State
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.core import tables
 from flows.core.config import KEEP, resolve
 from flows.execution import dvc_stages
-from flows.execution.worktree import WORKSPACES
+from flows.execution.worktree import COMPLETE, WORKSPACES
 from flows.pipeline import PresetName, Rounds, home_folder, make_logger, pipeline, run_id, run_name
 from flows.report import summary
+from stages.lib.core.errors import RondoError
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.params import load_params
 
@@ -57,26 +58,49 @@ def sweep(
     for point in points:  # bad input is an error before any run starts
         resolve(preset, rounds or None, [*settings, *point])
     rows: list[dict[str, str]] = []
+    errors: list[str] = []
     for number, point in enumerate(points):
         name = f"{run}.{number}"
         log(f"{number + 1} of {len(points)}: {', '.join(point)}")
-        pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
+        error = ""
+        try:
+            pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
+        except (
+            RondoError
+        ) as point_error:  # e.g. a learning rate that diverges: the others still run
+            last_line = str(point_error).strip().rpartition("\n")[2]
+            error = f"{type(point_error).__name__}: {last_line}"
+            errors.append(f"{name} ({', '.join(point)}): {error}")
+            log(f"{name} failed:\n{point_error}")
+        if not (home_folder() / WORKSPACES / name / COMPLETE).exists():
+            raise RondoError(error)  # no point can run, e.g. because code is not committed
         with chdir(home_folder() / WORKSPACES / name):
             names = list(load_params().rounds)
             todo = dvc_stages.not_up_to_date(dvc_stages.stage_order(names))
-            rows += [row(name, point, round_, todo) for round_ in names]
+            rows += [row(name, point, round_, todo, error) for round_ in names]
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"
     write_text(path, markdown(rows))
     log(markdown(rows))
-    message = f"{len(points)} runs done, each on its branch runs/{run}.N; table: {path}"
+    message = (
+        f"{len(points) - len(errors)} runs done, each on its branch runs/{run}.N; table: {path}"
+    )
+    if errors:
+        failed = "\n".join(
+            [message, f"{len(errors)} runs failed; *Retry* runs them again:", *errors]
+        )
+        return Failed(message=failed)
     return Completed(message=message)
 
 
-def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, str]:
+def row(
+    name: str, point: list[str], round_: str, todo: set[str], error: str = ""
+) -> dict[str, str]:
     """The table's row of one round of a run, from the working directory.
 
-    `todo` are the stages that the run did not reach: their files are from an earlier run.
+    Args:
+        todo: the stages that the run did not reach: their files are from an earlier run.
+        error: why the run failed, if it did.
     """
     cells = summary.cells_of(round_)
     results = {
@@ -89,7 +113,7 @@ def row(name: str, point: list[str], round_: str, todo: set[str]) -> dict[str, s
         "settings": ", ".join(point),
         "round": round_,
         **results,
-        "verdict": verdict,
+        "verdict": error if todo and error else verdict,
     }
 
 

@@ -42,10 +42,10 @@ if name == "sft" and (steps == 7 and not away.exists() or steps == 8):
     sys.exit(4)
 if name == "sft" and params["sft"]["max_steps"] == 2:
     time.sleep(600)
-if name == "sft" and params["sft"]["max_steps"] == 4:
+if name == "sft" and params["sft"]["max_steps"] == 41:
     print("ERROR: failed to reproduce 'x': exited with 3\\nworker exited with 4")
     sys.exit(2)
-while name == "sft" and params["sft"]["max_steps"] == 5 and not pathlib.Path("go").exists():
+while name == "sft" and params["sft"]["max_steps"] == 51 and not pathlib.Path("go").exists():
     time.sleep(0.1)
 if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")

@@ -223,16 +223,19 @@ def a_run_from_the_form(project: Path, api: str) -> str:
 
 def a_sweep(project: Path, api: str) -> None:
     swept = request(f"{api}/deployments/name/sweep/sweep")["id"]
-    wanted = {"key": "sft.max_steps", "values": ["4", "5"], "settings": ["gates.sft.loss_drop=0.9"]}
+    wanted = {"key": "sft.max_steps", "values": ["4", "1", "5"]}
+    wanted |= {"settings": ["gates.sft.loss_drop=0.9"]}
     run = request(f"{api}/deployments/{swept}/create_flow_run", {"parameters": wanted})["id"]
-    assert finished(api, run) == "Completed"
+    assert finished(api, run) == "Failed"  # the stage sft cannot train with the second value
+    message = request(f"{api}/flow_runs/{run}")["state"]["message"]
+    assert "2 runs done" in message and "BadInput: rows missing" in message
     [table] = (project / "reports").glob("sweep-*.md")
     rows = table.read_text().splitlines()[2:]
-    assert [row.split("|")[2].strip() for row in rows] == ["sft.max_steps=4", "sft.max_steps=5"]
-    assert all(
-        "r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row
-        for row in rows
-    )
+    settings = [row.split("|")[2].strip() for row in rows]
+    assert settings == [f"sft.max_steps={value}" for value in wanted["values"]]
+    for row in rows[::2]:
+        assert "r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row
+    assert "BadInput: rows missing" in rows[1] and "SFT is at fault" not in rows[1]
     branches = subprocess.run(
         ["git", "branch", "--list", "runs/*"],
         cwd=project,
@@ -240,7 +243,7 @@ def a_sweep(project: Path, api: str) -> None:
         text=True,
         check=True,
     )
-    assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1"]
+    assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1", ".2"]
 
 
 def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Row
@@ -36,11 +37,18 @@ def work_dir(round_: str, stage: str) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all."""
+    """Write a file completely or not at all, even if the power fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)  # atomic, so that a killed process leaves no half-written file
+    # A name of its own, since several processes may write the same file.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

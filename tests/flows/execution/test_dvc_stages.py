@@ -134,7 +134,7 @@ def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
 
 
 def test_the_error_of_a_stage_is_its_exit_code_whatever_it_printed(project: Path) -> None:
-    set_params("sft.max_steps=4")
+    set_params("sft.max_steps=41")
     with pytest.raises(BadInput, match="worker exited with 4"):
         run_to("sft@r0")
 
@@ -150,7 +150,7 @@ def dvc_is_locked(project: Path) -> Iterator[None]:
 
 
 def test_a_stage_that_ends_while_dvc_is_locked_is_recorded_when_it_is_free(project: Path) -> None:
-    set_params("sft.max_steps=5")  # ends when the file `go` is there
+    set_params("sft.max_steps=51")  # ends when the file `go` is there
     run_to("prepare@r0")
 
     def lock_for_longer_than_dvc_waits_by_default() -> None:

@@ -15,7 +15,13 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params.data import AssetsParams, PrepareParams, RoundParams, rounds
+from stages.lib.core.params.data import (
+    AssetsParams,
+    PrepareParams,
+    RoundName,
+    RoundParams,
+    rounds,
+)
 from stages.lib.core.params.evaluation import (
     HELD_OUT_REWARD_MODEL,
     BatteryParams,
@@ -45,7 +51,7 @@ class Params(ParamsSection):
     """All of params.yaml."""
 
     seed: int = Field(0, ge=0, description="Seed of data splits, training and sampling.")
-    rounds: dict[str, RoundParams] = Field(
+    rounds: dict[RoundName, RoundParams] = Field(
         default_factory=lambda: rounds(2),
         description="Rounds by name; each names the round before it.",
     )
@@ -172,7 +178,9 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
         raise BadInput(f"{path}: no such file here; run from the project's folder") from None
     except yaml.YAMLError as error:
         raise BadInput(f"{path}: not YAML: {error}") from None
-    return check_params(values or {}, str(path))
+    if values is None:  # e.g. after a power cut: it must not mean "the defaults"
+        raise BadInput(f"{path} is empty: restore it, e.g. with `git checkout {path}`")
+    return check_params(values, str(path))
 
 
 def check_params(values: dict[str, Any], source: str) -> Params:

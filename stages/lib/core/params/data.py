@@ -1,14 +1,21 @@
 """Sections of params.yaml for rounds and data: `rounds`, `assets`, `prepare`."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from stages.lib.core.params.shared import ParamsSection, PromptFormat
 
+# A round's name is part of paths and of commands that a shell runs.
+_NAME = "[a-z][a-z0-9_-]{0,31}"
+RoundName = Annotated[str, Field(pattern=f"^{_NAME}$")]
+
 
 class RoundParams(ParamsSection):
     previous: str = Field(
+        pattern=f"^(assets/start|rounds/{_NAME})$",
         description="Outputs of the round before, e.g. `rounds/r0`; `assets/start` for the first "
-        "round."
+        "round.",
     )
 
 

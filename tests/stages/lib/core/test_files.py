@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_text(path, "\ud800")
-    assert path.read_text() == "old"
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    texts = [letter * 100_000 for letter in "abcdefgh"]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for _ in range(20):
+            list(pool.map(lambda text: write_text(tmp_path / "text", text), texts))
+    assert [file.name for file in tmp_path.iterdir()] == ["text"]
+    assert (tmp_path / "text").read_text() in texts
 
 
 def test_jsonl_keeps_unicode_line_separators_within_a_row(tmp_path: Path) -> None:

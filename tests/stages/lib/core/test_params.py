@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import load_params
+from stages.lib.core.params import check_params, load_params
 from stages.lib.core.params.data import rounds
 
 
@@ -43,6 +43,7 @@ from stages.lib.core.params.data import rounds
             "rounds: {r0: {previous: rounds/r0}}",
             r"rounds.r0.previous is rounds/r0.*expected one of assets/start",
         ),
+        ("", r"params.yaml is empty: restore it"),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, text: str, named: str) -> None:
@@ -63,3 +64,16 @@ def test_each_round_names_its_predecessor() -> None:
         "r1": "rounds/r0",
         "r2": "rounds/r1",
     }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["r0;touch PWNED;", "r0 $(id)", "r0\nid", "../r0", "r0/../../x", "/tmp/r0", "", "R0", "r" * 33],
+)
+def test_a_name_of_a_round_reaches_neither_a_shell_nor_another_folder(name: str) -> None:
+    start = {"previous": "assets/start"}
+    with pytest.raises(BadInput, match="String should match pattern"):
+        check_params({"rounds": {name: start}}, "form")
+    with pytest.raises(BadInput, match="String should match pattern"):
+        check_params({"rounds": {"r0": start, "r1": {"previous": f"rounds/{name}"}}}, "form")
+    assert "night-2_b" in check_params({"rounds": {"night-2_b": start}}, "form").rounds
