@@ -88,13 +88,13 @@ def main() -> None:
         folder = Path(name)
         write_pairs(folder / "pairs.jsonl", options.pairs, options.seed)
         (folder / "assets/data").mkdir(parents=True)
-        (folder / "assets/data/sources.json").write_text("[]")
         (folder / "assets/model").symlink_to(model)
         (folder / "assets/start").symlink_to(model.parent / "start")
         prepare = {"sources": [{"path": "pairs.jsonl"}], "max_prompt_tokens": 512}
         (folder / "params.yaml").write_text(
             yaml.safe_dump({"assets": {"data": "files"}, "prepare": prepare})
         )
+        subprocess.run([sys.executable, "-m", "stages.assets.inputs"], cwd=folder, check=True)
         start = time.perf_counter()
         subprocess.run(
             [sys.executable, "-m", "stages.prepare"],

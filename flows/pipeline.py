@@ -27,7 +27,7 @@ from flows.core.bookkeeping import bookkeeping
 from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
 from flows.core.git import revision
 from flows.core.services import LogLine
-from flows.execution import dvc_stages, energy, estimate, fork_server
+from flows.execution import dvc_stages, energy, estimate, fork_server, inputs
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
 from flows.report import page, summary
@@ -37,7 +37,6 @@ from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
-from stages.lib.core.source_files import changed_sources
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
 # 0 stands for "not set": if null were allowed, the form in the Prefect UI could not show why a
@@ -67,9 +66,7 @@ def make_logger() -> LogLine:
     retry_condition_fn=retries.is_retryable,
     log_prints=False,
 )
-def run_stage(
-    address: str, run_ref: provenance.RunRef, tracker: NullTracker, force: bool
-) -> dvc_stages.Outcome:
+def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) -> dvc_stages.Outcome:
     """Bring one stage up to date and stream its log.
 
     The run's page shows the progress of the stage and, at its end, its results. If the network or a
@@ -87,7 +84,7 @@ def run_stage(
     tracker.start(address)
     result, meter = "failed", energy.Meter(energy.counters())
     try:
-        outcome = dvc_stages.run(address, on_line, force, around=computing(address, meter, log))
+        outcome = dvc_stages.run(address, on_line, around=computing(address, meter, log))
         result = outcome.value
         log(f"[{address}] {result}")
         return outcome
@@ -222,13 +219,9 @@ def pipeline(
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
         # 3. Find the stages to run, and estimate time and memory.
         names = list(params.rounds)
+        inputs.refresh(params, home, log)
         addresses = dvc_stages.stage_order(names)
         todo = dvc_stages.not_up_to_date(addresses)
-        # DVC does not track the contents of the user's data files: if one changed, force `assets`.
-        changed = changed_sources(params) if "assets" not in todo else []
-        if changed:
-            log(f"data files changed since the last run: {', '.join(changed)}")
-            todo = set(addresses)  # all stages depend on assets
         with bookkeeping("the estimate of time and memory", log):
             for line in estimate.report(params, addresses, todo):
                 log(line)
@@ -239,7 +232,7 @@ def pipeline(
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
         remaining = list(addresses)
         try:
-            run_stages(remaining, names, run_ref, tracker, bool(changed), log)
+            run_stages(remaining, names, run_ref, tracker, log)
             verdict = "; ".join(summary.verdict_lines(names))
             state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
@@ -260,7 +253,6 @@ def run_stages(
     rounds: list[str],
     run_ref: provenance.RunRef,
     tracker: NullTracker,
-    force_assets: bool,
     log: LogLine,
 ) -> None:
     """Run the stages of `remaining` in order, and remove each from `remaining` when it is done.
@@ -275,7 +267,7 @@ def run_stages(
     while remaining:
         address = remaining[0]
         try:
-            run_stage(address, run_ref, tracker, force=address == "assets" and force_assets)
+            run_stage(address, run_ref, tracker)
         except GateFailed as error:
             if approval.apply_ui_decision(address):
                 continue  # the gate runs again and reads the decision

@@ -17,6 +17,7 @@ from stages.lib.core.params import Params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
 from stages.lib.core.params.policy import Algorithm, PpoParams
+from stages.lib.core.user_inputs import INPUTS, user_files
 from tests.paths import ROOT
 
 
@@ -101,7 +102,33 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(
         text=True,
         check=True,
     )
-    assert sorted(listed.stdout.split()) == sorted(expected)
+    assert sorted(listed.stdout.split()) == sorted(["inputs", *expected])
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        ("assets", "model"),
+        ("prepare", "data"),
+        ("ppo", "rewards"),
+        ("evaluate", "judges"),
+        ("replay", "judges"),
+    ],
+)
+def test_the_stages_that_read_a_kind_of_the_users_files_depend_on_their_hashes(
+    stage: str, kind: str
+) -> None:
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    inputs = stages.pop("inputs")
+    assert inputs["always_changed"]
+    outs = {path for out in inputs["outs"] for path in out}
+    assert outs == {str(INPUTS / f"{name}.json") for name in user_files(Params())}
+    readers = [
+        name
+        for name, entry in stages.items()
+        if str(INPUTS / f"{kind}.json") in entry.get("do", entry)["deps"]
+    ]
+    assert stage in readers
 
 
 def test_every_plot_has_a_template() -> None:

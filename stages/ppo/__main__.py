@@ -20,10 +20,10 @@ from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics
+from stages.lib.core.user_inputs import check_unchanged, input_hashes
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
-from stages.ppo.common import reward_files
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.trainer.loop import TrainingRun
@@ -43,6 +43,7 @@ ROLLOUT_METRICS = (
 
 
 def main(params: Params, round_: str) -> None:
+    check_unchanged("rewards", params)
     if params.algorithm is not Algorithm.ppo:
         # imported here: TRL takes seconds to import, and PPO does not need it
         from stages.ppo.alternatives.run import main as alternative
@@ -67,7 +68,6 @@ def main(params: Params, round_: str) -> None:
         data / "prompts_train.jsonl",
         sft / "model",
         reward / "model",
-        *reward_files.reward_source_files(params),
     ]
     run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
     run.train()
@@ -128,7 +128,8 @@ def run_identity(params: Params, inputs: list[Path]) -> Metrics:
         },
     )
     code = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return {"params": sections, "files": {str(path): file_hash(path) for path in [*inputs, *code]}}
+    files = {str(path): file_hash(path) for path in [*inputs, *code]}
+    return {"params": sections, "files": files, "rewards": input_hashes(params)["rewards"]}
 
 
 if __name__ == "__main__":

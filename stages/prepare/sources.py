@@ -13,8 +13,8 @@ from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.rows import HasPrompt, PromptRow
-from stages.lib.core.source_files import changed_sources
 from stages.lib.core.types import Prompt
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.splits import (
     DataSets,
     PromptIndex,
@@ -129,10 +129,7 @@ def listed_sources(params: Params) -> list[SourceParams]:
         folder = ASSETS / "data"
         files = ((folder / "train.jsonl", "train"), (folder / "eval.jsonl", "eval"))
         return [SourceParams(path=str(path), use=use) for path, use in files if path.exists()]
-    for path in changed_sources(params):
-        raise BadInput(
-            f"{path} changed since the assets stage recorded it; run `dvc repro --force assets`"
-        )
+    check_unchanged("data", params)
     return params.prepare.sources
 
 

@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import rounds
+from tests.paths import ROOT
 
 STAGE = """
 import json, pathlib, sys, time, yaml
@@ -106,7 +107,8 @@ def dvc_yaml() -> dict[str, object]:
                 "deps": ["stage.py"],
                 "outs": ["assets/start"],
             },
-            "prepare": stage("prepare", ["assets/start"], ["seed"]),
+            "inputs": yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]["inputs"],
+            "prepare": stage("prepare", ["assets/start", "assets/inputs/data.json"], ["seed"]),
             "sft": stage("sft", ["rounds/${key}/prepare/data"], ["sft", "seed"]),
             "gate_sft": {"foreach": "${rounds}", "do": gate},
             "evaluate": stage(
@@ -133,6 +135,7 @@ def make_project(folder: Path, number: int = 1) -> Path:
         ["git", "init", "-q"],
         [sys.executable, "-m", "dvc", "init", "-q"],
         ["git", "add", "."],
+        [sys.executable, "-m", "stages.assets.inputs"],
     ):
         subprocess.run(command, cwd=folder, check=True)
     identity = ["-c", "user.name=t", "-c", "user.email=t@t"]

@@ -49,7 +49,7 @@ def listens(url: str) -> bool:
         return False
 
 
-def start_run(project: Path, api: str, setting: str, waits: str = "") -> "subprocess.Popen[str]":
+def start_run(project: Path, api: str, *arguments: str, waits: str = "") -> "subprocess.Popen[str]":
     environment = {
         "RONDO_NETWORK_WAITS": waits,
         "MLFLOW_TRACKING_URI": "off",
@@ -57,7 +57,7 @@ def start_run(project: Path, api: str, setting: str, waits: str = "") -> "subpro
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", "--set", setting],
+        [sys.executable, "-m", "flows.cli", "run", *arguments],
         cwd=project,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -67,9 +67,9 @@ def start_run(project: Path, api: str, setting: str, waits: str = "") -> "subpro
 
 
 def rondo_run(
-    project: Path, api: str, setting: str, waits: str
+    project: Path, api: str, *arguments: str, waits: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    run = start_run(project, api, setting, waits)
+    run = start_run(project, api, *arguments, waits=waits)
     stdout, stderr = run.communicate(timeout=600)
     return subprocess.CompletedProcess(run.args, run.returncode, stdout, stderr)
 
@@ -89,7 +89,7 @@ def states(api: str, address: str) -> set[str]:
 
 
 def test_an_unreachable_server_is_tried_a_second_time(project: Path, api: str) -> None:
-    done = rondo_run(project, api, "sft.max_steps=7", "1")
+    done = rondo_run(project, api, "--set", "sft.max_steps=7", waits="1")
     assert done.returncode == 0, done.stderr
     assert (
         count_tries(done) == 2
@@ -101,7 +101,7 @@ def test_an_unreachable_server_is_tried_a_second_time(project: Path, api: str) -
 
 
 def test_a_server_that_stays_unreachable_ends_the_run_with_4(project: Path, api: str) -> None:
-    done = rondo_run(project, api, "sft.max_steps=8", "0,1")
+    done = rondo_run(project, api, "--set", "sft.max_steps=8", waits="0,1")
     assert done.returncode == 4
     assert (
         count_tries(done) == 3
@@ -112,7 +112,7 @@ def test_a_server_that_stays_unreachable_ends_the_run_with_4(project: Path, api:
 
 
 def test_another_failure_is_not_retried(project: Path, api: str) -> None:
-    done = rondo_run(project, api, "sft.max_steps=1", "0,0")
+    done = rondo_run(project, api, "--set", "sft.max_steps=1", waits="0,0")
     assert done.returncode == 2
     assert count_tries(done) == 1 and "tried again" not in done.stdout
     assert "rondo: BadInput: sft@r0: " in done.stderr and "rows missing" in done.stderr
@@ -131,19 +131,52 @@ def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_stages_that_compute_wait_for_a_slot(project: Path, api: str) -> None:
-    assert rondo_run(project, api, "seed=0", "").returncode == 0
+    assert rondo_run(project, api, "--set", "seed=0").returncode == 0
     slot = {"names": [LIMIT], "slots": 1, "mode": "concurrency", "lease_duration": 600}
     lease = request(f"{api}/v2/concurrency_limits/increment-with-lease", slot)["lease_id"]
 
     # the gate runs, all other stages are unchanged
-    done = rondo_run(project, api, "gates.sft.loss_drop=0.1", "")
+    done = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.1")
     assert done.returncode == 0, done.stderr
     assert "[gate_sft@r0] ran" in done.stdout and "waiting" not in done.stdout
 
-    run = start_run(project, api, "seed=1")
+    run = start_run(project, api, "--set", "seed=1")
     waiting = read_until(run, "waiting: other runs use 1 of 1 slots")
     assert "step" not in waiting
     request(f"{api}/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})
     stdout, stderr = run.communicate(timeout=600)
     assert run.returncode == 0, stderr
     assert "[prepare@r0] ran" in stdout
+
+
+def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
+    project: Path, api: str
+) -> None:
+    data = project / "pairs.jsonl"
+    data.write_text('{"label": 1}\n')
+    settings = ("assets.data=files", "prepare.sources=[{path: pairs.jsonl}]")
+    isolated = [*(f"--set={setting}" for setting in settings), "--isolated"]
+
+    first = rondo_run(project, api, *isolated)
+    assert "[prepare@r0] ran" in first.stdout, first.stderr
+    assert "changed since the last run" not in first.stdout
+    again = rondo_run(project, api, *isolated)
+    assert "[prepare@r0] restored" in again.stdout, again.stderr
+
+    data.write_text('{"label": 0}\n')
+    edited = rondo_run(project, api, *isolated)
+    assert "changed since the last run: pairs.jsonl" in edited.stdout, edited.stderr
+    assert "[prepare@r0] ran" in edited.stdout
+
+    rondo_run(project, api, *isolated[:-1])
+    data.write_text('{"label": 2}\n')
+    for expected in (True, False):
+        repro = subprocess.run(
+            [sys.executable, "-m", "dvc", "repro", "prepare@r0"],
+            cwd=project,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ("[prepare@r0] step" in repro.stdout) is expected, repro.stdout

@@ -1,13 +1,17 @@
-"""Scoring functions that params.yaml names as `module:function`: import, and a check of results.
+"""Scoring functions that params.yaml names as `module:function`: files, import, check of results.
 
 Imports no heavy library, so that `rondo run` can check the names before it starts.
 """
 
+import ast
 import importlib
+import importlib.util
 import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.types import ScoreFunction
@@ -43,6 +47,73 @@ def import_function(named: str, key: str) -> ScoreFunction:
             f"{key}: {named} cannot be imported ({error}); put the module in the project's folder"
         ) from None
     return function
+
+
+def function_files(named: str, key: str) -> list[Path]:
+    """The file of a scoring function, and the project's files that it imports; none is run.
+
+    Args:
+        named: `module:function`; the module may lie in the working directory.
+        key: where params.yaml names it, for the error message.
+
+    Returns:
+        Paths of the project relative to the working directory, the function's file first.
+
+    Raises:
+        BadInput: there is no such module, or it does not define such a name.
+    """
+    module, _, name = named.partition(":")
+    file = _file_of_module(module)
+    if file is None:
+        with suppress(ImportError, ValueError):  # a module of an installed package
+            spec = importlib.util.find_spec(module)
+            file = Path(spec.origin) if spec and spec.origin else None
+    if file is None:
+        raise BadInput(f"{key}: {named}: no module named {module}; put it in the project's folder")
+    if name not in _defined_names(file):
+        raise BadInput(f"{key}: {named}: {file} does not define {name}")
+    files, waiting = [file], [file]
+    while waiting and not file.is_absolute():
+        new = [imported for imported in _imports(waiting.pop()) if imported not in files]
+        files += new
+        waiting += new
+    return files
+
+
+def _file_of_module(module: str) -> Path | None:
+    """The file of a module of the project, relative to the working directory."""
+    path = Path(*module.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _defined_names(file: Path) -> set[str]:
+    """The names that a module defines or imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _imports(file: Path) -> list[Path]:
+    """The project's files that a file of the project imports, anywhere in its code."""
+    package = ".".join(file.parts[:-1])
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(file.parts) - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            modules |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    # `import a.b` also runs a/__init__.py
+    modules |= {module.rpartition(".")[0] for module in modules}
+    return sorted({file for module in modules - {""} if (file := _file_of_module(module))})
 
 
 def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:

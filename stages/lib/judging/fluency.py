@@ -11,7 +11,6 @@ from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.data.prompts import encode
 from stages.lib.lm.logprobs import token_logprobs
 
-FLUENCY = "fluency"  # its name in evaluate.judges
 FLUENT = 0.95  # quantile of human texts up to which a text counts as fluent
 
 

@@ -85,7 +85,7 @@ def test_the_form_has_the_sections_of_params() -> None:
             "keep",
             None,
             ["ppo.rewards=[{name: a, function: 'nowhere:reward'}]"],
-            "nowhere:reward cannot be imported",
+            "nowhere:reward: no module named nowhere",
         ),
     ],
 )

@@ -21,6 +21,7 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     with workspace("one", project / ".rondo") as folder:
         assert Path.cwd() == folder == project / ".rondo/workspaces/one"
         config.write_params(config.resolve(settings=["seed=4"]))
+        dvc_stages.run("inputs", print)
         assert (
             dvc_stages.run("assets", print) == dvc_stages.Outcome.restored
         )  # from the shared cache

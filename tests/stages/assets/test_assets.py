@@ -97,24 +97,9 @@ def test_a_model_that_is_not_safetensors_is_refused(
         write_model(params(model=str(tmp_path)), tmp_path / "out")
 
 
-def test_files_are_recorded_by_path_and_hash(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("{}\n")
-    chosen = params(data="files")
-    with pytest.raises(BadInput, match=r"prepare\.sources is empty"):
-        write_data(chosen, tmp_path)
-    chosen.prepare.sources = check_params(
-        {"prepare": {"sources": [{"path": str(rows)}, {"path": "org/pairs"}]}}, "test"
-    ).prepare.sources
-    write_data(chosen, tmp_path)
-    assert json.loads((tmp_path / "sources.json").read_text()) == [
-        {
-            "path": str(rows),
-            # echo '{}' | sha256sum
-            "sha256": "ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356",
-        },
-        {"path": "org/pairs", "sha256": None},
-    ]
+def test_files_of_the_user_stay_where_they_are(tmp_path: Path) -> None:
+    write_data(params(data="files"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["SOURCE.txt"]
 
 
 def test_a_data_set_is_written_as_train_and_eval(

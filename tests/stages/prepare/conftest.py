@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stages.assets.__main__ import main as build_assets
+from stages.assets.inputs import main as inputs
 from stages.lib.core.params import Params, check_params
 
 
@@ -48,10 +49,12 @@ def tiny_params(workspace: Path, tiny_assets: Path) -> Callable[..., Params]:
                 "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
             )
         listed = [{"path": name, "use": "eval" if "eval" in name else "train"} for name in sources]
-        Path("assets/data/sources.json").write_text("[]")
-        return check_params(
+        params = check_params(
             {"seed": seed, "assets": {"data": "files"}, "prepare": {"sources": listed, **prepare}},
             "test",
         )
+        if listed:
+            inputs(params, "r0")
+        return params
 
     return make

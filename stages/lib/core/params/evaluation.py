@@ -5,11 +5,13 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from stages.lib.core.files import metric_name
-from stages.lib.core.params.judging import EndpointParams
+from stages.lib.core.params.judging import EndpointParams, JudgeName
 from stages.lib.core.params.shared import ParamsSection
 
 # Name of the judge that the reward stage trains on pairs that the reward model does not see
 HELD_OUT_REWARD_MODEL = "apart"
+FLUENCY = "fluency"
+BUILT_IN_JUDGES = (JudgeName.lexicon.value, FLUENCY, HELD_OUT_REWARD_MODEL)
 
 
 class CapabilityParams(ParamsSection):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
+from stages.assets.inputs import main as inputs
 from stages.lib.core.files import write_jsonl
 from stages.lib.data.prompts import encode
 from stages.lib.data.rollouts import read_rollouts
@@ -198,6 +199,7 @@ def test_a_users_reward_rises(make_params, monkeypatch, tmp_path, algorithm):
         [{"id": str(n), "prompt": f"Day {n}"} for n in range(40)],
     )
     write_random_model(Path("rounds/r0/sft/model"))
+    inputs(params, "r0")
     main(params, "r0")
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     first, last = (fmean(row["reward_mean"] for row in part) for part in (steps[:3], steps[-3:]))

@@ -14,7 +14,6 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import LoraParams
 from stages.ppo.common import rewards as rewards_module
-from stages.ppo.common.reward_files import reward_source_files
 from stages.ppo.common.rewards import load_rewards
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -41,7 +40,6 @@ def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
     rewards = load_rewards(params)
     assert rewards(PROMPTS, RESPONSES) == {"short": [-1.0, -1.9]}
     assert rewards.weights == {"short": 0.5}
-    assert reward_source_files(params) == [tmp_path / "my_taste.py"]
 
 
 @pytest.mark.parametrize("function", ["no_such_module:reward", "json:no_such_function"])

@@ -1,0 +1,144 @@
+"""The user's own files that params.yaml names: data, models and scoring functions.
+
+dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`, which DVC runs
+every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
+the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
+(ppo.rewards) and `judges` (evaluate.judges).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import ASSETS, WORK, file_hash, read_json, write_json
+from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import BUILT_IN_JUDGES
+from stages.lib.core.user_functions import function_files
+
+INPUTS = ASSETS / "inputs"
+HASHES = WORK / "input_hashes.json"  # of unchanged files, so that large files are read once
+
+Hashes = dict[str, str | None]  # sha256 by path; None: no file or folder here, e.g. a hub id
+
+
+def user_files(params: Params) -> dict[str, list[Path]]:
+    """Files and folders by kind.
+
+    Raises:
+        BadInput: there are no prepare.sources, or a model or function does not exist.
+    """
+    data = [Path(source.path) for source in params.prepare.sources]
+    if params.assets.data != "files":
+        data = []
+    elif not data:
+        raise BadInput(
+            "assets.data is `files` but prepare.sources is empty: "
+            "list your JSONL or Parquet files there"
+        )
+    model, rewards, judges = Path(params.assets.model).expanduser(), list[Path](), list[Path]()
+    for source in params.ppo.rewards:
+        key = f"ppo.rewards {source.name}"
+        if source.model:
+            rewards.append(_model_folder(source.model, key))
+        if source.function:
+            rewards += function_files(source.function, key)
+    for named in params.evaluate.judges:
+        if named in BUILT_IN_JUDGES or named in params.language_models():
+            continue
+        judges += (
+            function_files(named, "evaluate.judges")
+            if ":" in named
+            else [_model_folder(named, "evaluate.judges")]
+        )
+    return {
+        "data": data,
+        "model": [model] if model.is_dir() else [],
+        "rewards": rewards,
+        "judges": judges,
+    }
+
+
+def _model_folder(named: str, key: str) -> Path:
+    if not (Path(named) / "config.json").exists():
+        raise BadInput(f"{key}: no model in {named}; name a folder that has a config.json")
+    return Path(named)
+
+
+def input_hashes(params: Params) -> dict[str, Hashes]:
+    """The hashes of all files, by kind; files whose time and size did not change are not read.
+
+    Raises:
+        BadInput: as `user_files`.
+    """
+    known = read_json(HASHES, "") if HASHES.exists() else {}
+    read: dict[str, list[object]] = {}
+
+    def sha256(file: Path) -> str:
+        path, status = str(file), file.stat()
+        if path in read:  # it has several kinds
+            return str(read[path][-1])
+        # ctime changes with the content, even if a program sets mtime back
+        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        *known_state, digest = known.get(path, [None])
+        read[path] = [*state, digest if known_state == state else file_hash(file)]
+        return str(read[path][-1])
+
+    hashes = {
+        kind: {
+            str(file): sha256(file) if file.is_file() else None
+            for path in paths
+            for file in _files_in(path)
+        }
+        for kind, paths in user_files(params).items()
+    }
+    if read != known:
+        write_json(HASHES, read)
+    return hashes
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    """The files of a folder, or the path itself if it is no folder."""
+    if path.is_dir():
+        yield from (file for file in sorted(path.rglob("*")) if file.is_file())
+    else:
+        yield path
+
+
+def recorded_hashes(kind: str) -> Hashes | None:
+    """The hashes that the stage `inputs` wrote; None if it never ran."""
+    path = INPUTS / f"{kind}.json"
+    return dict(read_json(path, "")) if path.exists() else None
+
+
+def are_recorded(params: Params) -> bool:
+    """Whether the stage `inputs` would write what it wrote before.
+
+    Raises:
+        BadInput: as `user_files`.
+    """
+    return all(recorded_hashes(kind) == now for kind, now in input_hashes(params).items())
+
+
+def check_unchanged(kind: str, params: Params) -> None:
+    """Check that the files are still those on which DVC based its decision to run a stage.
+
+    Raises:
+        BadInput: one of them has changed since; it is named.
+    """
+    recorded, now = recorded_hashes(kind), input_hashes(params)[kind]
+    if recorded is None and now:
+        raise BadInput(f"{INPUTS / kind}.json is missing: run `dvc repro inputs`")
+    if changed := differing(recorded or {}, now):
+        raise BadInput(
+            f"{', '.join(changed)} changed after the run began: start `rondo run` or `dvc repro` "
+            "again, which runs the stages that read it"
+        )
+
+
+def differing(before: Hashes, after: Hashes) -> list[str]:
+    """The paths that were added, removed or changed."""
+    return sorted(
+        path
+        for path in {*before, *after}
+        if (path in before, before.get(path)) != (path in after, after.get(path))
+    )

@@ -1,0 +1,145 @@
+"""The files that only params.yaml names: which they are, and which of them have changed."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.assets.inputs import main as inputs
+from stages.lib.core import user_inputs
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_text
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.user_inputs import check_unchanged, differing, input_hashes, user_files
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def with_files(*paths: str, **sections: Any) -> Params:
+    data = {"assets": {"data": "files"}, "prepare": {"sources": [{"path": p} for p in paths]}}
+    return check_params(data | sections, "test")
+
+
+def everything() -> Params:
+    """Params that name a file of each kind, and the files."""
+    write_text(Path("pairs.jsonl"), "{}\n")
+    write_text(Path("models/mine/config.json"), "{}")
+    write_text(Path("models/judge/config.json"), "{}")
+    write_text(Path("taste.py"), "from words import nice\n\ndef score(prompts, responses): ...\n")
+    write_text(Path("words.py"), "nice = 1\n")
+    return with_files(
+        "pairs.jsonl",
+        "org/pairs",
+        assets={"data": "files", "model": "models/mine"},
+        ppo={"rewards": [{"name": "taste", "function": "taste:score"}]},
+        evaluate={"judges": ["lexicon", "fluency", "models/judge", "taste:score"]},
+    )
+
+
+def test_each_kind_names_its_files_with_their_hashes() -> None:
+    params = everything()
+    function = {name: sha256(Path(name).read_text()) for name in ("taste.py", "words.py")}
+    assert input_hashes(params) == {
+        "data": {"pairs.jsonl": sha256("{}\n"), "org/pairs": None},
+        "model": {"models/mine/config.json": sha256("{}")},
+        "rewards": function,
+        "judges": {"models/judge/config.json": sha256("{}"), **function},
+    }
+
+
+def test_what_params_do_not_use_is_no_input() -> None:
+    everything()
+    unused = check_params({"prepare": {"sources": [{"path": "pairs.jsonl"}]}}, "test")
+    assert set(map(len, user_files(unused).values())) == {0}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"assets": {"data": "files"}}, r"prepare\.sources is empty"),
+        ({"evaluate": {"judges": ["models/none"]}}, r"evaluate\.judges: no model in models/none"),
+        (
+            {"evaluate": {"judges": ["none:score"]}},
+            r"evaluate\.judges: none:score: no module named none",
+        ),
+        (
+            {"ppo": {"rewards": [{"name": "a", "model": "models/none"}]}},
+            r"ppo\.rewards a: no model in models/none",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        user_files(check_params(sections, "test"))
+
+
+def test_an_edit_is_seen_even_if_size_and_time_are_as_before() -> None:
+    params, file = with_files("pairs.jsonl"), Path("pairs.jsonl")
+    file.write_text("good")
+    before, status = input_hashes(params), file.stat()
+    file.write_text("evil")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert before["data"] == {"pairs.jsonl": sha256("good")}
+    assert input_hashes(params)["data"] == {"pairs.jsonl": sha256("evil")}
+
+
+def test_a_file_that_did_not_change_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = everything()
+    before, read = input_hashes(params), list[Path]()
+
+    def file_hash(path: Path) -> str:
+        read.append(path)
+        return sha256(path.read_text())
+
+    monkeypatch.setattr(user_inputs, "file_hash", file_hash)
+    assert input_hashes(params) == before
+    assert read == []
+    Path("words.py").write_text("nice = 2\n")
+    assert input_hashes(params) != before
+    assert read == [Path("words.py")]
+
+
+def test_the_stage_writes_the_hashes_and_names_what_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    params = everything()
+    inputs(params, "r0")
+    assert user_inputs.are_recorded(params)
+    assert "[inputs] pairs.jsonl: new" in capsys.readouterr().out
+    Path("words.py").write_text("nice = 2\n")
+    assert not user_inputs.are_recorded(params)
+    inputs(params, "r0")
+    assert set(capsys.readouterr().out.splitlines()) == {"[inputs] words.py: changed"}
+    assert user_inputs.are_recorded(params)
+
+
+def test_a_stage_refuses_files_that_changed_after_dvc_looked_at_them() -> None:
+    params = everything()
+    with pytest.raises(BadInput, match=r"data\.json is missing: run `dvc repro inputs`"):
+        check_unchanged("data", params)
+    inputs(params, "r0")
+    check_unchanged("data", params)
+    Path("pairs.jsonl").write_text("{}\n{}\n")
+    Path("words.py").unlink()
+    for kind, named in (("data", "pairs.jsonl"), ("rewards", "words.py")):
+        with pytest.raises(BadInput, match=rf"^{named} changed after the run began"):
+            check_unchanged(kind, params)
+    check_unchanged("model", params)
+
+
+def test_a_path_that_comes_or_goes_is_a_difference() -> None:
+    assert differing({"a": "1", "b": "2", "c": None}, {"b": "3", "c": None, "d": None}) == [
+        "a",
+        "b",
+        "d",
+    ]
