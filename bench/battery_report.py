@@ -31,7 +31,7 @@ after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 - Top right: accuracy by kind of pair.
 - Bottom left: scores by kind of text (median, quartiles, range; in standard deviations of
   demonstrations).
-- Bottom middle: the confidence sigmoid(margin) against the share of held-out pairs ranked right.
+- Bottom middle: the confidence sigmoid(|margin|) against the share of held-out pairs ranked right.
 - Bottom right: sentiment of the best of n SFT samples, chosen by the reward model.
 
 In the last tables, `word_salad` is a text with its words shuffled, `truncated` is one cut in half,

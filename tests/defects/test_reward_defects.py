@@ -97,7 +97,7 @@ def test_an_ending_that_buys_a_score(planted):
     )
     stop = planted("assets", praised, reward={"hard_negatives": 0})
     assert stop.step == "gate_reward" and "battery.worst_ending" in stop.failed
-    assert "an ending buys a better score" in stop.message
+    assert "an ending raises the score of bad texts" in stop.message
 
 
 def test_a_reward_model_that_likes_broken_text(planted):

@@ -47,10 +47,10 @@ REWARD = (
         ">=",
         "sentiment_lead",
         "Accuracy of the reward model minus that of VADER sentiment on the same held-out pairs. "
-        "VADER does not learn from these pairs, but it was developed on the tweets of the default "
-        "run. From the second round on, replay has also used VADER to choose training rows. So "
-        "VADER can be slightly more accurate than the reward model. If VADER is more accurate by "
-        "more than 0.1, the pairs are too few or their labels are wrong.",
+        "VADER does not learn from these pairs. But it was developed on the tweets of the default "
+        "run, so it can be slightly more accurate than the reward model. (From the second round "
+        "on, the training data contain rows that replay chose with VADER.) If VADER is more "
+        "accurate by more than 0.1, the pairs are too few or their labels are wrong.",
         "VADER sentiment, which does not learn from your pairs, ranks them better: there are too "
         "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs, in "
         "later rounds reward.continue_epochs). Or add the sentiment to PPO's reward "
@@ -62,9 +62,10 @@ REWARD = (
         "worst_slice",
         "Lowest accuracy in a slice of 30 or more held-out pairs. Slices are made by length "
         "difference, by source and by label margin. The overall accuracy hides, for example, a "
-        "source whose labels are reversed. 20 correct of 30 pairs are significantly above chance "
-        "(one-sided binomial test, p = 0.049). A slice with a true accuracy of 0.65 has at least "
-        "20 correct pairs in half of all cases.",
+        "source whose labels are reversed. With 30 pairs, the threshold requires 20 correct "
+        "pairs. This is also the smallest number that is significantly above chance (one-sided "
+        "binomial test, p = 0.049). A model with a true accuracy of 0.65 has 20 or more "
+        "correct pairs in half of all cases.",
         "one kind of pair is ranked badly: `accuracy` in rounds/{round}/battery/metrics.json "
         "shows which. Add pairs of that length, source or margin",
         optional=True,
@@ -73,9 +74,9 @@ REWARD = (
         "reward.ece",
         "<=",
         "ece",
-        "Expected calibration error (Guo et al. 2017) of sigmoid(margin) on held-out pairs. PPO "
-        "maximises these scores. An over-confident reward model gives too high scores to texts "
-        "that it ranks wrongly.",
+        "Expected calibration error (Guo et al. 2017) on held-out pairs. The confidence of the "
+        "reward model in a pair is the sigmoid of the absolute margin. PPO maximises the scores. "
+        "An over-confident reward model gives too high scores to texts that it ranks wrongly.",
         "the confidence differs from the accuracy (rounds/{round}/reward/calibration.csv). If the "
         "reward model is over-confident, lower reward.learning_rate or the epochs; if it is "
         "under-confident, raise them",
@@ -109,8 +110,9 @@ REWARD = (
         "within",
         "drift",
         "Mean score of new SFT samples minus that of demonstrations, in standard deviations of "
-        "the scores of demonstrations. SFT's texts score lower: in the rounds of the default "
-        "run, the value is -1.7 to -1.6. Beyond 4, SFT's texts are unlike those of the pairs.",
+        "the scores of demonstrations. SFT's texts score lower: the value is -1.7 in both rounds "
+        "of the default run. If the absolute value is above 4, SFT's texts are unlike those of "
+        "the pairs.",
         "SFT's samples score far from the demonstrations: the reward model scores texts unlike "
         "those that it was trained on. So improve SFT, or add pairs of SFT's own samples "
         "(annotate.annotator: judge)",
@@ -122,8 +124,8 @@ REWARD = (
         "Standard deviation of the scores of new SFT samples, divided by that of demonstrations "
         "(1.2 to 1.3 in the rounds of the default run). PPO learns from the differences "
         "between these samples.",
-        "the reward model hardly distinguishes SFT's samples, so PPO has nothing to climb. Add "
-        "pairs of SFT's own samples (annotate.annotator: judge)",
+        "the reward model hardly distinguishes SFT's samples, so PPO has hardly anything to learn "
+        "from. Add pairs of SFT's own samples (annotate.annotator: judge)",
     ),
     Threshold(
         "battery.scale",
@@ -140,8 +142,8 @@ REWARD = (
         "length_correlation",
         "Correlation of score and length over held-out texts, with label and sentiment held "
         "fixed. It shows how much length itself changes the score.",
-        "the reward model pays for length itself: balance the lengths of chosen and rejected "
-        "texts (reports/{round}/data.html), or set ppo.length_penalty",
+        "length itself changes the reward model's score: balance the lengths of chosen and "
+        "rejected texts (reports/{round}/data.html), or set ppo.length_penalty",
     ),
     Threshold(
         "battery.worst_probe",
@@ -159,12 +161,12 @@ REWARD = (
         "ending",
         "Share of correctly ranked held-out pairs that are reversed if an ending is appended to "
         "the rejected text. The metric is the highest share over battery.endings. Before the "
-        'reward model learnt from such texts, the share was 0.55 for " Enjoy!", and PPO ended '
-        "every text with it. The threshold is about half of 0.55. VADER sentiment makes this "
-        'error about as often: with " Enjoy!", 23% to 30% of the rejected texts get a higher '
-        "sentiment than the chosen text (`sentiment_rate` in the battery's metrics; seeds 0, 3 "
-        "and 4).",
-        "an ending buys a better score, and PPO will find this ending: "
+        "reward model was trained on bad texts with such endings, the share was 0.55 for "
+        '" Enjoy!", and PPO ended every text with " Enjoy!". The threshold is about half of 0.55. '
+        "VADER sentiment makes this error about as often as the threshold allows: with "
+        '" Enjoy!", 23% to 30% of the rejected texts get a higher sentiment than the chosen text '
+        "(`sentiment_rate` in the battery's metrics; seeds 0, 3 and 4).",
+        "an ending raises the score of bad texts, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "
         "that the policy uses.)",
@@ -173,8 +175,9 @@ REWARD = (
         "battery.worst_mined",
         "<=",
         "mined",
-        "The share of the row above, for mined endings. Mined endings are phrases that are "
-        "frequent in high-scoring SFT samples, or in high-scoring rollouts of the previous round.",
+        "The same share as in the row above, for mined endings. Mined endings are phrases that "
+        "are frequent in high-scoring SFT samples, or in high-scoring rollouts of the previous "
+        "round.",
         "a mined ending, which SFT or the last policy already writes, raises the score of bad "
         "texts: add pairs with it on the rejected text, or raise replay.pairs_per_exploit",
         optional=True,

@@ -71,10 +71,10 @@ SFT = (
         "sft.memorised - sft.memorised_demonstrations",
         "<=",
         "memorised",
-        "Share of texts with 8 words in a row from one training text: responses minus held-out "
-        "demonstrations. Held-out demonstrations share some phrases with training texts although "
-        "nothing was memorised, so their share is subtracted. (Carlini et al. 2023 use the term "
-        '"extraction" if a model copies training text.)',
+        "Share of texts that contain 8 consecutive words of one training text: responses minus "
+        "held-out demonstrations. Held-out demonstrations share some phrases with training texts "
+        "although nothing was memorised, so their share is subtracted. (Carlini et al. 2023 use "
+        'the term "extraction" if a model copies training text.)',
         "SFT recites training texts: lower sft.num_train_epochs or sft.lora.r, or add "
         "demonstrations. Look for near duplicates in reports/{round}/data.html, and lower "
         "prepare.near_duplicate if there are any",

@@ -2,9 +2,12 @@
 likely cause and the first thing to change.
 
 A sign compares the mean of the last WINDOW updates with the mean of the first WINDOW, or with a
-fixed threshold. Reward hacking on short texts does not show within one text. It shows across
-prompts (one praise template for all) and in the correlation of the reward model with a second
-scorer, so there are signs for both.
+fixed threshold. The signs of KL are different: they compare each of the last `kl_patience` updates
+with a threshold, and have no warning.
+
+Reward hacking on short texts does not show within one text. It shows across prompts (one praise
+template for all) and in the correlation of the reward model with a second scorer, so there are
+signs for both.
 """
 
 from collections.abc import Callable, Sequence

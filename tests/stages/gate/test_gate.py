@@ -167,7 +167,7 @@ def test_good_numbers_pass(attempt, gate):
         ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
         ("reward", "battery", {"centre": -0.6}, "battery.centre", "reward@r0"),
         ("reward", "battery", {"drift": -4.1}, "battery.drift", "improve SFT"),
-        ("reward", "battery", {"scale": 0.3}, "battery.scale", "nothing to climb"),
+        ("reward", "battery", {"scale": 0.3}, "battery.scale", "hardly anything to learn from"),
         ("reward", "battery", {"scale": 3.1}, "battery.scale", "outliers"),
         (
             "reward",

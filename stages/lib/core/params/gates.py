@@ -84,7 +84,7 @@ class RewardGate(Gate):
         0.65, ge=0, le=1, description="Smallest accuracy in any slice of 30 or more held-out pairs."
     )
     ece: float = Field(
-        0.1, ge=0, le=1, description="Largest expected calibration error of sigmoid(margin)."
+        0.1, ge=0, le=1, description="Largest expected calibration error of sigmoid(|margin|)."
     )
     reload: float = Field(
         0.001,
