@@ -17,6 +17,7 @@ import yaml
 from flows.execution import fork_server
 from stages.annotate import __main__ as annotate
 from stages.assets import __main__ as assets
+from stages.assets import inputs
 from stages.battery import __main__ as battery
 from stages.gate.verdict import run_gate
 from stages.lib.core.errors import RondoError
@@ -95,6 +96,7 @@ def go(params: Params, start: str, trained: Path | None = None) -> Stop | None:
     Path("params.yaml").write_text(
         yaml.safe_dump(params.model_dump(mode="json"))
     )  # for the process that reloads the reward model
+    inputs.main(params, "r0")
     names = list(STEPS)
     for step in names[names.index(start) :]:
         if trained and step in ("sft", "gate_sft") and same_files(SFT_DATA, trained):

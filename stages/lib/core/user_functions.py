@@ -113,7 +113,7 @@ def _imports(file: Path) -> list[Path]:
             modules |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
     # `import a.b` also runs a/__init__.py
     modules |= {module.rpartition(".")[0] for module in modules}
-    return sorted({file for module in modules - {""} if (file := _file_of_module(module))})
+    return sorted(set(filter(None, map(_file_of_module, modules - {""}))))
 
 
 def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:

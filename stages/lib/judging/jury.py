@@ -42,7 +42,7 @@ WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
 class Jury:
     """Several judges, by name.
 
-    `heard` keeps the verdicts of each judge on all comparisons so far, for `report`.
+    `verdicts` keeps the verdicts of each judge on all comparisons so far, for `report`.
     """
 
     def __init__(self, judges: Mapping[str, PairwiseJudge]) -> None:
