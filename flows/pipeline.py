@@ -37,6 +37,7 @@ from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
+from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
 # 0 stands for "not set": if null were allowed, the form in the Prefect UI could not show why a
@@ -205,13 +206,15 @@ def pipeline(
     """
     log, home = make_logger(), home_folder()
     # 1. Check the parameters, before there is anything to clean up.
-    resolve(preset, None, settings, sections)
+    checked = resolve(preset, None, settings, sections)
+    files = [path for paths in user_files(checked).values() for path in paths]
     server = (
         nullcontext()
         if fork_server.VARIABLE in os.environ
         else fork_server.fork_server(dvc_stages.stage_environment())
     )
-    with server, workspace(run, home) if isolated else working_tree(home, log) as folder:
+    tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
+    with server, tree as folder:
         # 2. Write params.yaml.
         params = resolve(preset, rounds() or None, settings, sections)
         changes = [f"  {change}" for change in write_params(params)]

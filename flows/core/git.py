@@ -22,14 +22,16 @@ def revision() -> str:
 
 
 def git(*arguments: str) -> str:
-    """Run a git command in the working directory and return its output, stripped.
+    """Run a git command in the working directory, without hooks, and return its output, stripped.
 
     Raises:
         RondoError: git failed; the message contains its error output.
     """
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    # Hooks are for people. After `dvc install`, for example, they run `dvc checkout`.
+    command = ["git", "-c", "core.hooksPath=/dev/null", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RondoError(f"git {arguments[0]}: {done.stderr.strip()}")
+        raise RondoError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 

@@ -6,13 +6,15 @@ A worktree shares DVC's cache with the project. Its results are committed to the
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
+from flows.core.services import LogLine
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS
@@ -24,11 +26,12 @@ KEPT_DAYS = 7
 RECORDS = Path("records")  # in the branch: one folder per run, with its report and verdicts
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
 USER_FILES = ("slices", "badcases", "approvals")
+MAX_COPIED_BYTES = 64 * 2**20  # larger files that are not committed are linked into a workspace
 CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
 
 
 @contextmanager
-def working_tree(home: Path, log: Callable[[str], None]) -> Iterator[Path]:
+def working_tree(home: Path, log: LogLine) -> Iterator[Path]:
     """Use the current folder; wait first while another run uses it."""
     home.mkdir(parents=True, exist_ok=True)
     lock = FileLock(home / "working-tree.lock")
@@ -44,50 +47,103 @@ def working_tree(home: Path, log: Callable[[str], None]) -> Iterator[Path]:
 
 
 @contextmanager
-def workspace(run: str, home: Path) -> Iterator[Path]:
+def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -> Iterator[Path]:
     """Work in `.rondo/workspaces/<run>`, and commit the results to `runs/<run>` at the end.
 
-    The workspace is a worktree of HEAD with the current params.yaml. An existing workspace is used
-    as it is, so that a run resumes there. It is kept until its run has ended, and at least a week
-    longer.
+    The workspace is a worktree of HEAD with the current params.yaml, and with the project's other
+    files as they are now, committed or not. An existing workspace is used as it is, so that a run
+    resumes there; if it was removed, its branch is. It is kept until its run has ended, and at
+    least a week longer.
+
+    Args:
+        inputs: files and folders that params.yaml names: they are there even if git ignores them.
 
     Raises:
         BadInput: there is no git repository or no commit, or code or user files are not committed
             and would be missing in the branch.
     """
-    folder = home / WORKSPACES / run
-    if not (folder / COMPLETE).exists():
-        _check_committed()
-        with FileLock(home / "workspaces.lock"):
-            collect(home)
-            _create(folder, f"runs/{run}")
+    folder, branch = home / WORKSPACES / run, f"runs/{run}"
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(home / "workspaces.lock"):
+        if not (folder / COMPLETE).exists():
+            _check_committed()
+            with bookkeeping("removing old workspaces", log):
+                collect(home)
+            _create(folder, branch, log, inputs)
+        (folder / ENDED).unlink(missing_ok=True)
     with chdir(folder):
-        ENDED.unlink(missing_ok=True)
         yield folder
-        if REPORTS.exists():
-            shutil.copytree(REPORTS, RECORDS / run, dirs_exist_ok=True)
-        git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
-        if git("diff", "--cached", "--name-only"):
-            git(*committer_options(), "commit", "--quiet", "--no-verify", "-m", f"Run {run}")
-        ENDED.touch()
+        with bookkeeping(f"committing {folder} to the branch {branch}", log):
+            _commit(run)
+            ENDED.touch()
 
 
-def _create(folder: Path, branch: str) -> None:
+def _commit(run: str) -> None:
+    """Commit the results in the working directory, a worktree that only this run uses."""
+    if REPORTS.exists():
+        shutil.copytree(REPORTS, RECORDS / run, dirs_exist_ok=True)
+    Path(git("rev-parse", "--git-path", "index.lock")).unlink(missing_ok=True)  # of a killed git
+    git("add", "--", *(name for name in COMMITTED if Path(name).exists()))
+    if git("diff", "--cached", "--name-only"):
+        # Nobody is here to type the password of a signing key.
+        options = [*committer_options(), "-c", "commit.gpgsign=false"]
+        git(*options, "commit", "--quiet", "-m", f"Run {run}")
+
+
+def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> None:
+    from dvc.config import Config
+
     root = Path.cwd()
     with open_repo() as repo:
         cache = repo.cache.local_cache_dir
-    if folder.exists():  # incomplete: its creation was interrupted
-        git("worktree", "remove", "--force", str(folder))
-    git("worktree", "add", "--quiet", "-B", branch, str(folder), "HEAD")
-    (folder / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {cache}\n")
-    shutil.copy("params.yaml", folder)
+    _remove(folder)  # its creation may have been interrupted
+    if git("branch", "--list", branch):  # of a run whose workspace was removed
+        git("worktree", "add", "--quiet", str(folder), branch)
+    else:
+        git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
+        shutil.copy("params.yaml", folder)
+    if (own := Path(".dvc/config.local")).exists():  # e.g. the password of a remote
+        shutil.copy(own, folder / own)
+    with Config(str(folder / ".dvc"), validate=False).edit("local") as config:
+        config["cache"]["dir"] = cache
     _share(JUDGE_CACHE, root, folder)
-    # params.yaml may name data and functions that are not tracked by git: link them.
-    for name in git("ls-files", "--others", "--exclude-standard").splitlines():
-        if Path(name).parts[0] not in (*COMMITTED, *USER_FILES, *CODE):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).symlink_to(root / name)
+    modified = _other_files("diff", "--name-only", "--relative", "--no-renames", "-z", "HEAD")
+    if modified:
+        log(f"not committed, used as they are now: {', '.join(modified)}")
+    for name in [*modified, *_other_files("ls-files", "--others", "--exclude-standard", "-z")]:
+        (folder / name).unlink(missing_ok=True)
+        if (root / name).exists():
+            _bring(root / name, folder / name)
+    for path in inputs:  # e.g. a model that git ignores, or data that DVC tracks
+        if not path.is_absolute() and path.exists():
+            target = folder / path
+            if not target.exists():
+                _bring(root / path, target)
     (folder / COMPLETE).touch()
+
+
+def _other_files(*command: str) -> list[str]:
+    """The files that a git command lists, without results, code and the user's checked files."""
+    names = filter(None, git(*command).split("\0"))
+    return [name for name in names if Path(name).parts[0] not in (*COMMITTED, *USER_FILES, *CODE)]
+
+
+def _bring(source: Path, target: Path) -> None:
+    """Copy a file, so that later edits do not reach the run; link large files and folders."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_file() and source.stat().st_size <= MAX_COPIED_BYTES:
+        shutil.copy2(source, target)
+    else:
+        target.symlink_to(source)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a worktree, also one that git was still making or does not know any more."""
+    for command in (["unlock", str(folder)], ["remove", "--force", str(folder)]):
+        with suppress(RondoError):
+            git("worktree", *command)
+    shutil.rmtree(folder, ignore_errors=True)
+    git("worktree", "prune")
 
 
 def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
@@ -101,7 +157,7 @@ def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
         if mark.stat().st_mtime < time.time() - days * 24 * 3600
     ]
     for folder in old:
-        git("worktree", "remove", "--force", str(folder))
+        _remove(folder)
     return [folder.name for folder in old]
 
 
@@ -118,7 +174,8 @@ def _check_committed() -> None:
     except RondoError as error:
         raise BadInput(f"--isolated needs a git repository with a commit ({error})") from None
     names = [name for name in (*CODE, *USER_FILES) if Path(name).exists()]
-    status = git("status", "--porcelain", "--untracked-files=all", "--", *names).splitlines()
+    options = ["--porcelain", "-z", "--no-renames", "--untracked-files=all"]
+    status = filter(None, git("status", *options, "--", *names).split("\0"))
     if changed := [line for line in status if not _is_empty_new_file(line)]:
         reason = "--isolated runs committed files only; these are not committed, commit them first:"
         raise BadInput("\n".join([reason, *changed]))

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,15 +11,16 @@ import pytest
 
 from flows.core import config
 from flows.core.git import git
-from flows.execution import dvc_stages
+from flows.execution import dvc_stages, worktree
+from flows.execution.dvc_stages import open_repo
 from flows.execution.worktree import ENDED, collect, working_tree, workspace
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import write_json
+from stages.lib.core.files import write_json, write_text
 
 
 def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     dvc_stages.run("assets", print)
-    with workspace("one", project / ".rondo") as folder:
+    with workspace("one", project / ".rondo", print) as folder:
         assert Path.cwd() == folder == project / ".rondo/workspaces/one"
         config.write_params(config.resolve(settings=["seed=4"]))
         dvc_stages.run("inputs", print)
@@ -57,7 +59,7 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
 
 def test_an_interrupted_run_resumes_in_its_workspace(project: Path) -> None:
     Path("pairs.jsonl").write_text("{}\n")
-    with suppress(KeyboardInterrupt), workspace("one", project / ".rondo") as folder:
+    with suppress(KeyboardInterrupt), workspace("one", project / ".rondo", print) as folder:
         # untracked data, which params.yaml may name, are linked
         assert Path("pairs.jsonl").read_text() == "{}\n"
         params = Path("params.yaml").read_text()
@@ -65,16 +67,16 @@ def test_an_interrupted_run_resumes_in_its_workspace(project: Path) -> None:
         raise KeyboardInterrupt
     assert git("rev-parse", "runs/one") == git("rev-parse", "HEAD")
     Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed since\n")
-    with workspace("one", project / ".rondo") as again:
+    with workspace("one", project / ".rondo", print) as again:
         assert again == folder and "seed: 4" in Path("params.yaml").read_text()
     assert "seed: 4" in git("show", "runs/one:params.yaml")
 
 
 def test_workspaces_are_removed_a_week_after_their_runs_have_ended(project: Path) -> None:
     home = project / ".rondo"
-    with workspace("old", home), workspace("new", home):
+    with workspace("old", home, print), workspace("new", home, print):
         Path("rounds").mkdir(exist_ok=True)
-    with suppress(KeyboardInterrupt), workspace("cut-off", home):
+    with suppress(KeyboardInterrupt), workspace("cut-off", home, print):
         raise KeyboardInterrupt
     os.utime(home / "workspaces/old" / ENDED, (0, 0))
     assert collect(home) == ["old"]
@@ -105,7 +107,7 @@ def test_code_that_is_not_committed_is_refused(project: Path) -> None:
     (project / "dvc.yaml").write_text((project / "dvc.yaml").read_text() + "# mine\n")
     with (
         pytest.raises(BadInput, match=r"commit them first:\n.*dvc\.yaml"),
-        workspace("two", project / ".rondo"),
+        workspace("two", project / ".rondo", print),
     ):
         pass
     assert not (project / ".rondo/workspaces").exists()
@@ -115,12 +117,12 @@ def test_code_that_is_not_committed_is_refused(project: Path) -> None:
 def test_user_files_that_are_not_committed_are_refused(project: Path, name: str) -> None:
     (project / name).parent.mkdir(exist_ok=True)
     (project / name).touch()  # an empty file is accepted
-    with workspace("two", project / ".rondo"):
+    with workspace("two", project / ".rondo", print):
         pass
     (project / name).write_text("{}\n")
     with (
         pytest.raises(BadInput, match=f"commit them first:\n.*{name}"),
-        workspace("three", project / ".rondo"),
+        workspace("three", project / ".rondo", print),
     ):
         pass
 
@@ -129,6 +131,123 @@ def test_outside_git_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     with (
         pytest.raises(BadInput, match="needs a git repository"),
-        workspace("three", tmp_path / ".rondo"),
+        workspace("three", tmp_path / ".rondo", print),
     ):
         pass
+
+
+def commit_all(message: str = "mine") -> None:
+    git("add", "--all")
+    git("commit", "--quiet", "-m", message)
+
+
+def test_a_run_whose_workspace_was_removed_goes_on_from_its_branch(project: Path) -> None:
+    home = project / ".rondo"
+    with workspace("one", home, print) as folder:
+        write_text(Path("rounds/r0/sft/metrics.json"), "{}")
+        params = Path("params.yaml").read_text()
+        Path("params.yaml").write_text(params.replace("seed: 0", "seed: 4"))
+    results = git("rev-parse", "runs/one")
+    os.utime(folder / ENDED, (0, 0))
+    assert collect(home) == ["one"]
+    with workspace("one", home, print) as again:
+        assert again == folder and Path("rounds/r0/sft/metrics.json").exists()
+        assert "seed: 4" in Path("params.yaml").read_text()
+    assert git("rev-parse", "runs/one") == results
+
+
+def test_files_that_are_not_committed_are_used_as_they_are_and_named(project: Path) -> None:
+    names = ("pairs.jsonl", "données.jsonl", "gone.jsonl", "a b.py")
+    for name in names:
+        Path(name).write_text("committed")
+    commit_all()
+    for name in names:
+        Path(name).write_text("edited")
+    Path("gone.jsonl").unlink()
+    Path("neue Päärchen.jsonl").write_text("untracked")
+    messages: list[str] = []
+    with workspace("one", project / ".rondo", messages.append):
+        for name in (*names[:2], names[3]):
+            assert Path(name).read_text() == "edited"
+            (project / name).write_text("edited while the run runs")
+            assert Path(name).read_text() == "edited"
+        assert not Path("gone.jsonl").exists()
+        assert Path("neue Päärchen.jsonl").read_text() == "untracked"
+    [message] = messages
+    assert message.startswith("not committed, used as they are now: ")
+    assert set(message.partition("now: ")[2].split(", ")) == set(names)
+
+
+def test_what_params_name_is_there_even_if_git_ignores_it(project: Path) -> None:
+    Path(".gitignore").write_text(Path(".gitignore").read_text() + "/data/\n/models/\n")
+    commit_all()
+    write_text(Path("data/pairs.jsonl"), "{}")
+    write_text(Path("models/mine/config.json"), "{}")
+    write_text(Path("data/other.jsonl"), "{}")
+    inputs = [Path("data/pairs.jsonl"), Path("models/mine"), Path("org/hub-name")]
+    with workspace("one", project / ".rondo", print, inputs):
+        assert Path("data/pairs.jsonl").read_text() == "{}"
+        assert Path("models/mine/config.json").read_text() == "{}"
+        assert not Path("data/other.jsonl").exists()
+
+
+def test_large_files_are_linked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worktree, "MAX_COPIED_BYTES", 3)
+    for name, text in (("small", "123"), ("large", "1234")):
+        Path(name).write_text(text)
+    with workspace("one", project / ".rondo", print):
+        assert [Path(name).is_symlink() for name in ("small", "large")] == [False, True]
+        assert Path("large").read_text() == "1234"
+
+
+def test_the_projects_own_local_config_of_dvc_is_kept(project: Path) -> None:
+    own = "['remote \"far\"']\n    url = https://far/x\n    password = secret\n[cache]\n    type = symlink\n"
+    Path(".dvc/config.local").write_text(own)
+    with workspace("one", project / ".rondo", print), open_repo() as repo:
+        assert repo.config["remote"]["far"]["password"] == "secret"
+        assert repo.config["cache"]["type"] == ["symlink"]
+        assert repo.cache.local_cache_dir == str(project / ".dvc/cache")
+    assert Path(".dvc/config.local").read_text() == own
+
+
+def test_nobody_signs_and_a_killed_gits_lock_is_removed(project: Path) -> None:
+    git("config", "commit.gpgsign", "true")
+    git("config", "gpg.program", "false")
+    with workspace("one", project / ".rondo", pytest.fail):
+        write_text(Path("rounds/r0/sft/metrics.json"), "{}")
+        Path(git("rev-parse", "--git-path", "index.lock")).touch()
+    assert "rounds/r0/sft/metrics.json" in git("show", "--name-only", "runs/one")
+
+
+def test_a_run_whose_results_cannot_be_committed_is_no_failure_and_is_kept(project: Path) -> None:
+    messages: list[str] = []
+    with workspace("one", project / ".rondo", messages.append) as folder:
+        write_text(Path("rounds/r0/sft/metrics.json"), "{}")
+        (project / ".git/refs/heads/runs/one.lock").touch()
+    [message] = messages
+    assert f"committing {folder} to the branch runs/one failed" in message
+    assert (folder / "rounds/r0/sft/metrics.json").exists() and not (folder / ENDED).exists()
+
+
+@pytest.mark.parametrize("left", ["locked", "without .git", "without the folder"])
+def test_a_workspace_whose_creation_was_cut_off_is_made_anew(project: Path, left: str) -> None:
+    folder = project / ".rondo/workspaces/one"
+    git("worktree", "add", "--quiet", "-b", "runs/one", str(folder), "HEAD")
+    if left == "locked":  # as git itself does while it is creating it
+        git("worktree", "lock", "--reason", "initializing", str(folder))
+    else:
+        (folder / ".git").unlink()
+    if left == "without the folder":
+        shutil.rmtree(folder)
+    with workspace("one", project / ".rondo", pytest.fail):
+        assert Path("dvc.yaml").exists()
+
+
+def test_hooks_do_not_run(project: Path) -> None:
+    for name in ("post-checkout", "pre-commit", "post-commit"):
+        hook = project / ".git/hooks" / name
+        write_text(hook, "#!/bin/sh\nexit 1\n")
+        hook.chmod(0o755)
+    with workspace("one", project / ".rondo", pytest.fail):
+        write_text(Path("rounds/r0/sft/metrics.json"), "{}")
+    assert git("log", "-1", "--format=%s", "runs/one") == "Run one"
