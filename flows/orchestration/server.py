@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from types import FrameType
 import psutil
 
 from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, flow_runs, request, set_state
-from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, is_up
+from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, LogLine, is_up
 from flows.execution import process_guard
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import crashed_runs, notifications
@@ -33,6 +34,7 @@ CUT_OFF_STATE = {"type": "CRASHED", "name": "CutOff", "message": "resumes with t
 NIGHTLY = "0 2 * * *"
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
 LOOK_SECONDS = 10.0  # between two looks for crashed runs
+MAX_RESTART_SECONDS = 60.0  # before a service that ended starts again
 TICK_SECONDS = 0.5  # between two checks whether the services are running
 
 Process = subprocess.Popen[str]
@@ -65,10 +67,15 @@ class _Services:
     logs: Path
     environment: dict[str, str]
     processes: dict[str, Process] = field(default_factory=dict)
+    commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    restarts: Counter[str] = field(default_factory=Counter)
+    restart_times: dict[str, float] = field(default_factory=dict)  # of time.monotonic()
 
     def start(self, name: str, *command: str) -> None:
-        """Start `python -m <command>`."""
-        with self.log_file(name).open("w") as log:
+        """Start `python -m <command>`; the log of a service that starts again is kept."""
+        again = name in self.commands
+        self.commands[name] = command
+        with self.log_file(name).open("a" if again else "w") as log:
             self.processes[name] = process_guard.start(
                 [sys.executable, "-m", *command], env=self.environment, stdout=log, stderr=log
             )
@@ -108,11 +115,32 @@ class _Services:
                     f"{name} ended with {process.returncode}:\n{_tail(self.log_file(name))}"
                 )
 
+    def restart_ended(self, log: LogLine) -> None:
+        """Start MLflow and the worker again if they ended; after each end, wait twice as long.
+
+        Raises:
+            RondoError: Prefect's server ended.
+        """
+        now = time.monotonic()
+        for name, process in list(self.processes.items()):
+            if process.poll() is None:
+                continue
+            if name == "prefect":
+                self.check_alive()
+            if name not in self.restart_times:
+                wait = min(2.0 ** self.restarts[name], MAX_RESTART_SECONDS)
+                self.restart_times[name] = now + wait
+                log(f"{name} ended with {process.returncode}: it starts again in {wait:.0f} s")
+            elif now >= self.restart_times[name]:
+                del self.restart_times[name]
+                self.restarts[name] += 1
+                self.start(name, *self.commands[name])
+
     def log_file(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
 
-def serve(home: Path, notify: str | None = None, log: Callable[[str], None] = print) -> None:
+def serve(home: Path, notify: str | None = None, log: LogLine = print) -> None:
     """Start Prefect, MLflow and a worker, print their addresses, and stop them at SIGINT or
     SIGTERM.
 
@@ -125,8 +153,8 @@ def serve(home: Path, notify: str | None = None, log: Callable[[str], None] = pr
 
     Raises:
         BadInput: a port is in use, or `notify` is not an address.
-        RondoError: a service ended or did not answer in time; the message contains the end of its
-            log.
+        RondoError: a service did not answer in time, or Prefect's server ended; the message
+            contains the end of its log.
     """
     if notify is not None:
         notifications.check_webhook(notify)
@@ -152,7 +180,7 @@ def serve(home: Path, notify: str | None = None, log: Callable[[str], None] = pr
             "rlhf-pipeline, next-round, sweep, evaluate-checkpoint"
         )
         log(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
-        _watch(services, home)
+        _watch(services, home, log)
     except KeyboardInterrupt:
         log("\nstopping ...")
     finally:
@@ -171,7 +199,7 @@ def _service_environment(home: Path) -> dict[str, str]:
     }
 
 
-def _start_servers(services: _Services, home: Path, log: Callable[[str], None]) -> None:
+def _start_servers(services: _Services, home: Path, log: LogLine) -> None:
     """Start both servers and wait for Prefect, which the next steps need."""
     prefect_address = ("--host", HOST, "--port", str(PREFECT_PORT))
     services.start(
@@ -198,14 +226,14 @@ def _start_worker(services: _Services) -> None:
     services.wait_until("worker", _worker_online)
 
 
-def _watch(services: _Services, home: Path) -> None:
-    """Check the services and look for crashed runs, until an interrupt.
+def _watch(services: _Services, home: Path, log: LogLine) -> None:
+    """Keep the services alive and look for crashed runs, until an interrupt.
 
     Raises:
-        RondoError: a service ended.
+        RondoError: Prefect's server ended.
     """
     for tick in itertools.count():
-        services.check_alive()
+        services.restart_ended(log)
         if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
             with suppress(OSError):  # Prefect is busy: the next look finds them
                 crashed_runs.mark_crashed(home / "runs")

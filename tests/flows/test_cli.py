@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from flows.core import prefect_api
+from flows.core.services import is_up
 from flows.execution import fork_server
 from flows.orchestration import notifications
 from tests.paths import ROOT
@@ -141,6 +142,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
 
         pipeline = a_run_from_the_form(project, api)
         a_sweep(project, api)
+        services_that_end(project, server, f"http://127.0.0.1:{environment['MLFLOW_PORT']}")
         a_shut_gate(project, api, environment, receiver)
         a_gate_that_asks(project, api, pipeline, receiver)
         sleeping = start(api, pipeline, "gates.sft.loss_drop=0.4", "sft.max_steps=2")  # sleeps
@@ -244,6 +246,26 @@ def a_sweep(project: Path, api: str) -> None:
         check=True,
     )
     assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1", ".2"]
+
+
+def services_that_end(project: Path, server: subprocess.Popen[str], mlflow: str) -> None:
+    """MLflow and the worker are started again, and the runs after this use them."""
+    for name, words in (("mlflow", {"mlflow", "server"}), ("worker", {"worker", "start"})):
+        [guard] = [
+            process
+            for process in psutil.Process(server.pid).children()
+            if words <= set(process.cmdline())
+        ]
+        for process in guard.children():
+            process.kill()
+        assert f"{name} ended with" in read_until(server, "it starts again in 1 s")
+        until(lambda words=words: of_service(server, words))  # type: ignore[misc]
+    until(lambda: is_up(f"{mlflow}/health"))
+
+
+def of_service(server: subprocess.Popen[str], words: set[str]) -> bool:
+    children = psutil.Process(server.pid).children()
+    return any(words <= set(process.cmdline()) for process in children if process.is_running())
 
 
 def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:

@@ -201,7 +201,8 @@ def test_large_files_are_linked(project: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_projects_own_local_config_of_dvc_is_kept(project: Path) -> None:
-    own = "['remote \"far\"']\n    url = https://far/x\n    password = secret\n[cache]\n    type = symlink\n"
+    remote = "['remote \"far\"']\n    url = https://far/x\n    password = secret\n"
+    own = f"{remote}[cache]\n    type = symlink\n"
     Path(".dvc/config.local").write_text(own)
     with workspace("one", project / ".rondo", print), open_repo() as repo:
         assert repo.config["remote"]["far"]["password"] == "secret"
