@@ -186,7 +186,7 @@ REWARD = (
         "battery.best_of_n.rise_low",
         ">",
         "best_of_n_rise",
-        "Sentiment of the SFT sample with the highest score of 16, minus that of one SFT sample: "
+        "Sentiment of the highest-scoring of 16 SFT samples, minus that of one SFT sample: "
         "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward "
         "without training (Gao et al. 2023). If the selected samples have no higher sentiment, "
         "PPO will not raise the sentiment either.",
