@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT
 from flows.orchestration.server import prefect_environment
@@ -174,7 +175,7 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
         repro = subprocess.run(
             [sys.executable, "-m", "dvc", "repro", "prepare@r0"],
             cwd=project,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=command_environment() | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             check=True,
