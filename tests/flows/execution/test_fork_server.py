@@ -79,11 +79,21 @@ def waits(client: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
 
 
 def servers() -> list[psutil.Process]:
+    """The fork servers that this process has started."""
     return [
         child
         for child in psutil.Process().children()
-        if any("fork_server.py" in word for word in child.cmdline())
+        if any("fork_server.py" in word for word in arguments(child))
     ]
+
+
+def arguments(child: psutil.Process) -> list[str]:
+    """The command line of a child. Right after `Popen` it may be empty: the system sets it after
+    it has closed the pipe on which `Popen` waits.
+    """
+    while not (words := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    return words
 
 
 def test_a_module_gets_arguments_folder_and_environment_and_is_read_again(python, job):
