@@ -113,14 +113,9 @@ def computing(address: str, meter: energy.Meter, log: LogLine) -> Iterator[None]
         yield
 
 
-def report_page(rounds: list[str]) -> str:
-    """Write the report and return a line that names its file, or the reason why there is none."""
-    # A bug in the report must not lose the results of a run.
-    try:
-        return f"report with charts and samples: {page.write(rounds).resolve()}"
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return f"{page.REPORT} was not written ({reason}); `rondo report` tries again"
+def write_report(rounds: list[str], log: LogLine) -> None:
+    with bookkeeping(f"writing {page.REPORT} (`rondo report` tries again)", log):
+        log(f"report with charts and samples: {page.write(rounds).resolve()}")
 
 
 def home_folder() -> Path:
@@ -298,7 +293,7 @@ def close(
         summary.write(rounds)
         log(summary.text(rounds))
     if changed or not page.REPORT.exists():
-        log(report_page(rounds))
+        write_report(rounds, log)
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
     with bookkeeping("recording the run", log):
         tracker.close(not remaining, {path.name: path.read_text("utf-8") for path in files})

@@ -13,7 +13,7 @@ from flows.core.addresses import split_address
 from flows.execution import dvc_stages
 from flows.execution.worktree import ENDED, WORKSPACES
 from flows.report import summary
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import read_growing_jsonl, stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.renamed import current_metrics
 
@@ -82,10 +82,10 @@ def running_stage() -> str | None:
 def progress(round_: str, stage: str) -> str:
     """`: step 12, loss 0.3`, from the last row of metrics.jsonl; empty if there is none."""
     path = stage_dir(round_, stage) / "metrics.jsonl"
-    rows = path.read_text().splitlines() if path.exists() else []
+    rows = read_growing_jsonl(path) if path.exists() else []
     if not rows:
         return ""
-    last = current_metrics(json.loads(rows[-1]))
+    last = current_metrics(rows[-1])
     metrics = [
         f"{name} {last[name]:.3g}"
         for name in ("score_mean", "sentiment_mean", "kl", "loss")

@@ -61,20 +61,20 @@ def sweep(
     errors: list[str] = []
     for number, point in enumerate(points):
         name = f"{run}.{number}"
+        folder = home_folder() / WORKSPACES / name
         log(f"{number + 1} of {len(points)}: {', '.join(point)}")
         error = ""
         try:
             pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
-        except (
-            RondoError
-        ) as point_error:  # e.g. a learning rate that diverges: the others still run
+        except RondoError as point_error:
+            if not (folder / COMPLETE).exists():
+                raise  # no point can run, e.g. because code is not committed
+            # e.g. a learning rate that diverges: the others still run
             last_line = str(point_error).strip().rpartition("\n")[2]
             error = f"{type(point_error).__name__}: {last_line}"
             errors.append(f"{name} ({', '.join(point)}): {error}")
             log(f"{name} failed:\n{point_error}")
-        if not (home_folder() / WORKSPACES / name / COMPLETE).exists():
-            raise RondoError(error)  # no point can run, e.g. because code is not committed
-        with chdir(home_folder() / WORKSPACES / name):
+        with chdir(folder):
             names = list(load_params().rounds)
             todo = dvc_stages.not_up_to_date(dvc_stages.stage_order(names))
             rows += [row(name, point, round_, todo, error) for round_ in names]

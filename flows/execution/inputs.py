@@ -15,11 +15,11 @@ def refresh(params: Params, home: Path, log: LogLine) -> None:
     Args:
         home: the .rondo folder; it keeps the hashes of the last run, in whatever folder that was.
     """
-    if not user_inputs.are_recorded(params):
+    hashes = user_inputs.input_hashes(params)
+    if not user_inputs.are_recorded(hashes):
         dvc_stages.run(dvc_stages.INPUTS, lambda _: None)
     last_run = home / "inputs.json"
     before = read_json(last_run, "") if last_run.exists() else {}
-    hashes = user_inputs.input_hashes(params)
     now = {path: digest for kind in hashes.values() for path, digest in kind.items()}
     if changed := [path for path in user_inputs.differing(before, now) if path in before]:
         log(f"changed since the last run: {', '.join(changed)}")

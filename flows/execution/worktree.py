@@ -115,10 +115,8 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
         if (root / name).exists():
             _bring(root / name, folder / name)
     for path in inputs:  # e.g. a model that git ignores, or data that DVC tracks
-        if not path.is_absolute() and path.exists():
-            target = folder / path
-            if not target.exists():
-                _bring(root / path, target)
+        if not path.is_absolute() and path.exists() and not (folder / path).exists():
+            _bring(root / path, folder / path)
     (folder / COMPLETE).touch()
 
 

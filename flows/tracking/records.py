@@ -19,7 +19,15 @@ from flows.core.addresses import split_address
 from flows.core.verdicts import read_gate
 from flows.execution.dvc_stages import up_to_date
 from stages.gate.verdict import passed_or_approved
-from stages.lib.core.files import REPORTS, metric_name, read_json, read_jsonl, stage_dir, work_dir
+from stages.lib.core.files import (
+    REPORTS,
+    metric_name,
+    read_growing_jsonl,
+    read_json,
+    read_jsonl,
+    stage_dir,
+    work_dir,
+)
 from stages.lib.core.params import flatten
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.renamed import current_metrics
@@ -157,8 +165,8 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     clock_path = work_dir(round_, stage) / "clock.jsonl"
     if not path.exists():
         return []
-    rows = current_metrics(_complete_rows(path))
-    clock = _complete_rows(clock_path)[1:] if clock_path.exists() else []
+    rows = current_metrics(read_growing_jsonl(path))
+    clock = read_growing_jsonl(clock_path)[1:] if clock_path.exists() else []
     if abs(len(rows) - len(clock)) == 1:  # the stage has written a step to one of the files only
         rows, clock = rows[: len(clock)], clock[: len(rows)]
     if [row["step"] for row in clock] == [row["step"] for row in rows]:
@@ -171,12 +179,6 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
         for key, value in numbers(row).items()
         if key != "step"
     ]
-
-
-def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that a stage may be writing: a last line without its end is left out."""
-    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].split("\n")
-    return [json.loads(line) for line in lines if line]
 
 
 def health(address: str, steps: Iterable[Step]) -> list[Step]:

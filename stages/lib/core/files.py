@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 from stages.lib.core.errors import BadInput
@@ -36,19 +37,35 @@ def work_dir(round_: str, stage: str) -> Path:
     return WORK / round_ / stage
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file completely or not at all, even if the power fails."""
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file completely or not at all, even if the power fails.
+
+    The block writes to a temporary file, which replaces `path` if the block raises nothing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name of its own, since several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("xb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    # fsync of the folder makes the rename itself durable
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all, even if the power fails."""
+    with replacing(path) as stream:
+        stream.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -94,6 +111,12 @@ def read_jsonl(path: Path, made_by: str) -> list[Row]:
             return [json.loads(line) for line in lines if line.strip()]
     except FileNotFoundError:
         raise BadInput(f"{path} is missing: run `{made_by}`") from None
+
+
+def read_growing_jsonl(path: Path) -> list[Row]:
+    """The rows of a file that a stage may be writing: a last line without its end is left out."""
+    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def is_placeholder(folder: Path) -> bool:

@@ -57,10 +57,11 @@ def function_files(named: str, key: str) -> list[Path]:
         key: where params.yaml names it, for the error message.
 
     Returns:
-        Paths of the project relative to the working directory, the function's file first.
+        Paths of the project relative to the working directory, the function's file first; the
+        absolute path of an installed module; no path of a compiled one.
 
     Raises:
-        BadInput: there is no such module, or it does not define such a name.
+        BadInput: there is no such module, it is not Python, or it does not define such a name.
     """
     module, _, name = named.partition(":")
     file = _file_of_module(module)
@@ -70,7 +71,9 @@ def function_files(named: str, key: str) -> list[Path]:
             file = Path(spec.origin) if spec and spec.origin else None
     if file is None:
         raise BadInput(f"{key}: {named}: no module named {module}; put it in the project's folder")
-    if name not in _defined_names(file):
+    if file.suffix != ".py":  # built in or compiled: only an import shows what it defines
+        return []
+    if not {name, "*"} & _defined_names(file):
         raise BadInput(f"{key}: {named}: {file} does not define {name}")
     files, waiting = [file], [file]
     while waiting and not file.is_absolute():
@@ -88,9 +91,9 @@ def _file_of_module(module: str) -> Path | None:
 
 
 def _defined_names(file: Path) -> set[str]:
-    """The names that a module defines or imports, at any depth."""
+    """The names that a module defines or imports, at any depth; `*` if it imports all names."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in ast.walk(_parse(file)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.alias):
@@ -100,11 +103,19 @@ def _defined_names(file: Path) -> set[str]:
     return names
 
 
+def _parse(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line, reason = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
+        raise BadInput(f"{file}, line {line}: not valid Python ({reason})") from None
+
+
 def _imports(file: Path) -> list[Path]:
     """The project's files that a file of the project imports, anywhere in its code."""
     package = ".".join(file.parts[:-1])
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in ast.walk(_parse(file)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import ASSETS, WORK, file_hash, read_json, write_json
+from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, read_json, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import BUILT_IN_JUDGES
 from stages.lib.core.user_functions import function_files
@@ -59,6 +59,11 @@ def user_files(params: Params) -> dict[str, list[Path]]:
 
 
 def _model_folder(named: str, key: str) -> Path:
+    if Path(named).parts[:1] == (ROUNDS.name,):
+        raise BadInput(
+            f"{key}: {named} is an output of the pipeline, and a run may change it: "
+            "copy it to another folder, e.g. models/, and name the copy"
+        )
     if not (Path(named) / "config.json").exists():
         raise BadInput(f"{key}: no model in {named}; name a folder that has a config.json")
     return Path(named)
@@ -110,13 +115,9 @@ def recorded_hashes(kind: str) -> Hashes | None:
     return dict(read_json(path, "")) if path.exists() else None
 
 
-def are_recorded(params: Params) -> bool:
-    """Whether the stage `inputs` would write what it wrote before.
-
-    Raises:
-        BadInput: as `user_files`.
-    """
-    return all(recorded_hashes(kind) == now for kind, now in input_hashes(params).items())
+def are_recorded(hashes: dict[str, Hashes]) -> bool:
+    """Whether the stage `inputs` wrote these hashes, by kind, when it last ran."""
+    return all(recorded_hashes(kind) == now for kind, now in hashes.items())
 
 
 def check_unchanged(kind: str, params: Params) -> None:

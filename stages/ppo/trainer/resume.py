@@ -8,7 +8,6 @@ not be recorded has nothing to compute again.
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from stages.lib.core.files import RESUME_STATE
+from stages.lib.core.files import RESUME_STATE, replacing
 from stages.lib.core.types import Metrics, StateDict
 
 
@@ -37,19 +36,8 @@ class Resume:
 
     def save(self, state: StateDict) -> None:
         """Replace the state. A kill at any moment leaves either the old or the new one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("wb") as stream:
+        with replacing(self.path) as stream:
             torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self.path)
-        # fsync of the folder makes the rename itself durable
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def clear(self) -> None:
         """Delete the folder of this run."""

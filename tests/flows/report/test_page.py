@@ -166,12 +166,14 @@ def test_the_best_and_the_worst_samples_once_each() -> None:
 
 
 def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> None:
-    from flows.pipeline import report_page
+    from flows.pipeline import write_report
 
-    assert report_page(["r0"]).endswith("reports/report.html")
+    lines: list[str] = []
+    write_report(["r0"], lines.append)
+    assert lines.pop().endswith("reports/report.html")
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [{"id": "of another version"}])
-    message = report_page(["r0"])
-    assert "was not written (BadInput" in message and "`rondo report` tries again" in message
+    write_report(["r0"], lines.append)
+    assert "failed (BadInput" in lines[0] and "`rondo report` tries again" in lines[0]
 
 
 def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(

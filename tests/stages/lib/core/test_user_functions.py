@@ -46,6 +46,19 @@ def test_a_function_of_an_installed_package_is_one_file() -> None:
     import statistics
 
     assert function_files("statistics:fmean", "evaluate.judges") == [Path(statistics.__file__)]
+    for compiled in ("math:fsum", "torch._C:_cuda_init"):
+        assert function_files(compiled, "evaluate.judges") == []
+
+
+@pytest.mark.parametrize("file", ["mine.py", "words.py"])
+def test_a_file_that_is_not_python_is_named_with_its_line(file: str) -> None:
+    write_text(Path("mine.py"), "import words\n\ndef score(prompts, responses): ...\n")
+    write_text(Path("words.py"), "")
+    with Path(file).open("a") as stream:
+        stream.write("nice = (\n")
+    line = len(Path(file).read_text().splitlines())
+    with pytest.raises(BadInput, match=rf"{file}, line {line}: not valid Python \(.*never closed"):
+        function_files("mine:score", "ppo.rewards a")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +77,12 @@ def test_what_is_missing_is_named(named: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["score = print", "from json import loads as score", "try:\n    import score\nfinally: 1"],
+    [
+        "score = print",
+        "from math import *",
+        "from json import loads as score",
+        "try:\n    import score\nfinally: 1",
+    ],
 )
 def test_other_ways_to_define_a_name(code: str) -> None:
     write_text(Path("mine.py"), code)
