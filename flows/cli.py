@@ -143,7 +143,14 @@ def add_person(command: argparse.ArgumentParser) -> None:
 
 def add_promote(commands: Subparsers) -> None:
     promote = add_command(
-        commands, "promote", "show the champion and the one before it, or roll back to that one"
+        commands, "promote", "show the champion and its rivals, or choose another champion"
+    )
+    promote.add_argument(
+        "version",
+        nargs="?",
+        type=int,
+        metavar="VERSION",
+        help="version of the registered model that becomes champion",
     )
     promote.add_argument(
         "--rollback",
@@ -151,7 +158,7 @@ def add_promote(commands: Subparsers) -> None:
         help="swap champion and previous champion; a second rollback undoes the first",
     )
     promote.add_argument(
-        "--reason", default="", help="reason for the rollback; becomes a tag of the old champion"
+        "--reason", default="", help="reason for the change; becomes a tag of the version"
     )
     add_person(promote)
 
@@ -300,9 +307,14 @@ def promote(options: argparse.Namespace) -> int:
     from flows.tracking.mlflow_store import registry
     from flows.tracking.outbox import Outbox
 
-    if options.reason and not options.rollback:
-        raise BadInput("--reason is only for a rollback: add --rollback")
+    if options.rollback and options.version is not None:
+        raise BadInput("--rollback takes no VERSION: it makes the previous champion the champion")
+    if options.reason and not options.rollback and options.version is None:
+        raise BadInput("--reason is only for a change: add --rollback or a version's number")
     with registry(HOME.resolve()) as client:
+        if options.version is not None:
+            by = options.by or current_user()
+            model_registry.promote_by_hand(client, options.version, by, options.reason)
         if options.rollback:
             model_registry.roll_back(client, options.by or current_user(), options.reason)
         print(model_registry.describe(client))

@@ -225,7 +225,13 @@ def pipeline(
                 log(line)
         # 4. Run the stages.
         run_ref = provenance.RunRef(run, revision())
-        tags = {"revision": run_ref.revision, "seed": str(params.seed), "preset": preset}
+        tags = {
+            "revision": run_ref.revision,
+            "seed": str(params.seed),
+            "preset": preset,
+            "project": provenance.project_id(home),
+            "isolated": str(isolated),
+        }
         tracker = open_tracker(run, home, tags, log)
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
         remaining = list(addresses)

@@ -14,8 +14,11 @@ from rich.table import Table
 
 from flows.core.tables import interval, render_text, short_hash
 from flows.execution.worktree import WORKSPACES
-from flows.tracking.records import digest_of, digests
+from flows.tracking.records import digest_of, digests, lineage
 from stages.lib.core.errors import BadInput
+from stages.lib.core.files import stage_dir
+from stages.lib.core.params import load_params
+from stages.lib.core.recorder import read_metrics
 
 COLUMNS = (
     "run",
@@ -51,6 +54,11 @@ class Policy:
         return self.tags.get("round", "-")
 
     @property
+    def experiment(self) -> tuple[str, str]:
+        """Evaluation and lineage: policies are comparable if these are the same."""
+        return self.tags.get("evaluation_id", ""), self.tags.get("lineage", "")
+
+    @property
     def selected(self) -> bool:
         """Whether PPO selected it; `rondo compare` has responses of selected policies only."""
         return self.name == f"{self.round}-ppo"
@@ -84,8 +92,9 @@ def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
     """Policies with a KL from SFT below `kl` (nats per sequence), best first.
 
     Returns:
-        A list for each evaluation, because only numbers of the same one are comparable
-        (stages/evaluate/comparability.py); the newest evaluation first.
+        A list for each evaluation and lineage, because only numbers of the same evaluation
+        (stages/evaluate/comparability.py) of policies with the same base model and data are
+        comparable. That of this folder is first, then the newest.
 
     Raises:
         BadInput: there is no such policy; the message names the one nearest to SFT.
@@ -103,13 +112,25 @@ def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
             f"nearest to SFT is {nearest.path} of {nearest}: "
             f"`rondo best --kl {math.floor(nearest.metrics['kl']) + 1}` shows it"
         )
-    groups: dict[str, list[Policy]] = {}
+    groups: dict[tuple[str, str], list[Policy]] = {}
     for policy in unique(near):
-        groups.setdefault(policy.tags.get("evaluation_id", ""), []).append(policy)
-    newest_first = sorted(
-        groups.values(), key=lambda group: max(policy.recorded for policy in group), reverse=True
+        groups.setdefault(policy.experiment, []).append(policy)
+    here = {experiment_here(name) for name in load_params().rounds}
+    sorted_groups = sorted(
+        groups.items(),
+        key=lambda item: (item[0] in here, max(policy.recorded for policy in item[1])),
+        reverse=True,
     )
-    return [sorted(group, key=lambda policy: -policy.metrics["win_rate"]) for group in newest_first]
+    return [
+        sorted(group, key=lambda policy: -policy.metrics["win_rate"]) for _, group in sorted_groups
+    ]
+
+
+def experiment_here(round_: str) -> tuple[str, str] | None:
+    """Evaluation and lineage of a round in this folder; None if it was not evaluated."""
+    if not (stage_dir(round_, "evaluate") / "metrics.json").exists():
+        return None
+    return str(read_metrics(round_, "evaluate").get("evaluation_id", "")), lineage(round_)
 
 
 def unique(policies: list[Policy]) -> list[Policy]:
@@ -120,21 +141,34 @@ def unique(policies: list[Policy]) -> list[Policy]:
     for policy in sorted(policies, key=lambda policy: (policy.interval_width, -policy.recorded)):
         # The path too: all checkpoints of a run share one md5 of DVC
         weights = (policy.tags["md5"] or policy.run, policy.path)
-        records.setdefault((policy.tags.get("evaluation_id", ""), *weights), policy)
+        records.setdefault((*policy.experiment, *weights), policy)
     return list(records.values())
 
 
 def text(home: Path, evaluations: list[list[Policy]]) -> str:
-    """A table for each list of `policies_within_kl`, and the next step for the best policy of the
-    first one. home: the .rondo folder.
+    """A table for each list of `policies_within_kl`, each with its best policy and the next step.
+
+    Args:
+        home: the .rondo folder.
     """
+    here = {experiment_here(name) for name in load_params().rounds}
     lines = []
     for policies in evaluations:
-        if len(evaluations) > 1:
-            evaluation = policies[0].tags.get("evaluation_id", "unknown")
-            lines.append(f"evaluation {evaluation}, not comparable with the others:")
-        lines.append(render_text(table(policies)))
-    return "\n".join([*lines, advice(home, evaluations[0])])
+        if len(evaluations) > 1 or policies[0].experiment not in here:
+            lines.append(title(policies, policies[0].experiment in here))
+        lines += [render_text(table(policies)), advice(home, policies), ""]
+    return "\n".join(lines[:-1])
+
+
+def title(policies: list[Policy], here: bool) -> str:
+    """The headline of a table: which evaluation and lineage, and by which presets."""
+    evaluation, origins = policies[0].experiment
+    presets = sorted({policy.tags["preset"] for policy in policies if "preset" in policy.tags})
+    origin = "of this folder" if here else "of other settings or data than this folder's"
+    return (
+        f"Evaluation {evaluation or 'unknown'}, lineage {origins or 'unknown'} {origin} "
+        f"(presets: {', '.join(presets) or 'unknown'}); not comparable with other tables:"
+    )
 
 
 def table(policies: list[Policy]) -> Table:

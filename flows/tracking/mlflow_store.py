@@ -180,7 +180,7 @@ class MlflowStore:
 
     def _send_checkpoint(self, run_id: str, record: Record, checkpoint: Checkpoint) -> None:
         tags = {"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-        for name in ("round", "seed", "revision", "evaluation_id"):
+        for name in ("round", "seed", "revision", "preset", "evaluation_id", "lineage"):
             if name in record.tags:
                 tags[name] = record.tags[name]
         model = mlflow.create_external_model(

@@ -1,12 +1,13 @@
 """The champion in MLflow: versions and aliases of the registered model `rondo-policy`.
 
 A version is a policy, identified by its DVC md5, with the evidence as tags; its weights stay with
-DVC. `challenger` is the newest policy whose promotion gate neither passed nor was approved. A
-policy whose gate passed or was approved becomes `champion`, and the champion before it `previous`.
-After that only a person moves these two aliases (`rondo promote --rollback`).
+DVC. A policy whose gate passed or was approved becomes `champion` if nothing speaks against it
+(`obstacle`), and the champion before it becomes `previous`. Another policy becomes `challenger`, if
+it is the newest. After that only a person moves the aliases (`rondo promote`).
 """
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.renamed import current_metrics
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
+EQUAL = 0.5  # the win rate of two equally good policies
 ABOUT = (
     "Policies that reached the promotion gate, with the numbers of the gate. "
     "Their weights are with DVC: tags `path` and `md5`."
@@ -32,7 +34,7 @@ ABOUT = (
 def promote(
     client: MlflowClient, experiment: str, run_id: str, promotion: Promotion, gate_ended: int
 ) -> None:
-    """Register a policy; make it champion if its gate passed or was approved, else challenger.
+    """Register a policy; make it champion if there is no `obstacle`, else challenger.
 
     A second call with the same policy changes nothing. A policy does not become champion if a later
     one is champion already (its record was sent late), nor after a rollback of this policy.
@@ -53,13 +55,14 @@ def promote(
     champion, previous, challenger = (
         by_alias.get(alias) for alias in (CHAMPION, PREVIOUS, CHALLENGER)
     )
-    if tags_of(version).get("passed_or_approved") == str(False):
-        if not promotion.passed_or_approved:
-            if _gate_time(challenger) < _gate_time(version):
-                _set_alias(client, CHALLENGER, version)
-            return
-        # The policy was registered as challenger, and a person has approved it since.
-        _tag(client, version, _evidence(promotion, gate_ended))
+    evidence = _evidence(promotion, gate_ended)
+    if obstacle(evidence, champion):
+        if max(map(_gate_time, by_alias.values()), default="") < _gate_time(version):
+            _set_alias(client, CHALLENGER, version)
+        return
+    if _differs(version, evidence):
+        # A person has approved the challenger since, or the project has adopted it.
+        _tag(client, version, evidence)
         version = client.get_model_version(NAME, str(version.version))
     if challenger and challenger.version == version.version:
         client.delete_registered_model_alias(NAME, CHALLENGER)
@@ -72,6 +75,43 @@ def promote(
         _set_alias(client, CHAMPION, version)
     elif _gate_time(previous) < _gate_time(version) < _gate_time(champion):
         _set_alias(client, PREVIOUS, version)
+
+
+def obstacle(evidence: Mapping[str, str], champion: ModelVersion | None) -> str:
+    """The reason why a policy does not become champion by itself; empty if there is none.
+
+    A policy becomes champion if its gate passed and it was compared with this champion, or follows
+    it in the same project with the same base model, data and evaluation. A trial (an isolated run)
+    has to win the comparison. What a person has approved becomes champion.
+
+    Args:
+        evidence: the tags of the policy's version.
+        champion: the current champion, None if there is none.
+    """
+    if evidence.get("passed_or_approved") == str(False):
+        return "its promotion gate failed"
+    if champion is None or "approval.by" in evidence:
+        return ""
+    isolated, rival = evidence.get("isolated") == str(True), tags_of(champion)
+    if evidence.get("md5.champion") == rival["md5"]:
+        low = json.loads(evidence.get("evaluate.win_rate_champion_low", "null"))
+        won = low is not None and low >= EQUAL
+        return "it did not beat the champion" if isolated and not won else ""
+    if isolated:
+        return "it is the result of an isolated run"
+    if evidence.get("project") != rival.get("project"):
+        return "the champion is of another project"
+    if evidence.get("lineage") != rival.get("lineage"):
+        return "the champion has another base model, data set or evaluation"
+    return ""
+
+
+def _differs(version: ModelVersion, evidence: Mapping[str, str]) -> bool:
+    """Whether the version was registered with another verdict, or by an isolated run."""
+    known = tags_of(version)
+    # older versions lack these tags
+    usual = {"passed_or_approved": str(True), "isolated": str(False)}
+    return any(known.get(key, value) != evidence.get(key, value) for key, value in usual.items())
 
 
 def tags_of(version: ModelVersion) -> dict[str, str]:
@@ -131,6 +171,35 @@ def versions_by_alias(client: MlflowClient) -> dict[str, ModelVersion]:
 
 def _set_alias(client: MlflowClient, alias: str, version: ModelVersion) -> None:
     client.set_registered_model_alias(NAME, alias, str(version.version))
+
+
+def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) -> None:
+    """Make a version champion; `by` and `reason` become its tags.
+
+    Raises:
+        BadInput: there is no reason or no such version, or it is the champion already.
+    """
+    if not reason.strip():
+        raise BadInput(
+            f"promoting version {version} needs --reason, "
+            'e.g. --reason "won the comparison on our own prompts"'
+        )
+    known = client.search_model_versions(f"name = '{NAME}'")
+    chosen = next((candidate for candidate in known if int(candidate.version) == version), None)
+    if chosen is None:
+        versions = ", ".join(map(str, sorted(int(candidate.version) for candidate in known)))
+        raise BadInput(f"{NAME} has no version {version}; versions: {versions or 'none'}")
+    by_alias = versions_by_alias(client)
+    champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
+    if champion and int(champion.version) == version:
+        raise BadInput(f"version {version} of {NAME} is the champion already")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    _tag(client, chosen, {"promoted.at": now, "promoted.by": by, "promoted.reason": reason})
+    if champion:
+        _set_alias(client, PREVIOUS, champion)
+    if challenger and challenger.version == chosen.version:
+        client.delete_registered_model_alias(NAME, CHALLENGER)
+    _set_alias(client, CHAMPION, chosen)
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
@@ -199,7 +268,13 @@ def describe(client: MlflowClient) -> str:
     """
     by_alias = versions_by_alias(client)
     _check_champion(by_alias)
-    return "\n".join(line for alias, version in by_alias.items() for line in _lines(alias, version))
+    lines = [line for alias, version in by_alias.items() for line in _lines(alias, version)]
+    if challenger := by_alias.get(CHALLENGER):
+        lines.append(
+            f"  not champion: {obstacle(tags_of(challenger), by_alias[CHAMPION])}; "
+            f"`rondo promote {challenger.version} --reason ...` makes it champion"
+        )
+    return "\n".join(lines)
 
 
 def _lines(alias: str, version: ModelVersion) -> list[str]:
@@ -218,9 +293,10 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
     if "approval.reason" in version.tags:
         by, reason = version.tags["approval.by"], version.tags["approval.reason"]
         lines.append(f"  approved by {by}: {reason}")
-    if "rollback.reason" in version.tags:
-        time, by = version.tags["rollback.at"], version.tags["rollback.by"]
-        lines.append(f"  rolled back {time:.16} by {by}: {version.tags['rollback.reason']}")
+    for act, action in (("promoted", "promoted"), ("rollback", "rolled back")):
+        if f"{act}.reason" in version.tags:
+            time, by, reason = (version.tags[f"{act}.{key}"] for key in ("at", "by", "reason"))
+            lines.append(f"  {action} {time:.16} by {by}: {reason}")
     return lines
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from prefect.runtime import flow_run
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 from flows.core.addresses import split_address
 from flows.execution.energy import Meter
 from flows.tracking.records import read_lock
-from stages.lib.core.files import read_json, work_dir, write_json
+from stages.lib.core.files import read_json, work_dir, write_json, write_text
 
 
 class RunRef(NamedTuple):
@@ -43,6 +44,18 @@ class StageProvenance(BaseModel):
     ended: datetime
     seconds: float
     watt_hours: float | None
+
+
+def project_id(home: Path) -> str:
+    """The name of a project on a machine, random and the same for all runs with one .rondo folder.
+
+    Args:
+        home: the .rondo folder.
+    """
+    path = home / "project_id"
+    if not path.exists():
+        write_text(path, uuid4().hex[:12])
+    return path.read_text(encoding="utf-8")
 
 
 def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter) -> None:

@@ -42,6 +42,7 @@ HEALTH = (  # metrics of PPO per update that the pipeline run shows too
     "repetition_3",
     "entropy",
 )
+ORIGINS = ("assets/model", "assets/data", "assets/inputs/data.json")  # not made by any round
 ARTIFACTS = (
     "metrics.json",
     "manifest.json",
@@ -234,6 +235,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
             "params_hash": params_hash,
             **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
             **_decision(stage, round_),
+            **({"lineage": lineage(round_)} if stage == "evaluate" and not failed else {}),
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
         },
         steps=steps,
@@ -294,17 +296,37 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
     }
     metrics |= {check["metric"]: check["value"] for check in verdict["checks"]}
     evidence = {
-        **{key: tags[key] for key in ("revision", "seed") if key in tags},
+        **{key: tags[key] for key in ("revision", "seed", "project", "isolated") if key in tags},
         "round": round_,
         "path": policy,
         "md5": known[policy],
         "md5.sft": known.get(sft, ""),
+        "md5.champion": _champion_digest(round_),
+        "lineage": lineage(round_),
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in metrics.items()},
     }
     return Promotion(
         digest=known[policy], passed_or_approved=passed_or_approved(verdict), evidence=evidence
     )
+
+
+def _champion_digest(round_: str) -> str:
+    """The md5 of the champion with which the round's policy was compared; empty if none."""
+    path = stage_dir(round_, "champion") / "champion.json"
+    champion = read_json(path, "")["round"] if path.exists() else None
+    return digests(champion)[str(stage_dir(champion, "ppo") / "policy")] if champion else ""
+
+
+def lineage(round_: str) -> str:
+    """12 hex digits over base model, data and evaluation: equal for rounds of one experiment."""
+    locks = [read_lock("assets").get("outs", []), read_lock(f"prepare@{round_}").get("deps", [])]
+    origins = {
+        file["path"]: file["md5"] for files in locks for file in files if file["path"] in ORIGINS
+    }
+    evaluation = read_metrics(round_, "evaluate").get("evaluation_id")
+    text = json.dumps([origins, evaluation], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def digests(round_: str) -> dict[str, str]:

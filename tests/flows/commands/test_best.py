@@ -1,5 +1,6 @@
 """`rondo best`, against a real MLflow database."""
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def record(
     *,
     md5: str,
     evaluation: str = "e1",
+    preset: str | None = None,
+    base: str = "",
     **steps: dict[str, float],
 ) -> None:
     """Record a run with a policy, whose interval is 0.1 wide, and with checkpoints."""
@@ -48,12 +51,15 @@ def record(
         {"path": f"rounds/r0/ppo/{name}", "md5": f"{md5}{name}"}
         for name in ("policy", "checkpoints")
     ]
-    Path("dvc.lock").write_text(yaml.safe_dump({"stages": {"ppo@r0": {"outs": outs}}}))
+    assets = {"outs": [{"path": "assets/model", "md5": base}]}
+    stages = {"assets": assets, "ppo@r0": {"outs": outs}}
+    Path("dvc.lock").write_text(yaml.safe_dump({"stages": stages}))
+    tags = {"preset": preset} if preset else {}
     tracker = MlflowTracker(
         run,
         database,
         Path(".rondo").absolute(),
-        {"revision": f"{'c0ffee' * 6}1234-dirty", "seed": "7"},
+        {"revision": f"{'c0ffee' * 6}1234-dirty", "seed": "7", **tags},
         print,
     )
     tracker.start("evaluate@r0")
@@ -110,16 +116,50 @@ def test_each_evaluation_has_its_own_table_the_newest_first(
     record(database, "three", 0.7, 5.0, md5="a", evaluation="e2")
     lines = best(capsys)[1]
     assert [
-        line.split()[0] for line in lines if line.startswith(("evaluation ", "one", "two", "three"))
+        line.split()[0] for line in lines if line.startswith(("Evaluation ", "one", "two", "three"))
     ] == [
-        *("evaluation", "two", "three"),
-        *("evaluation", "one"),
+        *("Evaluation", "two", "three"),
+        *("Evaluation", "one"),
     ]
-    assert "evaluation e2, not comparable with the others:" in lines
-    assert lines[-1].startswith(
+    best_of_e2, best_of_e1 = (line for line in lines if line.startswith("Best: "))
+    assert best_of_e2.startswith(
         "Best: rounds/r0/ppo/policy of two:r0, win rate 0.800 [0.750, 0.850]; "
     )
-    assert lines[-1].endswith("`rondo compare three:r0 two:r0`")
+    assert best_of_e2.endswith("`rondo compare three:r0 two:r0`")
+    assert best_of_e1.startswith("Best: rounds/r0/ppo/policy of one:r0, win rate 0.900")
+
+
+def test_the_table_of_this_folder_is_first_even_if_another_run_is_newer(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """E.g. after one run of the tiny preset in a worktree of its own."""
+    record(database, "default", 0.869, 5.0, md5="a")
+    metrics = (stage_dir("r0", "evaluate") / "metrics.json").read_text()
+    record(database, "tiny", 0.5, 0.0, md5="b", evaluation="t", preset="tiny")
+    write_text(stage_dir("r0", "evaluate") / "metrics.json", metrics)
+    first, second = (line for line in best(capsys)[1] if line.startswith("Evaluation"))
+    assert re.fullmatch(
+        r"Evaluation e1, lineage \w{12} of this folder \(presets: unknown\); "
+        "not comparable with other tables:",
+        first,
+    )
+    assert re.fullmatch(
+        r"Evaluation t, lineage \w{12} of other settings or data than this folder's "
+        r"\(presets: tiny\); not comparable with other tables:",
+        second,
+    )
+
+
+def test_policies_of_another_base_model_have_a_table_of_their_own(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(database, "one", 0.9, 5.0, md5="a", base="m1")
+    record(database, "two", 0.8, 5.0, md5="b", base="m2")
+    lines = best(capsys)[1]
+    assert [line.split()[0] for line in lines if line.startswith(("Evaluation", "one", "two"))] == [
+        *("Evaluation", "two"),
+        *("Evaluation", "one"),
+    ]
 
 
 def test_the_location_of_the_best_weights(

@@ -36,8 +36,19 @@ CHAMPION = {
 FIRST = dict.fromkeys(CHAMPION)
 
 
-def make_round(round_: str, policy: str, evaluate: dict[str, Any], gate: str = "block") -> None:
-    """Write the files of DVC and the stages, up to the verdict; `policy`: its md5 less `.dir`."""
+PROJECT = {"project": "p", "isolated": "False"}
+TRIAL = {"project": "p", "isolated": "True"}
+OTHER_PROJECT = {"project": "q", "isolated": "False"}
+
+
+def make_round(
+    round_: str, policy: str, evaluate: dict[str, Any], gate: str = "block", rival: str = ""
+) -> None:
+    """Write the files of DVC and the stages, up to the verdict.
+
+    policy: its md5 less `.dir`. rival: the round of the champion with which it was compared.
+    """
+    write_json(stage_dir(round_, "champion") / "champion.json", {"round": rival or None})
     write_json(stage_dir(round_, "evaluate") / "metrics.json", GOOD | evaluate)
     write_json(stage_dir(round_, "ppo") / "metrics.json", {"dangers": 0, "policy_update": 12})
     write_json(stage_dir(round_, "replay") / "metrics.json", {"regressed": 0})
@@ -59,10 +70,13 @@ def make_round(round_: str, policy: str, evaluate: dict[str, Any], gate: str = "
         run_gate(check_params({"gates": {"promote": {"policy": gate}}}, "test"), "promote", round_)
 
 
-def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran") -> list[str]:
-    """Send the gates of `rounds` to MLflow, as a pipeline run does; returns the messages."""
+def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran", **others: str) -> list[str]:
+    """Send the gates of `rounds` to MLflow, as a pipeline run does; returns the messages.
+
+    others: tags of the run besides revision and seed.
+    """
     messages: list[str] = []
-    tags = {"revision": "c0ffee", "seed": "7"}
+    tags = {"revision": "c0ffee", "seed": "7", **others}
     tracker = MlflowTracker(run, uri, Path(".rondo").absolute(), tags, messages.append)
     for round_ in rounds:
         for stage in ("evaluate", "gate_promote"):
@@ -133,6 +147,97 @@ def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database:
         "  win rate against the champion before not measured",
         "  rounds/r0/ppo/policy, md5 aaa.dir, git c0ffee, seed 7",
     ]
+
+
+@pytest.mark.parametrize(
+    ("run", "base_model", "reason"),
+    [
+        (PROJECT, "aaa", ""),
+        (TRIAL, "aaa", "it is the result of an isolated run"),
+        (OTHER_PROJECT, "aaa", "the champion is of another project"),
+        (PROJECT, "bbb", "the champion has another base model, data set or evaluation"),
+    ],
+)
+def test_without_a_comparison_only_a_run_of_the_same_project_and_lineage_takes_the_alias(
+    database: str, run: dict[str, str], base_model: str, reason: str
+) -> None:
+    for policy, md5, tags in (("aaa", "aaa", PROJECT), ("bbb", base_model, run)):
+        outs = [{"path": "assets/model", "md5": md5}]
+        Path("dvc.lock").write_text(yaml.safe_dump({"stages": {"assets": {"outs": outs}}}))
+        make_round("r0", policy, FIRST)
+        mirror(policy, database, "r0", **tags)
+    client = MlflowClient(database)
+    if reason:
+        assert aliases(client) == {"champion": "aaa.dir", "challenger": "bbb.dir"}
+        assert model_registry.describe(client).splitlines()[-1] == (
+            f"  not champion: {reason}; `rondo promote 2 --reason ...` makes it champion"
+        )
+    else:
+        assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+
+
+@pytest.mark.parametrize(
+    ("run", "low", "champion"),
+    [
+        (TRIAL, 0.51, "bbb.dir"),
+        (TRIAL, 0.49, "aaa.dir"),
+        (PROJECT | {"project": "q"}, 0.4, "bbb.dir"),
+    ],
+)
+def test_a_policy_that_was_compared_with_the_champion_takes_the_alias_a_trial_if_it_won(
+    database: str, run: dict[str, str], low: float, champion: str
+) -> None:
+    make_round("r0", "aaa", FIRST)
+    mirror("first", database, "r0", **PROJECT)
+    make_round("r1", "bbb", CHAMPION | {"win_rate_champion_low": low}, rival="r0")
+    mirror("second", database, "r1", **run)
+    client = MlflowClient(database)
+    assert aliases(client)["champion"] == champion
+    # another one has become champion since: the comparison was with its predecessor
+    make_round("r2", "ccc", CHAMPION, rival="r1")
+    mirror("third", database, "r2", **TRIAL)
+    assert aliases(client)["champion"] == ("ccc.dir" if champion == "bbb.dir" else "aaa.dir")
+
+
+def test_a_trial_becomes_champion_when_the_project_adopts_it(database: str) -> None:
+    make_round("r0", "aaa", FIRST)
+    mirror("first", database, "r0", **PROJECT)
+    make_round("r0", "bbb", FIRST)
+    mirror("trial", database, "r0", **TRIAL)
+    mirror("trial again", database, "r0", outcome="unchanged", **TRIAL)
+    client = MlflowClient(database)
+    assert aliases(client) == {"champion": "aaa.dir", "challenger": "bbb.dir"}
+    mirror("adopted", database, "r0", outcome="restored", **PROJECT)
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    make_round("r0", "aaa", FIRST)
+    mirror("the first one again", database, "r0", outcome="restored", **TRIAL)
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+
+
+def test_a_person_makes_a_challenger_champion(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_round("r0", "aaa", FIRST)
+    mirror("first", database, "r0", **PROJECT)
+    make_round("r0", "bbb", FIRST)
+    mirror("trial", database, "r0", **TRIAL)
+    client = MlflowClient(database)
+    for version, reason, message in (
+        (2, " ", "promoting version 2 needs --reason"),
+        (3, "better", "has no version 3; versions: 1, 2"),
+        (1, "better", "version 1 of rondo-policy is the champion already"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            model_registry.promote_by_hand(client, version, "Ada", reason)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["promote", "2", "--reason", "our own prompts", "--by", "Ada"])
+    assert not ended.value.code
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert "by Ada: our own prompts" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["promote", "1", "--rollback", "--reason", "no"])
+    assert "--rollback takes no VERSION" in capsys.readouterr().err
 
 
 def test_sending_the_same_policies_again_in_any_order_changes_nothing(database: str) -> None:
