@@ -1,17 +1,20 @@
 """`rondo run` against a real Prefect server: retries of a stage, and compute slots."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT
 from flows.orchestration.server import prefect_environment
+from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.errors import BadInput
 from tests.paths import ROOT
 from tests.servers import free_port, read_until, request, until
@@ -50,10 +53,12 @@ def listens(url: str) -> bool:
         return False
 
 
-def start_run(project: Path, api: str, *arguments: str, waits: str = "") -> "subprocess.Popen[str]":
+def start_run(
+    project: Path, api: str, *arguments: str, waits: str = "", mlflow: str = "off"
+) -> "subprocess.Popen[str]":
     environment = {
         "RONDO_NETWORK_WAITS": waits,
-        "MLFLOW_TRACKING_URI": "off",
+        "MLFLOW_TRACKING_URI": mlflow,
         "PREFECT_API_URL": api,
         "PYTHONPATH": str(ROOT),
     }
@@ -68,9 +73,9 @@ def start_run(project: Path, api: str, *arguments: str, waits: str = "") -> "sub
 
 
 def rondo_run(
-    project: Path, api: str, *arguments: str, waits: str = ""
+    project: Path, api: str, *arguments: str, waits: str = "", mlflow: str = "off"
 ) -> subprocess.CompletedProcess[str]:
-    run = start_run(project, api, *arguments, waits=waits)
+    run = start_run(project, api, *arguments, waits=waits, mlflow=mlflow)
     stdout, stderr = run.communicate(timeout=600)
     return subprocess.CompletedProcess(run.args, run.returncode, stdout, stderr)
 
@@ -151,14 +156,16 @@ def test_only_stages_that_compute_wait_for_a_slot(project: Path, api: str) -> No
 
 
 def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
-    project: Path, api: str
+    project: Path, api: str, empty: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    store = tmp_path_factory.mktemp("store") / "mlflow.db"
+    database = f"sqlite:///{shutil.copy(empty, store)}"
     data = project / "pairs.jsonl"
     data.write_text('{"label": 1}\n')
     settings = ("assets.data=files", "prepare.sources=[{path: pairs.jsonl}]")
     isolated = [*(f"--set={setting}" for setting in settings), "--isolated"]
 
-    first = rondo_run(project, api, *isolated)
+    first = rondo_run(project, api, *isolated, mlflow=database)
     assert "[prepare@r0] ran" in first.stdout, first.stderr
     assert "changed since the last run" not in first.stdout
     again = rondo_run(project, api, *isolated)
@@ -169,7 +176,13 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
     assert "changed since the last run: pairs.jsonl" in edited.stdout, edited.stderr
     assert "[prepare@r0] ran" in edited.stdout
 
-    rondo_run(project, api, *isolated[:-1])
+    rondo_run(project, api, *isolated[:-1], mlflow=database)
+    client = MlflowClient(database)
+    runs = client.search_runs(
+        [experiment_of(client)], "tags.`rondo.address` = 'pipeline'", order_by=["start_time"]
+    )
+    assert [run.data.tags["isolated"] for run in runs] == ["True", "False"]
+    assert len({run.data.tags["project"] for run in runs}) == 1
     data.write_text('{"label": 2}\n')
     for expected in (True, False):
         repro = subprocess.run(
