@@ -4,7 +4,6 @@ A failed gate ends the flow in the state GateFailed. The flow is started by `ron
 Prefect UI through the deployments in prefect.yaml, with the same parameters.
 """
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -35,8 +34,8 @@ from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
-from stages.lib.core.files import write_json
-from stages.lib.core.params import load_params
+from stages.lib.core.files import read_json, write_json
+from stages.lib.core.params import Params, check_params, load_params
 from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
@@ -128,18 +127,38 @@ def decisions_path() -> Path:
     return home_folder() / "runs" / f"{flow_run.id}.json"
 
 
+def decisions() -> dict[str, Any]:
+    """The decisions of this flow run so far, by name."""
+    path = decisions_path()
+    return dict(read_json(path, "")) if path.exists() else {}
+
+
 def decide_once(name: str, decide: Callable[[], Any]) -> Any:
     """The value of `decide` when this flow run first called it under this name.
 
     After a crash, a retry or a suspension at a gate, the flow starts again from the top; it has to
     use the same values.
     """
-    path = decisions_path()
-    decisions = json.loads(path.read_text()) if path.exists() else {}
-    if name not in decisions:
-        decisions[name] = decide()
-        write_json(path, decisions)
-    return decisions[name]
+    decided = decisions()
+    if name not in decided:
+        decided[name] = decide()
+        write_json(decisions_path(), decided)
+    return decided[name]
+
+
+def own_params(run: str, decide: Callable[[], Params]) -> Params:
+    """The params of a run, which `decide` resolves when the run begins.
+
+    A run that begins again keeps them, whatever another run has written to params.yaml since.
+    Rounds that the other run has added stay.
+    """
+    name = f"params of {run}"
+    begins_again = name in decisions()
+    values = decide_once(name, lambda: decide().model_dump(mode="json"))
+    if begins_again:
+        current = load_params().model_dump(mode="json")["rounds"]
+        values["rounds"] |= {key: current[key] for key in current if key not in values["rounds"]}
+    return check_params(values, f"run {run}")
 
 
 def run_id() -> str:
@@ -201,7 +220,8 @@ def pipeline(
     """
     log, home = make_logger(), home_folder()
     # 1. Check the parameters, before there is anything to clean up.
-    checked = resolve(preset, None, settings, sections)
+    decided = decisions().get(f"params of {run}")
+    checked = check_params(decided, run) if decided else resolve(preset, None, settings, sections)
     files = [path for paths in user_files(checked).values() for path in paths]
     server = (
         nullcontext()
@@ -211,7 +231,7 @@ def pipeline(
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
     with server, tree as folder:
         # 2. Write params.yaml.
-        params = resolve(preset, rounds() or None, settings, sections)
+        params = own_params(run, lambda: resolve(preset, rounds() or None, settings, sections))
         changes = [f"  {change}" for change in write_params(params)]
         log(f"run {run} in {folder}")
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")

@@ -6,16 +6,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from mlflow import MlflowClient
 
+from flows.core.config import resolve, write_params
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT
 from flows.orchestration.server import prefect_environment
 from flows.tracking.mlflow_store import experiment_of
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, GateFailed
+from stages.lib.core.params import load_params
 from tests.paths import ROOT
 from tests.servers import free_port, read_until, request, until
 
@@ -122,6 +125,24 @@ def test_another_failure_is_not_retried(project: Path, api: str) -> None:
     assert done.returncode == 2
     assert count_tries(done) == 1 and "tried again" not in done.stdout
     assert "rondo: BadInput: sft@r0: " in done.stderr and "rows missing" in done.stderr
+
+
+def test_a_run_that_begins_again_keeps_its_own_params_and_rounds_of_others(
+    project: Path, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+    failed = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.9")
+    assert failed.returncode == GateFailed.exit_code, failed.stderr
+    other_run = resolve("keep", 2, ["gates.sft.loss_drop=0.1", "seed=5"])
+    write_params(other_run)
+
+    again = rondo_run(project, api)
+    assert again.returncode == GateFailed.exit_code, again.stderr
+    params = load_params()
+    assert (params.gates.sft.loss_drop, params.seed) == (0.9, 0)
+    assert list(params.rounds) == ["r0", "r1"]
+    [name] = {line for line in failed.stdout.splitlines() if line.startswith("run ")}
+    assert name in again.stdout.splitlines()
 
 
 def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
