@@ -4,49 +4,63 @@ import argparse
 import io
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import TypeAlias
 
-from flows.commands.badcases import add_commands as add_badcases
-from stages.lib.core.errors import BadInput, GateFailed, RondoError
+from flows.core import interrupts
 
 HOME = Path(".rondo")
+RUN_SECONDS = 8.0  # from a signal to the end of a run, at most
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 the network or a server is "
-    "unreachable, 1 any other error."
+    "unreachable, 1 any other error, 128 + the signal's number after a signal (Ctrl-C: 130)."
 )
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    try:
+        code = exit_code(arguments)
+    except interrupts.Interrupted as interrupt:
+        code = interrupt.exit_code
+    except KeyboardInterrupt:
+        print("rondo: stopped", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    try:
+        sys.stdout.flush()
+    except OSError:  # the terminal was closed, or the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def exit_code(arguments: list[str] | None) -> int:
+    """Run the command line and return its exit code; errors of Rondo are printed in one line."""
+    # Imported here, so that Ctrl-C in the first second ends in `main` too.
+    from stages.lib.core.errors import BadInput, RondoError
+
     options = parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # progress is visible through a pipe too
-    # The default handler would end the process at once and leave Prefect's server running.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if options.command != "check-data" and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
-        code = COMMANDS[options.command](options)
+        return COMMANDS[options.command](options)
     except RondoError as error:
         print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("rondo: stopped", file=sys.stderr)
-        code = RondoError.exit_code
+        return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = RondoError.exit_code
-    sys.stdout.flush()
-    sys.exit(code)
+        return RondoError.exit_code
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    from flows.commands.badcases import add_commands as add_badcases
+
     about = "RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay."
     top = argparse.ArgumentParser(prog="rondo", description=about, epilog=EXIT_CODES)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -197,7 +211,14 @@ def run(options: argparse.Namespace) -> int:
 
     It uses the Prefect server of `rondo up` if that is running, else a temporary one.
     """
+    command = shlex.join(["rondo", *sys.argv[1:]])
+    interrupts.raise_at_signals(
+        "the run ends; stages that are done and saved resume states are kept; "
+        f"`{command}` continues",
+        RUN_SECONDS,
+    )
     from flows.core.config import resolve
+    from stages.lib.core.errors import GateFailed, RondoError
 
     # Bad input is reported before anything starts.
     resolve(options.preset, options.rounds, options.set)
@@ -208,8 +229,10 @@ def run(options: argparse.Namespace) -> int:
 
     # The fork server imports its libraries while Prefect starts.
     with fork_server.fork_server(dvc_stages.stage_environment()):
+        from flows.orchestration import terminal_run
         from flows.pipeline import rlhf_pipeline
 
+        terminal_run.prepare(HOME.resolve())
         state = rlhf_pipeline(
             options.preset,
             options.rounds or 0,
@@ -217,6 +240,7 @@ def run(options: argparse.Namespace) -> int:
             isolated=options.isolated,
             return_state=True,
         )
+    interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():
         return 0
     if state.name == "GateFailed":
@@ -262,6 +286,7 @@ def next_round(options: argparse.Namespace) -> int:
 
 
 def up(options: argparse.Namespace) -> int:
+    interrupts.raise_at_signals("stopping ...")
     from flows.orchestration.server import serve
 
     serve(HOME.resolve(), options.notify)
@@ -306,6 +331,7 @@ def promote(options: argparse.Namespace) -> int:
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
     from flows.tracking.outbox import Outbox
+    from stages.lib.core.errors import BadInput
 
     if options.rollback and options.version is not None:
         raise BadInput("--rollback takes no VERSION: it makes the previous champion the champion")

@@ -44,6 +44,7 @@ PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_na
 Rounds = Annotated[int, Field(ge=0)]
 QUICK_STAGES = {"champion", "gate_sft", "gate_reward", "gate_promote"}  # wait for no slot
 RETRY_DELAYS = retries.retry_delays()  # seconds
+INTERRUPTED_SECONDS = 1.0  # for sending to MLflow what waits, at the end of an interrupted run
 
 
 def make_logger() -> LogLine:
@@ -264,8 +265,13 @@ def pipeline(
         except Pause:
             tracker.flush()
             raise  # the flow starts again from the top when a person has decided
-        except BaseException:
+        except Exception:
             close(run, names, remaining, tracker, log, bool(todo))
+            raise
+        except BaseException:  # Ctrl-C, Cancel: there is no time for a report
+            with bookkeeping("recording the run", log):
+                tracker.close(False, {}, INTERRUPTED_SECONDS)
+            log(f"Interrupted at {remaining[0] if remaining else 'the end'}.")
             raise
         # 5. Write the results.
         close(run, names, remaining, tracker, log, bool(todo))

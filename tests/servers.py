@@ -1,12 +1,16 @@
 """For tests against real servers: ports, requests, and waiting for what takes its time."""
 
 import json
+import os
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def free_port() -> str:
@@ -45,3 +49,15 @@ def until(condition: Any, seconds: float = 300) -> None:
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.2)
+
+
+def of_project(folder: Path) -> list[psutil.Process]:
+    """The processes that work in a folder."""
+    processes = psutil.process_iter(["cmdline", "cwd"])
+    return [
+        process
+        for process in processes
+        if process.pid != os.getpid()
+        and process.info["cwd"] == str(folder)
+        and process.info["cmdline"]
+    ]

@@ -97,10 +97,10 @@ def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]
         listener.bind(address)
         listener.listen()
         # Raises OSError if `folder` is mounted noexec, so that no server starts in vain.
-        subprocess.run([stand_in, "-c", ""], check=False)
+        subprocess.run([stand_in, "-c", ""], check=False, start_new_session=True)
         command = [sys.executable, "-P", __file__, str(listener.fileno())]
         # The server ends when its standard input closes, that is with this process, even if this
-        # one is killed. A session of its own keeps Ctrl-C away from it.
+        # one is killed. Sessions of their own keep Ctrl-C away from both processes.
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

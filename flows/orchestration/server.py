@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
+from flows.core import interrupts
 from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, flow_runs, request, set_state
 from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, LogLine, is_up
 from flows.execution import process_guard
@@ -141,8 +140,8 @@ class _Services:
 
 
 def serve(home: Path, notify: str | None = None, log: LogLine = print) -> None:
-    """Start Prefect, MLflow and a worker, print their addresses, and stop them at SIGINT or
-    SIGTERM.
+    """Start Prefect, MLflow and a worker, print their addresses, and stop them at a signal
+    (flows/core/interrupts.py).
 
     Runs of the Prefect UI that are interrupted by the end resume with the next call.
 
@@ -162,9 +161,6 @@ def serve(home: Path, notify: str | None = None, log: LogLine = print) -> None:
         _check_port(name, port)
     services = _Services(home / "logs", _service_environment(home))
     services.logs.mkdir(parents=True, exist_ok=True)
-    # SIGINT too: a shell ignores it for a process that it starts in the background
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
     try:
         _start_servers(services, home, log)
         _deploy(services)
@@ -181,8 +177,8 @@ def serve(home: Path, notify: str | None = None, log: LogLine = print) -> None:
         )
         log(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
         _watch(services, home, log)
-    except KeyboardInterrupt:
-        log("\nstopping ...")
+    except interrupts.Interrupted:
+        pass
     finally:
         _stop_all(services.processes, home / CUT_OFF)
 
@@ -238,10 +234,6 @@ def _watch(services: _Services, home: Path, log: LogLine) -> None:
             with suppress(OSError):  # Prefect is busy: the next look finds them
                 crashed_runs.mark_crashed(home / "runs")
         time.sleep(TICK_SECONDS)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _check_port(name: str, port: int) -> None:
@@ -320,8 +312,7 @@ def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
     """Stop the flow runs first, while the server can still record their states, then all services
     at once; within 10 s. The ids of the interrupted runs are written to `cut_off`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    interrupts.ignore_signals()
     if "worker" in services:
         running: list[str] = []
         with suppress(OSError):  # the server may be the service that ended

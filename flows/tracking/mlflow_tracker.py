@@ -102,13 +102,13 @@ class MlflowTracker(NullTracker):
         if self.thread.is_alive():
             done.wait(seconds)
 
-    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
+    def close(self, passed: bool, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS) -> None:
         now = milliseconds()
         status = "FINISHED" if passed else "FAILED"
         self.paused_until = 0.0
         self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
         self.jobs.put(None)
-        self.thread.join(CLOSE_SECONDS)
+        self.thread.join(seconds)
         if waiting := self.outbox.waiting():
             self.log(
                 f"MLflow is missing {len(waiting)} records: {self.outbox.folder} is sent with the "

@@ -30,5 +30,10 @@ class NullTracker:
     def flush(self, seconds: float = 0.0) -> None:
         """Wait until all records so far are sent, at most this long."""
 
-    def close(self, passed: bool, texts: Mapping[str, str]) -> None:
-        """Call when the pipeline run ended; `texts`: its report and summary by file name."""
+    def close(self, passed: bool, texts: Mapping[str, str], seconds: float = 0.0) -> None:
+        """Call when the pipeline run ended.
+
+        Args:
+            texts: its report and summary by file name.
+            seconds: to wait, at most, until all records are sent.
+        """

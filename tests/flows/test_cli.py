@@ -22,7 +22,7 @@ from flows.core.services import is_up
 from flows.execution import fork_server
 from flows.orchestration import notifications
 from tests.paths import ROOT
-from tests.servers import free_port, read_until, request, until
+from tests.servers import free_port, of_project, read_until, request, until
 
 
 def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +153,7 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
             {"active": True},
         )
         until(lambda: computes(project))
-        server.send_signal(signal.SIGINT)
+        os.killpg(server.pid, signal.SIGINT)
         assert server.wait(60) == 0
         until(lambda: not of_project(project))
 
@@ -175,8 +175,8 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         assert not any(sleeping in text for text in receiver.texts_received)
         what_a_person_left(api, monkeypatch)
     finally:
-        server.terminate()
-        server.wait(60)
+        os.killpg(server.pid, signal.SIGHUP)
+        assert server.wait(60) == 0
 
 
 def with_the_flow(project: Path) -> dict[str, str]:
@@ -199,7 +199,12 @@ def up(project: Path, environment: dict[str, str], *arguments: str) -> subproces
     """`rondo up`; its runs share the fork server of the tests."""
     command = [sys.executable, "-m", "flows.cli", "up", *arguments]
     return subprocess.Popen(
-        command, cwd=project, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=project,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -368,7 +373,15 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(
     monkeypatch.delenv(fork_server.VARIABLE)
     environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
-    run = subprocess.Popen(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     until(
         lambda: any(
             {"stage.py", "sft"} <= set(process.info["cmdline"]) for process in of_project(project)
@@ -386,8 +399,10 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(
         lines["sft"] == "runs: step 3, loss 0.333"
         and lines["r0:"] == "has not reached the sft gate"
     )
-    run.terminate()
-    assert run.wait(60) != 0
+    os.killpg(run.pid, signal.SIGTERM)
+    printed, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in printed and "Error" not in printed, printed
     until(lambda: not of_project(project))
 
 
@@ -413,17 +428,6 @@ def finished(api: str, flow_run: str) -> str:
         600,
     )
     return str(request(f"{api}/flow_runs/{flow_run}")["state_name"])
-
-
-def of_project(folder: Path) -> list[psutil.Process]:
-    processes = psutil.process_iter(["cmdline", "cwd"])
-    return [
-        process
-        for process in processes
-        if process.pid != os.getpid()
-        and process.info["cwd"] == str(folder)
-        and process.info["cmdline"]
-    ]
 
 
 def computes(folder: Path) -> bool:
