@@ -3,6 +3,7 @@
 An address is DVC's name of a stage: `assets`, `sft@r0`.
 """
 
+import json
 import os
 import re
 import shutil
@@ -21,9 +22,10 @@ from flows.core.addresses import split_address
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
-from stages.lib.core.files import RESUME_STATE, work_dir
+from stages.lib.core.files import RESUME_STATE, work_dir, write_text
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
+LOCK_FILE = Path("dvc.lock")
 ERROR_LINES = 15  # of a failed stage's output, in the error message
 
 
@@ -48,9 +50,60 @@ def open_repo() -> Iterator[Any]:
 
     try:
         with Repo(".", _wait_for_lock=True) as repo:
+            _remove_broken_rwlock(repo)
             yield repo
     except (DvcException, SCMError) as error:
         raise BadInput(f"dvc: {error}") from None
+
+
+def _remove_broken_rwlock(repo: Any) -> None:
+    """Remove DVC's list of the paths that its running commands use, if it cannot be read.
+
+    A DVC that is killed while it writes the list leaves an empty file, and all later commands fail.
+    """
+    from dvc.lock import make_lock
+    from dvc.rwlock import RWLOCK_FILE, RWLOCK_LOCK
+
+    path = Path(repo.tmp_dir, RWLOCK_FILE)
+    with make_lock(
+        str(path.with_name(RWLOCK_LOCK)),
+        tmp_dir=repo.tmp_dir,
+        hardlink_lock=repo.config["core"].get("hardlink_lock", False),
+        wait=True,
+    ):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass
+        except json.JSONDecodeError:
+            path.unlink()
+
+
+@contextmanager
+def keep_other_stages(address: str) -> Iterator[None]:
+    """Restore dvc.lock if the block fails and leaves other stages than this one changed in it.
+
+    DVC empties the file before it writes it: if it is interrupted then, the records of all stages
+    are lost.
+    """
+    before = LOCK_FILE.read_text(encoding="utf-8") if LOCK_FILE.exists() else ""
+    try:
+        yield
+    except BaseException:
+        if LOCK_FILE.exists():
+            after = LOCK_FILE.read_text(encoding="utf-8")
+            if after != before and _other_stages(after, address) != _other_stages(before, address):
+                write_text(LOCK_FILE, before) if before else LOCK_FILE.unlink()
+        raise
+
+
+def _other_stages(text: str, address: str) -> dict[str, Any] | None:
+    """All stages of a dvc.lock but one; None if it is not valid YAML."""
+    try:
+        stages = yaml.load(text, yaml.CSafeLoader)["stages"] if text else {}
+        return {name: stage for name, stage in stages.items() if name != address}
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def order_graph(repo: Any) -> Any:
@@ -186,10 +239,11 @@ def run(
     # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold the
     # lock for longer, and the outputs of a stage that cannot be recorded are lost.
     command = ["dvc", "--wait-for-lock", "repro", *flags, address]
-    with around or nullcontext():
-        code = stream(command, sort_line)
-    if code:
-        raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
+    with keep_other_stages(address):
+        with around or nullcontext():
+            code = stream(command, sort_line)
+        if code:
+            raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
     clear_resume_states(address)
     return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
 

@@ -54,6 +54,31 @@ def test_a_stage_runs_is_unchanged_or_restored_and_its_lines_are_streamed(projec
     assert rows.read_text() == '{"id": "r0", "seed": 0}\n'
 
 
+def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) -> None:
+    run_to("prepare@r0")
+    lock = project / "dvc.lock"
+    before = lock.read_text()
+
+    def interrupt_after(text: str) -> str:
+        with pytest.raises(KeyboardInterrupt), dvc_stages.keep_other_stages("sft@r0"):
+            lock.write_text(text)
+            raise KeyboardInterrupt
+        return lock.read_text()
+
+    # each but the last is what DVC may leave; the fourth is valid YAML
+    middle = before.index("outs:", before.index("prepare@r0"))
+    for cut in (0, 5, middle + 2, middle):
+        assert interrupt_after(before[:cut]) == before
+    complete = before + "  sft@r0:\n    cmd: train\n"
+    assert interrupt_after(complete) == complete
+
+
+def test_dvc_runs_after_another_was_killed_as_it_wrote_its_rwlock(project: Path) -> None:
+    for address, text in (("assets", ""), ("prepare@r0", '{"write": {"a')):
+        write_text(project / ".dvc/tmp/rwlock", text)
+        assert dvc_stages.run(address, print) == dvc_stages.Outcome.ran
+
+
 def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path) -> None:
     set_params("gates.sft.loss_drop=0.9")
     message = (
