@@ -13,6 +13,7 @@ from dvc_render.vega_templates import get_template
 from flows.core import config
 from flows.execution import dvc_stages
 from stages.gate.thresholds import THRESHOLDS, markdown
+from stages.gate.thresholds.form import GATE_STAGES
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
@@ -154,3 +155,44 @@ def test_a_deployment_names_a_flow_that_exists_and_parameters_that_it_has(
     assert deployment.get("parameters", {}).keys() <= flow.parameters.properties.keys()
     assert deployment["enforce_parameter_schema"] is True
     assert deployment["concurrency_limit"] == {"limit": 2, "collision_strategy": "ENQUEUE"}
+
+
+def test_a_nightly_run_works_in_the_projects_folder_and_others_in_their_own() -> None:
+    isolated = {entry["name"]: entry.get("parameters") for entry in DEPLOYMENTS}
+    assert isolated["rlhf-pipeline"] == {"isolated": True}
+    assert isolated["next-round"] == {"isolated": False}
+
+
+DAG = {
+    name: stage.get("do", stage)
+    for name, stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].items()
+}
+
+
+def stages_with(kind: str, prefix: str) -> set[str]:
+    """The stages that have an entry with this beginning in their deps or params."""
+    return {
+        name
+        for name, stage in DAG.items()
+        if any(entry.startswith(prefix) for entry in stage.get(kind, []))
+    }
+
+
+def test_no_stage_passes_a_failed_gate() -> None:
+    assert stages_with("deps", "gates/${key}/sft.ok") == {"annotate", "reward", "battery"}
+    assert stages_with("deps", "gates/${key}/reward.ok") == {"ppo"}
+    # the next round learns from the failures of a policy that is not promoted
+    assert stages_with("deps", "gates/${key}/promote.ok") == set()
+
+
+def test_a_changed_threshold_reruns_its_gate_and_for_promotion_the_champion() -> None:
+    assert stages_with("params", "gates.sft") == {"gate_sft"}
+    assert stages_with("params", "gates.reward") == {"gate_reward"}
+    assert stages_with("params", "gates.promote") == {"gate_promote", "champion"}
+    assert stages_with("params", "gates") == {"gate_sft", "gate_reward", "gate_promote", "champion"}
+
+
+@pytest.mark.parametrize("gate", GATE_STAGES)
+def test_a_gate_runs_again_when_its_metrics_or_a_decision_change(gate: str) -> None:
+    metrics = {f"rounds/${{key}}/{stage}/metrics.json" for stage in GATE_STAGES[gate]}
+    assert set(DAG[f"gate_{gate}"]["deps"]) == {"stages/gate", "approvals", *metrics}

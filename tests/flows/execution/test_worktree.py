@@ -13,7 +13,7 @@ from flows.core import config
 from flows.core.git import git
 from flows.execution import dvc_stages, worktree
 from flows.execution.dvc_stages import open_repo
-from flows.execution.worktree import ENDED, collect, working_tree, workspace
+from flows.execution.worktree import ENDED, working_tree, workspace
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json, write_text
 
@@ -78,9 +78,12 @@ def test_workspaces_are_removed_a_week_after_their_runs_have_ended(project: Path
         Path("rounds").mkdir(exist_ok=True)
     with suppress(KeyboardInterrupt), workspace("cut-off", home, print):
         raise KeyboardInterrupt
-    os.utime(home / "workspaces/old" / ENDED, (0, 0))
-    assert collect(home) == ["old"]
-    assert sorted(path.name for path in (home / "workspaces").iterdir()) == ["cut-off", "new"]
+    for name, days in (("old", 7.1), ("new", 6.9)):
+        ended = time.time() - days * 24 * 3600
+        os.utime(home / "workspaces" / name / ENDED, (ended, ended))
+    with workspace("next", home, pytest.fail):
+        names = sorted(path.name for path in (home / "workspaces").iterdir())
+    assert names == ["cut-off", "new", "next"]
     assert git("branch", "--list", "runs/old").strip() == "runs/old"
 
 
@@ -113,7 +116,9 @@ def test_code_that_is_not_committed_is_refused(project: Path) -> None:
     assert not (project / ".rondo/workspaces").exists()
 
 
-@pytest.mark.parametrize("name", ["slices/mine.jsonl", "badcases/r0.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["slices/mine.jsonl", "badcases/r0.jsonl", "approvals/r0/sft.json"]
+)
 def test_user_files_that_are_not_committed_are_refused(project: Path, name: str) -> None:
     (project / name).parent.mkdir(exist_ok=True)
     (project / name).touch()  # an empty file is accepted
@@ -149,7 +154,8 @@ def test_a_run_whose_workspace_was_removed_goes_on_from_its_branch(project: Path
         Path("params.yaml").write_text(params.replace("seed: 0", "seed: 4"))
     results = git("rev-parse", "runs/one")
     os.utime(folder / ENDED, (0, 0))
-    assert collect(home) == ["one"]
+    with workspace("next", home, print):
+        assert not folder.exists()
     with workspace("one", home, print) as again:
         assert again == folder and Path("rounds/r0/sft/metrics.json").exists()
         assert "seed: 4" in Path("params.yaml").read_text()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flows import cli
 from flows.core.config import resolve, write_params
 from flows.execution import dvc_stages
 from flows.orchestration.approval import decide_at_terminal, waiting
@@ -21,6 +22,12 @@ def run_to_gate(*settings: str) -> dvc_stages.Outcome:
     return dvc_stages.run(GATE, print)
 
 
+def rondo(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert ended.value.code == 0
+
+
 def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path) -> None:
     with pytest.raises(GateFailed, match="rondo approve sft r0 --reason"):
         run_to_gate("gates.sft.loss_drop=0.9", "gates.sft.policy=ask")
@@ -28,13 +35,13 @@ def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path
     with pytest.raises(BadInput, match="--reason is empty"):
         decide_at_terminal("sft", "r0", True, "Ada", " ")
 
-    decide_at_terminal("sft", "r0", False, "Ada", "too little")
+    rondo("approve", "sft", "r0", "--refuse", "--by", "Ada", "--reason", "too little")
     with pytest.raises(GateFailed, match="Refused by Ada: too little"):
         dvc_stages.run(GATE, print)
     assert not waiting(GATE)
 
-    path = decide_at_terminal("sft", "r0", True, None, "the loss is not what this is about")
-    assert json.loads(Path(path).read_text())["by"] == "t"  # git's user.name here
+    rondo("approve", "sft", "r0", "--reason", "the loss is not what this is about")
+    assert json.loads(Path("approvals/r0/sft.json").read_text())["by"] == "t"  # git's user.name
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.ran
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.unchanged
     assert not waiting(GATE)

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
@@ -139,6 +140,7 @@ def test_a_run_creates_its_artifacts_in_prefect(project: Path) -> None:
     (sample,) = json.loads(by_key["samples-sft-r0"][1])
     assert sample == {"id": "1", "prompt": "Human: Hi\n\nAssistant:", "base": "a", "sft": "b"}
     assert by_key["gate-sft-r0"][1].startswith("passed")
+    assert "win rate against SFT" in by_key["summary"][1]
     link = re.search(r"\((\S+)\)", by_key["mlflow"][1])
     run, query = link[1].split("?") if link else ("", "")
     assert re.search(r"/#/experiments/\d+/runs/\w+$", run)
@@ -170,3 +172,23 @@ def test_a_picture_needs_no_style_of_its_page() -> None:
     assert data
     svg = base64.b64decode(data[1]).decode()
     assert svg.startswith("<svg ") and "var(--" not in svg and "#2a6fb0" in svg
+
+
+def test_the_policys_responses_are_shown_every_20_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = Path(".rondo/work/r0/ppo/rollouts/00001.jsonl.gz")
+    log.parent.mkdir(parents=True)
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(artifacts, "time", clock)
+    stage_artifacts = RunArtifacts("ppo@r0", print)
+    shown_at = []
+    for seconds in range(1, 46):
+        clock.now = 1000.0 + seconds
+        row = {"update": seconds, "prompt": "The", "response": "end"}
+        with log.open("ab") as file:
+            file.write(gzip.compress((json.dumps(row) + "\n").encode()))
+        updates = list(stage_artifacts.updates(f"[ppo@r0] step {seconds}/90  eta 1:00"))
+        shown_at += [seconds for update in updates if isinstance(update, TableArtifact)]
+    assert shown_at == [20, 40]

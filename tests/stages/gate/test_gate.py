@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,7 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
     ("gate", "stage", "name", "threshold"),
     [
         ("reward", "battery", "worst_slice", ">= 0.65"),
+        ("reward", "battery", "worst_mined", "<= 0.3"),
         ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),
         ("promote", "capability", "worst_fall", "<= 0.1"),
     ],
@@ -301,6 +303,30 @@ def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
     line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
     assert line["value"] is None
     assert format_check(line) == f"{stage}.{name} not measured, wanted {threshold}"
+
+
+MAY_BE_UNMEASURED = {
+    "battery.worst_slice",
+    "battery.worst_mined",
+    "evaluate.win_rate_champion_low",
+    "capability.worst_fall",
+}
+
+
+@pytest.mark.parametrize(
+    ("gate", "metric"),
+    [(gate, threshold.metric) for gate in THRESHOLDS for threshold in THRESHOLDS[gate]],
+)
+def test_any_other_null_fails(attempt, gate, metric):
+    stage, *names, last = metric.split(" - ")[0].split(".")
+    metrics = deepcopy(METRICS[gate])
+    section = metrics[stage]
+    for name in names:
+        section = section[name]
+    section[last] = None
+    passes = metric in MAY_BE_UNMEASURED
+    with nullcontext() if passes else pytest.raises(GateFailed, match=f"{metric} missing"):
+        attempt(gate, metrics)
 
 
 def approve(approved: bool, reason: str) -> None:
