@@ -2,20 +2,30 @@
 Python for each but the real gate.
 """
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from mlflow import MlflowClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_HOME,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
 
+from flows.orchestration.server import prefect_environment
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import rounds
 from tests.paths import ROOT
+from tests.servers import free_port, request, until
 
 STAGE = """
 import json, pathlib, sys, time, yaml
@@ -190,3 +200,50 @@ def database(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
     shutil.copy(empty, tmp_path / "mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
+
+
+@pytest.fixture(scope="session")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Prefect's server, one for all tests of a worker: starting it takes most of the time."""
+    port = free_port()
+    environment = os.environ | prefect_environment(tmp_path_factory.mktemp("prefect"))
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    with open(os.devnull, "w") as nowhere:
+        server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
+    try:
+        until(lambda: listens(f"http://127.0.0.1:{port}/api/health"), 300)
+        yield f"http://127.0.0.1:{port}/api"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def listens(url: str) -> bool:
+    try:
+        return bool(request(url))
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def prefect(
+    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SyncPrefectClient]:
+    """A client of that server, which the flows of this process use too."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
+    settings = {PREFECT_API_URL: api, PREFECT_HOME: tmp_path / ".rondo/prefect"}
+    with (
+        temporary_settings(settings | {PREFECT_LOGGING_TO_API_ENABLED: False}),
+        get_client(sync_client=True) as client,
+    ):
+        yield client

@@ -16,11 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
+from flows import cli
 from flows.core import prefect_api
 from flows.core.services import is_up
 from flows.execution import fork_server
 from flows.orchestration import notifications
+from stages.lib.core.files import write_json
 from tests.paths import ROOT
 from tests.servers import free_port, of_project, read_until, request, until
 
@@ -230,7 +233,7 @@ def a_run_from_the_form(project: Path, api: str) -> str:
 
 def a_sweep(project: Path, api: str) -> None:
     swept = request(f"{api}/deployments/name/sweep/sweep")["id"]
-    wanted = {"key": "sft.max_steps", "values": ["4", "1", "5"]}
+    wanted = {"key": "sft.max_steps", "values": ["4", "1"], "seeds": [5, 6]}
     wanted |= {"settings": ["gates.sft.loss_drop=0.9"]}
     run = request(f"{api}/deployments/{swept}/create_flow_run", {"parameters": wanted})["id"]
     assert finished(api, run) == "Failed"  # the stage sft cannot train with the second value
@@ -239,18 +242,33 @@ def a_sweep(project: Path, api: str) -> None:
     [table] = (project / "reports").glob("sweep-*.md")
     rows = table.read_text().splitlines()[2:]
     settings = [row.split("|")[2].strip() for row in rows]
-    assert settings == [f"sft.max_steps={value}" for value in wanted["values"]]
+    assert settings == [
+        f"sft.max_steps={value}, seed={seed}"
+        for seed in wanted["seeds"]
+        for value in wanted["values"]
+    ]
     for row in rows[::2]:
         assert "r0: SFT is at fault: sft.loss_before - sft.loss_after 0.5, wanted >= 0.9" in row
-    assert "BadInput: rows missing" in rows[1] and "SFT is at fault" not in rows[1]
+    for row in rows[1::2]:
+        assert "BadInput: rows missing" in row and "SFT is at fault" not in row
+    git = ["git", "-C", str(project)]
     branches = subprocess.run(
-        ["git", "branch", "--list", "runs/*"],
-        cwd=project,
+        [*git, "branch", "--format=%(refname:short)", "--list", "runs/*"],
         capture_output=True,
         text=True,
         check=True,
-    )
-    assert [name[-2:] for name in branches.stdout.split() if name != "+"] == [".0", ".1", ".2"]
+    ).stdout.split()
+    assert [name[-2:] for name in branches] == [".0", ".1", ".2", ".3"]
+    prepared = [  # once per seed; the second value has DVC's results of the first
+        (project / f".rondo/workspaces/{Path(name).name}/.rondo/work/r0/prepare").exists()
+        for name in branches
+    ]
+    assert prepared == [True, False, True, False]
+    for branch, seed in zip(branches[::2], wanted["seeds"], strict=True):
+        params = subprocess.run(
+            [*git, "show", f"{branch}:params.yaml"], capture_output=True, text=True, check=True
+        )
+        assert yaml.safe_load(params.stdout)["seed"] == seed
 
 
 def services_that_end(project: Path, server: subprocess.Popen[str], mlflow: str) -> None:
@@ -432,3 +450,18 @@ def finished(api: str, flow_run: str) -> str:
 
 def computes(folder: Path) -> bool:
     return any("stage.py" in process.info["cmdline"] for process in of_project(folder))
+
+
+def test_report_writes_and_prints_the_results(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9}
+    write_json(project / "rounds/r0/evaluate/metrics.json", metrics)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    cell = "0.800 [0.700, 0.900]"
+    assert cell in printed and "reports/report.html" in printed
+    assert cell in (project / "reports/summary.md").read_text()
+    assert cell in (project / "reports/report.html").read_text()

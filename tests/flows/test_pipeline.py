@@ -1,63 +1,49 @@
-"""`rondo run` against a real Prefect server: retries of a stage, and compute slots."""
+"""Runs against a real Prefect server: retries of a stage and of a run, compute slots, decisions in
+the form, `next-round`.
+"""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from mlflow import MlflowClient
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas import FlowRun, State
+from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
+from prefect.states import Scheduled
 
 from flows.core.config import resolve, write_params
+from flows.execution import dvc_stages
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
-from flows.orchestration.concurrency import LIMIT
-from flows.orchestration.server import prefect_environment
+from flows.orchestration.concurrency import LIMIT, compute_slot
+from flows.pipeline import next_round, rlhf_pipeline
 from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.errors import BadInput, GateFailed
+from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
 from tests.paths import ROOT
-from tests.servers import free_port, read_until, request, until
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for all tests of this file: starting it takes most of the time."""
-    port = free_port()
-    environment = os.environ | prefect_environment(tmp_path_factory.mktemp("prefect"))
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
-    with open(os.devnull, "w") as nowhere:
-        server = subprocess.Popen(command, env=environment, stdout=nowhere, stderr=nowhere)
-    try:
-        until(lambda: listens(f"http://127.0.0.1:{port}/api/health"), 300)
-        yield f"http://127.0.0.1:{port}/api"
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def listens(url: str) -> bool:
-    try:
-        return bool(request(url))
-    except OSError:
-        return False
+from tests.servers import read_until, request, until
 
 
 def start_run(
-    project: Path, api: str, *arguments: str, waits: str = "", mlflow: str = "off"
+    project: Path,
+    api: str,
+    *arguments: str,
+    waits: str = "",
+    mlflow: str = "off",
+    command: str = "run",
 ) -> "subprocess.Popen[str]":
     environment = {
         "RONDO_NETWORK_WAITS": waits,
@@ -66,7 +52,7 @@ def start_run(
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", *arguments],
+        [sys.executable, "-m", "flows.cli", command, *arguments],
         cwd=project,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -76,9 +62,14 @@ def start_run(
 
 
 def rondo_run(
-    project: Path, api: str, *arguments: str, waits: str = "", mlflow: str = "off"
+    project: Path,
+    api: str,
+    *arguments: str,
+    waits: str = "",
+    mlflow: str = "off",
+    command: str = "run",
 ) -> subprocess.CompletedProcess[str]:
-    run = start_run(project, api, *arguments, waits=waits, mlflow=mlflow)
+    run = start_run(project, api, *arguments, waits=waits, mlflow=mlflow, command=command)
     stdout, stderr = run.communicate(timeout=600)
     return subprocess.CompletedProcess(run.args, run.returncode, stdout, stderr)
 
@@ -215,3 +206,123 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
             check=True,
         )
         assert ("[prepare@r0] step" in repro.stdout) is expected, repro.stdout
+
+
+def test_a_limit_that_a_person_set_stays(prefect: SyncPrefectClient) -> None:
+    def set_limit(limit: int) -> None:
+        prefect.update_global_concurrency_limit(LIMIT, GlobalConcurrencyLimitUpdate(limit=limit))
+
+    with compute_slot(pytest.fail):
+        pass  # the limit is there
+    set_limit(2)
+    try:
+        with compute_slot(pytest.fail), compute_slot(pytest.fail):  # neither waits
+            limit = prefect.read_global_concurrency_limit_by_name(LIMIT)
+            assert (limit.active_slots, limit.limit) == (2, 2)
+    finally:
+        set_limit(1)
+
+
+def submit(prefect: SyncPrefectClient, flow: Flow[..., Any], **parameters: Any) -> FlowRun:
+    """A run of a deployment, as the form creates it."""
+    deployment = prefect.create_deployment(prefect.create_flow(flow), "form")
+    return prefect.create_flow_run_from_deployment(deployment, parameters=parameters)
+
+
+def execute(prefect: SyncPrefectClient, flow: Flow[..., Any], run: FlowRun) -> State[Any]:
+    """What the process does that a worker starts for a scheduled run."""
+    with suppress(Pause):  # ends the process of a suspended run
+        run_flow(flow, flow_run=prefect.read_flow_run(run.id), return_type="state")
+    state = prefect.read_flow_run(run.id).state
+    assert state is not None
+    return state
+
+
+def retry(prefect: SyncPrefectClient, run: FlowRun) -> None:
+    """The button *Retry* of a run's page."""
+    prefect.set_flow_run_state(run.id, Scheduled(name="AwaitingRetry"))
+
+
+def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_run(
+    project: Path, prefect: SyncPrefectClient
+) -> None:
+    settings = ["gates.sft.loss_drop=0.9", "gates.sft.policy=ask"]
+    run = submit(prefect, rlhf_pipeline, settings=settings)
+    suspended = execute(prefect, rlhf_pipeline, run)
+    assert suspended.name == "Suspended"
+    days_to_decide = suspended.state_details.pause_timeout - datetime.now(UTC)
+    assert timedelta(days=6) < days_to_decide < timedelta(days=7)
+
+    retry(prefect, run)
+    assert execute(prefect, rlhf_pipeline, run).name == "Suspended"  # nobody has decided
+
+    decision = {"by": "Ada", "reason": "too little"}
+    prefect.resume_flow_run(run.id, {"approve": True, **decision})
+    stage = project / "stage.py"
+    stage.write_text(stage.read_text().replace('"loss_after": 4.67', '"loss_after": 4.57'))
+    assert execute(prefect, rlhf_pipeline, run).name == "Suspended"  # asks for the new number
+    assert not (project / "approvals/r0/sft.json").exists()
+
+    prefect.resume_flow_run(run.id, decision)  # `approve` is off unless a person switches it on
+    refused = execute(prefect, rlhf_pipeline, run)
+    assert refused.name == "GateFailed"
+    assert "Refused by Ada: too little" in str(refused.message)
+    approval = json.loads((project / "approvals/r0/sft.json").read_text())
+    failed = {"sft.loss_before - sft.loss_after": pytest.approx(0.6)}
+    assert approval == {"approved": False, "failed": failed, **decision}
+    verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
+    assert verdict["approval"] == approval and not verdict["may_continue"]
+
+
+def test_a_retried_run_resumes_in_its_own_folder(project: Path, prefect: SyncPrefectClient) -> None:
+    def fails_in_its_only_folder(run: FlowRun) -> Path:
+        state = execute(prefect, rlhf_pipeline, run)
+        assert state.is_failed() and "rows missing" in str(state.message)
+        [folder] = (project / ".rondo/workspaces").iterdir()
+        return folder
+
+    run = submit(prefect, rlhf_pipeline, settings=["sft.max_steps=1"], isolated=True)
+    folder = fails_in_its_only_folder(run)
+    prepared = (folder / "rounds/r0/prepare/metrics.jsonl").stat().st_mtime_ns
+    retry(prefect, run)
+    assert fails_in_its_only_folder(run) == folder
+    assert (folder / "rounds/r0/prepare/metrics.jsonl").stat().st_mtime_ns == prepared
+
+
+def test_a_bad_value_fails_the_run_before_it_writes_anything(
+    project: Path, prefect: SyncPrefectClient
+) -> None:
+    run = submit(prefect, rlhf_pipeline, settings=["ppo.gamma=7"], isolated=True)
+    failed = execute(prefect, rlhf_pipeline, run)
+    assert failed.is_failed() and "ppo.gamma" in str(failed.message)
+    assert not (project / ".rondo/workspaces").exists()
+
+
+def round_names() -> list[str]:
+    return list(load_params().rounds)
+
+
+def test_next_round_keeps_the_results_of_the_rounds_before(project: Path, api: str) -> None:
+    for address in dvc_stages.stage_order(["r0"]):
+        dvc_stages.run(address, print)
+    write_json(Path("rounds/r0/replay/metrics.json"), {})
+    done = rondo_run(project, api, "--set", "gates.sft.eos_gap=0.5", command="next-round")
+    assert done.returncode == 0, done.stderr
+    assert round_names() == ["r0", "r1"] and load_params().gates.sft.eos_gap == 0.5
+    for stage in ("prepare", "sft", "evaluate"):
+        assert f"[{stage}@r0] unchanged" in done.stdout and f"[{stage}@r1] ran" in done.stdout
+
+
+def test_each_run_of_next_round_adds_one_round_and_its_retry_adds_none(
+    project: Path, prefect: SyncPrefectClient
+) -> None:
+    def fails(run: FlowRun) -> bool:
+        return "rows missing" in str(execute(prefect, next_round, run).message)
+
+    write_json(Path("rounds/r0/replay/metrics.json"), {})
+    first = submit(prefect, next_round, settings=["sft.max_steps=1"])  # ends soon
+    assert fails(first) and round_names() == ["r0", "r1"]
+    write_json(Path("rounds/r1/replay/metrics.json"), {})
+    retry(prefect, first)
+    assert fails(first) and round_names() == ["r0", "r1"]
+    assert fails(submit(prefect, next_round)) and round_names() == ["r0", "r1", "r2"]

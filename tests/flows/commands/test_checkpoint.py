@@ -1,11 +1,12 @@
-"""The records of `evaluate-checkpoint` in a real MLflow database; tests/stages tests the evaluation
-itself.
+"""`evaluate-checkpoint` in a real MLflow database and on a real Prefect server; tests/stages tests
+the evaluation itself.
 """
 
 import json
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
+from prefect.client.orchestration import SyncPrefectClient
 
 from flows import cli
-from flows.commands.checkpoint import record
+from flows.commands.checkpoint import ROWS, evaluate_checkpoint, record
+from flows.execution import fork_server
 from flows.tracking.mlflow_tracker import MlflowTracker
+from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.lib.core.params import Params
+from tests.servers import request
 
 STEP = "rounds/r0/ppo/checkpoints/step_00009"
 HASH = "5ea1ab1e" * 8
@@ -27,6 +32,8 @@ WON = {
     "win_rate_sft_low": 0.85,
     "win_rate_sft_high": 0.95,
     "win_rate_ppo": 0.5,
+    "win_rate_ppo_low": 0.4,
+    "win_rate_ppo_high": 0.6,
 }
 NOWHERE = "http://127.0.0.1:9"
 
@@ -172,3 +179,70 @@ def test_mlflow_that_is_down_gets_it_later(
     assert len(lines) == 1 and NOWHERE in lines[0]
     MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail).flush()
     assert [model.name for model in models(database, folder.name)] == ["r0-step_00009"]
+
+
+STAGE = """
+import pathlib, sys
+assert sys.argv[1:4] == ["--round", "r0", "--checkpoint"]
+if sys.argv[4] == "far":
+    print("checkpoint@r0: Unreachable: no answer", file=sys.stderr)
+    sys.exit(4)
+print("[checkpoint@r0] step 1/3", flush=True)
+print(*pathlib.Path("reports/r0").glob(f"checkpoint_{sys.argv[4]}_*.json"))
+"""
+
+
+def stand_in_for_the_stage(folder: Path) -> None:
+    """A few lines for stages.evaluate.checkpoint, and the report that they print."""
+    for name, text in (("__init__", ""), ("checkpoint", STAGE)):
+        write_text(folder / f"stages/evaluate/{name}.py", text)
+    write_text(folder / "stages/__init__.py", "")
+    with chdir(folder):
+        report = write_report()
+        results = json.loads(report.read_text())
+        complete = {
+            model: dict.fromkeys(ROWS, 0.0) | results[model]
+            for model in ("sft", "ppo", "checkpoint")
+        }
+        write_json(report, results | complete)
+
+
+def test_the_flow_evaluates_records_and_shows_a_checkpoint_of_the_project_or_of_a_run(
+    folder: Path,
+    database: str,
+    api: str,
+    prefect: SyncPrefectClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(fork_server.VARIABLE, raising=False)  # it knows the real stages
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    workspace = folder / ".rondo/workspaces/one"
+    shutil.copytree(folder, workspace)
+    for run, place, parent in (("", folder, folder.name), ("one", workspace, "one")):
+        stand_in_for_the_stage(place)
+        state = evaluate_checkpoint(run, "r0", "step_00009", return_state=True)
+        assert str(state.message).startswith(
+            "win rate against SFT 0.900 [0.850, 0.950], "
+            f"against the selected policy 0.500 [0.400, 0.600]; all results: {place}/reports/r0/"
+        )
+        [model] = models(database, parent)
+        assert numbers(model)["kl"] == 6.5
+    key = {"key": {"any_": ["checkpoint-r0-step-00009"]}}
+    [shown] = request(f"{api}/artifacts/latest/filter", {"artifacts": key})
+    row = {"": "kl", "sft": 0.0, "ppo": 5.0, "checkpoint": 6.5}
+    assert row in json.loads(shown["data"])
+
+
+def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_folder(
+    folder: Path, prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(fork_server.VARIABLE, raising=False)
+    stand_in_for_the_stage(folder)
+    for run, checkpoint, error, message in (
+        ("", "far", Unreachable, "Unreachable: no answer"),
+        ("..", "far", BadInput, "is not a folder"),
+        ("none", "far", BadInput, "is not a folder"),
+    ):
+        state = evaluate_checkpoint(run, "r0", checkpoint, return_state=True)
+        assert state.is_failed() and message in str(state.message)
+        assert isinstance(state.result(raise_on_failure=False), error)
