@@ -21,7 +21,7 @@ from prefect.client.schemas import FlowRun, State
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
-from prefect.states import Scheduled
+from prefect.states import Cancelled, Scheduled
 
 from flows.core.config import resolve, write_params
 from flows.execution import dvc_stages
@@ -253,8 +253,9 @@ def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_
     days_to_decide = suspended.state_details.pause_timeout - datetime.now(UTC)
     assert timedelta(days=6) < days_to_decide < timedelta(days=7)
 
+    prefect.set_flow_run_state(run.id, Cancelled())  # without a decision
     retry(prefect, run)
-    assert execute(prefect, rlhf_pipeline, run).name == "Suspended"  # nobody has decided
+    assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
 
     decision = {"by": "Ada", "reason": "too little"}
     prefect.resume_flow_run(run.id, {"approve": True, **decision})
