@@ -238,9 +238,10 @@ def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_fol
 ) -> None:
     monkeypatch.delenv(fork_server.VARIABLE, raising=False)
     stand_in_for_the_stage(folder)
+    (folder / ".rondo/workspaces").mkdir(parents=True)
     for run, checkpoint, error, message in (
         ("", "far", Unreachable, "Unreachable: no answer"),
-        ("..", "far", BadInput, "is not a folder"),
+        ("../..", "far", BadInput, "is not a folder"),
         ("none", "far", BadInput, "is not a folder"),
     ):
         state = evaluate_checkpoint(run, "r0", checkpoint, return_state=True)
