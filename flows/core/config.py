@@ -37,6 +37,7 @@ from stages.lib.core.params.policy import (
     RlooParams,
 )
 from stages.lib.core.params.shared import ModelParams, ParamsSection
+from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
 from stages.lib.core.user_inputs import user_files
@@ -75,6 +76,7 @@ class Sections(ParamsSection):
     replay: ReplayParams | None = None
     battery: BatteryParams | None = None
     gates: GatesParams | None = None
+    mlflow: MlflowParams | None = None
 
 
 def preset_names() -> list[str]:

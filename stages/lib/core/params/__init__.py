@@ -41,6 +41,7 @@ from stages.lib.core.params.policy import (
     RlooParams,
 )
 from stages.lib.core.params.shared import ModelParams, ParamsSection
+from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
 
@@ -75,6 +76,7 @@ class Params(ParamsSection):
     replay: ReplayParams = Field(default_factory=ReplayParams)
     battery: BatteryParams = Field(default_factory=BatteryParams)
     gates: GatesParams = Field(default_factory=GatesParams)
+    mlflow: MlflowParams = Field(default_factory=MlflowParams)
 
     def language_models(self) -> dict[str, tuple[str, EndpointParams]]:
         """The language models among evaluate.judges.
