@@ -331,6 +331,7 @@ def promote(options: argparse.Namespace) -> int:
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
     from flows.tracking.outbox import Outbox
+    from flows.tracking.records import Record
     from stages.lib.core.errors import BadInput
 
     if options.rollback and options.version is not None:
@@ -344,7 +345,7 @@ def promote(options: argparse.Namespace) -> int:
         if options.rollback:
             model_registry.roll_back(client, options.by or current_user(), options.reason)
         print(model_registry.describe(client))
-    if Outbox(HOME / "outbox").waiting():
+    if Outbox(HOME / "outbox", Record).waiting():
         print(f"{HOME / 'outbox'} is sent with the next run: MLflow may lack the last promotion")
     return 0
 

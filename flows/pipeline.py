@@ -253,7 +253,7 @@ def pipeline(
             "project": provenance.project_id(home),
             "isolated": str(isolated),
         }
-        tracker = open_tracker(run, home, tags, log)
+        tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
         remaining = list(addresses)
         try:

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from flows.core.tables import interval, render_text, short_hash
 from flows.execution.worktree import WORKSPACES
-from flows.tracking.records import digest_of, digests, lineage
+from flows.tracking.locks import digest_of, digests
+from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params

@@ -93,9 +93,10 @@ def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> No
         log: Called with errors of MLflow.
     """
     name, now = run or metric_name(Path.cwd().name), milliseconds()
-    tags = {"revision": revision(), "seed": str(load_params().seed)}
+    params = load_params()
+    tags = {"revision": revision(), "seed": str(params.seed)}
     tracker = open_tracker(name, home, {}, log)
-    tracker.send(read_checkpoint(name, report, tags))
+    tracker.send(read_checkpoint(name, report, tags, params.mlflow.upload))
     if not run:
         tracker.send(Record(run=name, status="FINISHED", started=now, ended=now))
     tracker.flush()

@@ -13,7 +13,7 @@ from flows.core.tables import short_hash
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
-from flows.tracking.records import read_locks
+from flows.tracking.locks import read_locks
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params

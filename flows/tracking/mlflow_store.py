@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import mlflow
 import pandas
@@ -19,23 +20,37 @@ from mlflow.entities import (
     Dataset,
     DatasetInput,
     InputTag,
+    LoggedModel,
+    LoggedModelInput,
     LoggedModelOutput,
+    LoggedModelStatus,
     Metric,
     Param,
     RunTag,
 )
 from mlflow.entities.lifecycle_stage import LifecycleStage
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import _artifact_repository_registry
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
 from flows.core.services import MLFLOW_URL, is_up, without_credentials
 from flows.tracking import model_registry
-from flows.tracking.records import Checkpoint, Record, Step, health
+from flows.tracking.model_upload import DIGEST, ModelUpload, upload
+from flows.tracking.models import Checkpoint
+from flows.tracking.records import Data, Record, Step, health
 from stages.lib.core.errors import BadInput, RondoError
 
 EXPERIMENT = "rondo"
+# Data set of a model's metrics. MLflow's charts have it in their titles, by which they join models:
+# it is short, and the same in all rounds.
+HELD_OUT = "eval"
+EVALUATION = ("evaluation_id", "lineage")  # tags of a record
+MODEL_TAGS = ("round", "seed", "revision", "preset", *EVALUATION)  # of a record, for its models
 MAX_METRICS, MAX_PARAMS, MAX_TAGS = 1000, 100, 100  # per request, limits of MLflow
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -44,9 +59,22 @@ SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 TRACKING_URI = "MLFLOW_TRACKING_URI"
+SQLITE = "sqlite:///"
+ARTIFACTS = "mlartifacts"  # folder beside the database, which `rondo up` gives its server
 OFF = "off"
 MAX_VALUE = 5000  # characters of a param or tag
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
+
+
+def artifact_repository(
+    artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None
+) -> ArtifactRepository:
+    """MLflow's access to the artifacts behind a server; without the local server, to its folder."""
+    uri = tracking_uri or mlflow.get_tracking_uri()
+    if not uri.startswith(SQLITE):
+        return MlflowArtifactsRepository(artifact_uri, tracking_uri, registry_uri)
+    folder = Path(uri.removeprefix(SQLITE)).resolve().parent / ARTIFACTS
+    return LocalArtifactRepository((folder / urlsplit(artifact_uri).path.lstrip("/")).as_uri())
 
 
 def connect(uri: str) -> MlflowClient:
@@ -54,6 +82,7 @@ def connect(uri: str) -> MlflowClient:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    _artifact_repository_registry.register("mlflow-artifacts", artifact_repository)
     user_uri = os.environ.get(TRACKING_URI)
     mlflow.set_tracking_uri(uri)
     # MLflow also sets the environment variable. The next run in this process, and its child
@@ -66,18 +95,21 @@ def connect(uri: str) -> MlflowClient:
 class MlflowStore:
     """An MLflow server or database; every call may raise one of FAILURES."""
 
-    def __init__(self, uri: str, artifacts: Path | None) -> None:
+    def __init__(self, uri: str, local: bool) -> None:
         """Open the experiment, or create it.
 
         Args:
-            artifacts: the artifact folder of a new experiment; None: the server chooses it.
+            uri: of the MLflow server or database.
+            local: whether it is the server of `rondo up` or its database; other servers choose
+                where artifacts are.
         """
         self.client = connect(uri)
         experiment = self.client.get_experiment_by_name(EXPERIMENT)
         if experiment and experiment.lifecycle_stage == LifecycleStage.DELETED:
             # The name stays taken, and MLflow accepts no run in a deleted experiment.
             self.client.restore_experiment(experiment.experiment_id)
-        location = artifacts.as_uri() if artifacts else None
+        # Not a folder: clients on other machines read artifacts through the server.
+        location = f"mlflow-artifacts:/{EXPERIMENT}" if local else None
         self.experiment = (
             experiment.experiment_id
             if experiment
@@ -98,20 +130,23 @@ class MlflowStore:
 
         The empty address stands for the pipeline run. `started`: milliseconds since the epoch.
         """
-        key = (run, address)
+        if existing := self._existing_run(run, address or "pipeline"):
+            return existing
+        tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
+        if address:
+            tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
+        created = self.client.create_run(self.experiment, started, tags, address or run)
+        self.runs[run, address] = created.info.run_id
+        return self.runs[run, address]
+
+    def _existing_run(self, run: str, address: str) -> str | None:
+        """The MLflow run of a stage, or of the pipeline run: `pipeline`."""
+        key = (run, "" if address == "pipeline" else address)
         if key not in self.runs:
-            tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
-            query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-            matches = self.client.search_runs([self.experiment], query)
-            if matches:
-                mlflow_run = matches[0]
-            else:
-                if address:
-                    tags[MLFLOW_PARENT_RUN_ID] = self.run_id(run, "", started)
-                name = address or run
-                mlflow_run = self.client.create_run(self.experiment, started, tags, name)
-            self.runs[key] = mlflow_run.info.run_id
-        return self.runs[key]
+            query = f"tags.`rondo.run` = '{run}' and tags.`rondo.address` = '{address}'"
+            if matches := self.client.search_runs([self.experiment], query):
+                self.runs[key] = matches[0].info.run_id
+        return self.runs.get(key)
 
     def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
         """Send metrics by step to the stage's run.
@@ -122,13 +157,20 @@ class MlflowStore:
         self._log_metrics(self.run_id(run, "", started), health(address, steps))
 
     def _log_metrics(self, run_id: str, steps: Sequence[Step]) -> None:
-        for first in range(0, len(steps), MAX_METRICS):
-            batch = steps[first : first + MAX_METRICS]
-            metrics = [Metric(step.key, step.value, step.time, step.step) for step in batch]
-            self.client.log_batch(run_id, metrics=metrics)
+        self._log_batches(
+            run_id, [Metric(step.key, step.value, step.time, step.step) for step in steps]
+        )
 
-    def send(self, record: Record) -> None:
-        """Send all parts of a record; a part that MLflow has already is not stored twice."""
+    def _log_batches(self, run_id: str, metrics: Sequence[Metric]) -> None:
+        for first in range(0, len(metrics), MAX_METRICS):
+            self.client.log_batch(run_id, metrics=metrics[first : first + MAX_METRICS])
+
+    def send(self, record: Record) -> list[ModelUpload]:
+        """Send all parts of a record; a part that MLflow has already is not stored twice.
+
+        Returns:
+            The models whose files are to be uploaded.
+        """
         run_id = self.run_id(record.run, record.address, record.started)
         params = [Param(key, value[:MAX_VALUE]) for key, value in record.params.items()]
         for first in range(0, len(params), MAX_PARAMS):
@@ -143,23 +185,19 @@ class MlflowStore:
         ]
         self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         self._send_files(run_id, record)
-        self._send_checkpoints(run_id, record)
+        uploads = self._send_models(run_id, record)
         if record.status != "RUNNING":
             self.client.set_terminated(run_id, record.status, record.ended)
         if record.promotion:
             model_registry.promote(
                 self.client, self.experiment, run_id, record.promotion, record.ended
             )
+        return uploads
 
     def _send_files(self, run_id: str, record: Record) -> None:
         """Names and hashes of input data, texts as artifacts, samples as a table."""
         if record.inputs:
-            context = [InputTag(MLFLOW_DATASET_CONTEXT, "input")]
-            datasets = [
-                Dataset(data.path, data.digest, "local", json.dumps({"uri": data.path}))
-                for data in record.inputs
-            ]
-            inputs = [DatasetInput(dataset, context) for dataset in datasets]
+            inputs = [_data_set(data, data.path, "input") for data in record.inputs]
             self.client.log_inputs(run_id, inputs)
         for name, text in record.texts.items():
             self.client.log_text(run_id, text, name)
@@ -170,33 +208,79 @@ class MlflowStore:
             rows = [{key: _cell(value) for key, value in row.items()} for row in record.samples]
             self.client.log_table(run_id, pandas.DataFrame(rows), "samples.json")
 
-    def _send_checkpoints(self, run_id: str, record: Record) -> None:
-        outputs = self.client.get_run(run_id).outputs if record.checkpoints else None
-        models = outputs.model_outputs if outputs else []
-        known = {self.client.get_logged_model(model.model_id).name for model in models}
+    def _send_models(self, run_id: str, record: Record) -> list[ModelUpload]:
+        """LoggedModels: outputs of the run of the stage that made them, inputs of other runs."""
+        uploads = []
         for checkpoint in record.checkpoints:
-            if checkpoint.name not in known:
-                self._send_checkpoint(run_id, record, checkpoint)
+            made_by = checkpoint.made_by
+            owner = (self._existing_run(record.run, made_by) if made_by else None) or run_id
+            model = self._model(owner, checkpoint) or self._create_model(owner, record, checkpoint)
+            self._send_metrics(run_id, record, checkpoint, model.model_id)
+            if owner != run_id:
+                self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
+            if checkpoint.files and model.status == LoggedModelStatus.PENDING:
+                uploads.append(
+                    ModelUpload(
+                        model_id=model.model_id, name=checkpoint.name, files=checkpoint.files
+                    )
+                )
+        return uploads
 
-    def _send_checkpoint(self, run_id: str, record: Record, checkpoint: Checkpoint) -> None:
+    def _model(self, run_id: str, checkpoint: Checkpoint) -> LoggedModel | None:
+        """The LoggedModel that a run already has of a model."""
+        outputs = self.client.get_run(run_id).outputs
+        models = outputs.model_outputs if outputs else []
+        known = (self.client.get_logged_model(model.model_id) for model in models)
+        return next((model for model in known if model.name == checkpoint.name), None)
+
+    def _create_model(self, run_id: str, record: Record, checkpoint: Checkpoint) -> LoggedModel:
+        """A LoggedModel: PENDING if its files follow, else one whose files MLflow does not have."""
         tags = {"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-        for name in ("round", "seed", "revision", "preset", "evaluation_id", "lineage"):
-            if name in record.tags:
-                tags[name] = record.tags[name]
-        model = mlflow.create_external_model(
-            checkpoint.name,
-            source_run_id=run_id,
-            params={"path": checkpoint.path, "step": str(checkpoint.step)},
-            tags=tags,
-            model_type="checkpoint",
-            experiment_id=self.experiment,
-        )
+        tags |= {name: record.tags[name] for name in MODEL_TAGS if name in record.tags}
+        tags |= {f"data {data.path}": data.digest for data in record.inputs}
+        if checkpoint.no_files:
+            tags[MLFLOW_RUN_NOTE] = f"MLflow does not have the files: {checkpoint.no_files}"
+        params = {"path": checkpoint.path, "step": str(checkpoint.step)}
+        if checkpoint.files:
+            create = mlflow.initialize_logged_model
+            tags[DIGEST] = checkpoint.files.digest
+        else:
+            create = mlflow.create_external_model
+        model = create(checkpoint.name, run_id, tags, params, checkpoint.stage, self.experiment)
+        self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
+        return model
+
+    def _send_metrics(
+        self, run_id: str, record: Record, checkpoint: Checkpoint, model_id: str
+    ) -> None:
+        """The metrics of a model, with the data set on which they were measured."""
+        data = next((data for data in record.inputs if data.path.endswith("prepare/data")), None)
         metrics = [
-            Metric(name, value, record.ended, checkpoint.step, model_id=model.model_id)
+            Metric(
+                name,
+                value,
+                record.ended,
+                checkpoint.step,
+                model_id=model_id,
+                dataset_name=HELD_OUT if data else None,
+                dataset_digest=data.digest if data else None,
+            )
             for name, value in checkpoint.metrics.items()
         ]
-        self.client.log_batch(run_id, metrics)
-        self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
+        if metrics and data:
+            self.client.log_inputs(run_id, [_data_set(data, HELD_OUT, "eval")])
+        self._log_batches(run_id, metrics)
+        if evaluation := {name: record.tags[name] for name in EVALUATION if name in record.tags}:
+            self.client.set_logged_model_tags(model_id, evaluation)
+
+    def upload(self, item: ModelUpload) -> None:
+        """Upload the files of a model; an interrupted upload goes on."""
+        upload(self.client, item)
+
+
+def _data_set(data: Data, name: str, context: str) -> DatasetInput:
+    dataset = Dataset(name, data.digest, "local", json.dumps({"uri": data.path}))
+    return DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
 
 
 def _cell(value: object) -> object:
@@ -210,7 +294,7 @@ def store_uri(home: Path) -> str:
     """Where records go: MLFLOW_TRACKING_URI if set, else the local server, else its database."""
     if uri := os.environ.get(TRACKING_URI, ""):
         return uri
-    return MLFLOW_URL if is_up(f"{MLFLOW_URL}/health") else f"sqlite:///{home / 'mlflow.db'}"
+    return MLFLOW_URL if is_up(f"{MLFLOW_URL}/health") else f"{SQLITE}{home / 'mlflow.db'}"
 
 
 @contextmanager
@@ -226,7 +310,7 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         raise BadInput(
             "MLFLOW_TRACKING_URI is `off`: unset it, or set it to the MLflow that has the runs"
         )
-    if uri == f"sqlite:///{database}" and not database.exists():
+    if uri == f"{SQLITE}{database}" and not database.exists():
         raise BadInput(f"{database} is missing: no run was recorded here; `rondo run` records one")
     try:
         yield connect(uri)

@@ -1,13 +1,14 @@
 """Mirrors a pipeline run to MLflow while it runs.
 
 The files of a stage are read and written to the outbox at once. A thread sends them, so that no
-stage waits for MLflow. If MLflow is unreachable, the stages continue: the records stay in
-`.rondo/outbox` and are sent later, also by later runs.
+stage waits for MLflow. A second thread uploads models, so that no record waits for a large file. If
+MLflow is unreachable, the stages continue: the records stay in `.rondo/outbox` and are sent later,
+also by later runs.
 """
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -21,13 +22,17 @@ from flows.tracking.mlflow_store import (
     cause,
     store_uri,
 )
+from flows.tracking.model_upload import ModelUpload
 from flows.tracking.null_tracker import NullTracker
 from flows.tracking.outbox import Outbox
 from flows.tracking.records import Record, milliseconds, read_record, read_steps
+from stages.lib.core.params.tracking import Upload
 
 EVERY_SECONDS = 10.0  # between two readings of a stage's metrics
 PAUSE_SECONDS = 60.0  # without tries, after MLflow was unreachable
-PAGE_SECONDS, CLOSE_SECONDS = 10.0, 60.0  # the longest that a page's URL, and the end, wait
+PAGE_SECONDS, CLOSE_SECONDS = 10.0, 120.0  # the longest that a page's URL, and the end, wait
+
+Jobs = Queue[Callable[[], object] | None]
 
 
 class MlflowTracker(NullTracker):
@@ -41,6 +46,7 @@ class MlflowTracker(NullTracker):
         tags: Mapping[str, str],
         log: LogLine,
         local: bool = True,
+        upload: Collection[Upload] = (),
     ) -> None:
         """Register the pipeline run with MLflow.
 
@@ -50,19 +56,25 @@ class MlflowTracker(NullTracker):
             home: the .rondo folder.
             tags: of the pipeline run and of all its stages.
             log: is called with each message.
-            local: whether the store belongs to this machine; then artifacts are kept in `home`.
+            local: whether the store is that of `home`; then artifacts are kept there, too.
+            upload: the kinds of models whose files MLflow stores.
         """
         self.run, self.uri, self.tags, self.log = run, uri, dict(tags), log
-        self.artifacts = home / "mlartifacts" if local else None
-        self.outbox = Outbox(home / "outbox")
+        self.local, self.upload = local, upload
+        self.outbox = Outbox(home / "outbox", Record)
+        self.uploads = Outbox(home / "outbox/models", ModelUpload)
         self.outbox.take_over(home / "unsent.jsonl")
         self.store: MlflowStore | None = None
         self.warned = False
         self.address, self.next_time, self.paused_until = "", 0.0, 0.0  # of time.monotonic()
         self.sent_lines: dict[str, int] = {}  # of metrics.jsonl, by address
-        self.jobs: Queue[Callable[[], object] | None] = Queue()
-        self.thread = Thread(target=self._work, name="mlflow", daemon=True)
+        self.jobs, self.upload_jobs = Jobs(), Jobs()
+        self.thread, self.upload_thread = (
+            Thread(target=self._work, args=[jobs], name="mlflow", daemon=True)
+            for jobs in (self.jobs, self.upload_jobs)
+        )
         self.thread.start()
+        self.upload_thread.start()
         now = milliseconds()
         self.send(Record(run=run, started=now, ended=now, tags=self.tags))
 
@@ -76,7 +88,7 @@ class MlflowTracker(NullTracker):
             self.next_time = time.monotonic() + EVERY_SECONDS
 
     def finish(self, outcome: str) -> None:
-        self.send(read_record(self.run, self.address, outcome, self.tags))
+        self.send(read_record(self.run, self.address, outcome, self.tags, self.upload))
 
     def page(self, address: str = "", text: str = "") -> str | None:
         if time.monotonic() >= self.paused_until:
@@ -85,7 +97,7 @@ class MlflowTracker(NullTracker):
         if self.uri.startswith("http"):
             server: str | None = without_credentials(self.uri)
         else:  # the local database, which `rondo up` serves
-            server = MLFLOW_URL if self.artifacts else None
+            server = MLFLOW_URL if self.local else None
         if not self.store or not run_id or not server:
             return None
         artifact = f"/artifacts/{text}" if text else ""
@@ -107,17 +119,21 @@ class MlflowTracker(NullTracker):
         status = "FINISHED" if passed else "FAILED"
         self.paused_until = 0.0
         self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
-        self.jobs.put(None)
-        self.thread.join(seconds)
-        if waiting := self.outbox.waiting():
-            self.log(
-                f"MLflow is missing {len(waiting)} records: {self.outbox.folder} is sent with the "
-                "next run"
-            )
+        end = time.monotonic() + seconds
+        # The records first: a record may ask for an upload.
+        for jobs, thread in ((self.jobs, self.thread), (self.upload_jobs, self.upload_thread)):
+            jobs.put(None)
+            thread.join(max(0.0, end - time.monotonic()))
+        for outbox, subject in ((self.outbox, "records"), (self.uploads, "uploads of models")):
+            if waiting := outbox.waiting():
+                self.log(
+                    f"MLflow is missing {len(waiting)} {subject}: {outbox.folder} is sent with the "
+                    "next run"
+                )
 
-    def _work(self) -> None:
+    def _work(self, jobs: Jobs) -> None:
         """Do the jobs one after the other, until None."""
-        while job := self.jobs.get():
+        while job := jobs.get():
             try:
                 job()
             except Exception as error:
@@ -132,7 +148,20 @@ class MlflowTracker(NullTracker):
     def _send_waiting(self) -> None:
         if time.monotonic() >= self.paused_until:
             store = self._open_store()
-            for message in self.outbox.send(store.send, store.is_reachable):
+
+            def send(record: Record) -> None:
+                for item in store.send(record):
+                    self.uploads.add(item)
+
+            for message in self.outbox.send(send, store.is_reachable):
+                self.log(message)
+            if self.uploads.waiting() and self.upload_jobs.empty():
+                self.upload_jobs.put(self._upload_waiting)
+
+    def _upload_waiting(self) -> None:
+        store = self._open_store()
+        if time.monotonic() >= self.paused_until:
+            for message in self.uploads.send(store.upload, store.is_reachable):
                 self.log(message)
 
     def _send_steps(self, address: str) -> None:
@@ -142,13 +171,20 @@ class MlflowTracker(NullTracker):
             self.sent_lines[address] += len({step.step for step in steps})
 
     def _open_store(self) -> MlflowStore:
-        self.store = self.store or MlflowStore(self.uri, self.artifacts)
+        self.store = self.store or MlflowStore(self.uri, self.local)
         return self.store
 
 
-def open_tracker(run: str, home: Path, tags: Mapping[str, str], log: LogLine) -> NullTracker:
+def open_tracker(
+    run: str,
+    home: Path,
+    tags: Mapping[str, str],
+    log: LogLine,
+    upload: Collection[Upload] = (),
+) -> NullTracker:
     """The tracker of a run: see `store_uri`; `MLFLOW_TRACKING_URI=off` switches tracking off."""
     uri = store_uri(home)
     if uri == OFF:
         return NullTracker()
-    return MlflowTracker(run, uri, home, tags, log, local=not os.environ.get(TRACKING_URI))
+    local = not os.environ.get(TRACKING_URI)
+    return MlflowTracker(run, uri, home, tags, log, local, upload)

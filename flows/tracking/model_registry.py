@@ -1,9 +1,10 @@
 """The champion in MLflow: versions and aliases of the registered model `rondo-policy`.
 
-A version is a policy, identified by its DVC md5, with the evidence as tags; its weights stay with
-DVC. A policy whose gate passed or was approved becomes `champion` if nothing speaks against it
-(`obstacle`), and the champion before it becomes `previous`. Another policy becomes `challenger`, if
-it is the newest. After that only a person moves the aliases (`rondo promote`).
+A version is a policy, identified by its DVC md5, with the evidence as tags; its files are those of
+its LoggedModel (model_upload.py). A policy whose gate passed or was approved becomes `champion` if
+nothing speaks against it (`obstacle`), and the champion before it becomes `previous`. Another
+policy becomes `challenger`, if it is the newest. After that only a person moves the aliases (`rondo
+promote`).
 """
 
 import json
@@ -17,7 +18,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from flows.core.tables import interval
-from flows.tracking.records import Promotion, digests
+from flows.tracking.locks import digests
+from flows.tracking.model_upload import DIGEST, STORED
+from flows.tracking.records import Promotion
 from stages.gate.approvals import Rollback, rollback_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
@@ -27,7 +30,8 @@ NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "
 EQUAL = 0.5  # the win rate of two equally good policies
 ABOUT = (
     "Policies that reached the promotion gate, with the numbers of the gate. "
-    "Their weights are with DVC: tags `path` and `md5`."
+    'To load the champion: `mlflow.pyfunc.load_model("models:/rondo-policy@champion")`. '
+    "DVC has the weights, too: tags `path` and `md5`."
 )
 
 
@@ -132,15 +136,14 @@ def _register(
 
     An MLflow server does not accept a local path as the source of a version.
     """
-    models = client.search_logged_models(
-        [experiment], f"tags.md5 = '{promotion.digest}'", max_results=1
-    )
+    models = client.search_logged_models([experiment], f"tags.md5 = '{promotion.digest}'")
     if not models:
         raise MlflowException(
             f"{promotion.evidence['path']} cannot be registered yet: "
             "the record of its evaluation has not been sent"
         )
-    model = models[0].model_id
+    # one whose files are there, else one whose files follow
+    model = max(models, key=lambda model: (STORED in model.tags, DIGEST in model.tags)).model_id
     tags = _evidence(promotion, gate_ended)
     return client.create_model_version(NAME, f"models:/{model}", run_id, tags=tags, model_id=model)
 

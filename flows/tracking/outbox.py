@@ -2,33 +2,40 @@
 
 Records are sent in the order in which they were added, also those of earlier runs. A record that
 cannot be read, or that MLflow rejects three times, moves to `.rondo/outbox/rejected` with its
-reason, so that it holds up no other record.
+reason, so that it holds up no other record. `.rondo/outbox/models` is a second outbox: the uploads
+of models' files, which take longer and hold up no record.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Generic, TypeVar
 from uuid import uuid4
 
 from filelock import FileLock
+from pydantic import BaseModel
 
 from flows.core.services import without_credentials
-from flows.tracking.records import Record
 from stages.lib.core.files import write_text
 
 TRIES = 3
+Item = TypeVar("Item", bound=BaseModel)
 
 
-class Outbox:
+class Outbox(Generic[Item]):
     """The folder with the records that were not sent; several processes may share it.
 
     The number before `.json` in a file's name counts the rejections.
+
+    Args:
+        folder: of the files.
+        kind: the type of the records.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.rejected = folder, folder / "rejected"
+    def __init__(self, folder: Path, kind: type[Item]) -> None:
+        self.folder, self.rejected, self.kind = folder, folder / "rejected", kind
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Item) -> None:
         """Write a record to disk."""
         self._add_text(record.model_dump_json())
 
@@ -48,9 +55,7 @@ class Outbox:
         """The files of the records, oldest first."""
         return sorted(self.folder.glob("*.json"))
 
-    def send(
-        self, send: Callable[[Record], None], is_reachable: Callable[[], bool]
-    ) -> Iterator[str]:
+    def send(self, send: Callable[[Item], None], is_reachable: Callable[[], bool]) -> Iterator[str]:
         """Send each waiting record once, and delete those that were sent.
 
         Args:
@@ -67,7 +72,7 @@ class Outbox:
         with FileLock(self.folder / "lock"):  # concurrent runs would send the same record twice
             for path in self.waiting():
                 try:
-                    record = Record.model_validate_json(path.read_bytes())
+                    record = self.kind.model_validate_json(path.read_bytes())
                 except ValueError as error:
                     yield self._reject(path, f"not a record: {error}")
                     continue

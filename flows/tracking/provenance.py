@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from flows.core.addresses import split_address
 from flows.execution.energy import Meter
-from flows.tracking.records import read_lock
+from flows.tracking.locks import read_lock
 from stages.lib.core.files import read_json, work_dir, write_json, write_text
 
 

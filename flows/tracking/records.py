@@ -8,16 +8,26 @@ keeps it, so that it can be sent later even if the stage's files have changed si
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from flows.core.addresses import split_address
 from flows.core.verdicts import read_gate
 from flows.execution.dvc_stages import up_to_date
+from flows.tracking.locks import digest_of, digests, read_lock
+from flows.tracking.model_files import ModelFiles, TrackedFiles, files_now, read_model_files
+from flows.tracking.models import (
+    ALL_NUMBERS,
+    Checkpoint,
+    evaluated_models,
+    files_or_reason,
+    numbers,
+    trained_models,
+    update_of,
+)
 from stages.gate.verdict import passed_or_approved
 from stages.lib.core.files import (
     REPORTS,
@@ -28,7 +38,8 @@ from stages.lib.core.files import (
     stage_dir,
     work_dir,
 )
-from stages.lib.core.params import flatten
+from stages.lib.core.params import flatten, load_params
+from stages.lib.core.params.tracking import Upload
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.renamed import current_metrics
 
@@ -54,13 +65,10 @@ ARTIFACTS = (
 )
 
 
-class _Sent(BaseModel):
-    # NaN and infinity are metrics too; pydantic would write them as null, which is no number.
-    model_config = ConfigDict(ser_json_inf_nan="constants")
-
-
-class Step(_Sent):
+class Step(BaseModel):
     """One value of one metric at one step; `time`: milliseconds since the epoch."""
+
+    model_config = ALL_NUMBERS
 
     key: str
     value: float
@@ -73,21 +81,6 @@ class Data(BaseModel):
 
     path: str
     digest: str
-
-
-class Checkpoint(_Sent):
-    """An evaluated model.
-
-    stage: which stage produced it (base, sft or ppo). path: of its weights. digest: their md5.
-    step: PPO updates.
-    """
-
-    name: str
-    stage: str
-    path: str
-    digest: str
-    step: int
-    metrics: dict[str, float]
 
 
 class Promotion(BaseModel):
@@ -106,12 +99,14 @@ class Promotion(BaseModel):
     evidence: dict[str, str]
 
 
-class Record(_Sent):
+class Record(BaseModel):
     """One stage of a pipeline run, or, with the empty address ``, the pipeline run itself.
 
     started, ended: milliseconds since the epoch. final: the metrics at the end, by name. texts:
     artifacts by file name.
     """
+
+    model_config = ALL_NUMBERS
 
     run: str
     address: str = ""
@@ -132,25 +127,6 @@ class Record(_Sent):
 def milliseconds() -> int:
     """The current time in milliseconds since the epoch, as MLflow counts it."""
     return int(time.time() * 1000)
-
-
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among nested metrics, by flat name."""
-    return {key: float(value) for key, value in flatten(values) if isinstance(value, int | float)}
-
-
-def read_locks() -> dict[str, dict[str, Any]]:
-    """The stages in dvc.lock by address: params, and deps and outs with their md5."""
-    path = Path("dvc.lock")
-    if not path.exists():
-        return {}
-    # libyaml's parser: each stage of each round is in this file, and each stage of a run reads it
-    return dict(yaml.load(path.read_text(), Loader=yaml.CSafeLoader)["stages"])
-
-
-def read_lock(address: str) -> dict[str, Any]:
-    """The stage's entry in dvc.lock; empty if there is none."""
-    return read_locks().get(address, {})
 
 
 def read_steps(address: str, start: int = 0) -> list[Step]:
@@ -195,7 +171,13 @@ def health(address: str, steps: Iterable[Step]) -> list[Step]:
     ]
 
 
-def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -> Record:
+def read_record(
+    run: str,
+    address: str,
+    outcome: str,
+    tags: Mapping[str, str],
+    upload: Collection[Upload] = (),
+) -> Record:
     """The record of a stage, from its files.
 
     Args:
@@ -204,6 +186,7 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
         outcome: `ran`, `restored`, `unchanged` or `failed`. Files of a failed stage may belong to
             an earlier run, so only its steps and texts are read.
         tags: of the pipeline run; they become tags of the stage.
+        upload: the kinds of models whose files MLflow stores.
     """
     stage, round_ = split_address(address)
     folder, failed = stage_dir(round_, stage), outcome == "failed"
@@ -247,7 +230,12 @@ def read_record(run: str, address: str, outcome: str, tags: Mapping[str, str]) -
         ],
         samples=samples,
         texts=dict(_texts(folder, stage, round_)),
-        checkpoints=list(_checkpoints(round_, metrics)) if stage == "evaluate" else [],
+        checkpoints=[]
+        if failed
+        else [
+            *trained_models(address, metrics, upload),
+            *(evaluated_models(round_, metrics) if stage == "evaluate" else []),
+        ],
         promotion=_promotion(round_, tags, failed) if stage == "gate_promote" else None,
     )
 
@@ -329,49 +317,9 @@ def lineage(round_: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def digests(round_: str) -> dict[str, str]:
-    """md5 of the models of a round (base, SFT, policy) by path, from dvc.lock."""
-    return {
-        out["path"]: out["md5"]
-        for name in ("assets", f"sft@{round_}", f"ppo@{round_}")
-        for out in read_lock(name).get("outs", [])
-    }
-
-
-def digest_of(path: str, known: Mapping[str, str]) -> str:
-    """A model's md5; if DVC tracks only its parent folder, that folder's; else empty."""
-    return known.get(path) or known.get(str(Path(path).parent), "")
-
-
-def _checkpoints(round_: str, metrics: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """The models in evaluate's metrics.json, with the hashes of their weights from dvc.lock."""
-    known, ppo = digests(round_), stage_dir(round_, "ppo")
-    paths = {
-        "base": Path("assets/model"),
-        "sft": stage_dir(round_, "sft") / "model",
-        "ppo": ppo / "policy",
-    }
-    metrics_by_name = {name: metrics[name] for name in paths if name in metrics}
-    for name, values in metrics.get("checkpoints", {}).items():
-        paths[name], metrics_by_name[name] = ppo / "checkpoints" / name, values
-    policy_update = 0
-    if (ppo / "metrics.json").exists():
-        policy_update = read_metrics(round_, "ppo").get("policy_update", 0)
-    # The metrics at the top level compare the policy with SFT.
-    against_sft = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-    for name, values in metrics_by_name.items():
-        path = str(paths[name])
-        yield Checkpoint(
-            name=f"{round_}-{name}",
-            stage=name if name in ("base", "sft") else "ppo",
-            path=path,
-            digest=digest_of(path, known),
-            step=policy_update if name == "ppo" else update_of(name),
-            metrics=numbers({**values, **against_sft} if name == "ppo" else values),
-        )
-
-
-def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
+def read_checkpoint(
+    run: str, report: Path, tags: Mapping[str, str], upload: Collection[Upload] = ()
+) -> Record:
     """The record of a checkpoint, from the report that stages/evaluate/checkpoint.py wrote.
 
     Its digest is the md5 in dvc.lock if the files of PPO are up to date, else the report's hash.
@@ -380,7 +328,8 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
     path, round_ = Path(results["path"]), results["round"]
     name = metric_name(path.name)
     against_sft = {f"win_rate{end}": results[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
-    known = digests(round_) if up_to_date(f"ppo@{round_}") else {}
+    tracked = up_to_date(f"ppo@{round_}")
+    known = digests(round_) if tracked else {}
     checkpoint = Checkpoint(
         name=f"{round_}-{name}",
         stage="ppo",
@@ -389,6 +338,14 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
         step=update_of(name),
         metrics=numbers(results["checkpoint"] | against_sft),
     )
+    if Upload.checkpoints in upload:
+        outputs, in_dvc = TrackedFiles(), tracked and stage_dir(round_, "ppo") in path.parents
+
+        def read() -> ModelFiles:
+            files = outputs.read(path, f"ppo@{round_}") if in_dvc else files_now(path)
+            return read_model_files(files, "ppo", round_, load_params(), outputs)
+
+        checkpoint = checkpoint.model_copy(update=files_or_reason(read))
     return Record(
         run=run,
         address=f"{name}-{results['hash'][:8]}-{results['evaluation_id'][:8]}@{round_}",
@@ -407,9 +364,3 @@ def read_checkpoint(run: str, report: Path, tags: Mapping[str, str]) -> Record:
         texts={report.name: report.read_text(encoding="utf-8")},
         checkpoints=[checkpoint],
     )
-
-
-def update_of(name: str) -> int:
-    """The PPO update in a checkpoint's name, `step_00009` -> 9; 0 for other names."""
-    number = name.removeprefix("step_")
-    return int(number) if number.isdecimal() else 0

@@ -44,7 +44,7 @@ def track(uri: str, folder: Path, *addresses: str, run: str = "run") -> list[str
 def test_a_stage_that_diverged_is_recorded(folder: Path, database: str) -> None:
     write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
     assert track(database, folder, "sft@r0") == []
-    assert not Outbox(folder / ".rondo/outbox").waiting()
+    assert not Outbox(folder / ".rondo/outbox", Record).waiting()
     client = MlflowClient(database)
     (run,) = client.search_runs(["1"], "tags.`rondo.address` = 'sft@r0'")
     values = [point.value for point in client.get_metric_history(run.info.run_id, "grad_norm")]
@@ -56,7 +56,7 @@ def test_records_that_mlflow_never_takes_are_put_aside_and_the_run_ends_as_finis
     folder: Path, database: str
 ) -> None:
     track(database, folder, run="first")
-    outbox = Outbox(folder / ".rondo/outbox")
+    outbox = Outbox(folder / ".rondo/outbox", Record)
     outbox.add(Record(run="bad", started=0, ended=0, final={"a key!": 1.0}))
     messages = track(database, folder, "assets", "sft@r0", run="second")
     assert len(messages) == 1 and "MLflow does not get the record" in messages[0]

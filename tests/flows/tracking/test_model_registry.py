@@ -246,7 +246,7 @@ def test_sending_the_same_policies_again_in_any_order_changes_nothing(database: 
     client = two_rounds(database)
     mirror("again", database, "r0", "r1", outcome="unchanged")
     mirror("only the first", database, "r0")
-    MlflowStore(database, None).send(first)
+    MlflowStore(database, False).send(first)
     assert versions(client) == ["aaa.dir", "bbb.dir"]
     assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
 
@@ -337,7 +337,7 @@ def test_policies_that_a_dead_server_missed_are_promoted_later_and_the_last_is_c
     make_round("r1", "bbb", CHAMPION)
     assert NOWHERE in mirror("offline", NOWHERE, "r0", "r1")[0]
     shutil.rmtree("rounds")  # the unsent records contain all that is needed
-    outbox = Outbox(Path(".rondo/outbox"))
+    outbox = Outbox(Path(".rondo/outbox"), Record)
     # gates before the evaluations that they need, and r1 before r0
     texts = sorted(
         (path.read_text() for path in outbox.waiting()),
@@ -444,5 +444,5 @@ def test_the_command(database: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = rondo("--rollback", "--reason", "one ending for all", "--by", "Ada")
     assert code == 0
     assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
-    Outbox(Path(".rondo/outbox")).add(Record(run="later", started=0, ended=0))
+    Outbox(Path(".rondo/outbox"), Record).add(Record(run="later", started=0, ended=0))
     assert "is sent with the next run" in rondo()[1]

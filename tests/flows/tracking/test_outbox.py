@@ -10,8 +10,8 @@ from flows.tracking.records import Record, Step
 
 
 @pytest.fixture
-def outbox(tmp_path: Path) -> Outbox:
-    return Outbox(tmp_path / "outbox")
+def outbox(tmp_path: Path) -> Outbox[Record]:
+    return Outbox(tmp_path / "outbox", Record)
 
 
 def record(run: str, steps: list[Step] | None = None) -> Record:
@@ -35,11 +35,13 @@ class Mlflow:
         return not self.down
 
 
-def send(outbox: Outbox, mlflow: Mlflow) -> list[str]:
+def send(outbox: Outbox[Record], mlflow: Mlflow) -> list[str]:
     return list(outbox.send(mlflow.send, mlflow.is_reachable))
 
 
-def test_records_are_sent_once_in_the_order_in_which_they_were_added(outbox: Outbox) -> None:
+def test_records_are_sent_once_in_the_order_in_which_they_were_added(
+    outbox: Outbox[Record],
+) -> None:
     for run in ("b", "a", "c"):
         outbox.add(record(run))
     mlflow = Mlflow()
@@ -47,7 +49,7 @@ def test_records_are_sent_once_in_the_order_in_which_they_were_added(outbox: Out
     assert mlflow.runs == ["b", "a", "c"]
 
 
-def test_values_that_are_no_numbers_come_back_as_they_were(outbox: Outbox) -> None:
+def test_values_that_are_no_numbers_come_back_as_they_were(outbox: Outbox[Record]) -> None:
     values = [math.nan, math.inf, -math.inf, 0.1]
     steps = [Step(key="grad_norm", value=value, time=1, step=1) for value in values]
     outbox.add(record("diverged", steps))
@@ -56,7 +58,7 @@ def test_values_that_are_no_numbers_come_back_as_they_were(outbox: Outbox) -> No
     assert [str(step.value) for step in sent[0].steps] == ["nan", "inf", "-inf", "0.1"]
 
 
-def test_during_an_outage_all_records_stay(outbox: Outbox) -> None:
+def test_during_an_outage_all_records_stay(outbox: Outbox[Record]) -> None:
     for run in ("a", "b"):
         outbox.add(record(run))
     for _ in range(TRIES + 1):
@@ -68,7 +70,7 @@ def test_during_an_outage_all_records_stay(outbox: Outbox) -> None:
 
 
 def test_a_record_that_is_rejected_holds_up_no_other_and_is_kept_with_the_reason(
-    outbox: Outbox,
+    outbox: Outbox[Record],
 ) -> None:
     outbox.add(record("bad"))
     outbox.add(record("good"))
@@ -86,7 +88,7 @@ def test_a_record_that_is_rejected_holds_up_no_other_and_is_kept_with_the_reason
     assert outbox.waiting() == send(outbox, mlflow) == []
 
 
-def test_a_rejection_that_passes_is_forgotten(outbox: Outbox) -> None:
+def test_a_rejection_that_passes_is_forgotten(outbox: Outbox[Record]) -> None:
     """E.g. a promotion whose evaluation was not recorded yet."""
     outbox.add(record("early"))
     send(outbox, Mlflow("early"))
@@ -97,7 +99,9 @@ def test_a_rejection_that_passes_is_forgotten(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0\0", b'{"run": "r", "started": 1', b"[1]"])
-def test_a_file_that_is_no_record_is_put_aside_at_once(outbox: Outbox, content: bytes) -> None:
+def test_a_file_that_is_no_record_is_put_aside_at_once(
+    outbox: Outbox[Record], content: bytes
+) -> None:
     outbox.folder.mkdir()
     (outbox.folder / "0-torn.0.json").write_bytes(content)
     outbox.add(record("good"))
@@ -108,7 +112,7 @@ def test_a_file_that_is_no_record_is_put_aside_at_once(outbox: Outbox, content: 
     assert [path.read_bytes() for path in outbox.rejected.glob("*.json")] == [content]
 
 
-def test_the_file_of_older_versions_is_taken_over(outbox: Outbox, tmp_path: Path) -> None:
+def test_the_file_of_older_versions_is_taken_over(outbox: Outbox[Record], tmp_path: Path) -> None:
     old = tmp_path / "unsent.jsonl"
     lines = [record(run).model_dump_json() for run in ("a", "b\u2028")]
     old.write_text("\n".join([*lines, '{"torn', ""]), encoding="utf-8")

@@ -10,9 +10,9 @@ from flows.core.services import MLFLOW_URL
 from flows.execution import dvc_stages
 from flows.execution.energy import Meter
 from flows.tracking import provenance
+from flows.tracking.locks import read_lock
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.null_tracker import NullTracker
-from flows.tracking.records import read_lock
 from stages.lib.core.files import read_json
 
 FIRST, SECOND = provenance.RunRef("first", "abc"), provenance.RunRef("second", "def-dirty")

@@ -1,0 +1,149 @@
+"""The code of Rondo's models in MLflow: a policy or SFT model generates, a reward model scores.
+
+MLflow stores this file with each model (models from code), and in `code` the modules of `stages`
+that it imports. So the model computes what the stages compute, on a machine without this project.
+The weights are in the model's folder `weights`, or another LoggedModel has them: that of equal
+weights, and that of the SFT model that an adapter adapts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlflow
+from mlflow.models import ModelConfig, set_model
+from mlflow.pyfunc.model import PythonModel, PythonModelContext
+from pandas import DataFrame
+
+# torch and `stages` are imported where they are used: MLflow runs this file when it saves a model.
+
+WEIGHTS = "weights"  # subfolder of a model
+
+
+@contextmanager
+def weights_of(model_id: str) -> Iterator[Path]:
+    """The folder with the weights of a LoggedModel; of this model if the id is empty."""
+    if not model_id:
+        yield Path(__file__).parent / WEIGHTS
+        return
+    with TemporaryDirectory() as folder:
+        yield Path(
+            mlflow.artifacts.download_artifacts(f"models:/{model_id}", dst_path=folder), WEIGHTS
+        )
+
+
+class _Model(PythonModel):
+    """Settings are sections of params.yaml: those of the run that trained the model."""
+
+    tokenizer: Any
+
+    def load_context(self, context: PythonModelContext) -> None:
+        from stages.lib.core.params import check_params
+
+        config = context.model_config
+        sections = {name: config[name] for name in config.keys() - {"task", "weights", "adapts"}}
+        self.params = check_params(sections, "the model's settings")
+        with weights_of(config["weights"]) as weights:
+            if not config["adapts"]:
+                self.load(weights, weights)
+                return
+            with weights_of(config["adapts"]) as adapted:
+                self.load(adapted, weights)
+
+    def load(self, whole: Path, trained: Path) -> None:
+        """Load the model.
+
+        Args:
+            whole: folder of a whole model with its tokenizer.
+            trained: folder of the adapter for it; else the same folder.
+        """
+        raise NotImplementedError
+
+    def encode(self, prompt: Any, response: str | None, max_length: int | None = None) -> Any:
+        from stages.lib.data.prompts import encode
+
+        messages = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
+        prompt_format = self.params.prepare.prompt_format
+        return encode(self.tokenizer, messages, response, prompt_format, max_length)
+
+
+class TextGenerator(_Model):
+    """Samples a response per prompt as the evaluation does: with its random numbers."""
+
+    def load(self, whole: Path, trained: Path) -> None:
+        from stages.lib.lm.loading import load_policy, load_tokenizer
+
+        self.tokenizer = load_tokenizer(whole)
+        self.model = load_policy(whole, trained, self.params.model)
+
+    def predict(
+        self,
+        context: PythonModelContext,
+        model_input: DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """A response per prompt.
+
+        Args:
+            context: not used.
+            model_input: column `prompt`, a text or messages.
+            params: `max_new_tokens`, `temperature`, `batch_size`, and `seed`, which numbers the
+                evaluation's samples: 1000 * seed of params.yaml is its first sample.
+        """
+        import torch
+
+        from stages.lib.lm.generation import generate
+
+        given = params or {}
+        responses = generate(
+            self.model,
+            [self.encode(prompt, None)[0] for prompt in model_input["prompt"]],
+            response_length=given["max_new_tokens"],
+            temperature=given["temperature"],
+            generator=torch.Generator().manual_seed(given["seed"]),
+            batch_size=given["batch_size"],
+            eos_token_id=self.tokenizer.eos_token_id,
+        )
+        texts: list[str] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return texts
+
+
+class ResponseScorer(_Model):
+    """Scores responses as the reward stage does: calibrated, all members of an ensemble."""
+
+    def load(self, whole: Path, trained: Path) -> None:
+        from stages.lib.lm.loading import load_reward_model, load_tokenizer
+
+        self.tokenizer = load_tokenizer(whole)
+        self.model = load_reward_model(trained, self.params.model)
+
+    def predict(
+        self,
+        context: PythonModelContext,
+        model_input: DataFrame,
+        params: dict[str, Any] | None = None,
+    ) -> list[float]:
+        """A score per row, in standard deviations above the mean of the demonstrations.
+
+        Args:
+            context: not used.
+            model_input: columns `prompt`, a text or messages, and `response`.
+            params: none.
+        """
+        from stages.lib.lm.reward_ensemble import calibrate_scores
+        from stages.lib.lm.scoring import reward_scores
+
+        encoded = (
+            self.encode(prompt, response, self.params.reward.max_length)
+            for prompt, response in zip(model_input["prompt"], model_input["response"], strict=True)
+        )
+        sequences = [prompt + response for prompt, response in encoded]
+        scores: list[float] = calibrate_scores(
+            reward_scores(self.model, sequences), self.model
+        ).tolist()
+        return scores
+
+
+set_model(TextGenerator() if ModelConfig().get("task") == "generate" else ResponseScorer())
