@@ -12,8 +12,14 @@ from pathlib import Path
 
 import psutil
 
-from flows.core.prefect_api import request, set_state
+from flows.cli import configure_prefect
 from flows.execution.worktree import WORKSPACES
+
+configure_prefect()  # before Prefect is imported
+from prefect.deployments import run_deployment  # noqa: E402
+from prefect.states import Cancelling  # noqa: E402
+
+from flows.orchestration.prefect_requests import set_state  # noqa: E402
 
 ENDLESS = {
     "preset": "tiny",
@@ -34,13 +40,12 @@ def working_commands() -> list[list[str]]:
 
 def seconds_to_cancel() -> float:
     """Start a run, cancel it, and return the seconds until its last process has ended."""
-    deployment = request("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
-    run = request(f"deployments/{deployment}/create_flow_run", {"parameters": ENDLESS})["id"]
+    run = run_deployment("rlhf-pipeline/rlhf-pipeline", parameters=ENDLESS, timeout=0)
     while not any("stages.sft" in command for command in working_commands()):
         time.sleep(0.5)
     time.sleep(5)  # SFT loads its model and begins to train
     start = time.monotonic()
-    set_state(run, {"type": "CANCELLING"})
+    set_state(run.id, Cancelling())
     while working_commands():
         time.sleep(0.05)
     return time.monotonic() - start

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from flows.core import interrupts
+from flows.core.services import HOME
 
-HOME = Path(".rondo")
 RUN_SECONDS = 8.0  # from a signal to the end of a run, at most
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 the network or a server is "
@@ -113,14 +113,13 @@ def add_run_commands(commands: Subparsers) -> None:
             action="store_true",
             help="work in a new git worktree, and commit the results to the branch runs/<run id>",
         )
-    services = add_command(
+    up = add_command(
         commands, "up", "serve Prefect, a worker and MLflow on this machine until Ctrl-C"
     )
-    services.add_argument(
-        "--notify",
-        metavar="URL",
-        help="webhook that gets a message when a run fails, crashes or waits for a decision, "
-        "or when a gate fails (docs/running.md)",
+    up.epilog = (
+        "Environment variables: RONDO_NOTIFY_URL, a webhook that gets a message when a run fails, "
+        "crashes or waits for a decision, or when a gate fails (docs/running.md); "
+        "PREFECT_SERVER_API_PORT and MLFLOW_PORT."
     )
     add_command(
         commands,
@@ -256,16 +255,20 @@ def run(options: argparse.Namespace) -> int:
 
 def configure_prefect() -> None:
     """Set Prefect's environment variables; call it before Prefect is imported."""
-    from flows.core.prefect_api import PREFECT_URL
-    from flows.core.services import is_up
-    from flows.orchestration.server import prefect_environment
+    from flows.core import services
 
-    for name, value in prefect_environment(HOME.resolve()).items():
+    home = HOME.resolve()
+    for name, value in services.prefect_environment(home).items():
         os.environ.setdefault(name, value)
     # Prefect's log goes to its run page; the terminal gets the lines of the logger `rondo`.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
-    if "PREFECT_API_URL" not in os.environ and is_up(f"{PREFECT_URL}/api/health"):
-        os.environ["PREFECT_API_URL"] = f"{PREFECT_URL}/api"
+    if "PREFECT_API_URL" in os.environ:  # a server of the user's
+        return
+    if servers := services.running_prefect(home):
+        os.environ["PREFECT_API_URL"] = f"{servers.prefect}/api"
+        os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
+    else:  # the temporary server of this process
+        os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
 
 
 def configure_console() -> None:
@@ -285,11 +288,11 @@ def next_round(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def up(options: argparse.Namespace) -> int:
+def up(_: argparse.Namespace) -> int:
     interrupts.raise_at_signals("stopping ...")
     from flows.orchestration.server import serve
 
-    serve(HOME.resolve(), options.notify)
+    serve(HOME.resolve())
     return 0
 
 

@@ -1,5 +1,6 @@
 """For tests against real servers: ports, requests, and waiting for what takes its time."""
 
+import base64
 import json
 import os
 import socket
@@ -9,8 +10,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
+
+from flows.core.services import last_servers
 
 
 def free_port() -> str:
@@ -19,12 +23,24 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def request(url: str, body: dict[str, Any] | None = None) -> Any:
+def prefect_api(project: Path) -> str:
+    """The address of the API of `rondo up` in this folder, with user and password."""
+    servers = last_servers(project / ".rondo")
+    return f"{servers.prefect}/api".replace("//", f"//{servers.auth}@")
+
+
+def request(url: str, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
+    """The answer to a request; user and password of the address go into its header."""
     data = None if body is None else json.dumps(body).encode()
+    headers, parts = {"Content-Type": "application/json"}, urlsplit(url)
+    if "@" in parts.netloc:
+        auth, _, place = parts.netloc.rpartition("@")
+        headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
+        url = parts._replace(netloc=place).geturl()
     for _ in range(10):
         try:
             with urllib.request.urlopen(
-                urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60
+                urllib.request.Request(url, data, headers, method=method), timeout=60
             ) as answer:
                 return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:

@@ -15,7 +15,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.services import MLFLOW_URL, WORKFLOW
+from flows.core.services import WORKFLOW, last_servers
 from flows.core.tables import interval, render_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
@@ -173,7 +173,7 @@ def format_metric(value: float | None) -> str:
 
 def pages(*evaluations: Evaluation) -> dict[str, str]:
     """Addresses of MLflow's pages about the evaluations, by their content."""
-    runs = [evaluation.run for evaluation in evaluations]
+    server, runs = last_servers().mlflow, [evaluation.run for evaluation in evaluations]
     experiment = runs[0].info.experiment_id
     run_ids = json.dumps([run.info.run_id for run in runs], separators=(",", ":"))
     # The curves of PPO are metrics of the pipeline runs, the parents
@@ -181,11 +181,11 @@ def pages(*evaluations: Evaluation) -> dict[str, str]:
     parent_filter = quote(f"attributes.run_id IN ({parents})")
     return {
         "the same numbers": (
-            f"{MLFLOW_URL}/#/compare-runs?runs={run_ids}"
+            f"{server}/#/compare-runs?runs={run_ids}"
             f"&experiments={json.dumps([experiment])}&{WORKFLOW}"
         ),
         "PPO's curves": (
-            f"{MLFLOW_URL}/#/experiments/{experiment}/runs?searchFilter={parent_filter}"
+            f"{server}/#/experiments/{experiment}/runs?searchFilter={parent_filter}"
             f"&compareRunsMode=CHART&{WORKFLOW}"
         ),
     }

@@ -1,20 +1,167 @@
-"""Addresses of the local services, and a check whether they respond."""
+"""The servers of `rondo up`: their addresses, whether they run, and how a client logs in.
 
+`rondo up` writes .rondo/servers.json, which only its owner can read. A port alone identifies no
+server: another project, or another person on this machine, may use the same one. So a server is
+used only if the process that wrote the file lives, and one of its descendants listens on the port.
+"""
+
+import json
 import os
 import re
+import secrets
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from flows.core.prefect_api import HOST
+import psutil
+
+from stages.lib.core.errors import BadInput
 
 LogLine = Callable[[str], None]
 
-MLFLOW_PORT = int(os.environ.get("MLFLOW_PORT", "5000"))
-MLFLOW_URL = f"http://{HOST}:{MLFLOW_PORT}"
+HOST = "127.0.0.1"
+HOME = Path(".rondo")
+SERVERS = "servers.json"  # in HOME
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+CLOCK_SECONDS = 10.0  # that the start of a process may differ, if the clock was set
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
-MLFLOW_PAGES = f"{MLFLOW_URL}/#/experiments?{WORKFLOW}"
+START_SECONDS = 120.0  # for a server to answer
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers of a `rondo up`.
+
+    prefect_port, mlflow_port: on HOST. auth: what Prefect's API asks for, `user:password`. pid,
+    started: the process of `rondo up`, and when it started, in seconds since the epoch. home: its
+    .rondo folder, since the file may be part of a copied project.
+    """
+
+    prefect_port: int = PREFECT_PORT
+    mlflow_port: int = MLFLOW_PORT
+    auth: str = ""
+    pid: int = 0
+    started: float = 0.0
+    home: str = ""
+
+    @property
+    def prefect(self) -> str:
+        return f"http://{HOST}:{self.prefect_port}"
+
+    @property
+    def mlflow(self) -> str:
+        return f"http://{HOST}:{self.mlflow_port}"
+
+
+def private_folder(home: Path) -> None:
+    """Create the .rondo folder, which only its owner may read, or make an existing one so.
+
+    Raises:
+        BadInput: it belongs to another user.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        home.chmod(0o700)
+    except PermissionError:
+        raise BadInput(
+            f"{home} belongs to {home.owner()}: two users cannot share a project's folder; "
+            "work in a clone of your own"
+        ) from None
+
+
+def write_servers(home: Path, servers: Servers) -> None:
+    """Write the file that only its owner can read; a reader gets the old one or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=home)  # with mode 0600
+    with open(handle, "w") as stream:
+        json.dump(asdict(servers), stream)
+    os.replace(temporary, home / SERVERS)
+
+
+def last_servers(home: Path = HOME) -> Servers:
+    """The servers of the last `rondo up`, running or not; their defaults if there was none."""
+    try:
+        path = (home / SERVERS).resolve(strict=True)  # a link in the workspace of a run
+        servers = Servers(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return Servers()
+    return servers if servers.home == str(path.parent) else Servers()
+
+
+def new_auth() -> str:
+    """A random string for Prefect's API."""
+    return f"rondo:{secrets.token_urlsafe(32)}"
+
+
+def running_prefect(home: Path = HOME) -> Servers | None:
+    """The servers of this project if its Prefect server runs."""
+    servers = last_servers(home)
+    runs = _is_ours(servers, servers.prefect_port)
+    return servers if runs and is_up(f"{servers.prefect}/api/health") else None
+
+
+def running_mlflow(home: Path = HOME) -> Servers | None:
+    """The servers of this project if its MLflow server runs."""
+    servers = last_servers(home)
+    runs = _is_ours(servers, servers.mlflow_port)
+    return servers if runs and is_up(f"{servers.mlflow}/health") else None
+
+
+def _is_ours(servers: Servers, port: int) -> bool:
+    """Whether `rondo up` lives, and it or one of its descendants listens on the port."""
+    try:
+        up = psutil.Process(servers.pid)
+        if abs(up.create_time() - servers.started) > CLOCK_SECONDS:
+            return False  # another process that got its number
+        processes = [up, *up.children(recursive=True)]
+    except (psutil.Error, ValueError):
+        return False
+    return any(_listens(process, port) for process in processes)
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    with suppress(psutil.Error):  # it has just ended
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr == (HOST, port)
+            for connection in process.net_connections("tcp4")
+        )
+    return False
+
+
+def prefect_environment(home: Path) -> dict[str, str]:
+    """The variables that Prefect reads at import: its files in .rondo (created here), no analytics,
+    no prompts.
+    """
+    private_folder(home)
+    (home / "prefect").mkdir(exist_ok=True)
+    return {
+        "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+        # Prefect's 20 s are too short on a busy machine
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": f"{START_SECONDS:.0f}",
+        "PREFECT_CLI_PROMPT": "false",
+        # leases of concurrency slots survive a restart of the server
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
+            "prefect.server.concurrency.lease_storage.filesystem"
+        ),
+    }
+
+
+def server_environment(auth: str, *origins: str) -> dict[str, str]:
+    """The variables that close Prefect's API to everyone without `auth`, and to all pages of a
+    browser but those of `origins`.
+    """
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": auth,
+        "PREFECT_API_AUTH_STRING": auth,
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
+    }
 
 
 def without_credentials(text: str) -> str:

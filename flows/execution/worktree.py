@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
-from flows.core.services import LogLine
+from flows.core.services import HOME, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS
@@ -107,6 +107,7 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
     with Config(str(folder / ".dvc"), validate=False).edit("local") as config:
         config["cache"]["dir"] = cache
     _share(JUDGE_CACHE, root, folder)
+    (folder / HOME / SERVERS).symlink_to(folder.parents[1] / SERVERS)  # for links to their pages
     modified = _other_files("diff", "--name-only", "--relative", "--no-renames", "-z", "HEAD")
     if modified:
         log(f"not committed, used as they are now: {', '.join(modified)}")

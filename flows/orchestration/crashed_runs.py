@@ -8,10 +8,11 @@ process ends, even by SIGKILL.
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from prefect.states import Crashed
 
-from flows.core.prefect_api import flow_runs, set_state
+from flows.orchestration.prefect_requests import flow_runs, set_state
 
-CRASHED = {"type": "CRASHED", "message": "its process ended without reporting a result"}
+MESSAGE = "its process ended without reporting a result"
 _held_locks: list[FileLock] = []
 
 
@@ -32,8 +33,8 @@ def mark_crashed(runs: Path) -> None:
     folder, and with a released lock.
     """
     for run in flow_runs(deployment_id={"is_null_": True}, state={"type": {"any_": ["RUNNING"]}}):
-        if (runs / f"{run}.json").exists() and _is_free(runs / f"{run}.lock"):
-            set_state(run, CRASHED)
+        if (runs / f"{run.id}.json").exists() and _is_free(runs / f"{run.id}.lock"):
+            set_state(run.id, Crashed(message=MESSAGE))
 
 
 def _is_free(path: Path) -> bool:

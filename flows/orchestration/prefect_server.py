@@ -1,5 +1,5 @@
 """`python -m flows.orchestration.prefect_server server start ...`: Prefect's command line, for a
-server whose SQLite transactions wait for each other.
+server whose SQLite transactions wait for each other, and with a link that logs a browser in.
 
 Prefect 3.8.8 begins most transactions with BEGIN DEFERRED. Such a transaction reads, and asks for
 the write lock with its first INSERT. If another connection has committed in between, SQLite
@@ -9,15 +9,28 @@ The server then answers 503. Prefect's own client repeats the request, its pages
 the parameters for half a second between its read and its INSERT.
 
 BEGIN IMMEDIATE takes the write lock first, and waits for it (Prefect sets 60 s).
+
+Prefect's pages ask for the string of PREFECT_SERVER_API_AUTH_STRING, and keep it in the browser's
+local storage. The page /rondo#STRING puts it there. A browser sends what follows the # to no
+server, and the page leaves no entry in the browser's history.
 """
 
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+from prefect.server.api import server
 from prefect.server.database.configurations import AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 _begin_transaction = AioSqliteConfiguration.begin_transaction
+_create_ui_app = server.create_ui_app
+
+LOGIN_PAGE = """<!DOCTYPE html><title>Rondo</title><script>
+localStorage.setItem("prefect-password", btoa(location.hash.slice(1)))
+location.replace("/deployments")
+</script>"""
 
 
 def begin_immediate(
@@ -30,11 +43,23 @@ def begin_immediate(
     return _begin_transaction(configuration, session, with_for_update=True)
 
 
+def ui_app_with_login(ephemeral: bool) -> FastAPI:
+    """Prefect's pages and /rondo. Replaces create_ui_app."""
+    pages = _create_ui_app(ephemeral)
+    pages.get("/rondo")(login_page)
+    return pages
+
+
+def login_page() -> HTMLResponse:
+    return HTMLResponse(LOGIN_PAGE)
+
+
 def main() -> None:
     from prefect.cli import app
 
     configuration: Any = AioSqliteConfiguration
     configuration.begin_transaction = begin_immediate
+    server.create_ui_app = ui_app_with_login
     app()
 
 

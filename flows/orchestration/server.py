@@ -7,56 +7,47 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import UUID
 
 import psutil
+from filelock import FileLock, Timeout
 
 from flows.core import interrupts
-from flows.core.prefect_api import HOST, PREFECT_PORT, PREFECT_URL, flow_runs, request, set_state
-from flows.core.services import MLFLOW_PAGES, MLFLOW_PORT, MLFLOW_URL, LogLine, is_up
+from flows.core.services import (
+    HOST,
+    MLFLOW_PORT,
+    PREFECT_PORT,
+    START_SECONDS,
+    WORKFLOW,
+    LogLine,
+    Servers,
+    is_up,
+    last_servers,
+    new_auth,
+    prefect_environment,
+    server_environment,
+    write_servers,
+)
 from flows.execution import process_guard
 from flows.execution.dvc_stages import command_environment
-from flows.orchestration import crashed_runs, notifications
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import write_json
 
-POOL = "rondo"
-START_SECONDS = 120.0
+NOTIFY_URL = "RONDO_NOTIFY_URL"
 CUT_OFF = "cut_off.json"  # ids of the runs that the end of `rondo up` interrupted
-CUT_OFF_STATE = {"type": "CRASHED", "name": "CutOff", "message": "resumes with the next `rondo up`"}
-NIGHTLY = "0 2 * * *"
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
 LOOK_SECONDS = 10.0  # between two looks for crashed runs
 MAX_RESTART_SECONDS = 60.0  # before a service that ended starts again
 TICK_SECONDS = 0.5  # between two checks whether the services are running
+MAX_PORT = 65535
 
 Process = subprocess.Popen[str]
-
-
-def prefect_environment(home: Path) -> dict[str, str]:
-    """The variables that Prefect reads at import: its files in .rondo (created here), no analytics,
-    no prompts.
-    """
-    (home / "prefect").mkdir(parents=True, exist_ok=True)
-    return {
-        "PREFECT_HOME": str(home / "prefect"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-        # Prefect's 20 s are too short on a busy machine
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": f"{START_SECONDS:.0f}",
-        "PREFECT_CLI_PROMPT": "false",
-        # leases of concurrency slots survive a restart of the server
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": (
-            "prefect.server.concurrency.lease_storage.filesystem"
-        ),
-    }
 
 
 @dataclass
@@ -139,43 +130,49 @@ class _Services:
         return self.logs / f"{name}.log"
 
 
-def serve(home: Path, notify: str | None = None, log: LogLine = print) -> None:
+def serve(home: Path, log: LogLine = print) -> None:
     """Start Prefect, MLflow and a worker, print their addresses, and stop them at a signal
     (flows/core/interrupts.py).
 
-    Runs of the Prefect UI that are interrupted by the end resume with the next call.
+    Runs of the Prefect UI that are interrupted by the end resume with the next call. The address of
+    a webhook for notifications is read from RONDO_NOTIFY_URL.
 
     Args:
         home: The .rondo folder, for databases and logs.
-        notify: The address of a webhook (flows/orchestration/notifications.py).
         log: Called with each line of output.
 
     Raises:
-        BadInput: a port is in use, or `notify` is not an address.
+        BadInput: `rondo up` runs already in this folder, a port that the user set is in use, or
+            RONDO_NOTIFY_URL is not an address.
         RondoError: a service did not answer in time, or Prefect's server ended; the message
             contains the end of its log.
     """
+    # Popped: no stage needs it
+    notify = os.environ.pop(NOTIFY_URL, None)
     if notify is not None:
-        notifications.check_webhook(notify)
-    for name, port in (("Prefect", PREFECT_PORT), ("MLflow", MLFLOW_PORT)):
-        _check_port(name, port)
-    services = _Services(home / "logs", _service_environment(home))
+        _check_webhook(notify)
+    os.environ.update(prefect_environment(home))
+    lock = FileLock(home / "up.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise BadInput("`rondo up` already runs in this folder: use it, or stop it") from None
+    servers = _new_servers(home)
+    own_pages = (f"http://{name}:{servers.prefect_port}" for name in (HOST, "localhost"))
+    os.environ.update(server_environment(servers.auth, *own_pages))
+    os.environ["PREFECT_API_URL"] = f"{servers.prefect}/api"
+    services = _Services(home / "logs", _service_environment())
     services.logs.mkdir(parents=True, exist_ok=True)
     try:
-        _start_servers(services, home, log)
-        _deploy(services)
-        _offer_nightly()
-        for name in notifications.set_up_notifications(notify):
-            log(f"notifications: block `{notifications.BLOCK}` ({name})")
-        for run in _reschedule_cut_off(home):
-            log(f"resumes: {run}, which was interrupted when `rondo up` ended")
-        _start_worker(services)
-        services.wait_until("mlflow", lambda: is_up(f"{MLFLOW_URL}/health"))
+        _start_servers(services, servers, home, log)
+        _set_up_prefect(services, home, notify, log)
+        services.wait_until("mlflow", lambda: is_up(f"{servers.mlflow}/health"))
         log(
-            f"Prefect  {PREFECT_URL}/deployments   start a run there: "
-            "rlhf-pipeline, next-round, sweep, evaluate-checkpoint"
+            f"Prefect  {servers.prefect}/rondo#{servers.auth}\n"
+            "         This link logs your browser in. Start a run at Deployments: rlhf-pipeline, "
+            "next-round, sweep, evaluate-checkpoint\n"
+            f"MLflow   {servers.mlflow}/#/experiments?{WORKFLOW}\nCtrl-C ends both."
         )
-        log(f"MLflow   {MLFLOW_PAGES}\nCtrl-C ends both.")
         _watch(services, home, log)
     except interrupts.Interrupted:
         pass
@@ -183,11 +180,69 @@ def serve(home: Path, notify: str | None = None, log: LogLine = print) -> None:
         _stop_all(services.processes, home / CUT_OFF)
 
 
-def _service_environment(home: Path) -> dict[str, str]:
+def _check_webhook(url: str) -> None:
+    """
+    Raises:
+        BadInput: it is not an address of http or https.
+    """
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise BadInput(
+            f"{NOTIFY_URL}: expected an address that accepts a POST, http://... or https://..."
+        )
+
+
+def _new_servers(home: Path) -> Servers:
+    """The servers of this process: with the string of the last ones, which browsers have stored,
+    and on the same ports if they are free.
+    """
+    last = last_servers(home)
+    prefect_port = _port("PREFECT_SERVER_API_PORT", last.prefect_port, PREFECT_PORT)
+    return Servers(
+        prefect_port,
+        _port("MLFLOW_PORT", last.mlflow_port, MLFLOW_PORT, taken=prefect_port),
+        last.auth or new_auth(),
+        os.getpid(),
+        psutil.Process().create_time(),
+        str(home),
+    )
+
+
+def _port(variable: str, last: int, default: int, taken: int = 0) -> int:
+    """The port that the user set, else the last one, else the first free one from the default.
+
+    Raises:
+        BadInput: the port that the user set is in use.
+    """
+    if variable in os.environ:
+        port = int(os.environ[variable])
+        if not _is_free(port):
+            raise BadInput(
+                f"{variable}: port {port} is in use: stop the program that uses it, or unset "
+                f"{variable}, and `rondo up` chooses a free port"
+            )
+        return port
+    candidates = (last, *range(default, MAX_PORT))
+    return next(port for port in candidates if port != taken and _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _service_environment() -> dict[str, str]:
     return {
         **command_environment(),
-        **prefect_environment(home),
-        "PREFECT_API_URL": f"{PREFECT_URL}/api",
         # prefect.yaml's working directory; an inherited PWD may name another folder
         "PWD": os.getcwd(),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -195,31 +250,44 @@ def _service_environment(home: Path) -> dict[str, str]:
     }
 
 
-def _start_servers(services: _Services, home: Path, log: LogLine) -> None:
+def _start_servers(services: _Services, servers: Servers, home: Path, log: LogLine) -> None:
     """Start both servers and wait for Prefect, which the next steps need."""
-    prefect_address = ("--host", HOST, "--port", str(PREFECT_PORT))
+    prefect_address = ("--host", HOST, "--port", str(servers.prefect_port))
     services.start(
         "prefect", "flows.orchestration.prefect_server", "server", "start", *prefect_address
     )
-    mlflow_address = ("--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1")
+    mlflow_address = ("--host", HOST, "--port", str(servers.mlflow_port), "--workers", "1")
+    # No page of another host, not even one whose name resolves to this machine
+    pages = ("--allowed-hosts", f"{HOST}:*,localhost:*", "--cors-allowed-origins", servers.mlflow)
     database = ("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}")
     artifacts = ("--artifacts-destination", str(home / "mlartifacts"))
-    services.start("mlflow", "mlflow", "server", *database, *artifacts, *mlflow_address)
+    services.start("mlflow", "mlflow", "server", *database, *artifacts, *mlflow_address, *pages)
+    write_servers(home, servers)
     log(f"starting Prefect and MLflow (logs in {services.logs}) ...")
-    services.wait_until("prefect", lambda: is_up(f"{PREFECT_URL}/api/health"))
+    import flows.orchestration.prefect_requests  # noqa: F401 - takes 2 s, in which they start
+
+    services.wait_until("prefect", lambda: is_up(f"{servers.prefect}/api/health"))
 
 
-def _deploy(services: _Services) -> None:
-    """Create the work pool and the deployments of prefect.yaml."""
-    pool = ("create", POOL, "--type", "process", "--overwrite")
-    services.run("work-pool", "prefect", "work-pool", *pool)
+def _set_up_prefect(services: _Services, home: Path, notify: str | None, log: LogLine) -> None:
+    """Create the work pool, the deployments of prefect.yaml and the notifications, schedule the
+    interrupted runs, and start the worker.
+    """
+    from flows.orchestration import notifications, prefect_requests
+
+    prefect_requests.create_pool()
     services.run("deploy", "prefect", "deploy", "--all")
-
-
-def _start_worker(services: _Services) -> None:
-    options = ("--pool", POOL, "--type", "process")
+    prefect_requests.offer_nightly()
+    for name in notifications.set_up_notifications(notify):
+        log(f"notifications: block `{notifications.BLOCK}` ({name})")
+    recorded = home / CUT_OFF
+    runs = json.loads(recorded.read_text()) if recorded.exists() else []
+    for run in prefect_requests.reschedule(map(UUID, runs)):
+        log(f"resumes: {run}, which was interrupted when `rondo up` ended")
+    recorded.unlink(missing_ok=True)
+    options = ("--pool", prefect_requests.POOL, "--type", "process")
     services.start("worker", "prefect", "worker", "start", *options)
-    services.wait_until("worker", _worker_online)
+    services.wait_until("worker", prefect_requests.worker_online)
 
 
 def _watch(services: _Services, home: Path, log: LogLine) -> None:
@@ -228,77 +296,20 @@ def _watch(services: _Services, home: Path, log: LogLine) -> None:
     Raises:
         RondoError: Prefect's server ended.
     """
+    from httpx import HTTPError
+
+    from flows.orchestration import crashed_runs
+
     for tick in itertools.count():
         services.restart_ended(log)
         if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
-            with suppress(OSError):  # Prefect is busy: the next look finds them
+            with suppress(HTTPError):  # Prefect is busy: the next look finds them
                 crashed_runs.mark_crashed(home / "runs")
         time.sleep(TICK_SECONDS)
 
 
-def _check_port(name: str, port: int) -> None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((HOST, port))
-        except OSError:
-            variable = "PREFECT_SERVER_API_PORT" if name == "Prefect" else "MLFLOW_PORT"
-            raise BadInput(
-                f"port {port} for {name} is in use: stop the program that uses it "
-                f"(is `make ui` already running?), or set {variable}"
-            ) from None
-
-
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-
-
-def _worker_online() -> bool:
-    try:
-        return any(
-            worker["status"] == "ONLINE"
-            for worker in request(f"work_pools/{POOL}/workers/filter", {})
-        )
-    except urllib.error.URLError:
-        return False
-
-
-def _running() -> list[str]:
-    """Ids of the runs of workers that have not ended, as far as Prefect knows."""
-    return flow_runs(
-        deployment_id={"is_null_": False}, state={"type": {"any_": ["PENDING", "RUNNING"]}}
-    )
-
-
-def _offer_nightly() -> None:
-    """Add an inactive nightly schedule to next-round; an existing one stays as a person left it."""
-    deployment = request("deployments/name/next-round/next-round")
-    if not deployment["schedules"]:
-        request(
-            f"deployments/{deployment['id']}/schedules",
-            [{"schedule": {"cron": NIGHTLY, "timezone": "UTC"}, "active": False}],
-        )
-
-
-def _reschedule_cut_off(home: Path) -> list[str]:
-    """Schedule the runs again that were interrupted when `rondo up` ended or was killed.
-
-    It is called before the worker starts: a run that Prefect shows as running has no process.
-
-    Returns:
-        Their ids.
-    """
-    cut_off = home / CUT_OFF
-    dead = _running()
-    for run in dead:
-        set_state(run, CUT_OFF_STATE)
-    recorded = json.loads(cut_off.read_text()) if cut_off.exists() else []
-    # Only the crashed ones: others reached their end before `rondo up` did
-    interrupted = flow_runs(id={"any_": [*recorded, *dead]}, state={"type": {"any_": ["CRASHED"]}})
-    for run in interrupted:
-        set_state(run, {"type": "SCHEDULED", "name": "AwaitingRetry"})
-    cut_off.unlink(missing_ok=True)
-    return interrupted
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -314,13 +325,16 @@ def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
     """
     interrupts.ignore_signals()
     if "worker" in services:
-        running: list[str] = []
-        with suppress(OSError):  # the server may be the service that ended
-            running = _running()
-            write_json(cut_off, running)
+        from httpx import HTTPError
+
+        from flows.orchestration import prefect_requests
+
+        running: list[UUID] = []
+        with suppress(HTTPError):  # the server may be the service that ended
+            running = prefect_requests.running()
+            write_json(cut_off, list(map(str, running)))
             # Before their processes end: after that the worker reports them as crashed
-            for run in running:
-                set_state(run, CUT_OFF_STATE)
+            prefect_requests.cut_off(running)
         # Not reached by the worker's end: each leads a session of its own
         processes = [
             process
@@ -331,10 +345,8 @@ def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
             process.terminate()
         for process in psutil.wait_procs(processes, RUN_SECONDS)[1]:
             process.kill()
-        with suppress(OSError):
-            # Some set this state themselves as they ended
-            for run in flow_runs(id={"any_": running}, state={"name": {"any_": ["Crashed"]}}):
-                set_state(run, CUT_OFF_STATE, force=True)
+        with suppress(HTTPError):
+            prefect_requests.cut_off_crashed(running)
     for service in services.values():
         service.terminate()
     for service in services.values():

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from flows.core.git import revision
-from flows.core.services import MLFLOW_PAGES
+from flows.core.services import WORKFLOW, last_servers
 from flows.core.tables import short_hash
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
@@ -53,7 +53,7 @@ def write(rounds: Sequence[str]) -> Path:
         badcases=read_badcases(rounds),
         costs={result.name: cost.cost_rows(result) for result in results},
         origins=origins(rounds, locks),
-        mlflow=MLFLOW_PAGES,
+        mlflow=f"{last_servers().mlflow}/#/experiments?{WORKFLOW}",
     )
     write_text(REPORT, page)
     return REPORT

@@ -38,7 +38,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_I
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.core.services import MLFLOW_URL, is_up, without_credentials
+from flows.core.services import running_mlflow, without_credentials
 from flows.tracking import model_registry
 from flows.tracking.model_upload import DIGEST, ModelUpload, upload
 from flows.tracking.models import Checkpoint
@@ -291,10 +291,11 @@ def _cell(value: object) -> object:
 
 
 def store_uri(home: Path) -> str:
-    """Where records go: MLFLOW_TRACKING_URI if set, else the local server, else its database."""
+    """Where records go: MLFLOW_TRACKING_URI if set, else the project's server or database."""
     if uri := os.environ.get(TRACKING_URI, ""):
         return uri
-    return MLFLOW_URL if is_up(f"{MLFLOW_URL}/health") else f"{SQLITE}{home / 'mlflow.db'}"
+    servers = running_mlflow(home)
+    return servers.mlflow if servers else f"{SQLITE}{home / 'mlflow.db'}"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Queue
 from threading import Event, Thread
 
-from flows.core.services import MLFLOW_URL, WORKFLOW, LogLine, without_credentials
+from flows.core.services import WORKFLOW, LogLine, last_servers, without_credentials
 from flows.tracking.mlflow_store import (
     OFF,
     TRACKING_URI,
@@ -60,7 +60,7 @@ class MlflowTracker(NullTracker):
             upload: the kinds of models whose files MLflow stores.
         """
         self.run, self.uri, self.tags, self.log = run, uri, dict(tags), log
-        self.local, self.upload = local, upload
+        self.home, self.local, self.upload = home, local, upload
         self.outbox = Outbox(home / "outbox", Record)
         self.uploads = Outbox(home / "outbox/models", ModelUpload)
         self.outbox.take_over(home / "unsent.jsonl")
@@ -97,7 +97,7 @@ class MlflowTracker(NullTracker):
         if self.uri.startswith("http"):
             server: str | None = without_credentials(self.uri)
         else:  # the local database, which `rondo up` serves
-            server = MLFLOW_URL if self.local else None
+            server = last_servers(self.home).mlflow if self.local else None
         if not self.store or not run_id or not server:
             return None
         artifact = f"/artifacts/{text}" if text else ""

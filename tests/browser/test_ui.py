@@ -17,11 +17,12 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
+from flows.core.services import last_servers
 from flows.execution.dvc_stages import command_environment
 from flows.tracking.records import HEALTH
 from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
-from tests.servers import free_port, read_until, request, until
+from tests.servers import free_port, prefect_api, read_until, request, until
 
 SCREENSHOTS = ROOT / ".rondo/screenshots"
 CHROMIUM = next(
@@ -45,22 +46,17 @@ def browser() -> Iterator[Browser]:
         running.close()
 
 
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    shown = browser.new_page(viewport={"width": 1400, "height": 1000})
-    shown.set_default_timeout(PAGE_SECONDS * 1000)
-    yield shown
-    shot(shown, "end")
-    shown.close()
-
-
 @dataclass
 class Servers:
-    """`rondo up` in a clone of the working tree, and the addresses of Prefect and MLflow."""
+    """`rondo up` in a clone of the working tree, the addresses of Prefect, its API (with user and
+    password) and MLflow, and the link that `rondo up` prints for the browser.
+    """
 
     clone: Path
     prefect: str
+    api: str
     mlflow: str
+    link: str
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +70,31 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
-        read_until(server, "Ctrl-C")
-        prefect = f"http://127.0.0.1:{ports['PREFECT_SERVER_API_PORT']}"
-        yield Servers(clone, prefect, f"http://127.0.0.1:{ports['MLFLOW_PORT']}")
+        link = re.search(r"http://\S+#\S+", read_until(server, "Ctrl-C"))
+        assert link
+        last = last_servers(clone / ".rondo")
+        yield Servers(clone, last.prefect, prefect_api(clone), last.mlflow, link[0])
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
+
+
+@pytest.fixture
+def stranger(browser: Browser) -> Iterator[Page]:
+    """A browser that has not used the link."""
+    shown = browser.new_page(viewport={"width": 1400, "height": 1000})
+    shown.set_default_timeout(PAGE_SECONDS * 1000)
+    yield shown
+    shown.close()
+
+
+@pytest.fixture
+def page(stranger: Page, servers: Servers) -> Iterator[Page]:
+    """A browser that has."""
+    stranger.goto(servers.link)
+    stranger.wait_for_url(f"{servers.prefect}/deployments")
+    yield stranger
+    shot(stranger, "end")
 
 
 def shot(page: Page, name: str) -> None:
@@ -104,8 +119,8 @@ def workspaces(clone: Path) -> set[Path]:
 class Ui:
     """What a person does in Prefect's pages."""
 
-    def __init__(self, page: Page, address: str) -> None:
-        self.page, self.address, self.api = page, address, f"{address}/api"
+    def __init__(self, page: Page, servers: Servers) -> None:
+        self.page, self.address, self.api = page, servers.prefect, servers.api
 
     def form(self, deployment: str) -> None:
         deployed = request(f"{self.api}/deployments/name/{deployment}/{deployment}")
@@ -171,8 +186,18 @@ class Ui:
         self.submit(modal)
 
 
+def test_a_browser_logs_in_by_the_link(servers: Servers, stranger: Page) -> None:
+    stranger.goto(f"{servers.prefect}/deployments")
+    expect(stranger).to_have_url(re.compile("/login"))
+    stranger.goto(servers.link)
+    expect(stranger.get_by_text("rlhf-pipeline").first).to_be_visible()
+    assert stranger.url == f"{servers.prefect}/deployments"  # the string is in no history
+    stranger.reload()  # and the browser keeps it
+    expect(stranger.get_by_text("rlhf-pipeline").first).to_be_visible()
+
+
 def test_a_run_from_the_form_to_the_report(servers: Servers, page: Page) -> None:
-    clone, ui = servers.clone, Ui(page, servers.prefect)
+    clone, ui = servers.clone, Ui(page, servers)
 
     earlier, runs_before = workspaces(clone), ui.runs()
     # a bad value is refused in the form, with the reason; in a section that is folded away until
@@ -243,7 +268,7 @@ def test_a_run_from_the_form_to_the_report(servers: Servers, page: Page) -> None
 
 
 def test_a_run_that_is_cancelled_ends_its_stage(servers: Servers, page: Page) -> None:
-    clone, ui = servers.clone, Ui(page, servers.prefect)
+    clone, ui = servers.clone, Ui(page, servers)
     earlier = workspaces(clone)
     ui.form("rlhf-pipeline")
     ui.fill(["sft.num_train_epochs=100000", "seed=1"])

@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import psutil
 import pytest
 import yaml
+from prefect.blocks.notifications import SlackWebhook
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from pydantic import SecretStr
 
 from flows import cli
-from flows.core import prefect_api
-from flows.core.services import is_up
+from flows.core.services import is_up, last_servers
 from flows.execution import fork_server
 from flows.orchestration import notifications
 from stages.lib.core.files import write_json
+from tests.flows import attacks
 from tests.paths import ROOT
-from tests.servers import free_port, of_project, read_until, request, until
+from tests.servers import free_port, of_project, prefect_api, read_until, request, until
 
 
 def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,12 +48,15 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
         (["run", "--preset", "nope"], "no such preset"),
         (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
         (["run", "--rounds", "0"], "at least 1"),
-        (["up", "--notify", "hooks.example.org/rondo"], "http://... or https://..."),
-        (["up", "--notify", "http://[example"], "http://... or https://..."),
     ):
         done = rondo(project, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
+    for url in ("hooks.example.org/very-secret", "http://[very-secret"):
+        done = rondo(project, "up", RONDO_NOTIFY_URL=url)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "RONDO_NOTIFY_URL: expected an address" in done.stderr
+        assert "very-secret" not in done.stderr
     done = rondo(project.parent, "run")
     assert done.returncode == 2
     assert "no dvc.yaml" in done.stderr
@@ -131,17 +136,21 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
-    project: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    project: Path, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One server for the ways to use it, since its start is what takes the time."""
-    environment = with_the_flow(project)
-    api = f"http://127.0.0.1:{environment['PREFECT_SERVER_API_PORT']}/api"
-    server = up(project, environment, "--notify", receiver.url)
+    environment = with_the_flow(project) | {"OPENAI_API_KEY": attacks.API_KEY}
+    server = up(project, environment | {"RONDO_NOTIFY_URL": receiver.url + attacks.HOOK})
     try:
         assert "notifications: block `rondo` (Custom Webhook)" in read_until(server, "Ctrl-C")
-        in_use = rondo(project, "up", **environment)
-        assert in_use.returncode == 2
-        assert "is in use" in in_use.stderr
+        api = prefect_api(project)
+        second = rondo(project, "up", **environment)
+        assert second.returncode == 2
+        assert "already runs in this folder" in second.stderr
+
+        attacks.without_the_string(project)
+        attacks.from_pages_of_other_hosts(project)
+        attacks.from_another_project(project, tmp_path_factory.mktemp("other") / ".rondo")
 
         pipeline = a_run_from_the_form(project, api)
         a_sweep(project, api)
@@ -151,10 +160,8 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         sleeping = start(api, pipeline, "gates.sft.loss_drop=0.4", "sft.max_steps=2")  # sleeps
         nightly = request(f"{api}/deployments/name/next-round/next-round")
         assert [schedule["active"] for schedule in nightly["schedules"]] == [False]
-        change(
-            f"{api}/deployments/{nightly['id']}/schedules/{nightly['schedules'][0]['id']}",
-            {"active": True},
-        )
+        schedule = f"{nightly['id']}/schedules/{nightly['schedules'][0]['id']}"
+        request(f"{api}/deployments/{schedule}", {"active": True}, "PATCH")
         until(lambda: computes(project))
         os.killpg(server.pid, signal.SIGINT)
         assert server.wait(60) == 0
@@ -176,7 +183,8 @@ def test_serve_a_run_from_the_ui_a_failed_gate_and_the_end_of_all(
         names = [state["name"] for state in states]
         assert names[names.index("AwaitingRetry") - 1] == "CutOff"
         assert not any(sleeping in text for text in receiver.texts_received)
-        what_a_person_left(api, monkeypatch)
+        assert attacks.secrets_in_files(project) == []
+        what_a_person_left(project, api)
     finally:
         os.killpg(server.pid, signal.SIGHUP)
         assert server.wait(60) == 0
@@ -198,9 +206,9 @@ def with_the_flow(project: Path) -> dict[str, str]:
     }
 
 
-def up(project: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+def up(project: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     """`rondo up`; its runs share the fork server of the tests."""
-    command = [sys.executable, "-m", "flows.cli", "up", *arguments]
+    command = [sys.executable, "-m", "flows.cli", "up"]
     return subprocess.Popen(
         command,
         cwd=project,
@@ -292,8 +300,11 @@ def of_service(server: subprocess.Popen[str], words: set[str]) -> bool:
 
 
 def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:
-    failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **environment)
-    assert failed.returncode == 3
+    # MLflow accepts any user and password
+    mlflow = f"http://ada:{attacks.PASSWORD}@127.0.0.1:{environment['MLFLOW_PORT']}"
+    tracked = environment | {"MLFLOW_TRACKING_URI": mlflow}
+    failed = rondo(project, "run", "--set", "gates.sft.loss_drop=0.9", **tracked)
+    assert failed.returncode == 3 and attacks.PASSWORD not in failed.stdout + failed.stderr
     assert "[sft@r0] unchanged" in failed.stdout
     assert "Ended at gate_sft@r0: results of later stages" in failed.stdout
     reason = "sft.loss_before - sft.loss_after 0.5, wanted >= 0.9. SFT learnt too little"
@@ -308,7 +319,7 @@ def a_shut_gate(project: Path, api: str, environment: dict[str, str], receiver: 
         "rlhf-pipeline keep ",
         f"-{run[:8]}: GateFailed",
         numbers,
-        f"{api.removesuffix('/api')}/runs/flow-run/{run}",
+        f"{last_servers(project / '.rondo').prefect}/runs/flow-run/{run}",
     )
 
 
@@ -323,11 +334,10 @@ def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver)
     until(lambda: request(*input_request))  # it is written after the state
     form = json.loads(request(*input_request)[0]["value"])
     assert set(form["properties"]) == {"approve", "by", "reason"}
-    word = {"approve": True, "by": "Ada", "reason": "loss is not what this is about"}
-    assert (
-        request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | {"reason": ""}})["status"]
-        == "REJECT"
-    )
+    word = {"approve": True, "by": "<b>Ada", "reason": "loss is not what this is about"}
+    for missing in ({"reason": ""}, {"reason": " \n"}, {"by": " "}):
+        refused = request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | missing})
+        assert refused["status"] == "REJECT"
     assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"
     assert finished(api, paused) == "Completed"
     verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
@@ -336,6 +346,9 @@ def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver)
         and not verdict["passed"]
         and verdict["approval"]["reason"] == word["reason"]
     )
+    key = {"artifacts": {"key": {"any_": ["summary"]}}}
+    [summary] = request(f"{api}/artifacts/latest/filter", key)
+    assert "&lt;b&gt;Ada" in summary["data"] and "<b>" not in summary["data"]
 
 
 def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver: Receiver) -> None:
@@ -357,29 +370,24 @@ def a_killed_run(project: Path, api: str, environment: dict[str, str], receiver:
     assert request(f"{api}/flow_runs/{known}")["state_name"] == "Crashed"
 
 
-def what_a_person_left(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def what_a_person_left(project: Path, api: str) -> None:
     """Asked again, with another address: one automation, off as before; a block of another type is
     told too.
     """
-    monkeypatch.setattr(prefect_api, "PREFECT_URL", api.removesuffix("/api"))
     [made] = request(f"{api}/automations/filter", {})
     assert (
         made["name"] == "rondo: tell of GateFailed, Suspended, Failed, Crashed" and made["enabled"]
     )
-    change(f"{api}/automations/{made['id']}", {"enabled": False})
-    assert notifications.set_up_notifications("http://127.0.0.1:9/other") == ["Custom Webhook"]
-    [block] = request(f"{api}/block_documents/filter", {})
-    assert block["data"]["url"] == "http://127.0.0.1:9/other"
-    slack = request(f"{api}/block_types/slug/slack-webhook")["id"]
-    schema = request(
-        f"{api}/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [slack]}}}
-    )[0]["id"]
-    data = {"url": "https://hooks.slack.com/services/a/b/c"}
-    request(
-        f"{api}/block_documents/",
-        {"name": "rondo", "block_type_id": slack, "block_schema_id": schema, "data": data},
-    )
-    assert sorted(notifications.set_up_notifications(None)) == ["Custom Webhook", "Slack Webhook"]
+    request(f"{api}/automations/{made['id']}", {"enabled": False}, "PATCH")
+    servers = last_servers(project / ".rondo")
+    address = {PREFECT_API_URL: f"{servers.prefect}/api", PREFECT_API_AUTH_STRING: servers.auth}
+    with temporary_settings(address):
+        assert notifications.set_up_notifications("http://127.0.0.1:9/other") == ["Custom Webhook"]
+        [block] = request(f"{api}/block_documents/filter", {"include_secrets": True})
+        assert block["data"]["secrets"] == {"url": "http://127.0.0.1:9/other"}
+        SlackWebhook(url=SecretStr("https://hooks.slack.com/services/a/b/c")).save("rondo")
+        both = notifications.set_up_notifications(None)
+    assert sorted(both) == ["Custom Webhook", "Slack Webhook"]
     [left] = request(f"{api}/automations/filter", {})
     assert len(left["actions"]) == 2 and not left["enabled"]
 
@@ -422,13 +430,6 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind(
     assert run.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in printed and "Error" not in printed, printed
     until(lambda: not of_project(project))
-
-
-def change(url: str, body: dict[str, Any]) -> None:
-    sent = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="PATCH"
-    )
-    urllib.request.urlopen(sent, timeout=10).close()
 
 
 def start(api: str, pipeline: str, *settings: str) -> str:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from flows.core.prefect_api import PREFECT_URL
-from flows.core.services import MLFLOW_URL
+from flows.core.services import Servers
 from flows.core.tables import short_hash
 from flows.execution.energy import Meter
 from flows.report import page
@@ -25,7 +24,7 @@ def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
         for address, path in outs.items()
     }
     write_text(Path("dvc.lock"), yaml.safe_dump({"stages": stages}))
-    mlflow = f"{MLFLOW_URL}/#/experiments/1/runs/fedcba9876543210"
+    mlflow = f"{Servers().mlflow}/#/experiments/1/runs/fedcba9876543210"
     with Meter([]) as meter:
         pass
     provenance.record_provenance(
@@ -45,7 +44,7 @@ def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
     assert "20270102-030405-abc" in sft and "01234567-dirty" in sft and "fedcba98" in sft
     assert "rounds/r0/sft/model md5 of rounds/r0/sft/model" in sft
     assert "made in another folder" in reward and "scores.jsonl" not in reward
-    assert f"{PREFECT_URL}/runs/flow-run/11111111-2222" in html.links
+    assert f"{Servers().prefect}/runs/flow-run/11111111-2222" in html.links
     assert mlflow in html.links
     assert "prepare@r0" not in html.words  # has not run
 

@@ -420,8 +420,6 @@ def test_without_mlflow_the_error_names_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, error: type[RondoError], message: str
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    # An MLflow server may be running on this machine.
-    monkeypatch.setattr("flows.tracking.mlflow_store.MLFLOW_URL", NOWHERE)
     with pytest.raises(error, match=message), registry(tmp_path) as client:
         model_registry.describe(client)
     assert not (tmp_path / "mlflow.db").exists()

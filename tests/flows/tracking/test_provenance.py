@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from flows.core.services import MLFLOW_URL
+from flows.core.services import Servers
 from flows.execution import dvc_stages
 from flows.execution.energy import Meter
 from flows.tracking import provenance
@@ -86,5 +86,5 @@ def test_the_page_of_a_stage_in_mlflow(
     assert experiment is not None
     (stage,) = client.search_runs([experiment.experiment_id], "tags.`rondo.address` = 'assets'")
     page = f"/#/experiments/{experiment.experiment_id}/runs/{stage.info.run_id}"
-    assert tracker.page("assets") == f"{MLFLOW_URL}{page}?workflowType=machine_learning"
+    assert tracker.page("assets") == f"{Servers().mlflow}{page}?workflowType=machine_learning"
     assert NullTracker().page() is None

@@ -1,0 +1,118 @@
+"""Requests to Prefect's server, with Prefect's client.
+
+The client reads its address and the string that it logs in with from the environment
+(flows/core/services.py). `rondo up` imports this module while its servers start, because the
+import takes 2 s.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+from httpx import HTTPError
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import AwaitingRetry, Crashed
+
+CUT_OFF = "CutOff"
+POOL = "rondo"
+NIGHTLY = "0 2 * * *"
+TIMEOUT_SECONDS, RETRIES = 5.0, 2  # a server that hangs must not hold up the end of `rondo up`
+
+
+@contextmanager
+def prefect_client() -> Iterator[SyncPrefectClient]:
+    """A client that gives up within half a minute.
+
+    Raises:
+        HTTPError: the server does not answer, or answers with an error.
+    """
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
+        get_client(httpx_settings={"timeout": TIMEOUT_SECONDS}, sync_client=True) as client,
+    ):
+        yield client
+
+
+def flow_runs(**filters: object) -> list[FlowRun]:
+    """The flow runs that match Prefect's filters (FlowRunFilter)."""
+    with prefect_client() as client:
+        return client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(filters))
+
+
+def set_state(run: UUID, state: State, force: bool = False) -> None:
+    """Set the state of a flow run; without `force`, a run that has ended keeps its state."""
+    with prefect_client() as client:
+        client.set_flow_run_state(run, state, force)
+
+
+def create_pool() -> None:
+    """Create the work pool, or reset the existing one."""
+    with prefect_client() as client:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
+
+
+def worker_online() -> bool:
+    try:
+        with prefect_client() as client:
+            workers = client.read_workers_for_work_pool(POOL)
+    except HTTPError:
+        return False
+    return any(worker.status == WorkerStatus.ONLINE for worker in workers)
+
+
+def offer_nightly() -> None:
+    """Add an inactive nightly schedule to next-round; an existing one stays as a person left it."""
+    with prefect_client() as client:
+        deployment = client.read_deployment_by_name("next-round/next-round")
+        if not deployment.schedules:
+            nightly = CronSchedule(cron=NIGHTLY, timezone="UTC")
+            schedule = DeploymentScheduleCreate(schedule=nightly, active=False)
+            client.create_deployment_schedules(deployment.id, [schedule])
+
+
+def running() -> list[UUID]:
+    """The runs of workers that have not ended, as far as Prefect knows."""
+    runs = flow_runs(
+        deployment_id={"is_null_": False},
+        state={"type": {"any_": [StateType.PENDING, StateType.RUNNING]}},
+    )
+    return [run.id for run in runs]
+
+
+def cut_off(runs: Iterable[UUID], force: bool = False) -> None:
+    """Give runs the state of those that `rondo up` interrupts: the next one resumes them."""
+    message = "resumes with the next `rondo up`"
+    for run in runs:
+        set_state(run, Crashed(name=CUT_OFF, message=message), force)
+
+
+def cut_off_crashed(runs: Iterable[UUID]) -> None:
+    """The same for those of these runs that reported the signal themselves."""
+    crashed = flow_runs(id={"any_": list(runs)}, state={"name": {"any_": ["Crashed"]}})
+    cut_off((run.id for run in crashed), force=True)
+
+
+def reschedule(recorded: Iterable[UUID]) -> list[UUID]:
+    """Schedule the runs again that were interrupted when `rondo up` ended or was killed.
+
+    It is called before the worker starts: a run that Prefect shows as running has no process.
+
+    Args:
+        recorded: the runs that `rondo up` interrupted when it ended.
+
+    Returns:
+        The runs that resume.
+    """
+    dead = running()
+    cut_off(dead)
+    # Only the crashed ones: others reached their end before `rondo up` did
+    crashed = {"type": {"any_": [StateType.CRASHED]}}
+    interrupted = [run.id for run in flow_runs(id={"any_": [*recorded, *dead]}, state=crashed)]
+    for run in interrupted:
+        set_state(run, AwaitingRetry())
+    return interrupted
