@@ -4,6 +4,7 @@ A failed gate ends the flow in the state GateFailed. The flow is started by `ron
 Prefect UI through the deployments in prefect.yaml, with the same parameters.
 """
 
+import html
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -17,13 +18,14 @@ from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas import State
 from prefect.exceptions import Pause
-from prefect.runtime import flow_run, task_run
+from prefect.runtime import deployment, flow_run, task_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
+from flows.core.form_limits import check_form
 from flows.core.git import revision
 from flows.core.services import LogLine
 from flows.execution import dvc_stages, energy, estimate, fork_server, inputs
@@ -223,6 +225,8 @@ def pipeline(
     # 1. Check the parameters, before there is anything to clean up.
     decided = decisions().get(f"params of {run}")
     checked = check_params(decided, run) if decided else resolve(preset, None, settings, sections)
+    if deployment.id:
+        check_form(checked)
     files = [path for paths in user_files(checked).values() for path in paths]
     server = (
         nullcontext()
@@ -331,7 +335,10 @@ def close(
         tracker.close(not remaining, {path.name: path.read_text("utf-8") for path in files})
     with bookkeeping("showing the summary in Prefect", log):
         create_markdown_artifact(
-            summary.SUMMARY.read_text("utf-8"), key="summary", description=f"Run {run}"
+            # Prefect renders Markdown with the HTML in it; the table has texts of people
+            html.escape(summary.SUMMARY.read_text("utf-8"), quote=False),
+            key="summary",
+            description=f"Run {run}",
         )
     if page.REPORT.exists():
         url = tracker.page(text=page.REPORT.name)

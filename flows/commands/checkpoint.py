@@ -11,9 +11,11 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas import State
+from prefect.runtime import deployment
 from prefect.states import Completed
 
 from flows.core import addresses
+from flows.core.form_limits import check_inside
 from flows.core.git import revision
 from flows.core.tables import interval
 from flows.execution import dvc_stages
@@ -50,12 +52,9 @@ def evaluate_checkpoint(
         log(line)
 
     home = home_folder()
-    folder = home / WORKSPACES / run if run else Path.cwd()
-    # `run` comes from a form: the code of any other folder must not run
-    if run and folder not in (home / WORKSPACES).glob("*"):
-        raise BadInput(
-            f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
-        )
+    folder = folder_of_run(run, home) if run else Path.cwd()
+    if deployment.id:
+        check_inside([Path(checkpoint)])
     with chdir(folder), concurrency.compute_slot(log):
         code = dvc_stages.stream(
             ["stages.evaluate.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line
@@ -81,6 +80,20 @@ def evaluate_checkpoint(
         message=f"win rate against SFT {against_sft}, against the selected policy "
         f"{against_policy}; all results: {folder / report}"
     )
+
+
+def folder_of_run(run: str, home: Path) -> Path:
+    """The workspace of a run that a form names: the code of any other folder must not run.
+
+    Raises:
+        BadInput: there is no such workspace.
+    """
+    folder = home / WORKSPACES / run
+    if folder not in (home / WORKSPACES).glob("*"):
+        raise BadInput(
+            f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
+        )
+    return folder
 
 
 def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> None:

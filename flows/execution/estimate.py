@@ -115,7 +115,12 @@ def weights_of(model: str) -> float:
     files = list(Path(model).glob("*.safetensors"))
     if files:
         return sum(file.stat().st_size for file in files) / 2
-    return WEIGHTS.get(model, WEIGHTS["embedded"])
+    return WEIGHTS.get(without_revision(model), WEIGHTS["embedded"])
+
+
+def without_revision(named: str) -> str:
+    """The name of a model or data set of the hub without its `@commit`."""
+    return named.partition("@")[0]
 
 
 def estimate(params: Params, machine: Machine, continues: bool = False) -> Estimate:
@@ -128,7 +133,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     rate, ppo, replay = machine.rates[dtype], params.ppo, params.replay
     demonstrations, pairs, prompts = (
         min(rows, params.prepare.max_rows or rows)
-        for rows in ROWS.get(params.assets.data, ROWS["embedded"])
+        for rows in ROWS.get(without_revision(params.assets.data), ROWS["embedded"])
     )
     prompt = _prompt_tokens(params)
     length = prompt + ppo.response_length

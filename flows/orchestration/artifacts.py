@@ -231,4 +231,4 @@ def gate_markdown(verdict: dict[str, Any]) -> str:
     checks = tables.markdown_table(
         header, ([check[key] for key in keys] for check in verdict["checks"])
     )
-    return f"{html.escape(summary.outcome(verdict), quote=False)}\n\n{checks}"
+    return html.escape(f"{summary.outcome(verdict)}\n\n{checks}", quote=False)

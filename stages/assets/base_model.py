@@ -59,9 +59,11 @@ def write_model(params: Params, folder: Path) -> None:
     elif name == "tiny":
         save(*tiny_model(params.seed), folder, TINY_LICENCE)
     else:
-        path = Path(name).expanduser()
-        model, tokenizer = load_local(path if path.is_dir() else snapshot(name))
-        save(model, tokenizer, folder, f"{name}: see its model card for the licence.")
+        path, source = Path(name).expanduser(), name
+        if not path.is_dir():
+            path = snapshot(name)
+            source = f"{name}, commit {path.name}"
+        save(*load_local(path), folder, f"{source}: see its model card for the licence.")
 
 
 def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
@@ -164,12 +166,17 @@ def tiny_tokenizer() -> Any:
 
 
 def snapshot(name: str) -> Path:
-    """Download a hub repository's safetensors, configuration and tokenizer; no code, no pickles."""
+    """Download a hub repository's safetensors, configuration and tokenizer; no code, no pickles.
+
+    Returns:
+        A folder with the name of the commit.
+    """
     from huggingface_hub import snapshot_download
 
-    refused = "no such folder, and the hub gives no such model; check the name"
+    repository, revision = hub.name_and_revision(name, "assets.model")
+    refused = "the hub gives no such model; check name and revision"
     with hub.hub_errors(f"assets.model {name}", refused):
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
 
 
 def load_local(path: Path) -> tuple[Any, Any]:

@@ -72,10 +72,13 @@ def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     """Write a hub data set as train.jsonl and eval.jsonl (its split test, validation or eval)."""
     import datasets
 
+    repository, revision = name, None
+    if not Path(name).exists():
+        repository, revision = hub.name_and_revision(name, "assets.data")
     with hub.hub_errors(
-        f"assets.data {name}", "the hub does not give it; check name and data_config"
+        f"assets.data {name}", "the hub does not give it; check name, revision and data_config"
     ):
-        splits: Any = datasets.load_dataset(name, data_dir=data_dir)
+        splits: Any = datasets.load_dataset(repository, data_dir=data_dir, revision=revision)
     if "train" not in splits:
         raise BadInput(
             f"assets.data {name}: expected a split `train`, found {', '.join(splits)};"

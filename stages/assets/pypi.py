@@ -4,9 +4,9 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import file_hash
@@ -27,7 +27,7 @@ class Package:
     """A distribution that is downloaded as a file and not installed, since installing it would pull
     in its dependencies.
 
-    requirement: name==version, or a path. options: further options of `pip download`.
+    requirement: name==version, or the URL of a file. options: further options of `pip download`.
     """
 
     requirement: str
@@ -47,9 +47,12 @@ def fetch(package: Package) -> Path:
         return cached
     print(f"downloading {package.requirement}", flush=True)
     DOWNLOADS.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=DOWNLOADS) as folder:
-        options = ["-vv", "--no-deps", *package.options, "--dest", folder]
-        command = [sys.executable, "-m", "pip", "download", *options, package.requirement]
+    with TemporaryDirectory(dir=DOWNLOADS) as folder, TemporaryDirectory() as lists:
+        # With the hash in a list, pip compares it before it runs the build of a source distribution
+        listed = Path(lists, "requirements.txt")
+        listed.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+        options = ["-vv", "--no-deps", "--require-hashes", *package.options, "--dest", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, "-r", str(listed)]
         pip = subprocess.run(command, capture_output=True, text=True, check=False)
         if pip.returncode:
             if lines := UNREACHABLE_INDEX.findall(pip.stdout + pip.stderr):

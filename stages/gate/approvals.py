@@ -27,8 +27,8 @@ class Approval(BaseModel, extra="forbid"):
     """
 
     approved: bool
-    by: str = Field(min_length=1)
-    reason: str = Field(min_length=1)
+    by: str = Field(pattern=r"\S")
+    reason: str = Field(pattern=r"\S")
     failed: dict[str, float | None]
 
     def holds_for(self, failed: Mapping[str, float | None]) -> bool:
@@ -44,8 +44,8 @@ class Rollback(BaseModel, extra="forbid"):
     policy: sha256 of its files (`stages.lib.core.files.file_hash`).
     """
 
-    by: str = Field(min_length=1)
-    reason: str = Field(min_length=1)
+    by: str = Field(pattern=r"\S")
+    reason: str = Field(pattern=r"\S")
     policy: str = Field(pattern="^[0-9a-f]{64}$")
 
 

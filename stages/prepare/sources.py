@@ -154,7 +154,7 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
     elif path.suffix in SUFFIXES or path.exists() or source.path.count("/") != 1:
         raise BadInput(
             f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or the hub id of a"
-            " data set (name/name)"
+            " data set (name/name@commit)"
         )
     else:
         rows = enumerate(read_hub(source), 1)
@@ -176,11 +176,14 @@ def read_hub(source: SourceParams) -> Any:
     """The rows of a hub data set's split."""
     import datasets
 
+    repository, revision = source.path, None
+    if not Path(source.path).exists():
+        repository, revision = hub.name_and_revision(source.path, "prepare.sources")
     with hub.hub_errors(
         f"prepare.sources: {source.path}",
         f"no such file, and the hub does not give split {source.split}",
     ):
-        return datasets.load_dataset(source.path, split=source.split)
+        return datasets.load_dataset(repository, split=source.split, revision=revision)
 
 
 def separate(rows: list[SourceRow], own_files: bool, audit: Audit) -> list[SourceRow]:

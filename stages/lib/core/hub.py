@@ -42,6 +42,32 @@ def hub_errors(what: str, refused: str) -> Iterator[None]:
         raise BadInput(f"{what}: {refused} ({error})") from error
 
 
+def name_and_revision(named: str, key: str) -> tuple[str, str]:
+    """Split `org/name@revision`, the name of a model or data set of the hub.
+
+    Without a revision, the hub may give other files tomorrow, and the misspelt name of a local
+    folder could be the name of a stranger's model.
+
+    Args:
+        named: as params.yaml has it; it is no local file or folder.
+        key: of params.yaml, for the error message.
+
+    Raises:
+        BadInput: there is no revision.
+
+    Example:
+        >>> name_and_revision("gpt2@main", "assets.model")
+        ('gpt2', 'main')
+    """
+    name, _, revision = named.partition("@")
+    if not revision:
+        raise BadInput(
+            f"{key} {named}: no such file or folder here; for the hub, add the commit: "
+            f"{named}@COMMIT (or {named}@main, the newest, which may change)"
+        )
+    return name, revision
+
+
 def is_hub_unreachable(error: BaseException | None) -> bool:
     """Whether the hub did not answer, or answered that it is overloaded or broken.
 

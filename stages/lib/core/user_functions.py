@@ -5,12 +5,11 @@ Imports no heavy library, so that `rondo run` can check the names before it star
 
 import ast
 import importlib
-import importlib.util
 import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput, RondoError
@@ -66,9 +65,7 @@ def function_files(named: str, key: str) -> list[Path]:
     module, _, name = named.partition(":")
     file = _file_of_module(module)
     if file is None:
-        with suppress(ImportError, ValueError):  # a module of an installed package
-            spec = importlib.util.find_spec(module)
-            file = Path(spec.origin) if spec and spec.origin else None
+        file = _file_of_installed_module(module)
     if file is None:
         raise BadInput(f"{key}: {named}: no module named {module}; put it in the project's folder")
     if file.suffix != ".py":  # built in or compiled: only an import shows what it defines
@@ -88,6 +85,15 @@ def _file_of_module(module: str) -> Path | None:
     path = Path(*module.split("."))
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((file for file in candidates if file.is_file()), None)
+
+
+def _file_of_installed_module(module: str) -> Path | None:
+    """Its file; `importlib.util.find_spec` would run the packages that contain the module."""
+    parts, search, spec = module.split("."), None, None
+    for depth in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), search)
+        search = spec.submodule_search_locations if spec else []
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def _defined_names(file: Path) -> set[str]:

@@ -1,7 +1,8 @@
 """A language model as judge, over OpenAI's chat completions protocol.
 
 OpenAI, vLLM, Ollama, llama.cpp and others support it. The API key is read from the environment and
-sent to the server only; it is never written to a file, log or message.
+sent only to the servers that pyproject.toml lists for it; it is never written to a file, log or
+message.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from openai.types.chat import ChatCompletion
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
+from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import transcript
 from stages.lib.judging.answer_cache import Answer, AnswerCache
@@ -83,7 +85,7 @@ class EndpointJudge:
         self.params, self.params_key = params, key
         self.answers = AnswerCache(cache)
         self.counts, self.lock = Usage(), Lock()
-        self.api_key = os.environ.get(params.api_key_env) or NO_KEY
+        self.api_key = read_api_key(params.api_key_env, params.base_url or "") or NO_KEY
         self.client = openai.OpenAI(
             base_url=params.base_url,
             api_key=self.api_key,
@@ -218,11 +220,19 @@ class EndpointJudge:
         params, key = self.params, self.params_key
         reason = str(error).replace(self.api_key, "***")[:SHOWN]
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            state = "refused" if self.api_key != NO_KEY else "not set"
+            variable = params.api_key_env
+            next_step = f"export one that {params.base_url} accepts"
+            if self.api_key != NO_KEY:
+                state = "refused"
+            elif os.environ.get(variable):
+                state = "not for this server"
+                next_step = f'add {variable} = ["{params.base_url}"] to [tool.rondo.api_keys]'
+                next_step += " in pyproject.toml"
+            else:
+                state = "not set"
             raise BadInput(
-                f"{key}.api_key_env {params.api_key_env}: the API key in this environment variable "
-                f"is {state} ({reason}); export one that {params.base_url} accepts and run the "
-                "stage again"
+                f"{key}.api_key_env {variable}: the API key in this environment variable "
+                f"is {state} ({reason}); {next_step} and run the stage again"
             ) from None
         if isinstance(error, openai.NotFoundError):
             raise BadInput(

@@ -17,8 +17,9 @@ from mlflow.entities import LoggedModel
 from prefect.client.orchestration import SyncPrefectClient
 
 from flows import cli
-from flows.commands.checkpoint import ROWS, evaluate_checkpoint, record
+from flows.commands.checkpoint import ROWS, evaluate_checkpoint, folder_of_run, record
 from flows.execution import fork_server
+from flows.execution.worktree import WORKSPACES
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import write_json, write_jsonl, write_text
@@ -247,3 +248,13 @@ def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_fol
         state = evaluate_checkpoint(run, "r0", checkpoint, return_state=True)
         assert state.is_failed() and message in str(state.message)
         assert isinstance(state.result(raise_on_failure=False), error)
+
+
+def test_a_run_is_the_name_of_a_workspace(tmp_path: Path) -> None:
+    """The code in that folder runs."""
+    workspace = tmp_path / WORKSPACES / "20270102-030405-abc"
+    (workspace / "stages").mkdir(parents=True)
+    assert folder_of_run(workspace.name, tmp_path) == workspace
+    for run in (str(tmp_path), "..", ".", "../workspaces", f"{workspace.name}/stages", "*", "x"):
+        with pytest.raises(BadInput, match="is not a folder"):
+            folder_of_run(run, tmp_path)

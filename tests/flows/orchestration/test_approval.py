@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from flows import cli
 from flows.core.config import resolve, write_params
 from flows.execution import dvc_stages
-from flows.orchestration.approval import decide_at_terminal, waiting
+from flows.orchestration.approval import Decision, decide_at_terminal, waiting
+from stages.gate.approvals import Approval
 from stages.lib.core.errors import BadInput, GateFailed
 
 GATE = "gate_sft@r0"
@@ -34,6 +36,11 @@ def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path
     assert waiting(GATE)
     with pytest.raises(BadInput, match="--reason is empty"):
         decide_at_terminal("sft", "r0", True, "Ada", " ")
+    for answer in ({"by": "Ada", "reason": " \n"}, {"by": " ", "reason": "fine"}):
+        with pytest.raises(ValidationError, match="pattern"):  # the form in the browser
+            Decision(approve=True, **answer)
+        with pytest.raises(ValidationError, match="pattern"):  # a file written by hand
+            Approval(approved=True, failed={}, **answer)
 
     rondo("approve", "sft", "r0", "--refuse", "--by", "Ada", "--reason", "too little")
     with pytest.raises(GateFailed, match="Refused by Ada: too little"):

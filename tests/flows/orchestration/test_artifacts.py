@@ -112,6 +112,15 @@ def test_texts_of_models_are_never_html() -> None:
     assert (row["score"], row["note"]) == (0.5, "None")
 
 
+def test_a_verdict_is_never_html() -> None:
+    attack = "<img src=x onerror=alert(1)>"
+    check = {"metric": attack, "value": 1.0, "threshold": 2.0, "passed": False, "next_step": attack}
+    approval = {"approved": True, "by": attack, "reason": attack}
+    verdict = {"passed": False, "may_continue": True, "checks": [check], "approval": approval}
+    markdown = artifacts.gate_markdown(verdict)
+    assert "<" not in markdown and markdown.count("onerror") >= 4
+
+
 def test_a_run_creates_its_artifacts_in_prefect(project: Path) -> None:
     """With a temporary server, as `rondo run` starts one if none is running."""
     environment = {

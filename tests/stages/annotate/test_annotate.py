@@ -158,6 +158,7 @@ def test_a_language_model_labels_the_tiny_models_responses(make_round, chat_serv
 
     chat_server.answer = longer
     monkeypatch.setenv("MY_KEY", KEY)
+    Path("pyproject.toml").write_text(f'[tool.rondo.api_keys]\nMY_KEY = ["{chat_server.url}"]\n')
     endpoint = {"base_url": chat_server.url, "model": "wise", "api_key_env": "MY_KEY"}
     params = with_judge(
         make_round("r0", 1.0),

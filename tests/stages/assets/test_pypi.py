@@ -1,7 +1,10 @@
 """Downloads by pip from a wheel on disk, and from local indexes that fail."""
 
+import io
+import tarfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,20 +46,40 @@ def test_right_and_wrong_checksum(tmp_path: Path) -> None:
 
 
 def test_a_download_is_cached(wheel: Path) -> None:
-    package = Package(str(wheel), file_hash(wheel))
+    package = Package(wheel.as_uri(), file_hash(wheel))
     first = fetch(package)
     wheel.unlink()
     assert fetch(package) == first == DOWNLOADS / package.sha256
     with pytest.raises(BadInput, match="pip could not download it"):
-        fetch(Package(str(wheel), HELLO))
+        fetch(Package(wheel.as_uri(), HELLO))
 
 
 def test_a_wrong_download_leaves_nothing(wheel: Path) -> None:
-    with pytest.raises(
-        BadInput, match=rf"small-1\.0.*expected sha256 {HELLO}, got {file_hash(wheel)}"
-    ):
-        fetch(Package(str(wheel), HELLO))
+    with pytest.raises(BadInput, match=rf"(?s)small-1\.0.*{HELLO}.*Got +{file_hash(wheel)}"):
+        fetch(Package(wheel.as_uri(), HELLO))
     assert list(DOWNLOADS.iterdir()) == []
+
+
+def test_a_replaced_source_distribution_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    setup = (
+        f"import setuptools; open({str(tmp_path / 'ran')!r}, 'w'); setuptools.setup(name='small')"
+    )
+    with tarfile.open(tmp_path / "small-1.0.tar.gz", "w:gz") as archive:
+        for name, text in (("setup.py", setup), ("PKG-INFO", "Name: small\nVersion: 1.0\n")):
+            member = tarfile.TarInfo(f"small-1.0/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    options = ("--no-binary", ":all:", "--no-build-isolation")
+    package = Package((tmp_path / "small-1.0.tar.gz").as_uri(), HELLO, options)
+    with pytest.raises(BadInput, match=f"(?s){HELLO}.*Got"):
+        fetch(package)
+    assert not (tmp_path / "ran").exists()
+    right = file_hash(tmp_path / "small-1.0.tar.gz")
+    fetch(replace(package, sha256=right))
+    assert (tmp_path / "ran").exists()  # so the attack would have worked
 
 
 @pytest.fixture

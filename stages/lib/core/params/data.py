@@ -23,12 +23,12 @@ class AssetsParams(ParamsSection):
     model: str = Field(
         "embedded",
         description="Base model: `embedded` (SmolLM2-135M-Instruct), `tiny` (random, for tests), "
-        "a hub id or a local path.",
+        "a hub id with its commit (`org/name@commit`) or a local path.",
     )
     data: str = Field(
         "embedded",
         description="Data: `embedded` (human-rated tweets), `files` (see prepare.sources), or a "
-        "hub id of preference pairs.",
+        "hub id of preference pairs with its commit (`org/name@commit`).",
     )
     data_config: str | None = Field(
         None, description="Configuration (`data_dir`) of the hub data set, e.g. `harmless-base`."
@@ -36,7 +36,7 @@ class AssetsParams(ParamsSection):
 
 
 class SourceParams(ParamsSection):
-    path: str = Field(description="JSONL or Parquet file, or the hub id of a data set.")
+    path: str = Field(description="JSONL or Parquet file, or a hub id with its commit.")
     split: str = Field("train", description="Split of a hub data set.")
     use: str = Field(
         "train",

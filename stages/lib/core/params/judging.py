@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from stages.lib.core.params.shared import ParamsSection
+from stages.lib.core.params.shared import URL_PATTERN, ParamsSection
 
 # Part of every request, so part of the answer cache's keys: another wording means new answers
 DEFAULT_RUBRIC = (
@@ -30,13 +30,15 @@ class EndpointParams(ParamsSection):
 
     base_url: str | None = Field(
         None,
-        pattern="^https?://",
+        pattern=URL_PATTERN,
         description="The server's address with its /v1, e.g. http://127.0.0.1:8000/v1.",
     )
     model: str | None = Field(None, description="The model's name on that server.")
     api_key_env: str = Field(
         "OPENAI_API_KEY",
-        description="Environment variable with the API key; may be unset if the server needs none.",
+        pattern="^[A-Z][A-Z0-9_]*$",
+        description="Environment variable with the API key. It is sent only to servers that "
+        "[tool.rondo.api_keys] in pyproject.toml lists.",
     )
     rubric: str | dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], str] = Field(
         DEFAULT_RUBRIC,

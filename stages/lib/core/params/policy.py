@@ -7,7 +7,7 @@ from enum import Enum
 
 from pydantic import Field, model_validator
 
-from stages.lib.core.params.shared import LoraParams, ParamsSection
+from stages.lib.core.params.shared import URL_PATTERN, LoraParams, ParamsSection
 
 
 class Algorithm(str, Enum):
@@ -112,7 +112,9 @@ class RewardSource(ParamsSection):
         "project's folder.",
     )
     url: str | None = Field(
-        None, description="Address of a reward model over HTTP (OpenRLHF's protocol)."
+        None,
+        pattern=URL_PATTERN,
+        description="Address of a reward model over HTTP (OpenRLHF's protocol).",
     )
 
     @model_validator(mode="after")
@@ -153,7 +155,9 @@ class PpoParams(ParamsSection):
         description="`colocate`: on the same GPU; `server`: a server started with `vllm serve`.",
     )
     vllm_server_base_url: str | None = Field(
-        None, description="Address of the vLLM server, e.g. http://127.0.0.1:8000."
+        None,
+        pattern=URL_PATTERN,
+        description="Address of the vLLM server, e.g. http://127.0.0.1:8000.",
     )
     vllm_gpu_memory_utilization: float = Field(
         0.3, gt=0, lt=1, description="Share of GPU memory that vLLM takes with `colocate`."

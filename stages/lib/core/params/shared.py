@@ -4,6 +4,9 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+# A user and password in an address would be written to params.yaml, logs and branches
+URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
+
 
 class ParamsSection(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)

@@ -18,11 +18,11 @@ from stages.lib.core.params.data import SourceParams
 from stages.prepare.sources import read_hub
 
 NOWHERE = "http://127.0.0.1:9"
-PARAMS = check_params({"assets": {"model": "org/mine", "data": "org/mine"}}, "test")
+PARAMS = check_params({"assets": {"model": "org/mine@main", "data": "org/mine@main"}}, "test")
 CALLS = {
-    "assets.model org/mine": lambda folder: write_model(PARAMS, folder),
-    "assets.data org/mine": lambda folder: write_data(PARAMS, folder),
-    "prepare.sources: org/mine": lambda _: read_hub(SourceParams(path="org/mine")),
+    "assets.model org/mine@main": lambda folder: write_model(PARAMS, folder),
+    "assets.data org/mine@main": lambda folder: write_data(PARAMS, folder),
+    "prepare.sources: org/mine@main": lambda _: read_hub(SourceParams(path="org/mine@main")),
 }
 
 
@@ -96,33 +96,39 @@ def test_offline(what: str, hub_at, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_server_that_closes_the_connection(hub_at, status_server, tmp_path: Path) -> None:
     hub_at(status_server(None))
     with pytest.raises(
-        Unreachable, match=r"assets\.model org/mine: the hub cannot be reached .*disconnected"
+        Unreachable, match=r"assets\.model org/mine@main: the hub cannot be reached .*disconnected"
     ):
         write_model(PARAMS, tmp_path)
 
 
-def test_a_split_that_is_not_there_and_a_folder_without_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` reads a local folder as it reads a hub repository."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.jsonl").write_text('{"a": 1}\n')
-    for source in (
-        SourceParams(path=str(tmp_path / "data"), split="nope"),
-        SourceParams(path=str(tmp_path / "none")),
-    ):
-        with pytest.raises(BadInput, match=f"does not give split {source.split}"):
-            read_hub(source)
+    with pytest.raises(BadInput, match="does not give split nope"):
+        read_hub(SourceParams(path=str(tmp_path / "data"), split="nope"))
 
 
 def test_an_invalid_name(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput,
-        match=r"assets\.model a//b: no such folder, "
-        "and the hub gives no such model; check the name",
+        match=r"assets\.model a//b@main: the hub gives no such model; check name and revision",
     ):
-        write_model(check_params({"assets": {"model": "a//b"}}, "test"), tmp_path)
+        write_model(check_params({"assets": {"model": "a//b@main"}}, "test"), tmp_path)
+
+
+def test_a_missing_folder_is_never_a_name_of_the_hub(hub_at, status_server, tmp_path: Path) -> None:
+    """A stranger may have published models/mine there."""
+    hub_at(status_server(500))
+    params = check_params({"assets": {"model": "models/mine", "data": "data/mine"}}, "test")
+    for call in (
+        lambda: write_model(params, tmp_path),
+        lambda: write_data(params, tmp_path),
+        lambda: read_hub(SourceParams(path="data/mine")),
+    ):
+        with pytest.raises(BadInput, match="no such file or folder here; for the hub, add the com"):
+            call()
 
 
 def test_an_error_of_our_own_code_is_not_translated() -> None:

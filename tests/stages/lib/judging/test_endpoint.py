@@ -1,6 +1,7 @@
 """A language model as judge, with a real server on loopback for the chat completions protocol."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +29,15 @@ def likes_good(request: dict) -> str:
     return SAY_TIE if ("good" in a) == ("good" in b) else SAY_A if "good" in a else SAY_B
 
 
+def allow_key(server: str) -> None:
+    Path("pyproject.toml").write_text(f'[tool.rondo.api_keys]\nMY_KEY = ["{server}"]\n')
+
+
 @pytest.fixture
 def endpoint(chat_server, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.chdir(tmp_path)
+    allow_key(chat_server.url)
 
     def make(**changes) -> EndpointJudge:
         values = {
@@ -155,6 +162,24 @@ def test_a_refused_key_is_named_by_its_variable_and_never_shown(
     assert all(
         KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
     )
+
+
+def test_a_key_goes_to_no_server_that_the_project_does_not_list(endpoint, chat_server, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
+    chat_server.answer = lambda _: (401, "no key")
+    host, port = chat_server.url.split("//")[1].split("/")[0].split(":")
+    for server in (f"https://{host}:{port}", f"http://{host}:{int(port) + 1}", "http://localhost"):
+        allow_key(server)
+        for variable in ("MY_KEY", "AWS_SECRET_ACCESS_KEY"):
+            with pytest.raises(
+                BadInput,
+                match=rf"{variable}: .* is not for this server .*\[tool\.rondo\.api_keys\]",
+            ):
+                endpoint(api_key_env=variable).compare([PAIR])
+    Path("pyproject.toml").unlink()
+    with pytest.raises(BadInput, match="is not for this server"):
+        endpoint().compare([PAIR])
+    assert not any(KEY in key for key in chat_server.keys)
 
 
 def test_a_missing_model(endpoint, chat_server):
