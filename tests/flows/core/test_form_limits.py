@@ -4,9 +4,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from prefect.logging import disable_run_logger
 
+from flows.commands.checkpoint import evaluate_checkpoint
 from flows.core.config import resolve
 from flows.core.form_limits import check_form, check_inside
+from flows.pipeline import pipeline
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.params.policy import RewardSource
@@ -73,6 +76,20 @@ def test_a_form_reads_no_file_outside_the_project(
     form("assets.data=files", data.format("pairs.jsonl"))
     Path("pyproject.toml").write_text(f"[tool.rondo]\nfolders = ['{outside}']\n")
     form("assets.data=files", data.format(outside / "pairs.jsonl"))
+
+
+def test_a_run_of_the_form_checks_them(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+
+    # Prefect reads a deployment's id from this variable first, for tests
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "a-deployment")
+    with disable_run_logger():
+        with pytest.raises(BadInput, match="is outside the project"):
+            pipeline("run", "keep", lambda: 0, [f"assets.model={outside}"], None, False)
+        with pytest.raises(BadInput, match="is outside the project"):
+            evaluate_checkpoint.fn(checkpoint=str(outside))
 
 
 @pytest.mark.parametrize(
