@@ -2,7 +2,9 @@
 
 They have no worker that would report this, so Prefect would show them as running for ever. A flow
 run holds a file lock while its process lives. The operating system releases the lock whenever the
-process ends, even by SIGKILL.
+process ends, even by SIGKILL. An automation on Prefect's heartbeats
+(PREFECT_FLOWS_HEARTBEAT_FREQUENCY, at least 30 s) would need a minute or more, and this needs at
+most ten seconds.
 """
 
 from pathlib import Path

@@ -85,7 +85,11 @@ def running() -> list[UUID]:
 
 
 def cut_off(runs: Iterable[UUID], force: bool = False) -> None:
-    """Give runs the state of those that `rondo up` interrupts: the next one resumes them."""
+    """Give runs the state of those that `rondo up` interrupts: the next one resumes them.
+
+    Prefect's setting for this, PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR=reschedule, holds for
+    `prefect flow-run execute`; a process worker starts `python -m prefect.engine` instead.
+    """
     message = "resumes with the next `rondo up`"
     for run in runs:
         set_state(run, Crashed(name=CUT_OFF, message=message), force)
