@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.cli import configure_prefect
+from flows.commands.run import configure_prefect
 from flows.execution.worktree import WORKSPACES
 
 configure_prefect()  # before Prefect is imported

@@ -2,19 +2,15 @@
 
 import argparse
 import io
-import logging
 import os
-import shlex
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import TypeAlias
 
 from flows.core import interrupts
 from flows.core.services import HOME
 
-RUN_SECONDS = 8.0  # from a signal to the end of a run, at most
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 the network or a server is "
     "unreachable, 1 any other error, 128 + the signal's number after a signal (Ctrl-C: 130)."
@@ -206,79 +202,9 @@ def add_comparison_commands(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow in this process.
+    from flows.commands.run import run_flow
 
-    It uses the Prefect server of `rondo up` if that is running, else a temporary one.
-    """
-    command = shlex.join(["rondo", *sys.argv[1:]])
-    interrupts.raise_at_signals(
-        "the run ends; stages that are done and saved resume states are kept; "
-        f"`{command}` continues",
-        RUN_SECONDS,
-    )
-    from flows.core.config import resolve
-    from stages.lib.core.errors import GateFailed, RondoError
-
-    # Bad input is reported before anything starts.
-    resolve(options.preset, options.rounds, options.set)
-    configure_prefect()
-    configure_console()
-
-    from flows.execution import dvc_stages, fork_server
-
-    # The fork server imports its libraries while Prefect starts.
-    with fork_server.fork_server(dvc_stages.stage_environment()):
-        from flows.orchestration import terminal_run
-        from flows.pipeline import rlhf_pipeline
-
-        terminal_run.prepare(HOME.resolve())
-        state = rlhf_pipeline(
-            options.preset,
-            options.rounds or 0,
-            options.set,
-            isolated=options.isolated,
-            return_state=True,
-        )
-    interrupts.exit_at_signals()  # all is recorded
-    if state.is_completed():
-        return 0
-    if state.name == "GateFailed":
-        raise GateFailed(state.message)
-    error = state.result(raise_on_failure=False)
-    if isinstance(error, RondoError):
-        raise error
-    if isinstance(error, Exception):
-        traceback.print_exception(error)
-    print(f"rondo: {state.name}: {state.message}", file=sys.stderr)
-    return RondoError.exit_code
-
-
-def configure_prefect() -> None:
-    """Set Prefect's environment variables; call it before Prefect is imported."""
-    from flows.core import services
-
-    home = HOME.resolve()
-    for name, value in services.prefect_environment(home).items():
-        os.environ.setdefault(name, value)
-    # Prefect's log goes to its run page; the terminal gets the lines of the logger `rondo`.
-    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
-    if "PREFECT_API_URL" in os.environ:  # a server of the user's
-        return
-    if servers := services.running_prefect(home):
-        os.environ["PREFECT_API_URL"] = f"{servers.prefect}/api"
-        os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
-    else:  # the temporary server of this process
-        os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
-
-
-def configure_console() -> None:
-    """Print the lines of the logger `rondo` without prefix."""
-    console = logging.getLogger("rondo")
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    console.addHandler(handler)
-    console.setLevel(logging.INFO)
-    console.propagate = False
+    return run_flow(options.preset, options.rounds, options.set, options.isolated)
 
 
 def next_round(options: argparse.Namespace) -> int:

@@ -1,0 +1,90 @@
+"""`rondo run`: the flow in this process.
+
+Prefect and what imports it are imported in the functions, after the signal handlers and Prefect's
+environment variables are set.
+"""
+
+import logging
+import os
+import shlex
+import sys
+import traceback
+
+from flows.core import interrupts, services
+from flows.core.config import resolve
+from flows.core.services import HOME
+from stages.lib.core.errors import GateFailed, RondoError
+
+END_SECONDS = 8.0  # from a signal to the end of a run, at most
+
+
+def run_flow(preset: str, rounds: int | None, settings: list[str], isolated: bool) -> int:
+    """Run the flow in this process, and return the exit code.
+
+    It uses the Prefect server of `rondo up` if that is running, else a temporary one.
+
+    Args:
+        rounds: how many rounds; None: those of params.yaml or the preset.
+
+    Raises:
+        GateFailed: a gate failed.
+        RondoError: any other error of Rondo.
+    """
+    command = shlex.join(["rondo", *sys.argv[1:]])
+    interrupts.raise_at_signals(
+        "the run ends; stages that are done and saved resume states are kept; "
+        f"`{command}` continues",
+        END_SECONDS,
+    )
+    # Bad input is reported before anything starts.
+    resolve(preset, rounds, settings)
+    configure_prefect()
+    configure_console()
+
+    from flows.execution import dvc_stages, fork_server
+
+    # The fork server imports its libraries while Prefect starts.
+    with fork_server.fork_server(dvc_stages.stage_environment()):
+        from flows.orchestration import terminal_run
+        from flows.pipeline import rlhf_pipeline
+
+        terminal_run.prepare(HOME.resolve())
+        state = rlhf_pipeline(preset, rounds or 0, settings, isolated=isolated, return_state=True)
+    interrupts.exit_at_signals()  # all is recorded
+    if state.is_completed():
+        return 0
+    if state.name == "GateFailed":
+        raise GateFailed(state.message)
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, RondoError):
+        raise error
+    if isinstance(error, Exception):
+        traceback.print_exception(error)
+    print(f"rondo: {state.name}: {state.message}", file=sys.stderr)
+    return RondoError.exit_code
+
+
+def configure_prefect() -> None:
+    """Set Prefect's environment variables; call it before Prefect is imported."""
+    home = HOME.resolve()
+    for name, value in services.prefect_environment(home).items():
+        os.environ.setdefault(name, value)
+    # Prefect's log goes to its run page; the terminal gets the lines of the logger `rondo`.
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
+    if "PREFECT_API_URL" in os.environ:  # a server of the user's
+        return
+    if servers := services.running_prefect(home):
+        os.environ["PREFECT_API_URL"] = f"{servers.prefect}/api"
+        os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
+    else:  # the temporary server of this process
+        os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
+
+
+def configure_console() -> None:
+    """Print the lines of the logger `rondo` without prefix."""
+    console = logging.getLogger("rondo")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    console.addHandler(handler)
+    console.setLevel(logging.INFO)
+    console.propagate = False
