@@ -91,6 +91,14 @@ def add_run_commands(commands: Subparsers) -> None:
         "without --preset params.yaml stays as it is",
     )
     start.add_argument("--rounds", type=int, metavar="N", help="number of rounds")
+    start.add_argument(
+        "--rerun",
+        action="append",
+        default=[],
+        metavar="ROUND",
+        help="run an ended round again, and all later ones, with the current settings; may be "
+        "repeated; `all`: every round",
+    )
     more = add_command(
         commands,
         "next-round",
@@ -204,13 +212,13 @@ def add_comparison_commands(commands: Subparsers) -> None:
 def run(options: argparse.Namespace) -> int:
     from flows.commands.run import run_flow
 
-    return run_flow(options.preset, options.rounds, options.set, options.isolated)
+    return run_flow(options.preset, options.rounds, options.set, options.isolated, options.rerun)
 
 
 def next_round(options: argparse.Namespace) -> int:
     from flows.core.config import KEEP, one_more_round
 
-    options.preset, options.rounds = KEEP, one_more_round()
+    options.preset, options.rounds, options.rerun = KEEP, one_more_round(), []
     return run(options)
 
 

@@ -7,7 +7,7 @@ Prefect UI through the deployments in prefect.yaml, with the same parameters.
 import html
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,20 +24,26 @@ from pydantic import Field
 
 from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
-from flows.core.config import KEEP, Sections, one_more_round, preset_names, resolve, write_params
+from flows.core.config import KEEP, Sections, all_rounds, one_more_round, preset_names, resolve
 from flows.core.form_limits import check_form
 from flows.core.git import revision
 from flows.core.services import LogLine
-from flows.execution import dvc_stages, energy, estimate, fork_server, inputs
+from flows.execution import dvc_stages, energy, estimate, fork_server, history, inputs
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
+from flows.orchestration.decisions import (
+    decide_once,
+    decisions,
+    decisions_path,
+    home_folder,
+    own_params,
+)
 from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
-from stages.lib.core.files import read_json, write_json
-from stages.lib.core.params import Params, check_params, load_params
+from stages.lib.core.params import check_params
 from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
@@ -45,6 +51,7 @@ PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_na
 # value is invalid.
 Rounds = Annotated[int, Field(ge=0)]
 QUICK_STAGES = {"champion", "gate_sft", "gate_reward", "gate_promote"}  # wait for no slot
+SHOWN_ENDED = 3  # ended rounds in summary and report, before those of the run
 RETRY_DELAYS = retries.retry_delays()  # seconds
 INTERRUPTED_SECONDS = 1.0  # for sending to MLflow what waits, at the end of an interrupted run
 
@@ -120,50 +127,6 @@ def write_report(rounds: list[str], log: LogLine) -> None:
         log(f"report with charts and samples: {page.write(rounds).resolve()}")
 
 
-def home_folder() -> Path:
-    """The folder of Rondo's own state, `.rondo` unless RONDO_HOME names another."""
-    return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
-
-
-def decisions_path() -> Path:
-    """The file with the decisions of this flow run (`decide_once`)."""
-    return home_folder() / "runs" / f"{flow_run.id}.json"
-
-
-def decisions() -> dict[str, Any]:
-    """The decisions of this flow run so far, by name."""
-    path = decisions_path()
-    return dict(read_json(path, "")) if path.exists() else {}
-
-
-def decide_once(name: str, decide: Callable[[], Any]) -> Any:
-    """The value of `decide` when this flow run first called it under this name.
-
-    After a crash, a retry or a suspension at a gate, the flow starts again from the top; it has to
-    use the same values.
-    """
-    decided = decisions()
-    if name not in decided:
-        decided[name] = decide()
-        write_json(decisions_path(), decided)
-    return decided[name]
-
-
-def own_params(run: str, decide: Callable[[], Params]) -> Params:
-    """The params of a run, which `decide` resolves when the run begins.
-
-    A run that begins again keeps them, whatever another run has written to params.yaml since.
-    Rounds that the other run has added stay.
-    """
-    name = f"params of {run}"
-    begins_again = name in decisions()
-    values = decide_once(name, lambda: decide().model_dump(mode="json"))
-    if begins_again:
-        current = load_params().model_dump(mode="json")["rounds"]
-        values["rounds"] |= {key: current[key] for key in current if key not in values["rounds"]}
-    return check_params(values, f"run {run}")
-
-
 def run_id() -> str:
     """The name of this run: its start in UTC and the beginning of the flow run's id."""
     crashed_runs.hold_run_lock(decisions_path())
@@ -186,6 +149,7 @@ def rlhf_pipeline(
     settings: list[str] = [],  # noqa: B006
     sections: Sections | None = None,
     isolated: bool = False,
+    rerun: list[str] = [],  # noqa: B006
 ) -> State[Any]:
     """Data preparation, SFT, reward model, PPO, evaluation and badcase replay, round after round,
     with gates between.
@@ -196,8 +160,10 @@ def rlhf_pipeline(
         settings: Single values, section.key=value, e.g. ppo.total_episodes=64.
         sections: Whole sections of params.yaml; sections that are left out do not change.
         isolated: Work in a new git worktree and commit the results to the branch `runs/RUN`.
+        rerun: Ended rounds to run again with these settings, and with them all later ones; `all`
+            for every round. A preset runs every round again.
     """
-    return pipeline(run_id(), preset, lambda: rounds, settings, sections, isolated)
+    return pipeline(run_id(), preset, lambda: rounds, settings, sections, isolated, rerun)
 
 
 def pipeline(
@@ -207,6 +173,7 @@ def pipeline(
     settings: list[str],
     sections: Sections | None,
     isolated: bool,
+    rerun: Collection[str] = (),
 ) -> State[Any]:
     """Run the stages of all rounds; the body of `rlhf_pipeline`, also for other flows.
 
@@ -214,6 +181,7 @@ def pipeline(
         run: the name of the run.
         rounds: returns the number of rounds, 0 for the number in params.yaml or the preset; it is
             called when no other run uses the folder.
+        rerun: ended rounds to run again, or history.ALL.
 
     Returns:
         The final state: Completed, or Failed with the name GateFailed.
@@ -223,11 +191,7 @@ def pipeline(
     """
     log, home = make_logger(), home_folder()
     # 1. Check the parameters, before there is anything to clean up.
-    decided = decisions().get(f"params of {run}")
-    checked = check_params(decided, run) if decided else resolve(preset, None, settings, sections)
-    if deployment.id:
-        check_form(checked)
-    files = [path for paths in user_files(checked).values() for path in paths]
+    files = checked_files(run, preset, settings, sections)
     server = (
         nullcontext()
         if fork_server.VARIABLE in os.environ
@@ -236,12 +200,17 @@ def pipeline(
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
     with server, tree as folder:
         # 2. Write params.yaml.
-        params = own_params(run, lambda: resolve(preset, rounds() or None, settings, sections))
-        changes = [f"  {change}" for change in write_params(params)]
+        number = rounds() or None
+        ended = history.rounds_to_end(preset, number, rerun)
+        params = own_params(run, lambda: resolve(preset, number, settings, sections, ended), ended)
+        changes = [f"  {change}" for change in history.write(params, ended)]
         log(f"run {run} in {folder}")
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
+        if ended:
+            log(f"ended, not run again (--rerun does): {', '.join(ended)}")
         # 3. Find the stages to run, and estimate time and memory.
         names = list(params.rounds)
+        shown = [*ended[-SHOWN_ENDED:], *names]
         inputs.refresh(params, home, log)
         addresses = dvc_stages.stage_order(names)
         todo = dvc_stages.not_up_to_date(addresses)
@@ -250,13 +219,7 @@ def pipeline(
                 log(line)
         # 4. Run the stages.
         run_ref = provenance.RunRef(run, revision())
-        tags = {
-            "revision": run_ref.revision,
-            "seed": str(params.seed),
-            "preset": preset,
-            "project": provenance.project_id(home),
-            "isolated": str(isolated),
-        }
+        tags = provenance.run_tags(run_ref, params, preset, isolated, home)
         tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
         remaining = list(addresses)
@@ -270,7 +233,7 @@ def pipeline(
             tracker.flush()
             raise  # the flow starts again from the top when a person has decided
         except Exception:
-            close(run, names, remaining, tracker, log, bool(todo))
+            close(run, shown, remaining, tracker, log, bool(todo))
             raise
         except BaseException:  # Ctrl-C, Cancel: there is no time for a report
             with bookkeeping("recording the run", log):
@@ -278,8 +241,23 @@ def pipeline(
             log(f"Interrupted at {remaining[0] if remaining else 'the end'}.")
             raise
         # 5. Write the results.
-        close(run, names, remaining, tracker, log, bool(todo))
+        close(run, shown, remaining, tracker, log, bool(todo))
         return state
+
+
+def checked_files(
+    run: str, preset: str, settings: list[str], sections: Sections | None
+) -> list[Path]:
+    """The user's files that the params of the run name.
+
+    Raises:
+        BadInput: a param is invalid, or names what a form may not name.
+    """
+    decided = decisions().get(f"params of {run}")
+    checked = check_params(decided, run) if decided else resolve(preset, None, settings, sections)
+    if deployment.id:
+        check_form(checked)
+    return [path for paths in user_files(checked).values() for path in paths]
 
 
 def run_stages(
@@ -362,7 +340,7 @@ def rounds_with_one_more() -> int:
 
     Another run may have added more rounds since; these are kept.
     """
-    return max(int(decide_once("rounds", one_more_round)), len(load_params().rounds))
+    return max(int(decide_once("rounds", one_more_round)), len(all_rounds()))
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)

@@ -128,9 +128,14 @@ def test_both_rounds_then_nothing_to_do_then_one_gate(
         forking_python, "-m", "dvc", "repro", "gate_sft@r0", cwd=clone
     )
     assert read(clone / "reports/r0/gate_sft.json")["may_continue"]
-    # and so does every stage that has once been run: the lock is gone, the results are not computed
-    # again
+    # r0 has ended: a changed setting runs r1's gate alone
+    output = run(*rondo, "run", "--set", "gates.sft.loss_drop=0.31", cwd=clone)
+    assert "ended, not run again (--rerun does): r0" in output
+    assert re.findall(r"\[(.*)\] ran", output) == ["gate_sft@r1"]
+    assert "r0" not in run(forking_python, "-m", "dvc", "status", cwd=clone)
+    # every stage that has once been run comes from the cache: the lock is gone, the results are not
+    # computed again
     (clone / "dvc.lock").unlink()
-    output = run(forking_python, "-m", "dvc", "repro", "ppo@r0", cwd=clone)
+    output = run(forking_python, "-m", "dvc", "repro", "ppo@r1", cwd=clone)
     assert re.findall(r"Running stage '(.*)'", output) == ["inputs"]
-    assert "Stage 'ppo@r0' is cached" in output
+    assert "Stage 'ppo@r1' is cached" in output

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from flows.core.config import all_rounds
 from flows.core.git import current_user
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
@@ -166,7 +167,7 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
     name = round_ or list(params.rounds)[-1]
     params.check_round(name)
     prompts = [(label, report.prompt) for label, report in reports]
-    for known_round in params.rounds:
+    for known_round in all_rounds():
         path = stage_dir(known_round, "prepare") / "data/eval_prompts.jsonl"
         if path.exists():
             check_not_in_eval_set(
@@ -189,10 +190,10 @@ def ledger(round_: str | None) -> list[Badcase]:
     Raises:
         BadInput: there is no such round, or no ledger yet.
     """
-    params = load_params()
-    if round_:
-        params.check_round(round_)
-    rounds = [round_] if round_ else list(params.rounds)
+    known = list(all_rounds())
+    if round_ and round_ not in known:
+        raise BadInput(f"--round {round_}: no such round; expected one of {', '.join(known)}")
+    rounds = [round_] if round_ else known
     with_ledger = [name for name in rounds if ledger_path(name).exists()]
     if not with_ledger:
         raise BadInput(

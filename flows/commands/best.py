@@ -12,9 +12,9 @@ from mlflow.entities import LoggedModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from flows.core.locks import digest_of, digests
 from flows.core.tables import interval, render_text, short_hash
 from flows.execution.worktree import WORKSPACES
-from flows.tracking.locks import digest_of, digests
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir

@@ -21,7 +21,8 @@ from flows.core.tables import interval
 from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
 from flows.orchestration import concurrency
-from flows.pipeline import home_folder, make_logger
+from flows.orchestration.decisions import home_folder
+from flows.pipeline import make_logger
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
 from stages.lib.core.errors import BadInput, RondoError

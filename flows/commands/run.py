@@ -18,13 +18,16 @@ from stages.lib.core.errors import GateFailed, RondoError
 END_SECONDS = 8.0  # from a signal to the end of a run, at most
 
 
-def run_flow(preset: str, rounds: int | None, settings: list[str], isolated: bool) -> int:
+def run_flow(
+    preset: str, rounds: int | None, settings: list[str], isolated: bool, rerun: list[str]
+) -> int:
     """Run the flow in this process, and return the exit code.
 
     It uses the Prefect server of `rondo up` if that is running, else a temporary one.
 
     Args:
         rounds: how many rounds; None: those of params.yaml or the preset.
+        rerun: ended rounds to run again.
 
     Raises:
         GateFailed: a gate failed.
@@ -49,7 +52,9 @@ def run_flow(preset: str, rounds: int | None, settings: list[str], isolated: boo
         from flows.pipeline import rlhf_pipeline
 
         terminal_run.prepare(HOME.resolve())
-        state = rlhf_pipeline(preset, rounds or 0, settings, isolated=isolated, return_state=True)
+        state = rlhf_pipeline(
+            preset, rounds or 0, settings, None, isolated, rerun, return_state=True
+        )
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():
         return 0

@@ -13,6 +13,7 @@ from flows.core.addresses import split_address
 from flows.execution import dvc_stages
 from flows.execution.worktree import ENDED, WORKSPACES
 from flows.report import summary
+from stages.lib.core.ended_rounds import ended_rounds, settings_path
 from stages.lib.core.files import read_growing_jsonl, stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.renamed import current_metrics
@@ -41,7 +42,9 @@ def text(home: Path) -> str:
         by_stage.setdefault(split_address(address)[0], []).append(state(address, current, todo))
     for stage, states in by_stage.items():
         table.add_row(stage, *states)
-    lines = [tables.render_text(table), *summary.verdict_lines(rounds), *workspaces(home)]
+    ended = [f"{name} has ended; {settings_path(name)}" for name in ended_rounds()]
+    table_text, verdict_lines = tables.render_text(table), summary.verdict_lines(rounds)
+    lines = [table_text, *ended, *verdict_lines, *workspaces(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 

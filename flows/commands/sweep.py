@@ -13,9 +13,10 @@ from pydantic import Field
 
 from flows.core import tables
 from flows.core.config import KEEP, resolve
-from flows.execution import dvc_stages
+from flows.execution import dvc_stages, history
 from flows.execution.worktree import COMPLETE, WORKSPACES
-from flows.pipeline import PresetName, Rounds, home_folder, make_logger, pipeline, run_id, run_name
+from flows.orchestration.decisions import home_folder
+from flows.pipeline import PresetName, Rounds, make_logger, pipeline, run_id, run_name
 from flows.report import summary
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import REPORTS, write_text
@@ -65,7 +66,8 @@ def sweep(
         log(f"{number + 1} of {len(points)}: {', '.join(point)}")
         error = ""
         try:
-            pipeline(name, preset, lambda: rounds, [*settings, *point], None, isolated=True)
+            values_of_point = [*settings, *point]
+            pipeline(name, preset, lambda: rounds, values_of_point, None, True, [history.ALL])
         except RondoError as point_error:
             if not (folder / COMPLETE).exists():
                 raise  # no point can run, e.g. because code is not committed

@@ -7,7 +7,7 @@ of the run change params.yaml.
 """
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from pydantic import BaseModel, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
+from stages.lib.core.ended_rounds import ended_rounds
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, load_params
-from stages.lib.core.params.data import AssetsParams, PrepareParams, rounds
+from stages.lib.core.params.data import AssetsParams, PrepareParams, RoundParams, rounds
 from stages.lib.core.params.evaluation import (
     BatteryParams,
     CapabilityParams,
@@ -136,6 +137,7 @@ def resolve(
     number: int | None = None,
     settings: Iterable[str] = (),
     sections: BaseModel | None = None,
+    ended: Collection[str] = (),
 ) -> Params:
     """Resolve and validate the params of a run; nothing is written.
 
@@ -146,9 +148,11 @@ def resolve(
         number: how many rounds, named r0, r1, ...; None keeps the rounds of the preset or file.
         settings: single values, `section.key=value`.
         sections: sections that the form in the Prefect UI sets.
+        ended: rounds that the run leaves as they are; they are not in its params.
 
     Raises:
-        BadInput: an unknown preset or key, a value out of range, or a missing model or function.
+        BadInput: an unknown preset or key, a value out of range, a missing model, function or
+            earlier round, or no round that has not ended.
 
     Example:
         >>> resolve("smoke", 1, ["ppo.kl_coef=0.1"]).ppo.kl_coef
@@ -156,7 +160,9 @@ def resolve(
     """
     start = load_params() if preset == KEEP else Params()
     values = start.model_dump(mode="json")
-    if preset != KEEP:
+    if preset == KEEP:
+        values["rounds"] = {name: entry.model_dump() for name, entry in all_rounds().items()}
+    else:
         preset_values = read_preset(preset)
         values = overlay(values, preset_values)
         # `rounds` of a preset are complete: merging would keep the default's further rounds.
@@ -170,10 +176,27 @@ def resolve(
         if number < 1:
             raise BadInput(f"--rounds {number}: expected at least 1")
         values["rounds"] = {name: entry.model_dump() for name, entry in rounds(number).items()}
+    values["rounds"] = {
+        name: entry for name, entry in values["rounds"].items() if name not in ended
+    }
+    if not values["rounds"]:
+        raise BadInput(
+            f"--rounds {number}: {', '.join(ended)} have ended; ask for at least {len(ended) + 1} "
+            "rounds, or add `--rerun ROUND` to run a round again"
+        )
     source = "params.yaml" if preset == KEEP else f"preset {preset}"
     params = check_params(values, f"{source} with --set")
+    for name, entry in params.rounds.items():
+        previous = Path(entry.previous).name
+        if previous not in ("start", *params.rounds, *ended):
+            raise BadInput(f"rounds.{name}.previous is {entry.previous}: there is no such round")
     user_files(params)  # raises if a model or function is missing
     return params
+
+
+def all_rounds() -> dict[str, RoundParams]:
+    """The ended rounds, and those of params.yaml after them."""
+    return ended_rounds() | load_params().rounds
 
 
 def one_more_round() -> int:
@@ -185,7 +208,7 @@ def one_more_round() -> int:
     Raises:
         BadInput: the rounds of params.yaml are not r0, r1, ..., each based on the one before.
     """
-    current = load_params().rounds
+    current = all_rounds()
     if current != rounds(len(current)):
         raise BadInput(
             f"rounds of params.yaml are {', '.join(current)}, not r0, r1, ...: "
@@ -207,6 +230,8 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
     removed = [f"{key} removed" for key in before if key not in after]
     if changes or removed:
         _assign(document, values)
+        if list(document["rounds"]) != list(values["rounds"]):  # each after its predecessor
+            document["rounds"] = values["rounds"]
         text = io.StringIO()
         _yaml().dump(document, text)
         check_params(yaml.safe_load(text.getvalue()), str(path))

@@ -133,7 +133,9 @@ def stage_order(rounds: list[str]) -> list[str]:
     subgraph = graph.subgraph(
         address
         for address in graph
-        if address != INPUTS and split_address(address)[1] in known_rounds
+        if address != INPUTS
+        and split_address(address)[0] in listed  # no data of an ended round
+        and split_address(address)[1] in known_rounds
     )
     return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
 

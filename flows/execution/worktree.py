@@ -16,8 +16,9 @@ from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
 from flows.core.services import HOME, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
+from stages.lib.core.ended_rounds import ended_rounds
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.files import JUDGE_CACHE, REPORTS
+from stages.lib.core.files import JUDGE_CACHE, REPORTS, ROUNDS
 
 WORKSPACES = "workspaces"
 # Marker files in a workspace: its files are complete; its run has ended.
@@ -102,6 +103,7 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
     else:
         git("worktree", "add", "--quiet", "-b", branch, str(folder), "HEAD")
         shutil.copy("params.yaml", folder)
+        _share_history(root, folder)
     if (own := Path(".dvc/config.local")).exists():  # e.g. the password of a remote
         shutil.copy(own, folder / own)
     with Config(str(folder / ".dvc"), validate=False).edit("local") as config:
@@ -119,6 +121,20 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
         if not path.is_absolute() and path.exists() and not (folder / path).exists():
             _bring(root / path, folder / path)
     (folder / COMPLETE).touch()
+
+
+def _share_history(root: Path, folder: Path) -> None:
+    """Make the ended rounds of a worktree those of the project, committed or not."""
+    patterns = ("*.dvc", "*/params.yaml", "*/stages.lock")
+    for pattern in patterns:
+        for path in (folder / ROUNDS).glob(pattern):
+            path.unlink()
+    names = ended_rounds()
+    files = [path for pattern in patterns for path in ROUNDS.glob(pattern)]
+    files += [path for name in names for path in (ROUNDS / name).rglob("metrics.json")]
+    for path in files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / path, folder / path)
 
 
 def _other_files(*command: str) -> list[str]:

@@ -27,11 +27,11 @@ from prefect.artifacts import (
 
 from flows.core import addresses, tables, verdicts
 from flows.core.bookkeeping import bookkeeping
+from flows.core.locks import read_locks
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
 from flows.report import charts, page, summary
 from flows.report.round_data import extreme_samples, read_round
-from flows.tracking.locks import read_locks
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten, load_params
 from stages.lib.core.rows import EvaluationSample, RolloutRow, read_rows

@@ -8,12 +8,12 @@ from typing import Any
 from markupsafe import Markup
 
 from flows.core.git import revision
+from flows.core.locks import read_locks
 from flows.core.services import WORKFLOW, last_servers
 from flows.core.tables import short_hash
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
-from flows.tracking.locks import read_locks
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params

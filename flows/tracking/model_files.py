@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from flows.core.locks import read_locks
 from flows.execution.dvc_stages import open_repo
-from flows.tracking.locks import read_locks
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params

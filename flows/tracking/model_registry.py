@@ -17,8 +17,8 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from flows.core.locks import digests
 from flows.core.tables import interval
-from flows.tracking.locks import digests
 from flows.tracking.model_upload import DIGEST, STORED
 from flows.tracking.records import Promotion
 from stages.gate.approvals import Rollback, rollback_path

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flows.core.addresses import split_address
-from flows.tracking.locks import digest_of, digests
+from flows.core.locks import digest_of, digests
 from flows.tracking.model_files import ModelFiles, TrackedFiles, read_model_files
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir

@@ -17,9 +17,10 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel
 
 from flows.core.addresses import split_address
+from flows.core.locks import read_lock
 from flows.execution.energy import Meter
-from flows.tracking.locks import read_lock
 from stages.lib.core.files import read_json, work_dir, write_json, write_text
+from stages.lib.core.params import Params
 
 
 class RunRef(NamedTuple):
@@ -56,6 +57,23 @@ def project_id(home: Path) -> str:
     if not path.exists():
         write_text(path, uuid4().hex[:12])
     return path.read_text(encoding="utf-8")
+
+
+def run_tags(by: RunRef, params: Params, preset: str, isolated: bool, home: Path) -> dict[str, str]:
+    """The tags of a pipeline run and of its stages in MLflow.
+
+    Args:
+        preset: as the user named it.
+        isolated: whether the run has a git worktree of its own.
+        home: the .rondo folder.
+    """
+    return {
+        "revision": by.revision,
+        "seed": str(params.seed),
+        "preset": preset,
+        "project": project_id(home),
+        "isolated": str(isolated),
+    }
 
 
 def record_provenance(address: str, by: RunRef, mlflow: str | None, meter: Meter) -> None:

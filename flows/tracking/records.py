@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, Field
 
 from flows.core.addresses import split_address
+from flows.core.locks import digest_of, digests, read_lock
 from flows.core.verdicts import read_gate
 from flows.execution.dvc_stages import up_to_date
-from flows.tracking.locks import digest_of, digests, read_lock
 from flows.tracking.model_files import ModelFiles, TrackedFiles, files_now, read_model_files
 from flows.tracking.models import (
     ALL_NUMBERS,
@@ -29,6 +29,7 @@ from flows.tracking.models import (
     update_of,
 )
 from stages.gate.verdict import passed_or_approved
+from stages.lib.core.ended_rounds import settings_path
 from stages.lib.core.files import (
     REPORTS,
     metric_name,
@@ -328,7 +329,7 @@ def read_checkpoint(
     path, round_ = Path(results["path"]), results["round"]
     name = metric_name(path.name)
     against_sft = {f"win_rate{end}": results[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
-    tracked = up_to_date(f"ppo@{round_}")
+    tracked = settings_path(round_).exists() or up_to_date(f"ppo@{round_}")
     known = digests(round_) if tracked else {}
     checkpoint = Checkpoint(
         name=f"{round_}-{name}",

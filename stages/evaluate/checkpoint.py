@@ -14,6 +14,7 @@ from pathlib import Path
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.results import ModelResults, side_by_side, with_intervals
+from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import (
     ASSETS,
@@ -23,7 +24,7 @@ from stages.lib.core.files import (
     write_json,
     write_jsonl,
 )
-from stages.lib.core.params import Params, load_params
+from stages.lib.core.params import Params
 from stages.lib.core.recorder import read_metrics
 from stages.lib.judging.jury import load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
@@ -99,9 +100,7 @@ if __name__ == "__main__":
     )
     options = parser.parse_args()
     try:
-        loaded = load_params()
-        loaded.check_round(options.round)
-        print(main(loaded, options.round, options.checkpoint))
+        print(main(params_of(options.round), options.round, options.checkpoint))
     except RondoError as error:
         print(f"checkpoint@{options.round}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -23,13 +23,15 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Scheduled
 
-from flows.core.config import resolve, write_params
+from flows.core.config import all_rounds, resolve, write_params
+from flows.core.git import git
 from flows.execution import dvc_stages
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
 from flows.tracking.mlflow_store import experiment_of
+from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput, GateFailed
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
@@ -300,6 +302,7 @@ def test_a_bad_value_fails_the_run_before_it_writes_anything(
 
 
 def round_names() -> list[str]:
+    """Those that have not ended."""
     return list(load_params().rounds)
 
 
@@ -307,11 +310,29 @@ def test_next_round_keeps_the_results_of_the_rounds_before(project: Path, api: s
     for address in dvc_stages.stage_order(["r0"]):
         dvc_stages.run(address, print)
     write_json(Path("rounds/r0/replay/metrics.json"), {})
-    done = rondo_run(project, api, "--set", "gates.sft.eos_gap=0.5", command="next-round")
+    loss_drop = load_params().gates.sft.loss_drop
+    done = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.3", command="next-round")
     assert done.returncode == 0, done.stderr
-    assert round_names() == ["r0", "r1"] and load_params().gates.sft.eos_gap == 0.5
-    for stage in ("prepare", "sft", "evaluate"):
-        assert f"[{stage}@r0] unchanged" in done.stdout and f"[{stage}@r1] ran" in done.stdout
+    assert "ended, not run again (--rerun does): r0" in done.stdout
+    assert list(all_rounds()) == ["r0", "r1"] and round_names() == ["r1"]
+    assert params_of("r0").gates.sft.loss_drop == loss_drop
+    assert load_params().gates.sft.loss_drop == 0.3
+    assert "@r0]" not in done.stdout and "[evaluate@r1] ran" in done.stdout
+
+    # nothing of this is committed, and an isolated run has it
+    tried = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.31", "--isolated")
+    assert tried.returncode == 0, tried.stderr
+    assert "ended, not run again (--rerun does): r0" in tried.stdout
+    assert "[evaluate@r1] restored" in tried.stdout and "@r0]" not in tried.stdout
+    [workspace] = Path(".rondo/workspaces").iterdir()
+    for path in ("rounds/r0.dvc", "rounds/r0/params.yaml", "rounds/r0/evaluate/data/rows.jsonl"):
+        assert (workspace / path).read_text() == Path(path).read_text()
+    committed = git("ls-tree", "-r", "--name-only", f"runs/{workspace.name}").splitlines()
+    assert {"rounds/r0.dvc", "rounds/r0/params.yaml", "rounds/r0/stages.lock"} <= set(committed)
+
+    again = rondo_run(project, api, "--rerun", "r0")
+    assert "[gate_sft@r0] ran" in again.stdout, again.stderr
+    assert "[sft@r0] unchanged" in again.stdout and round_names() == ["r0", "r1"]
 
 
 def test_each_run_of_next_round_adds_one_round_and_its_retry_adds_none(

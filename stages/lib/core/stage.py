@@ -15,15 +15,18 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
 
     Args:
         name: the stage's name, for messages.
-        stage: the stage's main function, called with params and round.
+        stage: the stage's main function, called with params and round. Stages that all rounds share
+            are called without `--round`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m stages.{name}")
-    parser.add_argument("--round", default="r0", help="a round of params.yaml, e.g. r0")
-    round_ = parser.parse_args().round
+    parser.add_argument("--round", help="a round of params.yaml, e.g. r0; default: the first one")
+    named = parser.parse_args().round
+    address = f"{name}@{named}" if named else name
     try:
         params = load_params()
+        round_ = named or next(iter(params.rounds))
         params.check_round(round_)
         stage(params, round_)
     except RondoError as error:
-        print(f"{name}@{round_}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"{address}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

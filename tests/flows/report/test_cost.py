@@ -5,11 +5,11 @@ from typing import Any
 
 import yaml
 
+from flows.core.locks import read_locks
 from flows.execution.energy import Counter, Meter
 from flows.report import cost, page
 from flows.report.round_data import read_round
 from flows.tracking import provenance
-from flows.tracking.locks import read_locks
 from stages.lib.core.files import stage_dir, work_dir, write_json, write_jsonl, write_text
 from tests.flows.report.reading import Page
 

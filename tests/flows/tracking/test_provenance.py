@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from flows.core.locks import read_lock
 from flows.core.services import Servers
 from flows.execution import dvc_stages
 from flows.execution.energy import Meter
 from flows.tracking import provenance
-from flows.tracking.locks import read_lock
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.files import read_json

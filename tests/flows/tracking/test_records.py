@@ -12,8 +12,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from pandas import DataFrame
 
+from flows.core.locks import read_lock
 from flows.execution import dvc_stages
-from flows.tracking import locks, records
+from flows.tracking import records
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
 from flows.tracking.null_tracker import NullTracker
 from flows.tracking.outbox import Outbox
@@ -71,7 +72,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
     ]
     assert sft.data.metrics["final/loss_after"] == 4.67
     (data,) = [entry.dataset for entry in sft.inputs.dataset_inputs]
-    outs = {out["path"]: out["md5"] for out in locks.read_lock("prepare@r0")["outs"]}
+    outs = {out["path"]: out["md5"] for out in read_lock("prepare@r0")["outs"]}
     assert data.name == "rounds/r0/prepare/data" and data.digest == outs[data.name]
     table = json.loads(client_text(client, sft, "samples.json"))
     assert table["columns"] == ["id", "prompt", "base", "sft"]

@@ -143,7 +143,8 @@ class Params(ParamsSection):
         before: list[str] = []
         for name, round_ in self.rounds.items():
             previous = round_.previous
-            if previous.startswith("rounds/") and previous not in before:
+            # an earlier round may have ended: then it is not in this file
+            if Path(previous).name in self.rounds and previous not in before:
                 expected = ", ".join(["assets/start", *before])
                 raise ValueError(
                     f"rounds.{name}.previous is {previous}, which is no round before it; "

@@ -35,9 +35,9 @@ from stages.lib.core.params.data import rounds
         ),
         ("sft: [", r"params.yaml: not YAML"),
         (
-            "rounds: {r0: {previous: assets/start}, r1: {previous: rounds/r9}}",
-            r"rounds.r1.previous is rounds/r9, which is no round before it; "
-            r"expected one of assets/start, rounds/r0",
+            "rounds: {r0: {previous: rounds/r1}, r1: {previous: assets/start}}",
+            r"rounds.r0.previous is rounds/r1, which is no round before it; "
+            r"expected one of assets/start",
         ),
         (
             "rounds: {r0: {previous: rounds/r0}}",

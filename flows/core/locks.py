@@ -1,0 +1,46 @@
+"""The entries of dvc.lock: for each stage its params, and its deps and outs with their md5."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows.core.addresses import split_address
+from stages.lib.core.ended_rounds import ended_rounds, lock_path
+
+LOCK = Path("dvc.lock")
+
+
+def read_locks() -> dict[str, dict[str, Any]]:
+    """The entries by address, also those of ended rounds."""
+    paths = [LOCK, *map(lock_path, ended_rounds())]
+    return {address: entry for path in paths for address, entry in _read(path).items()}
+
+
+def read_lock(address: str) -> dict[str, Any]:
+    """The entry of a stage; empty if there is none."""
+    ended = lock_path(split_address(address)[1])
+    return _read(ended if ended.exists() else LOCK).get(address, {})
+
+
+def digests(round_: str) -> dict[str, str]:
+    """md5 of the models of a round (base, SFT, reward, policy) by path."""
+    stages = ("sft", "reward", "ppo")
+    return {
+        out["path"]: out["md5"]
+        for address in ("assets", *(f"{stage}@{round_}" for stage in stages))
+        for out in read_lock(address).get("outs", [])
+    }
+
+
+def digest_of(path: str, known: Mapping[str, str]) -> str:
+    """A model's md5; if DVC tracks only its parent folder, that folder's; else empty."""
+    return known.get(path) or known.get(str(Path(path).parent), "")
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    # libyaml's parser: each stage of a run reads this file
+    return dict(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["stages"])

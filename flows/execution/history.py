@@ -1,0 +1,192 @@
+"""Ended rounds are history: no changed setting and no edited code runs them again.
+
+A round ends when all of its stages have run and a later round begins. It leaves params.yaml, and so
+dvc.yaml's rows of stages, and dvc.lock. Its outputs become data of DVC, for which there is nothing
+to run (stages/lib/core/ended_rounds.py has the files). So a run also costs the same after many
+rounds: DVC reads and checks each stage of dvc.yaml and dvc.lock at every step.
+"""
+
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from flows.core.addresses import split_address
+from flows.core.config import KEEP, overlay, write_params
+from flows.core.locks import LOCK
+from flows.execution.dvc_stages import open_repo, stage_order
+from stages.gate.approvals import approval_path
+from stages.lib.core.ended_rounds import data_path, ended_rounds, lock_path, settings_path
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_text
+from stages.lib.core.params import Params, load_params
+
+ALL = "all"
+LAST_GATE = "gate_promote"  # the next round may begin although it failed
+
+
+def rounds_to_end(preset: str, number: int | None, rerun: Iterable[str]) -> list[str]:
+    """The rounds that have ended, or end now.
+
+    These are the complete rounds that have a successor. A preset or `rerun` asks for rounds to run
+    again: these, and the rounds after them, have not ended.
+
+    Args:
+        number: how many rounds the run will have; None: those of params.yaml.
+        rerun: names of ended rounds, or ALL.
+
+    Raises:
+        BadInput: `rerun` names a round that has not ended.
+    """
+    ended = list(ended_rounds())
+    if unknown := [name for name in rerun if name not in (*ended, *load_params().rounds, ALL)]:
+        known = ", ".join([*ended, *load_params().rounds, ALL])
+        raise BadInput(f"--rerun {unknown[0]}: no such round; expected one of {known}")
+    if preset != KEEP or ALL in rerun:
+        return []
+    begun = [name for name in load_params().rounds if name not in ended]
+    last = (number or len(ended) + len(begun)) - 1  # its successor has not begun
+    for name in begun:
+        if len(ended) >= last or not is_complete(name):
+            break
+        ended.append(name)
+    first = min((ended.index(name) for name in rerun if name in ended), default=len(ended))
+    return ended[:first]
+
+
+def is_complete(round_: str) -> bool:
+    """Whether all stages of a round have run, each on the outputs of the others.
+
+    The promotion gate may have failed, if no decision of a person waits for it.
+    """
+    locks = _read_entries(LOCK)
+    addresses = [
+        address
+        for address in stage_order([round_])
+        if split_address(address) not in (("assets", ""), (LAST_GATE, round_))
+    ]
+    if not all(address in locks for address in addresses):
+        return False
+    promoted = f"{LAST_GATE}@{round_}" in locks
+    if not promoted and approval_path(round_, "promote").exists():
+        return False  # the gate has yet to read the decision
+    outputs = {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
+    return all(
+        outputs.get(dep["path"], dep["md5"]) == dep["md5"]
+        for address in addresses
+        for dep in locks[address].get("deps", [])
+    )
+
+
+def write(params: Params, ended: list[str]) -> list[str]:
+    """Write params.yaml; the rounds of `ended` end, other ended rounds begin again.
+
+    If this is interrupted, the next call completes it: a round with settings of its own has ended,
+    even if params.yaml still has it.
+
+    Args:
+        params: the params of the run, without the ended rounds.
+
+    Returns:
+        A line per change of params.yaml.
+    """
+    before = ended_rounds()
+    _check_model(params, ended)
+    for name in ended:
+        if name not in before:
+            _keep_settings(name)
+    again = [name for name in before if name not in ended]
+    if again:
+        entries = _read_entries(LOCK)
+        for name in again:
+            entries |= _read_entries(lock_path(name))
+        _write_entries(LOCK, entries)
+        for name in again:
+            data_path(name).unlink(missing_ok=True)
+    changes = write_params(params)
+    for name in again:
+        settings_path(name).unlink()
+        lock_path(name).unlink()
+    _track_as_data(ended)
+    return changes
+
+
+def _check_model(params: Params, ended: list[str]) -> None:
+    """A new base model has no use for adapters of another one."""
+    for name in ended[-1:]:
+        path = settings_path(name)
+        model = load_params(path if path.exists() else Path("params.yaml")).assets.model
+        if model != params.assets.model:
+            raise BadInput(
+                f"assets.model is {params.assets.model}, but {name} has ended with {model}: "
+                f"`rondo run --rerun {ALL}` runs all rounds again, with the new model"
+            )
+
+
+def _keep_settings(round_: str) -> None:
+    """Write the entries of a round's stages in dvc.lock, and the params in them."""
+    entries = {
+        address: entry
+        for address, entry in _read_entries(LOCK).items()
+        if split_address(address)[1] == round_
+    }
+    values: dict[str, Any] = {"rounds": {round_: load_params().rounds[round_].model_dump()}}
+    for entry in entries.values():
+        for key, value in entry.get("params", {}).get("params.yaml", {}).items():
+            nested = value
+            for part in reversed(key.split(".")):
+                nested = {part: nested}
+            values = overlay(values, nested)
+    _write_entries(lock_path(round_), entries)
+    _write_yaml(settings_path(round_), values)
+
+
+def _track_as_data(ended: list[str]) -> None:
+    """Write rounds/<round>.dvc, remove the rounds from dvc.lock, and check out what is missing."""
+    for name in ended:
+        if not data_path(name).exists():
+            outs = [
+                out
+                for entry in _read_entries(lock_path(name)).values()
+                for out in entry.get("outs", [])
+                if Path(out["path"]).name != "metrics.json"  # git tracks it
+            ]
+            _write_yaml(data_path(name), {"wdir": "..", "outs": outs})
+    locks = _read_entries(LOCK)
+    kept = {
+        address: entry for address, entry in locks.items() if split_address(address)[1] not in ended
+    }
+    if kept != locks:
+        _write_entries(LOCK, kept)
+    missing = [
+        str(data_path(name))
+        for name in ended
+        for out in _read_yaml(data_path(name))["outs"]
+        if not Path(out["path"]).exists()
+    ]
+    if missing:
+        with open_repo() as repo:
+            repo.checkout(targets=sorted(set(missing)))
+
+
+def _read_entries(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries of dvc.lock, or of the part of it that an ended round has."""
+    return dict(_read_yaml(path)["stages"]) if path.exists() else {}
+
+
+def _write_entries(path: Path, entries: Mapping[str, Any]) -> None:
+    _write_yaml(path, {"schema": "2.0", "stages": dict(entries)})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    # DVC's own parser: PyYAML takes its 1e-05 for a text
+    return dict(YAML(typ="safe").load(path.read_text(encoding="utf-8")))
+
+
+def _write_yaml(path: Path, values: Mapping[str, Any]) -> None:
+    writer, text = YAML(), io.StringIO()
+    writer.default_flow_style = False
+    writer.dump(dict(values), text)
+    write_text(path, text.getvalue())

@@ -1,0 +1,57 @@
+"""What a flow run decides once.
+
+After a crash, a retry or a suspension at a gate, the flow starts again from the top; it has to use
+the same values.
+"""
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from stages.lib.core.files import read_json, write_json
+from stages.lib.core.params import Params, check_params, load_params
+
+
+def home_folder() -> Path:
+    """The folder of Rondo's own state, `.rondo` unless RONDO_HOME names another."""
+    return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
+
+
+def decisions_path() -> Path:
+    """The file with the decisions of this flow run (`decide_once`)."""
+    return home_folder() / "runs" / f"{flow_run.id}.json"
+
+
+def decisions() -> dict[str, Any]:
+    """The decisions of this flow run so far, by name."""
+    path = decisions_path()
+    return dict(read_json(path, "")) if path.exists() else {}
+
+
+def decide_once(name: str, decide: Callable[[], Any]) -> Any:
+    """The value of `decide` when this flow run first called it under this name."""
+    decided = decisions()
+    if name not in decided:
+        decided[name] = decide()
+        write_json(decisions_path(), decided)
+    return decided[name]
+
+
+def own_params(run: str, decide: Callable[[], Params], ended: Collection[str] = ()) -> Params:
+    """The params of a run, which `decide` resolves when the run begins.
+
+    A run that begins again keeps them, whatever another run has written to params.yaml since.
+    Rounds that the other run has added stay.
+    """
+    name = f"params of {run}"
+    begins_again = name in decisions()
+    values = decide_once(name, lambda: decide().model_dump(mode="json"))
+    if begins_again:
+        current = load_params().model_dump(mode="json")["rounds"]
+        added = {key: current[key] for key in current if key not in values["rounds"]}
+        both = values["rounds"] | added
+        values["rounds"] = {key: entry for key, entry in both.items() if key not in ended}
+    return check_params(values, f"run {run}")

@@ -1,0 +1,53 @@
+"""Ended rounds: they have left params.yaml, and nothing runs their stages again.
+
+flows/execution/history.py ends a round. Its files here: rounds/<round>/params.yaml, the settings of
+its stages, and rounds/<round>/stages.lock, their entries of dvc.lock. DVC tracks its outputs as
+data, in rounds/<round>.dvc.
+"""
+
+from pathlib import Path
+
+from stages.lib.core.files import ROUNDS
+from stages.lib.core.params import Params, load_params
+from stages.lib.core.params.data import RoundParams
+
+
+def settings_path(round_: str) -> Path:
+    return ROUNDS / round_ / "params.yaml"
+
+
+def lock_path(round_: str) -> Path:
+    return ROUNDS / round_ / "stages.lock"
+
+
+def data_path(round_: str) -> Path:
+    return ROUNDS / f"{round_}.dvc"
+
+
+def ended_rounds() -> dict[str, RoundParams]:
+    """The ended rounds by name, each after its predecessor.
+
+    Raises:
+        BadInput: the settings of one of them cannot be read.
+    """
+    names = [path.parent.name for path in ROUNDS.glob("*/params.yaml")]
+    by_name = {name: load_params(settings_path(name)).rounds[name] for name in names}
+
+    def position(name: str) -> tuple[int, str]:
+        previous = Path(by_name[name].previous).name
+        return (position(previous)[0] + 1 if previous in by_name else 0), name
+
+    return {name: by_name[name] for name in sorted(by_name, key=position)}
+
+
+def params_of(round_: str) -> Params:
+    """The settings of a round: its own if it has ended, else params.yaml.
+
+    Raises:
+        BadInput: there is no such round.
+    """
+    if settings_path(round_).exists():
+        return load_params(settings_path(round_))
+    params = load_params()
+    params.check_round(round_)
+    return params

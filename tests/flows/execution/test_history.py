@@ -1,0 +1,137 @@
+"""Ended rounds in a real DVC project with small stages (see conftest), whose rounds depend on the
+one before.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.core import config
+from flows.core.locks import read_lock, read_locks
+from flows.execution import dvc_stages, history
+from stages.lib.core.ended_rounds import data_path, ended_rounds, params_of, settings_path
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import stage_dir
+from stages.lib.core.params import load_params
+
+START = (
+    "import pathlib; data = pathlib.Path('assets/start/evaluate/data'); "
+    "data.mkdir(parents=True, exist_ok=True); (data / 'EMPTY').touch()"
+)
+
+
+@pytest.fixture
+def rounds(project: Path) -> Path:
+    """The project with a DAG in which `prepare` reads the data of the round before."""
+    dag = yaml.safe_load(Path("dvc.yaml").read_text())
+    stages = dag["stages"]
+    stages["assets"]["cmd"] = f'python -c "{START}"'
+    stages["prepare"]["do"]["deps"][1] = "${item.previous}/evaluate/data"
+    Path("dvc.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
+    return project
+
+
+def run(*settings: str, number: int | None = None, rerun: tuple[str, ...] = ()) -> list[str]:
+    """What a run of the pipeline does with rounds and stages; returns the stages that ran."""
+    ended = history.rounds_to_end(config.KEEP, number, rerun)
+    params = config.resolve(config.KEEP, number, settings, ended=ended)
+    history.write(params, ended)
+    addresses = dvc_stages.stage_order(list(params.rounds))
+    return [
+        address
+        for address in addresses
+        if dvc_stages.run(address, lambda _: None) is not dvc_stages.Outcome.unchanged
+    ]
+
+
+def of_round(addresses: list[str]) -> set[str]:
+    return {address.partition("@")[2] for address in addresses}
+
+
+def dvc(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", *command],
+        env=dvc_stages.command_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None:
+    assert of_round(run("sft.learning_rate=0.00001", "evaluate.tie_margin=0.2")) == {"", "r0"}
+    entry, rows = read_lock("evaluate@r0"), stage_dir("r0", "evaluate") / "data/rows.jsonl"
+    result = rows.read_text()
+
+    assert of_round(run("seed=5", "gates.sft.loss_drop=0.3", number=2)) == {"r1"}
+    assert list(ended_rounds()) == ["r0"] and list(load_params().rounds) == ["r1"]
+    stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
+    assert of_round(list(stages)) == {"", "r1"}
+    settings = params_of("r0")
+    assert (settings.seed, settings.sft.learning_rate) == (0, 0.00001)
+    assert settings.evaluate.tie_margin == 0.2 and settings.gates.sft.loss_drop != 0.3
+    assert params_of("r1").seed == 5
+    assert read_lock("evaluate@r0") == entry and "sft@r0" in read_locks()
+
+    # neither a setting nor an edited comment
+    (rounds / "stage.py").open("a").write("# a comment\n")
+    assert of_round(run("seed=6")) == {"", "r1"}
+    assert rows.read_text() == result
+
+    # for DVC its outputs are data
+    assert "r0" not in dvc("status")
+    subprocess.run(["rm", "-r", "rounds/r0/sft/data", "gates/r0"], check=True)
+    assert run() == []
+    assert Path("rounds/r0/sft/data").exists() and Path("gates/r0/sft.ok").exists()
+    dvc("gc", "--workspace", "--force")
+    subprocess.run(["rm", "-r", "rounds/r0/evaluate/data"], check=True)
+    dvc("checkout", "rounds/r0.dvc")
+    assert rows.read_text() == result
+
+    assert run(number=3) and list(ended_rounds()) == ["r0", "r1"]
+    assert run(rerun=("r1",)) == [] and list(load_params().rounds) == ["r1", "r2"]
+    assert of_round(run("seed=3", rerun=("r0",))) == {"r0", "r1", "r2"}
+    assert not ended_rounds() and not data_path("r0").exists()
+    with pytest.raises(BadInput, match="--rerun r9: no such round; expected one of r0, r1, r2"):
+        run(rerun=("r9",))
+
+
+def test_only_a_complete_round_ends(rounds: Path) -> None:
+    ended = history.rounds_to_end(config.KEEP, 2, ())
+    assert ended == []  # nothing has run
+    run()
+    assert history.rounds_to_end(config.KEEP, None, ()) == []  # it has no successor
+    assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]
+    config.write_params(config.resolve(settings=["seed=1"]))
+    assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]  # complete, with other settings
+    dvc_stages.run("prepare@r0", lambda _: None)
+    assert history.rounds_to_end(config.KEEP, 2, ()) == []  # the other stages are older
+    assert of_round(run(number=2)) == {"r0", "r1"}
+    assert history.rounds_to_end(config.KEEP, None, ()) == ["r0"]
+    assert history.rounds_to_end("tiny", None, ()) == []
+    assert history.rounds_to_end(config.KEEP, None, (history.ALL,)) == []
+    with pytest.raises(BadInput, match="--rounds 1: r0 have ended; ask for at least 2 rounds"):
+        config.resolve(config.KEEP, 1, ended=["r0"])
+    with pytest.raises(BadInput, match=r"assets.model is tiny, but r0 has ended with embedded"):
+        run("assets.model=tiny", number=2)
+    assert not settings_path("r0").exists()
+
+
+@pytest.mark.parametrize("moment", ["settings kept", "params written"])
+def test_an_interruption_is_completed_by_the_next_run(rounds: Path, moment: str) -> None:
+    run()
+    params = config.resolve(config.KEEP, 2, ended=["r0"])
+    lock = Path("dvc.lock").read_text()
+    history.write(params, ["r0"])
+    Path("dvc.lock").write_text(lock)
+    data_path("r0").unlink()
+    if moment == "settings kept":
+        both = params.model_copy(update={"rounds": ended_rounds() | params.rounds})
+        config.write_params(both)
+    assert of_round(run()) == {"r1"}
+    assert list(ended_rounds()) == ["r0"] and list(load_params().rounds) == ["r1"]
+    assert data_path("r0").exists() and "sft@r0" not in Path("dvc.lock").read_text()
