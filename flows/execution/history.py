@@ -18,12 +18,18 @@ from flows.core.config import KEEP, overlay, write_params
 from flows.core.locks import LOCK
 from flows.execution.dvc_stages import open_repo, stage_order
 from stages.gate.approvals import approval_path
-from stages.lib.core.ended_rounds import data_path, ended_rounds, lock_path, settings_path
+from stages.lib.core.ended_rounds import (
+    data_path,
+    ended_rounds,
+    lock_path,
+    metrics_path,
+    settings_path,
+)
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import write_text
-from stages.lib.core.params import Params, load_params
+from stages.lib.core.files import ROUNDS, write_text
+from stages.lib.core.params import Params, check_params, load_params
 
-ALL = "all"
+ALL, METRICS = "all", "metrics.json"
 LAST_GATE = "gate_promote"  # the next round may begin although it failed
 
 
@@ -107,8 +113,8 @@ def write(params: Params, ended: list[str]) -> list[str]:
             data_path(name).unlink(missing_ok=True)
     changes = write_params(params)
     for name in again:
-        settings_path(name).unlink()
-        lock_path(name).unlink()
+        for path in (settings_path(name), lock_path(name), metrics_path(name)):
+            path.unlink(missing_ok=True)
     _track_as_data(ended)
     return changes
 
@@ -117,43 +123,50 @@ def _check_model(params: Params, ended: list[str]) -> None:
     """A new base model has no use for adapters of another one."""
     for name in ended[-1:]:
         path = settings_path(name)
-        model = load_params(path if path.exists() else Path("params.yaml")).assets.model
-        if model != params.assets.model:
+        settings = load_params(path) if path.exists() else check_params(_settings(name), name)
+        if settings.assets.model != params.assets.model:
             raise BadInput(
-                f"assets.model is {params.assets.model}, but {name} has ended with {model}: "
-                f"`rondo run --rerun {ALL}` runs all rounds again, with the new model"
+                f"assets.model is {params.assets.model}, but {name} has ended with "
+                f"{settings.assets.model}: `rondo run --rerun {ALL}` runs all rounds again, with "
+                "the new model"
             )
+
+
+def _settings(round_: str) -> dict[str, Any]:
+    """The params with which the stages of a round, and those that all rounds share, have run."""
+    values: dict[str, Any] = {"rounds": {round_: load_params().rounds[round_].model_dump()}}
+    for address, entry in _read_entries(LOCK).items():
+        if split_address(address)[1] in ("", round_):
+            for key, value in entry.get("params", {}).get("params.yaml", {}).items():
+                nested = value
+                for part in reversed(key.split(".")):
+                    nested = {part: nested}
+                values = overlay(values, nested)
+    return values
 
 
 def _keep_settings(round_: str) -> None:
     """Write the entries of a round's stages in dvc.lock, and the params in them."""
-    entries = {
-        address: entry
-        for address, entry in _read_entries(LOCK).items()
-        if split_address(address)[1] == round_
-    }
-    values: dict[str, Any] = {"rounds": {round_: load_params().rounds[round_].model_dump()}}
-    for entry in entries.values():
-        for key, value in entry.get("params", {}).get("params.yaml", {}).items():
-            nested = value
-            for part in reversed(key.split(".")):
-                nested = {part: nested}
-            values = overlay(values, nested)
-    _write_entries(lock_path(round_), entries)
-    _write_yaml(settings_path(round_), values)
+    entries = _read_entries(LOCK).items()
+    own = {address: entry for address, entry in entries if split_address(address)[1] == round_}
+    _write_entries(lock_path(round_), own)
+    _write_yaml(settings_path(round_), _settings(round_))
 
 
 def _track_as_data(ended: list[str]) -> None:
-    """Write rounds/<round>.dvc, remove the rounds from dvc.lock, and check out what is missing."""
+    """Write rounds/<round>.dvc and its metrics, remove the rounds from dvc.lock, and check out what
+    is missing.
+    """
     for name in ended:
         if not data_path(name).exists():
-            outs = [
-                out
-                for entry in _read_entries(lock_path(name)).values()
-                for out in entry.get("outs", [])
-                if Path(out["path"]).name != "metrics.json"  # git tracks it
-            ]
-            _write_yaml(data_path(name), {"wdir": "..", "outs": outs})
+            entries = _read_entries(lock_path(name)).values()
+            outs = [out for entry in entries for out in entry.get("outs", [])]
+            # git tracks them; `dvc metrics show` finds them in a dvc.yaml
+            metrics = [out for out in outs if Path(out["path"]).name == METRICS]
+            paths = [str(Path(out["path"]).relative_to(ROUNDS / name)) for out in metrics]
+            _write_yaml(metrics_path(name), {"metrics": paths})
+            data = [out for out in outs if out not in metrics]
+            _write_yaml(data_path(name), {"wdir": "..", "outs": data})
     locks = _read_entries(LOCK)
     kept = {
         address: entry for address, entry in locks.items() if split_address(address)[1] not in ended

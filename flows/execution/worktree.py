@@ -125,7 +125,7 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
 
 def _share_history(root: Path, folder: Path) -> None:
     """Make the ended rounds of a worktree those of the project, committed or not."""
-    patterns = ("*.dvc", "*/params.yaml", "*/stages.lock")
+    patterns = ("*.dvc", "*/params.yaml", "*/stages.lock", "*/dvc.yaml")
     for pattern in patterns:
         for path in (folder / ROUNDS).glob(pattern):
             path.unlink()

@@ -1,8 +1,8 @@
 """Ended rounds: they have left params.yaml, and nothing runs their stages again.
 
-flows/execution/history.py ends a round. Its files here: rounds/<round>/params.yaml, the settings of
-its stages, and rounds/<round>/stages.lock, their entries of dvc.lock. DVC tracks its outputs as
-data, in rounds/<round>.dvc.
+flows/execution/history.py ends a round. In rounds/<round>, params.yaml has the settings of its
+stages, stages.lock their entries of dvc.lock, and dvc.yaml names its metrics. DVC tracks its
+outputs as data, in rounds/<round>.dvc.
 """
 
 from pathlib import Path
@@ -18,6 +18,10 @@ def settings_path(round_: str) -> Path:
 
 def lock_path(round_: str) -> Path:
     return ROUNDS / round_ / "stages.lock"
+
+
+def metrics_path(round_: str) -> Path:
+    return ROUNDS / round_ / "dvc.yaml"
 
 
 def data_path(round_: str) -> Path:

@@ -29,6 +29,7 @@ def rounds(project: Path) -> Path:
     dag = yaml.safe_load(Path("dvc.yaml").read_text())
     stages = dag["stages"]
     stages["assets"]["cmd"] = f'python -c "{START}"'
+    stages["assets"]["params"] = ["assets"]
     stages["prepare"]["do"]["deps"][1] = "${item.previous}/evaluate/data"
     Path("dvc.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
     return project
@@ -84,6 +85,7 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
 
     # for DVC its outputs are data
     assert "r0" not in dvc("status")
+    assert "rounds/r0/sft/metrics.json" in dvc("metrics", "show")
     subprocess.run(["rm", "-r", "rounds/r0/sft/data", "gates/r0"], check=True)
     assert run() == []
     assert Path("rounds/r0/sft/data").exists() and Path("gates/r0/sft.ok").exists()
@@ -103,7 +105,7 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
 def test_only_a_complete_round_ends(rounds: Path) -> None:
     ended = history.rounds_to_end(config.KEEP, 2, ())
     assert ended == []  # nothing has run
-    run()
+    run("assets.model=tiny")
     assert history.rounds_to_end(config.KEEP, None, ()) == []  # it has no successor
     assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]
     config.write_params(config.resolve(settings=["seed=1"]))
@@ -116,9 +118,12 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     assert history.rounds_to_end(config.KEEP, None, (history.ALL,)) == []
     with pytest.raises(BadInput, match="--rounds 1: r0 have ended; ask for at least 2 rounds"):
         config.resolve(config.KEEP, 1, ended=["r0"])
-    with pytest.raises(BadInput, match=r"assets.model is tiny, but r0 has ended with embedded"):
-        run("assets.model=tiny", number=2)
+    with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
+        run("assets.model=embedded", number=2)
     assert not settings_path("r0").exists()
+    assert of_round(run()) == set() and list(ended_rounds()) == ["r0"]
+    with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
+        run("assets.model=embedded")
 
 
 @pytest.mark.parametrize("moment", ["settings kept", "params written"])
