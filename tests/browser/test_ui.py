@@ -132,7 +132,7 @@ class Ui:
         self.page.locator(".p-select-button__control").press("ArrowDown")
         self.page.get_by_role("option", name="tiny").click()
         for number, setting in enumerate(settings):
-            self.page.get_by_role("button", name="Add item").click()
+            self.page.get_by_role("button", name="Add item").first.click()
             self.page.locator(".p-draggable-list textarea").nth(number).fill(setting)
 
     def rounds(self, number: int) -> None:
