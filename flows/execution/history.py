@@ -63,9 +63,10 @@ def rounds_to_end(preset: str, number: int | None, rerun: Iterable[str]) -> list
 
 
 def is_complete(round_: str) -> bool:
-    """Whether all stages of a round have run, each on the outputs of the others.
+    """Whether all stages of a round have run here, each on the outputs of the others.
 
-    The promotion gate may have failed, if no decision of a person waits for it.
+    The promotion gate may have failed, if no decision of a person waits for it. In a clone without
+    the outputs, dvc.lock alone does not make a round complete.
     """
     locks = _read_entries(LOCK)
     addresses = [
@@ -78,6 +79,9 @@ def is_complete(round_: str) -> bool:
     promoted = f"{LAST_GATE}@{round_}" in locks
     if not promoted and approval_path(round_, "promote").exists():
         return False  # the gate has yet to read the decision
+    own = (out for address in addresses for out in locks[address].get("outs", []))
+    if not all(Path(out["path"]).exists() for out in own):
+        return False
     outputs = {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
     return all(
         outputs.get(dep["path"], dep["md5"]) == dep["md5"]
@@ -173,15 +177,19 @@ def _track_as_data(ended: list[str]) -> None:
     }
     if kept != locks:
         _write_entries(LOCK, kept)
-    missing = [
-        str(data_path(name))
-        for name in ended
-        for out in _read_yaml(data_path(name))["outs"]
-        if not Path(out["path"]).exists()
-    ]
-    if missing:
-        with open_repo() as repo:
-            repo.checkout(targets=sorted(set(missing)))
+    for name in ended:
+        file = data_path(name)
+        if all(Path(out["path"]).exists() for out in _read_yaml(file)["outs"]):
+            continue
+        try:
+            with open_repo() as repo:
+                repo.checkout(targets=[str(file)])
+        except BadInput as error:
+            raise BadInput(
+                f"{name} has ended, and its outputs are neither here nor in DVC's cache: "
+                f"`dvc pull {file}` fetches them from a remote, `rondo run --rerun {name}` "
+                f"computes them again ({error})"
+            ) from None
 
 
 def _read_entries(path: Path) -> dict[str, dict[str, Any]]:

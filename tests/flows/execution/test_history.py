@@ -2,6 +2,7 @@
 one before.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,10 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     run("assets.model=tiny")
     assert history.rounds_to_end(config.KEEP, None, ()) == []  # it has no successor
     assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]
+    data, moved = stage_dir("r0", "sft") / "data", Path("elsewhere")
+    data.rename(moved)
+    assert history.rounds_to_end(config.KEEP, 2, ()) == []  # a clone: dvc.lock without outputs
+    moved.rename(data)
     config.write_params(config.resolve(settings=["seed=1"]))
     assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]  # complete, with other settings
     dvc_stages.run("prepare@r0", lambda _: None)
@@ -124,6 +129,12 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     assert of_round(run()) == set() and list(ended_rounds()) == ["r0"]
     with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
         run("assets.model=embedded")
+
+    shutil.rmtree(".dvc/cache")
+    shutil.rmtree(data)
+    with pytest.raises(BadInput, match=r"r0 has ended, and its outputs are .*: `dvc pull rounds"):
+        run()
+    assert "r0" in of_round(run(rerun=("r0",)))
 
 
 @pytest.mark.parametrize("moment", ["settings kept", "params written"])
