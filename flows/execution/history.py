@@ -44,7 +44,7 @@ def rounds_to_end(preset: str, number: int | None, rerun: Iterable[str]) -> list
         rerun: names of ended rounds, or ALL.
 
     Raises:
-        BadInput: `rerun` names a round that has not ended.
+        BadInput: `rerun` names no round of the project.
     """
     ended = list(ended_rounds())
     if unknown := [name for name in rerun if name not in (*ended, *load_params().rounds, ALL)]:
