@@ -1,5 +1,6 @@
 """Several judges and their common verdict."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
         "def vowels(prompts, responses):\n"
         "    return [float(response.count('o')) for response in responses]\n"
     )
-    named = ["lexicon", "fluency", "mine:vowels", "rounds/r0/reward/model"]
+    shutil.copytree("rounds/r0/reward/model", "judge")
+    named = ["lexicon", "fluency", "mine:vowels", "judge"]
     params = check_params(
         {"evaluate": {"judges": named}, "model": {"dtype": "float32", "threads": 1}}, "test"
     )
@@ -71,7 +73,7 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     votes = load_jury(params, "r0", base, tokenizer, people).compare(
         [Comparison("The dinner", " took too long.", " was great.")]
     )
-    assert list(votes) == ["lexicon", "fluency", "mine_vowels", "rounds_r0_reward_model", JURY]
+    assert list(votes) == ["lexicon", "fluency", "mine_vowels", "judge", JURY]
     assert (votes["lexicon"], votes["mine_vowels"]) == ([0.0], [1.0])
     missing = params.model_copy(
         update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})}
