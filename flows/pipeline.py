@@ -6,7 +6,6 @@ Prefect UI through the deployments in prefect.yaml, with the same parameters.
 
 import html
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
@@ -192,11 +191,7 @@ def pipeline(
     log, home = make_logger(), home_folder()
     # 1. Check the parameters, before there is anything to clean up.
     files = checked_files(run, preset, settings, sections)
-    server = (
-        nullcontext()
-        if fork_server.VARIABLE in os.environ
-        else fork_server.fork_server(dvc_stages.stage_environment())
-    )
+    server = fork_server.fork_server(dvc_stages.stage_environment())
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
     with server, tree as folder:
         # 2. Write params.yaml.

@@ -53,24 +53,26 @@ def python() -> str:
 
 @contextmanager
 def fork_server(environment: dict[str, str]) -> Iterator[None]:
-    """Run a server within the block; `python()` returns its stand-in there.
+    """Run a server within the block; `python()` returns its stand-in there. An outer block's server
+    serves this block too.
 
     Args:
         environment: variables that a process reads only as it starts, e.g. GLIBC_TUNABLES. Forked
             processes share those of the server.
     """
+    if VARIABLE in os.environ:
+        yield
+        return
     with TemporaryDirectory(prefix="rondo-") as folder:
         stand_in, server = Path(folder, "python"), start(Path(folder), environment)
         if not server:
             yield
             return
-        outer, os.environ[VARIABLE] = os.environ.get(VARIABLE), str(stand_in)
+        os.environ[VARIABLE] = str(stand_in)
         try:
             yield
         finally:
             del os.environ[VARIABLE]
-            if outer:
-                os.environ[VARIABLE] = outer
             server.kill()
             server.communicate()
 

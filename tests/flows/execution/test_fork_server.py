@@ -222,6 +222,17 @@ def test_if_no_socket_is_possible_the_real_interpreter_is_used(tmp_path, monkeyp
         assert fork_server.python() == sys.executable
 
 
+def test_an_inner_block_uses_the_server_of_the_outer_one():
+    before = set(servers())
+    with fork_server.fork_server({}):
+        outer = fork_server.python()
+        with fork_server.fork_server({}):
+            assert fork_server.python() == outer != sys.executable
+        assert fork_server.python() == outer
+        [_] = set(servers()) - before
+    assert fork_server.python() == sys.executable
+
+
 def test_without_the_server_the_real_interpreter_runs_the_module(job):
     before = set(servers())
     with fork_server.fork_server({}):
