@@ -264,7 +264,7 @@ def badcases(options: argparse.Namespace) -> int:
 
 
 def promote(options: argparse.Namespace) -> int:
-    from flows.core.git import current_user
+    from flows.core.git import person
     from flows.tracking import model_registry
     from flows.tracking.mlflow_store import registry
     from flows.tracking.outbox import Outbox
@@ -277,10 +277,10 @@ def promote(options: argparse.Namespace) -> int:
         raise BadInput("--reason is only for a change: add --rollback or a version's number")
     with registry(HOME.resolve()) as client:
         if options.version is not None:
-            by = options.by or current_user()
+            by = person(options.by)
             model_registry.promote_by_hand(client, options.version, by, options.reason)
         if options.rollback:
-            model_registry.roll_back(client, options.by or current_user(), options.reason)
+            model_registry.roll_back(client, person(options.by), options.reason)
         print(model_registry.describe(client))
     if Outbox(HOME / "outbox", Record).waiting():
         print(f"{HOME / 'outbox'} is sent with the next run: MLflow may lack the last promotion")
@@ -310,9 +310,10 @@ def best(options: argparse.Namespace) -> int:
     from stages.lib.core.params import load_params
 
     kl = load_params().gates.promote.max_kl if options.kl is None else options.kl
-    home = HOME.resolve()
+    home, here = HOME.resolve(), policies.experiments_here()
     with registry(home) as client:
-        print(policies.text(home, policies.policies_within_kl(experiment_of(client), kl)))
+        ranking = policies.policies_within_kl(experiment_of(client), kl, here)
+        print(policies.text(home, ranking, here))
     return 0
 
 

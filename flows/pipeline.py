@@ -23,18 +23,25 @@ from pydantic import Field
 
 from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
-from flows.core.config import KEEP, Sections, all_rounds, one_more_round, preset_names, resolve
+from flows.core.config import (
+    KEEP,
+    Sections,
+    all_rounds,
+    check_rerun,
+    one_more_round,
+    preset_names,
+    resolve,
+)
 from flows.core.form_limits import check_form
 from flows.core.git import revision
-from flows.core.services import LogLine
+from flows.core.services import HOME, LogLine
 from flows.execution import dvc_stages, energy, estimate, fork_server, history, inputs
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
 from flows.orchestration.decisions import (
     decide_once,
-    decisions,
+    decided_params,
     decisions_path,
-    home_folder,
     own_params,
 )
 from flows.report import page, summary
@@ -42,7 +49,6 @@ from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
-from stages.lib.core.params import check_params
 from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
@@ -128,10 +134,13 @@ def write_report(rounds: list[str], log: LogLine) -> None:
 
 def run_id() -> str:
     """The name of this run: its start in UTC and the beginning of the flow run's id."""
-    crashed_runs.hold_run_lock(decisions_path())
-    return str(
-        decide_once("run", lambda: f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}")
-    )
+    home = HOME.resolve()
+    crashed_runs.hold_run_lock(decisions_path(home))
+
+    def new_id() -> str:
+        return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"
+
+    return str(decide_once(home, "run", new_id))
 
 
 def run_name() -> str:
@@ -180,24 +189,31 @@ def pipeline(
         run: the name of the run.
         rounds: returns the number of rounds, 0 for the number in params.yaml or the preset; it is
             called when no other run uses the folder.
-        rerun: ended rounds to run again, or history.ALL.
+        rerun: ended rounds to run again, or ALL.
 
     Returns:
         The final state: Completed, or Failed with the name GateFailed.
 
     Raises:
+        BadInput: a param is invalid, or names what a form may not name.
         Pause: a gate waits for a decision.
     """
-    log, home = make_logger(), home_folder()
+    log, home = make_logger(), HOME.resolve()
     # 1. Check the parameters, before there is anything to clean up.
-    files = checked_files(run, preset, settings, sections)
+    check_rerun(rerun)
+    checked = decided_params(home, run) or resolve(preset, None, settings, sections)
+    files = [path for paths in user_files(checked).values() for path in paths]
+    if deployment.id:
+        check_form(checked, files)
     server = fork_server.fork_server(dvc_stages.stage_environment())
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
     with server, tree as folder:
         # 2. Write params.yaml.
         number = rounds() or None
         ended = history.rounds_to_end(preset, number, rerun)
-        params = own_params(run, lambda: resolve(preset, number, settings, sections, ended), ended)
+        params = own_params(
+            home, run, lambda: resolve(preset, number, settings, sections, ended), ended
+        )
         changes = [f"  {change}" for change in history.write(params, ended)]
         log(f"run {run} in {folder}")
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
@@ -238,21 +254,6 @@ def pipeline(
         # 5. Write the results.
         close(run, shown, remaining, tracker, log, bool(todo))
         return state
-
-
-def checked_files(
-    run: str, preset: str, settings: list[str], sections: Sections | None
-) -> list[Path]:
-    """The user's files that the params of the run name.
-
-    Raises:
-        BadInput: a param is invalid, or names what a form may not name.
-    """
-    decided = decisions().get(f"params of {run}")
-    checked = check_params(decided, run) if decided else resolve(preset, None, settings, sections)
-    if deployment.id:
-        check_form(checked)
-    return [path for paths in user_files(checked).values() for path in paths]
 
 
 def run_stages(
@@ -330,12 +331,12 @@ def link(url: str | None, key: str, text: str, log: LogLine) -> None:
             create_link_artifact(url, link_text=text, key=key, description=text)
 
 
-def rounds_with_one_more() -> int:
+def rounds_with_one_more(home: Path) -> int:
     """The number of rounds with one more, decided once per flow run.
 
     Another run may have added more rounds since; these are kept.
     """
-    return max(int(decide_once("rounds", one_more_round)), len(all_rounds()))
+    return max(int(decide_once(home, "rounds", one_more_round)), len(all_rounds()))
 
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)
@@ -352,4 +353,7 @@ def next_round(
         sections: Whole sections of params.yaml; sections that are left out do not change.
         isolated: Work in a new git worktree and commit the results to the branch `runs/RUN`.
     """
-    return pipeline(run_id(), KEEP, rounds_with_one_more, settings, sections, isolated)
+    home = HOME.resolve()
+    return pipeline(
+        run_id(), KEEP, lambda: rounds_with_one_more(home), settings, sections, isolated
+    )

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.core.config import all_rounds
-from flows.core.git import current_user
+from flows.core.git import person
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
@@ -131,7 +131,7 @@ def flag(options: argparse.Namespace) -> int:
         "response": case.response if case else options.response,
         "better": options.better,
         "note": options.note,
-        "by": options.by or current_user(),
+        "by": person(options.by),
     }
     fix = "see `rondo badcases flag --help`"
     report = validate_row(Report, row, "rondo badcases flag", fix)
@@ -139,7 +139,7 @@ def flag(options: argparse.Namespace) -> int:
 
 
 def import_file(options: argparse.Namespace) -> int:
-    path, by = Path(options.file), options.by or current_user()
+    path, by = Path(options.file), person(options.by)
     fix = (
         "expected JSON lines with prompt, response and optionally better, note, or with a prompt "
         "only; nothing was imported"

@@ -4,6 +4,7 @@ budget.
 
 import math
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from mlflow.entities import LoggedModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from flows.core.config import all_rounds
 from flows.core.locks import digest_of, digests
 from flows.core.tables import interval, render_text, short_hash
 from flows.execution.worktree import WORKSPACES
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
-from stages.lib.core.params import load_params
 from stages.lib.core.recorder import read_metrics
 
 COLUMNS = (
@@ -31,6 +32,9 @@ COLUMNS = (
     "seed",
     "git",
 )
+
+
+Experiment = tuple[str, str]  # evaluation and lineage
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Policy:
         return self.tags.get("round", "-")
 
     @property
-    def experiment(self) -> tuple[str, str]:
+    def experiment(self) -> Experiment:
         """Evaluation and lineage: policies are comparable if these are the same."""
         return self.tags.get("evaluation_id", ""), self.tags.get("lineage", "")
 
@@ -89,13 +93,20 @@ def read(model: LoggedModel) -> Policy:
     )
 
 
-def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
+def policies_within_kl(
+    experiment: str, kl: float, here: Collection[Experiment]
+) -> list[list[Policy]]:
     """Policies with a KL from SFT below `kl` (nats per sequence), best first.
+
+    Args:
+        experiment: id of MLflow's experiment.
+        kl: the budget.
+        here: evaluations and lineages of this folder.
 
     Returns:
         A list for each evaluation and lineage, because only numbers of the same evaluation
         (stages/evaluate/comparability.py) of policies with the same base model and data are
-        comparable. That of this folder is first, then the newest.
+        comparable. Those of this folder are first, then the newest.
 
     Raises:
         BadInput: there is no such policy; the message names the one nearest to SFT.
@@ -113,10 +124,9 @@ def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
             f"nearest to SFT is {nearest.path} of {nearest}: "
             f"`rondo best --kl {math.floor(nearest.metrics['kl']) + 1}` shows it"
         )
-    groups: dict[tuple[str, str], list[Policy]] = {}
+    groups: dict[Experiment, list[Policy]] = {}
     for policy in unique(near):
         groups.setdefault(policy.experiment, []).append(policy)
-    here = {experiment_here(name) for name in load_params().rounds}
     sorted_groups = sorted(
         groups.items(),
         key=lambda item: (item[0] in here, max(policy.recorded for policy in item[1])),
@@ -127,11 +137,14 @@ def policies_within_kl(experiment: str, kl: float) -> list[list[Policy]]:
     ]
 
 
-def experiment_here(round_: str) -> tuple[str, str] | None:
-    """Evaluation and lineage of a round in this folder; None if it was not evaluated."""
-    if not (stage_dir(round_, "evaluate") / "metrics.json").exists():
-        return None
-    return str(read_metrics(round_, "evaluate").get("evaluation_id", "")), lineage(round_)
+def experiments_here() -> set[Experiment]:
+    """Evaluation and lineage of each round in this folder that was evaluated."""
+    experiments = set()
+    for name in all_rounds():
+        if (stage_dir(name, "evaluate") / "metrics.json").exists():
+            evaluation = read_metrics(name, "evaluate").get("evaluation_id")
+            experiments.add((evaluation or "", lineage(name, evaluation)))
+    return experiments
 
 
 def unique(policies: list[Policy]) -> list[Policy]:
@@ -146,13 +159,13 @@ def unique(policies: list[Policy]) -> list[Policy]:
     return list(records.values())
 
 
-def text(home: Path, evaluations: list[list[Policy]]) -> str:
+def text(home: Path, evaluations: list[list[Policy]], here: Collection[Experiment]) -> str:
     """A table for each list of `policies_within_kl`, each with its best policy and the next step.
 
     Args:
         home: the .rondo folder.
+        here: evaluations and lineages of this folder.
     """
-    here = {experiment_here(name) for name in load_params().rounds}
     lines = []
     for policies in evaluations:
         if len(evaluations) > 1 or policies[0].experiment not in here:
@@ -214,13 +227,10 @@ def weights_location(home: Path, policy: Policy) -> str:
     branch = f"runs/{policy.run}"
     command = ["git", "rev-parse", "--verify", "--quiet", branch]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-        return (
-            f"its weights are in DVC: `git checkout {branch}`, "
-            f"then `dvc checkout ppo@{policy.round}`"
-        )
+        return f"its weights are in DVC: `git checkout {branch}`, then `dvc checkout`"
     if md5:
         return (
-            f"its weights are in DVC: `git log -S {md5} -- dvc.lock` prints the commit to check "
-            "out, if there is one"
+            f"its weights are in DVC: `git log -S {md5} -- dvc.lock rounds` prints the commit to "
+            "check out, if there is one"
         )
     return "its weights are not in DVC"

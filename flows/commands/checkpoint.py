@@ -17,11 +17,11 @@ from prefect.states import Completed
 from flows.core import addresses
 from flows.core.form_limits import check_inside
 from flows.core.git import revision
+from flows.core.services import HOME
 from flows.core.tables import interval
 from flows.execution import dvc_stages
 from flows.execution.worktree import WORKSPACES
 from flows.orchestration import concurrency
-from flows.orchestration.decisions import home_folder
 from flows.pipeline import make_logger
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
@@ -52,7 +52,7 @@ def evaluate_checkpoint(
         lines.append(line)
         log(line)
 
-    home = home_folder()
+    home = HOME.resolve()
     folder = folder_of_run(run, home) if run else Path.cwd()
     if deployment.id:
         check_inside([Path(checkpoint)])
@@ -107,13 +107,12 @@ def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> No
         log: Called with errors of MLflow.
     """
     name, now = run or metric_name(Path.cwd().name), milliseconds()
-    params = load_params()
-    tags = {"revision": revision(), "seed": str(params.seed)}
     tracker = open_tracker(name, home, {}, log)
-    tracker.send(read_checkpoint(name, report, tags, params.mlflow.upload))
+    tags = {"revision": revision()}
+    tracker.send(read_checkpoint(name, report, tags, load_params().mlflow.upload))
     if not run:
         tracker.send(Record(run=name, status="FINISHED", started=now, ended=now))
-    tracker.flush()
+    tracker.finish_sending()
 
 
 def table(results: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.services import WORKFLOW, last_servers
+from flows.core.services import WORKFLOW, mlflow_pages
 from flows.core.tables import interval, render_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
@@ -172,8 +172,12 @@ def format_metric(value: float | None) -> str:
 
 
 def pages(*evaluations: Evaluation) -> dict[str, str]:
-    """Addresses of MLflow's pages about the evaluations, by their content."""
-    server, runs = last_servers().mlflow, [evaluation.run for evaluation in evaluations]
+    """Addresses of MLflow's pages about the evaluations, by their content; empty if the store has
+    no pages.
+    """
+    server, runs = mlflow_pages(), [evaluation.run for evaluation in evaluations]
+    if not server:
+        return {}
     experiment = runs[0].info.experiment_id
     run_ids = json.dumps([run.info.run_id for run in runs], separators=(",", ":"))
     # The curves of PPO are metrics of the pipeline runs, the parents

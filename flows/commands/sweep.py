@@ -12,10 +12,10 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.core import tables
-from flows.core.config import KEEP, resolve
-from flows.execution import dvc_stages, history
+from flows.core.config import ALL, KEEP, resolve
+from flows.core.services import HOME
+from flows.execution import dvc_stages
 from flows.execution.worktree import COMPLETE, WORKSPACES
-from flows.orchestration.decisions import home_folder
 from flows.pipeline import PresetName, Rounds, make_logger, pipeline, run_id, run_name
 from flows.report import summary
 from stages.lib.core.errors import RondoError
@@ -62,12 +62,12 @@ def sweep(
     errors: list[str] = []
     for number, point in enumerate(points):
         name = f"{run}.{number}"
-        folder = home_folder() / WORKSPACES / name
+        folder = HOME.resolve() / WORKSPACES / name
         log(f"{number + 1} of {len(points)}: {', '.join(point)}")
         error = ""
         try:
             values_of_point = [*settings, *point]
-            pipeline(name, preset, lambda: rounds, values_of_point, None, True, [history.ALL])
+            pipeline(name, preset, lambda: rounds, values_of_point, None, True, [ALL])
         except RondoError as point_error:
             if not (folder / COMPLETE).exists():
                 raise  # no point can run, e.g. because code is not committed

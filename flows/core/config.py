@@ -20,7 +20,7 @@ from stages.lib.core.ended_rounds import ended_rounds
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, load_params
-from stages.lib.core.params.data import AssetsParams, PrepareParams, RoundParams, rounds
+from stages.lib.core.params.data import START, AssetsParams, PrepareParams, RoundParams, rounds
 from stages.lib.core.params.evaluation import (
     BatteryParams,
     CapabilityParams,
@@ -46,6 +46,7 @@ from stages.replay.badcases import report_path
 
 PRESETS = Path(__file__).parents[2] / "presets"
 KEEP, DEFAULT = "keep", "default"
+ALL = "all"  # rounds that run again
 # Mappings whose keys are the user's own names: merging them would keep entries that the user left
 # out, so an overlay replaces them.
 REPLACED_WHOLE = ("rubric", "endpoints")
@@ -124,12 +125,20 @@ def parse_setting(text: str) -> dict[str, Any]:
     if not equals or not key.strip():
         raise BadInput(f"--set {text}: expected section.key=value, e.g. ppo.total_episodes=64")
     try:
-        nested: Any = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError:
         raise BadInput(f"--set {text}: {value!r} is not a YAML value") from None
-    for part in reversed(key.strip().split(".")):
-        nested = {part: nested}
-    return current_params(nested)
+    return current_params(nest(key.strip(), parsed))
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """
+    Example:
+        >>> nest("sft.lora.r", 8)
+        {'sft': {'lora': {'r': 8}}}
+    """
+    head, _, rest = key.partition(".")
+    return {head: nest(rest, value) if rest else value}
 
 
 def resolve(
@@ -187,8 +196,7 @@ def resolve(
     source = "params.yaml" if preset == KEEP else f"preset {preset}"
     params = check_params(values, f"{source} with --set")
     for name, entry in params.rounds.items():
-        previous = Path(entry.previous).name
-        if previous not in ("start", *params.rounds, *ended):
+        if entry.previous not in (START, *(f"rounds/{key}" for key in (*params.rounds, *ended))):
             raise BadInput(f"rounds.{name}.previous is {entry.previous}: there is no such round")
     user_files(params)  # raises if a model or function is missing
     return params
@@ -197,6 +205,18 @@ def resolve(
 def all_rounds() -> dict[str, RoundParams]:
     """The ended rounds, and those of params.yaml after them."""
     return ended_rounds() | load_params().rounds
+
+
+def check_rerun(rerun: Iterable[str]) -> None:
+    """Check the rounds that a run shall run again.
+
+    Raises:
+        BadInput: the project has no such round.
+    """
+    known = [*all_rounds(), ALL]
+    for name in rerun:
+        if name not in known:
+            raise BadInput(f"--rerun {name}: no such round; expected one of {', '.join(known)}")
 
 
 def one_more_round() -> int:

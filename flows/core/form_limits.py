@@ -11,19 +11,22 @@ from flows.core.git import git
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.project_limits import read_limits
-from stages.lib.core.user_inputs import user_files
+
+CODE = {".py", ".pyc", ".pyd", ".so"}
 
 
-def check_form(params: Params) -> None:
+def check_form(params: Params, files: list[Path]) -> None:
     """Check the files and functions that the params of a form name.
+
+    Args:
+        files: the paths of `user_files`.
 
     Raises:
         BadInput: a file is outside the project, or git does not track the code of a function.
     """
-    files = [path for paths in user_files(params).values() for path in paths]
     data = Path(params.assets.data)  # a hub id, or a folder like a hub repository
     check_inside([*files, *([data] if data.exists() else [])])
-    if code := [path for path in files if path.suffix == ".py"]:
+    if code := [path for path in files if path.suffix in CODE]:
         tracked = git("ls-files", "-z", "--", *map(str, code)).split("\0")
         for path in code:
             if str(path) not in tracked:
@@ -41,12 +44,15 @@ def check_inside(paths: Iterable[Path]) -> None:
     Raises:
         BadInput: one is not; it is named.
     """
-    allowed = [Path.cwd(), *(folder.expanduser() for folder in read_limits().folders)]
+    allowed = [_absolute(folder) for folder in (Path.cwd(), *read_limits().folders)]
     for path in paths:
-        absolute = Path(os.path.abspath(path.expanduser()))
-        if not any(absolute.is_relative_to(folder) for folder in allowed):
+        if not any(_absolute(path).is_relative_to(folder) for folder in allowed):
             raise BadInput(
                 f"{path} is outside the project, where a run that is started in the browser reads "
                 "nothing; add its folder to [tool.rondo] folders in pyproject.toml, or start the "
                 "run with `rondo run`"
             )
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))

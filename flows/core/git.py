@@ -6,6 +6,11 @@ import subprocess
 from stages.lib.core.errors import RondoError
 
 
+def person(by: str | None) -> str:
+    """Who decides: `by`, or else git's user."""
+    return (by or "").strip() or current_user()
+
+
 def current_user() -> str:
     """The user to record: git's user.name, or the account name if it is not set."""
     name = subprocess.run(

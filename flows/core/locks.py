@@ -7,30 +7,31 @@ from typing import Any
 import yaml
 
 from flows.core.addresses import split_address
-from stages.lib.core.ended_rounds import ended_rounds, lock_path
+from stages.lib.core.ended_rounds import ended_names, has_ended, lock_path
 
 LOCK = Path("dvc.lock")
 
 
 def read_locks() -> dict[str, dict[str, Any]]:
     """The entries by address, also those of ended rounds."""
-    paths = [LOCK, *map(lock_path, ended_rounds())]
+    paths = [LOCK, *map(lock_path, ended_names())]
     return {address: entry for path in paths for address, entry in _read(path).items()}
 
 
 def read_lock(address: str) -> dict[str, Any]:
     """The entry of a stage; empty if there is none."""
-    ended = lock_path(split_address(address)[1])
-    return _read(ended if ended.exists() else LOCK).get(address, {})
+    round_ = split_address(address)[1]
+    return _read(lock_path(round_) if has_ended(round_) else LOCK).get(address, {})
 
 
 def digests(round_: str) -> dict[str, str]:
     """md5 of the models of a round (base, SFT, reward, policy) by path."""
+    entries = _read(LOCK) | (_read(lock_path(round_)) if has_ended(round_) else {})
     stages = ("sft", "reward", "ppo")
     return {
         out["path"]: out["md5"]
         for address in ("assets", *(f"{stage}@{round_}" for stage in stages))
-        for out in read_lock(address).get("outs", [])
+        for out in entries.get(address, {}).get("outs", [])
     }
 
 

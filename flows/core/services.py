@@ -9,8 +9,6 @@ import json
 import os
 import re
 import secrets
-import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.files import replacing
 
 LogLine = Callable[[str], None]
 
@@ -30,6 +29,8 @@ PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 CLOCK_SECONDS = 10.0  # that the start of a process may differ, if the clock was set
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
+TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
+MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME
 START_SECONDS = 120.0  # for a server to answer
 
 
@@ -76,10 +77,9 @@ def private_folder(home: Path) -> None:
 
 def write_servers(home: Path, servers: Servers) -> None:
     """Write the file that only its owner can read; a reader gets the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=home)  # with mode 0600
-    with open(handle, "w") as stream:
-        json.dump(asdict(servers), stream)
-    os.replace(temporary, home / SERVERS)
+    with replacing(home / SERVERS) as stream:
+        os.fchmod(stream.fileno(), 0o600)
+        stream.write(json.dumps(asdict(servers)).encode())
 
 
 def last_servers(home: Path = HOME) -> Servers:
@@ -100,18 +100,18 @@ def new_auth() -> str:
 def running_prefect(home: Path = HOME) -> Servers | None:
     """The servers of this project if its Prefect server runs."""
     servers = last_servers(home)
-    runs = _is_ours(servers, servers.prefect_port)
-    return servers if runs and is_up(f"{servers.prefect}/api/health") else None
+    serves = _serves(servers, servers.prefect_port)
+    return servers if serves and is_up(f"{servers.prefect}/api/health") else None
 
 
 def running_mlflow(home: Path = HOME) -> Servers | None:
     """The servers of this project if its MLflow server runs."""
     servers = last_servers(home)
-    runs = _is_ours(servers, servers.mlflow_port)
-    return servers if runs and is_up(f"{servers.mlflow}/health") else None
+    serves = _serves(servers, servers.mlflow_port)
+    return servers if serves and is_up(f"{servers.mlflow}/health") else None
 
 
-def _is_ours(servers: Servers, port: int) -> bool:
+def _serves(servers: Servers, port: int) -> bool:
     """Whether `rondo up` lives, and it or one of its descendants listens on the port."""
     try:
         up = psutil.Process(servers.pid)
@@ -130,6 +130,16 @@ def _listens(process: psutil.Process, port: int) -> bool:
             for connection in process.net_connections("tcp4")
         )
     return False
+
+
+def mlflow_pages(home: Path = HOME) -> str | None:
+    """The address of MLflow's pages: of the user's server (MLFLOW_TRACKING_URI), else of the server
+    of `rondo up`, running or not; None if the user's store has no pages.
+    """
+    uri = os.environ.get(TRACKING_URI, "")
+    if not uri:
+        return last_servers(home).mlflow
+    return without_credentials(uri).rstrip("/") if uri.startswith("http") else None
 
 
 def prefect_environment(home: Path) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from stages.gate.verdict import decision_message, format_check
+from stages.gate.verdict import decision_message, format_check, values_by_metric
 from stages.lib.core.files import REPORTS
 from stages.lib.core.renamed import current_metrics
 
@@ -27,6 +27,11 @@ def gate_message(round_: str, gate: str) -> str:
     if decision := decision_message(verdict):
         lines.append(decision)
     return "\n".join(lines)
+
+
+def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
+    """The values of the metrics that failed, for which a decision is valid."""
+    return values_by_metric([check for check in verdict["checks"] if not check["passed"]])
 
 
 def failed_checks(verdict: dict[str, Any]) -> list[str]:

@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 
 from flows.core.addresses import split_address
+from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import RESUME_STATE, work_dir, write_text
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
-LOCK_FILE = Path("dvc.lock")
 ERROR_LINES = 15  # of a failed stage's output, in the error message
 
 
@@ -81,19 +81,20 @@ def _remove_broken_rwlock(repo: Any) -> None:
 
 @contextmanager
 def keep_other_stages(address: str) -> Iterator[None]:
-    """Restore dvc.lock if the block fails and leaves other stages than this one changed in it.
+    """Restore dvc.lock if DVC is cut off in the block and leaves other stages than this one changed
+    in it.
 
-    DVC empties the file before it writes it: if it is interrupted then, the records of all stages
-    are lost.
+    DVC empties the file before it writes it: if it is cut off then, the records of all stages are
+    lost.
     """
-    before = LOCK_FILE.read_text(encoding="utf-8") if LOCK_FILE.exists() else ""
+    before = LOCK.read_text(encoding="utf-8") if LOCK.exists() else ""
     try:
         yield
     except BaseException:
-        if LOCK_FILE.exists():
-            after = LOCK_FILE.read_text(encoding="utf-8")
+        if LOCK.exists():
+            after = LOCK.read_text(encoding="utf-8")
             if after != before and _other_stages(after, address) != _other_stages(before, address):
-                write_text(LOCK_FILE, before) if before else LOCK_FILE.unlink()
+                write_text(LOCK, before) if before else LOCK.unlink()
         raise
 
 
@@ -241,11 +242,12 @@ def run(
     # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold the
     # lock for longer, and the outputs of a stage that cannot be recorded are lost.
     command = ["dvc", "--wait-for-lock", "repro", *flags, address]
-    with keep_other_stages(address):
-        with around or nullcontext():
-            code = stream(command, sort_line)
-        if code:
+    with around or nullcontext(), keep_other_stages(address):
+        code = stream(command, sort_line)
+        if code < 0:  # DVC was killed
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
+    if code:
+        raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
     clear_resume_states(address)
     return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
 

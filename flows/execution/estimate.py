@@ -19,6 +19,7 @@ import psutil
 from flows.core.addresses import split_address
 from flows.execution import fork_server
 from stages.lib.core.params import Params
+from stages.lib.core.params.data import START
 from stages.lib.core.params.judging import Annotator, JudgeName
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
@@ -311,11 +312,11 @@ def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]
     if not waiting:
         return [f"to do: nothing; all {len(addresses)} stages are up to date"]
     machine = measure()
-    first_round = next(iter(params.rounds))
+    starts = {name for name, entry in params.rounds.items() if entry.previous == START}
     first, later = (estimate(params, machine, continues) for continues in (False, True))
     todo = [split_address(address) for address in addresses if address in waiting]
     seconds = [
-        (first if round_ == first_round else later).seconds.get(
+        (first if round_ in starts else later).seconds.get(
             stage, START_SECONDS.get(stage, STAGE_SECONDS)
         )
         for stage, round_ in todo

@@ -14,22 +14,27 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from flows.core.addresses import split_address
-from flows.core.config import KEEP, overlay, write_params
+from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, write_params
 from flows.core.locks import LOCK
-from flows.execution.dvc_stages import open_repo, stage_order
-from stages.gate.approvals import approval_path
+from flows.core.verdicts import failed_values, read_gate
+from flows.execution.dvc_stages import open_repo
+from stages.gate.approvals import read_approval
 from stages.lib.core.ended_rounds import (
     data_path,
     ended_rounds,
+    files_of,
+    has_ended,
     lock_path,
     metrics_path,
     settings_path,
 )
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ROUNDS, write_text
-from stages.lib.core.params import Params, check_params, load_params
+from stages.lib.core.params import Params, load_params
 
-ALL, METRICS = "all", "metrics.json"
+METRICS = "metrics.json"
+Output = Mapping[str, Any]  # of an entry: path and md5
+Locks = dict[str, dict[str, Any]]
 LAST_GATE = "gate_promote"  # the next round may begin although it failed
 
 
@@ -46,10 +51,8 @@ def rounds_to_end(preset: str, number: int | None, rerun: Iterable[str]) -> list
     Raises:
         BadInput: `rerun` names no round of the project.
     """
+    check_rerun(rerun)
     ended = list(ended_rounds())
-    if unknown := [name for name in rerun if name not in (*ended, *load_params().rounds, ALL)]:
-        known = ", ".join([*ended, *load_params().rounds, ALL])
-        raise BadInput(f"--rerun {unknown[0]}: no such round; expected one of {known}")
     if preset != KEEP or ALL in rerun:
         return []
     begun = [name for name in load_params().rounds if name not in ended]
@@ -68,19 +71,17 @@ def is_complete(round_: str) -> bool:
     The promotion gate may have failed, if no decision of a person waits for it. In a clone without
     the outputs, dvc.lock alone does not make a round complete.
     """
-    locks = _read_entries(LOCK)
+    locks, stages = _read_entries(LOCK), _read_yaml(Path("dvc.yaml"))["stages"]
     addresses = [
-        address
-        for address in stage_order([round_])
-        if split_address(address) not in (("assets", ""), (LAST_GATE, round_))
+        f"{name}@{round_}"
+        for name, stage in stages.items()
+        if "foreach" in stage and name != LAST_GATE
     ]
     if not all(address in locks for address in addresses):
         return False
-    promoted = f"{LAST_GATE}@{round_}" in locks
-    if not promoted and approval_path(round_, "promote").exists():
-        return False  # the gate has yet to read the decision
-    own = (out for address in addresses for out in locks[address].get("outs", []))
-    if not all(Path(out["path"]).exists() for out in own):
+    if f"{LAST_GATE}@{round_}" not in locks and _newly_approved(round_):
+        return False
+    if _unavailable([out for address in addresses for out in locks[address].get("outs", [])]):
         return False
     outputs = {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
     return all(
@@ -88,6 +89,27 @@ def is_complete(round_: str) -> bool:
         for address in addresses
         for dep in locks[address].get("deps", [])
     )
+
+
+def _newly_approved(round_: str) -> bool:
+    """Whether a person has approved the policy, and its gate has yet to read that."""
+    approval, verdict = read_approval(round_, "promote"), read_gate(round_, "promote")
+    return bool(
+        approval
+        and approval.approved
+        and verdict
+        and not verdict["may_continue"]
+        and approval.holds_for(failed_values(verdict))
+    )
+
+
+def _unavailable(outs: list[Output]) -> list[Output]:
+    """The outputs that are neither in this folder nor in DVC's cache."""
+    missing = [out for out in outs if not Path(out["path"]).exists()]
+    if not missing:
+        return []
+    with open_repo() as repo:
+        return [out for out in missing if not repo.cache.local.exists(out["md5"])]
 
 
 def write(params: Params, ended: list[str]) -> list[str]:
@@ -102,62 +124,60 @@ def write(params: Params, ended: list[str]) -> list[str]:
     Returns:
         A line per change of params.yaml.
     """
-    before = ended_rounds()
-    _check_model(params, ended)
+    before, locks = ended_rounds(), _read_entries(LOCK)
+    _check_model(params, ended, locks)
     for name in ended:
         if name not in before:
-            _keep_settings(name)
+            own = {address: locks[address] for address in locks if _round_of(address) == name}
+            _write_entries(lock_path(name), own)
+            _write_yaml(settings_path(name), _settings(name, locks))
     again = [name for name in before if name not in ended]
     if again:
-        entries = _read_entries(LOCK)
         for name in again:
-            entries |= _read_entries(lock_path(name))
-        _write_entries(LOCK, entries)
+            if name in params.rounds:
+                locks |= _read_entries(lock_path(name))
+        _write_entries(LOCK, locks)
         for name in again:
             data_path(name).unlink(missing_ok=True)
     changes = write_params(params)
     for name in again:
-        for path in (settings_path(name), lock_path(name), metrics_path(name)):
+        for path in files_of(name):
             path.unlink(missing_ok=True)
-    _track_as_data(ended)
+    _track_as_data(ended, locks)
     return changes
 
 
-def _check_model(params: Params, ended: list[str]) -> None:
+def _check_model(params: Params, ended: list[str], locks: Locks) -> None:
     """A new base model has no use for adapters of another one."""
-    for name in ended[-1:]:
-        path = settings_path(name)
-        settings = load_params(path) if path.exists() else check_params(_settings(name), name)
-        if settings.assets.model != params.assets.model:
-            raise BadInput(
-                f"assets.model is {params.assets.model}, but {name} has ended with "
-                f"{settings.assets.model}: `rondo run --rerun {ALL}` runs all rounds again, with "
-                "the new model"
-            )
+    if not ended:
+        return
+    last = ended[-1]
+    if has_ended(last):
+        model = load_params(settings_path(last)).assets.model
+    else:
+        model = _settings(last, locks)["assets"]["model"]
+    if model != params.assets.model:
+        raise BadInput(
+            f"assets.model is {params.assets.model}, but {last} has ended with {model}: "
+            f"`rondo run --rerun {ALL}` runs all rounds again, with the new model"
+        )
 
 
-def _settings(round_: str) -> dict[str, Any]:
+def _round_of(address: str) -> str:
+    return split_address(address)[1]
+
+
+def _settings(round_: str, locks: Locks) -> dict[str, Any]:
     """The params with which the stages of a round, and those that all rounds share, have run."""
     values: dict[str, Any] = {"rounds": {round_: load_params().rounds[round_].model_dump()}}
-    for address, entry in _read_entries(LOCK).items():
-        if split_address(address)[1] in ("", round_):
+    for address, entry in locks.items():
+        if _round_of(address) in ("", round_):
             for key, value in entry.get("params", {}).get("params.yaml", {}).items():
-                nested = value
-                for part in reversed(key.split(".")):
-                    nested = {part: nested}
-                values = overlay(values, nested)
+                values = overlay(values, nest(key, value))
     return values
 
 
-def _keep_settings(round_: str) -> None:
-    """Write the entries of a round's stages in dvc.lock, and the params in them."""
-    entries = _read_entries(LOCK).items()
-    own = {address: entry for address, entry in entries if split_address(address)[1] == round_}
-    _write_entries(lock_path(round_), own)
-    _write_yaml(settings_path(round_), _settings(round_))
-
-
-def _track_as_data(ended: list[str]) -> None:
+def _track_as_data(ended: list[str], locks: Locks) -> None:
     """Write rounds/<round>.dvc and its metrics, remove the rounds from dvc.lock, and check out what
     is missing.
     """
@@ -171,28 +191,29 @@ def _track_as_data(ended: list[str]) -> None:
             _write_yaml(metrics_path(name), {"metrics": paths})
             data = [out for out in outs if out not in metrics]
             _write_yaml(data_path(name), {"wdir": "..", "outs": data})
-    locks = _read_entries(LOCK)
-    kept = {
-        address: entry for address, entry in locks.items() if split_address(address)[1] not in ended
-    }
+    kept = {address: entry for address, entry in locks.items() if _round_of(address) not in ended}
     if kept != locks:
         _write_entries(LOCK, kept)
-    for name in ended:
-        file = data_path(name)
-        if all(Path(out["path"]).exists() for out in _read_yaml(file)["outs"]):
-            continue
-        try:
-            with open_repo() as repo:
-                repo.checkout(targets=[str(file)])
-        except BadInput as error:
-            raise BadInput(
-                f"{name} has ended, and its outputs are neither here nor in DVC's cache: "
-                f"`dvc pull {file}` fetches them from a remote, `rondo run --rerun {name}` "
-                f"computes them again ({error})"
-            ) from None
+    incomplete = [
+        name
+        for name in ended
+        if not all(Path(out["path"]).exists() for out in _read_yaml(data_path(name))["outs"])
+    ]
+    if not incomplete:
+        return
+    files = [str(data_path(name)) for name in incomplete]
+    try:
+        with open_repo() as repo:
+            repo.checkout(targets=files)
+    except BadInput as error:
+        raise BadInput(
+            f"ended rounds ({', '.join(incomplete)}) lack outputs that are not in DVC's cache "
+            f"either: `dvc pull {' '.join(files)}` fetches them from a remote, `rondo run --rerun "
+            f"{incomplete[0]}` computes them again ({error})"
+        ) from None
 
 
-def _read_entries(path: Path) -> dict[str, dict[str, Any]]:
+def _read_entries(path: Path) -> Locks:
     """The entries of dvc.lock, or of the part of it that an ended round has."""
     return dict(_read_yaml(path)["stages"]) if path.exists() else {}
 

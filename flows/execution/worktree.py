@@ -16,7 +16,7 @@ from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
 from flows.core.services import HOME, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
-from stages.lib.core.ended_rounds import ended_rounds
+from stages.lib.core.ended_rounds import ended_names, files_of
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS, ROUNDS
 
@@ -125,14 +125,14 @@ def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> 
 
 def _share_history(root: Path, folder: Path) -> None:
     """Make the ended rounds of a worktree those of the project, committed or not."""
-    patterns = ("*.dvc", "*/params.yaml", "*/stages.lock", "*/dvc.yaml")
-    for pattern in patterns:
-        for path in (folder / ROUNDS).glob(pattern):
-            path.unlink()
-    names = ended_rounds()
-    files = [path for pattern in patterns for path in ROUNDS.glob(pattern)]
-    files += [path for name in names for path in (ROUNDS / name).rglob("metrics.json")]
-    for path in files:
+    with chdir(folder):
+        for name in ended_names():
+            for path in files_of(name):
+                path.unlink(missing_ok=True)
+    names = ended_names()
+    files = [path for name in names for path in files_of(name)]
+    files += [path for name in names for path in (ROUNDS / name).glob("*/metrics.json")]
+    for path in filter(Path.exists, files):  # the end of a round may have been interrupted
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / path, folder / path)
 

@@ -16,10 +16,10 @@ from prefect.runtime import deployment
 from pydantic import Field
 
 from flows.core.addresses import slug, split_address
-from flows.core.git import current_user
-from flows.core.verdicts import failed_checks, read_gate
-from stages.gate.approvals import Approval, write_approval
-from stages.gate.verdict import values_by_metric
+from flows.core.git import person
+from flows.core.verdicts import failed_checks, failed_values, read_gate
+from stages.gate.approvals import Approval, check_reason, write_approval
+from stages.lib.core.ended_rounds import has_ended
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.gates import Policy
 
@@ -100,16 +100,19 @@ def decide(verdict: dict[str, Any], approve: bool, by: str, reason: str) -> str:
     return str(write_approval(verdict["round"], verdict["gate"], approval))
 
 
-def failed_values(verdict: dict[str, Any]) -> dict[str, float | None]:
-    return values_by_metric([check for check in verdict["checks"] if not check["passed"]])
-
-
 def decide_at_terminal(gate: str, round_: str, approve: bool, by: str | None, reason: str) -> str:
     """`rondo approve`: write the decision of a person at the terminal and return its path.
 
     Raises:
-        BadInput: the gate was not reached, passed, or does not ask; or the reason is empty.
+        BadInput: the gate was not reached, passed, or does not ask, the round has ended, or the
+            reason is empty.
     """
+    check_reason(reason, "the slice has 31 pairs, seen by hand")
+    if has_ended(round_):
+        raise BadInput(
+            f"{round_} has ended: its gates do not run again; `rondo promote` shows the versions, "
+            "`rondo promote VERSION --reason R` makes one champion"
+        )
     verdict = read_gate(round_, gate)
     if verdict is None:
         raise BadInput(
@@ -123,8 +126,4 @@ def decide_at_terminal(gate: str, round_: str, approve: bool, by: str | None, re
             f"gates.{gate}.policy is `{verdict['policy']}`: set it to `ask` in params.yaml, "
             "run again, then decide"
         )
-    if not reason.strip():
-        raise BadInput(
-            '--reason is empty: give one, e.g. --reason "the slice has 31 pairs, seen by hand"'
-        )
-    return decide(verdict, approve, by or current_user(), reason)
+    return decide(verdict, approve, person(by), reason)

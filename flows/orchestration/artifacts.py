@@ -152,9 +152,9 @@ class RunArtifacts:
             return
         folder = stage_dir(self.round, self.stage)
         metrics = flatten(summary.read_metrics(folder))
-        if numbers := [{"metric": name, "value": value} for name, value in metrics]:
+        if rows := [{"metric": name, "value": value} for name, value in metrics]:
             yield TableArtifact(
-                key=self.key, table=numbers, description=f"Metrics of {self.address}"
+                key=self.key, table=table(rows), description=f"Metrics of {self.address}"
             )
         if (path := folder / "samples.jsonl").exists():
             shown: Sequence[Mapping[str, object]]

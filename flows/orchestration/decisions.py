@@ -4,7 +4,6 @@ After a crash, a retry or a suspension at a gate, the flow starts again from the
 the same values.
 """
 
-import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -15,43 +14,49 @@ from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import Params, check_params, load_params
 
 
-def home_folder() -> Path:
-    """The folder of Rondo's own state, `.rondo` unless RONDO_HOME names another."""
-    return Path(os.environ.get("RONDO_HOME", ".rondo")).resolve()
+def decisions_path(home: Path) -> Path:
+    """The file in the .rondo folder with the decisions of this flow run (`decide_once`)."""
+    return home / "runs" / f"{flow_run.id}.json"
 
 
-def decisions_path() -> Path:
-    """The file with the decisions of this flow run (`decide_once`)."""
-    return home_folder() / "runs" / f"{flow_run.id}.json"
-
-
-def decisions() -> dict[str, Any]:
+def decisions(home: Path) -> dict[str, Any]:
     """The decisions of this flow run so far, by name."""
-    path = decisions_path()
+    path = decisions_path(home)
     return dict(read_json(path, "")) if path.exists() else {}
 
 
-def decide_once(name: str, decide: Callable[[], Any]) -> Any:
+def decide_once(home: Path, name: str, decide: Callable[[], Any]) -> Any:
     """The value of `decide` when this flow run first called it under this name."""
-    decided = decisions()
+    decided = decisions(home)
     if name not in decided:
         decided[name] = decide()
-        write_json(decisions_path(), decided)
+        write_json(decisions_path(home), decided)
     return decided[name]
 
 
-def own_params(run: str, decide: Callable[[], Params], ended: Collection[str] = ()) -> Params:
+def decided_params(home: Path, run: str) -> Params | None:
+    """The params that a run decided when it first began; None if it begins now."""
+    values = decisions(home).get(_key(run))
+    return check_params(values, f"run {run}") if values else None
+
+
+def own_params(
+    home: Path, run: str, decide: Callable[[], Params], ended: Collection[str] = ()
+) -> Params:
     """The params of a run, which `decide` resolves when the run begins.
 
     A run that begins again keeps them, whatever another run has written to params.yaml since.
     Rounds that the other run has added stay.
     """
-    name = f"params of {run}"
-    begins_again = name in decisions()
-    values = decide_once(name, lambda: decide().model_dump(mode="json"))
+    begins_again = _key(run) in decisions(home)
+    values = decide_once(home, _key(run), lambda: decide().model_dump(mode="json"))
     if begins_again:
         current = load_params().model_dump(mode="json")["rounds"]
         added = {key: current[key] for key in current if key not in values["rounds"]}
         both = values["rounds"] | added
         values["rounds"] = {key: entry for key, entry in both.items() if key not in ended}
     return check_params(values, f"run {run}")
+
+
+def _key(run: str) -> str:
+    return f"params of {run}"

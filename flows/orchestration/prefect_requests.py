@@ -15,8 +15,11 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCre
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import AwaitingRetry, Crashed
+
+from stages.lib.core.errors import RondoError
 
 CUT_OFF = "CutOff"
 POOL = "rondo"
@@ -29,13 +32,17 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
     """A client that gives up within half a minute.
 
     Raises:
-        HTTPError: the server does not answer, or answers with an error.
+        RondoError: the server does not answer, or answers with an error, e.g. for a flow run that
+            was deleted.
     """
-    with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
-        get_client(httpx_settings={"timeout": TIMEOUT_SECONDS}, sync_client=True) as client,
-    ):
-        yield client
+    try:
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
+            get_client(httpx_settings={"timeout": TIMEOUT_SECONDS}, sync_client=True) as client,
+        ):
+            yield client
+    except (HTTPError, PrefectException) as error:
+        raise RondoError(f"Prefect's server: {type(error).__name__}: {error}") from error
 
 
 def flow_runs(**filters: object) -> list[FlowRun]:
@@ -60,7 +67,7 @@ def worker_online() -> bool:
     try:
         with prefect_client() as client:
             workers = client.read_workers_for_work_pool(POOL)
-    except HTTPError:
+    except RondoError:
         return False
     return any(worker.status == WorkerStatus.ONLINE for worker in workers)
 

@@ -21,6 +21,8 @@ from filelock import FileLock, Timeout
 from flows.core import interrupts
 from flows.core.services import (
     HOST,
+    MLFLOW_ARTIFACTS,
+    MLFLOW_DATABASE,
     MLFLOW_PORT,
     PREFECT_PORT,
     START_SECONDS,
@@ -77,8 +79,12 @@ class _Services:
             RondoError: it failed.
         """
         self.start(name, *command)
-        if self.processes[name].wait(START_SECONDS):
-            raise RondoError(f"prefect {name} failed:\n{_tail(self.log_file(name))}")
+        try:
+            failure = "failed" if self.processes[name].wait(START_SECONDS) else ""
+        except subprocess.TimeoutExpired:
+            failure = f"has not ended after {START_SECONDS:.0f} s"
+        if failure:
+            raise RondoError(f"prefect {name} {failure}:\n{_tail(self.log_file(name))}")
         del self.processes[name]
 
     def wait_until(self, name: str, ready: Callable[[], bool]) -> None:
@@ -201,10 +207,10 @@ def _new_servers(home: Path) -> Servers:
     and on the same ports if they are free.
     """
     last = last_servers(home)
-    prefect_port = _port("PREFECT_SERVER_API_PORT", last.prefect_port, PREFECT_PORT)
+    prefect_port = _port("PREFECT_SERVER_API_PORT", last.prefect_port, PREFECT_PORT, 0)
     return Servers(
         prefect_port,
-        _port("MLFLOW_PORT", last.mlflow_port, MLFLOW_PORT, taken=prefect_port),
+        _port("MLFLOW_PORT", last.mlflow_port, MLFLOW_PORT, prefect_port),
         last.auth or new_auth(),
         os.getpid(),
         psutil.Process().create_time(),
@@ -212,22 +218,27 @@ def _new_servers(home: Path) -> Servers:
     )
 
 
-def _port(variable: str, last: int, default: int, taken: int = 0) -> int:
+def _port(variable: str, last: int, default: int, prefect_port: int) -> int:
     """The port that the user set, else the last one, else the first free one from the default.
 
+    Args:
+        prefect_port: Prefect's, which is not free; 0 if it is not known yet.
+
     Raises:
-        BadInput: the port that the user set is in use.
+        BadInput: the port that the user set is no port, or is in use.
     """
     if variable in os.environ:
-        port = int(os.environ[variable])
-        if not _is_free(port):
+        text = os.environ[variable]
+        if not text.isdecimal() or not 0 < int(text) <= MAX_PORT:
+            raise BadInput(f"{variable}: expected a port, 1 to {MAX_PORT}, got {text!r}")
+        if int(text) == prefect_port or not _is_free(int(text)):
             raise BadInput(
-                f"{variable}: port {port} is in use: stop the program that uses it, or unset "
+                f"{variable}: port {text} is in use: stop the program that uses it, or unset "
                 f"{variable}, and `rondo up` chooses a free port"
             )
-        return port
-    candidates = (last, *range(default, MAX_PORT))
-    return next(port for port in candidates if port != taken and _is_free(port))
+        return int(text)
+    candidates = itertools.chain([last], range(default, MAX_PORT))
+    return next(port for port in candidates if port != prefect_port and _is_free(port))
 
 
 def _is_free(port: int) -> bool:
@@ -259,8 +270,8 @@ def _start_servers(services: _Services, servers: Servers, home: Path, log: LogLi
     mlflow_address = ("--host", HOST, "--port", str(servers.mlflow_port), "--workers", "1")
     # No page of another host, not even one whose name resolves to this machine
     pages = ("--allowed-hosts", f"{HOST}:*,localhost:*", "--cors-allowed-origins", servers.mlflow)
-    database = ("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}")
-    artifacts = ("--artifacts-destination", str(home / "mlartifacts"))
+    database = ("--backend-store-uri", f"sqlite:///{home / MLFLOW_DATABASE}")
+    artifacts = ("--artifacts-destination", str(home / MLFLOW_ARTIFACTS))
     services.start("mlflow", "mlflow", "server", *database, *artifacts, *mlflow_address, *pages)
     write_servers(home, servers)
     log(f"starting Prefect and MLflow (logs in {services.logs}) ...")
@@ -296,14 +307,12 @@ def _watch(services: _Services, home: Path, log: LogLine) -> None:
     Raises:
         RondoError: Prefect's server ended.
     """
-    from httpx import HTTPError
-
     from flows.orchestration import crashed_runs
 
     for tick in itertools.count():
         services.restart_ended(log)
         if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
-            with suppress(HTTPError):  # Prefect is busy: the next look finds them
+            with suppress(RondoError):  # Prefect is busy: the next look finds them
                 crashed_runs.mark_crashed(home / "runs")
         time.sleep(TICK_SECONDS)
 
@@ -325,12 +334,10 @@ def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
     """
     interrupts.ignore_signals()
     if "worker" in services:
-        from httpx import HTTPError
-
         from flows.orchestration import prefect_requests
 
         running: list[UUID] = []
-        with suppress(HTTPError):  # the server may be the service that ended
+        with suppress(RondoError):  # the server may be the service that ended
             running = prefect_requests.running()
             write_json(cut_off, list(map(str, running)))
             # Before their processes end: after that the worker reports them as crashed
@@ -345,7 +352,7 @@ def _stop_all(services: dict[str, Process], cut_off: Path) -> None:
             process.terminate()
         for process in psutil.wait_procs(processes, RUN_SECONDS)[1]:
             process.kill()
-        with suppress(HTTPError):
+        with suppress(RondoError):
             prefect_requests.cut_off_crashed(running)
     for service in services.values():
         service.terminate()

@@ -9,11 +9,12 @@ from markupsafe import Markup
 
 from flows.core.git import revision
 from flows.core.locks import read_locks
-from flows.core.services import WORKFLOW, last_servers
+from flows.core.services import WORKFLOW, mlflow_pages
 from flows.core.tables import short_hash
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
+from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params
@@ -45,18 +46,22 @@ def write(rounds: Sequence[str]) -> Path:
         verdicts=dict(zip(rounds, summary.verdict_lines(list(rounds)), strict=True)),
         table=summary.rows(list(rounds)),
         notes=summary.not_comparable(list(rounds)),
-        charts={
-            result.name: {stage: draw(result, params) for stage, draw in PICTURES.items()}
-            for result in results
-        },
+        charts={result.name: pictures(result) for result in results},
         window=WINDOW,
         badcases=read_badcases(rounds),
         costs={result.name: cost.cost_rows(result) for result in results},
         origins=origins(rounds, locks),
-        mlflow=f"{last_servers().mlflow}/#/experiments?{WORKFLOW}",
+        mlflow=mlflow_pages(),
+        workflow=WORKFLOW,
     )
     write_text(REPORT, page)
     return REPORT
+
+
+def pictures(results: RoundResults) -> dict[str, list[Markup]]:
+    """The charts of each stage, with the thresholds of the round's own settings."""
+    params = params_of(results.name)
+    return {stage: draw(results, params) for stage, draw in PICTURES.items()}
 
 
 def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:

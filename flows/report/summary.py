@@ -141,10 +141,9 @@ def not_comparable(rounds: list[str]) -> list[str]:
             if first_settings and group_settings
             else "a manifest.json does not contain them"
         )
-        addresses = " ".join(f"evaluate@{name}" for name in (first, *group))
         lines.append(
             f"{NOT_COMPARABLE * number} {', '.join(group)} not comparable with {first}: "
-            f"evaluated with other settings ({changed}); run `dvc repro {addresses}`"
+            f"evaluated with other settings ({changed}); run `rondo run --rerun {first}`"
         )
     return lines
 

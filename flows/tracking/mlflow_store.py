@@ -38,7 +38,13 @@ from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_I
 from requests.exceptions import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.core.services import running_mlflow, without_credentials
+from flows.core.services import (
+    MLFLOW_ARTIFACTS,
+    MLFLOW_DATABASE,
+    TRACKING_URI,
+    running_mlflow,
+    without_credentials,
+)
 from flows.tracking import model_registry
 from flows.tracking.model_upload import DIGEST, ModelUpload, upload
 from flows.tracking.models import Checkpoint
@@ -50,7 +56,7 @@ EXPERIMENT = "rondo"
 # it is short, and the same in all rounds.
 HELD_OUT = "eval"
 EVALUATION = ("evaluation_id", "lineage")  # tags of a record
-MODEL_TAGS = ("round", "seed", "revision", "preset", *EVALUATION)  # of a record, for its models
+MODEL_TAGS = ("round", "seed", "revision", "preset")  # of a record, for its models
 MAX_METRICS, MAX_PARAMS, MAX_TAGS = 1000, 100, 100  # per request, limits of MLflow
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -58,9 +64,7 @@ SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-TRACKING_URI = "MLFLOW_TRACKING_URI"
 SQLITE = "sqlite:///"
-ARTIFACTS = "mlartifacts"  # folder beside the database, which `rondo up` gives its server
 OFF = "off"
 MAX_VALUE = 5000  # characters of a param or tag
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
@@ -73,7 +77,7 @@ def artifact_repository(
     uri = tracking_uri or mlflow.get_tracking_uri()
     if not uri.startswith(SQLITE):
         return MlflowArtifactsRepository(artifact_uri, tracking_uri, registry_uri)
-    folder = Path(uri.removeprefix(SQLITE)).resolve().parent / ARTIFACTS
+    folder = Path(uri.removeprefix(SQLITE)).resolve().parent / MLFLOW_ARTIFACTS
     return LocalArtifactRepository((folder / urlsplit(artifact_uri).path.lstrip("/")).as_uri())
 
 
@@ -130,7 +134,7 @@ class MlflowStore:
 
         The empty address stands for the pipeline run. `started`: milliseconds since the epoch.
         """
-        if existing := self._existing_run(run, address or "pipeline"):
+        if existing := self._existing_run(run, address):
             return existing
         tags = {"rondo.run": run, "rondo.address": address or "pipeline"}
         if address:
@@ -140,13 +144,12 @@ class MlflowStore:
         return self.runs[run, address]
 
     def _existing_run(self, run: str, address: str) -> str | None:
-        """The MLflow run of a stage, or of the pipeline run: `pipeline`."""
-        key = (run, "" if address == "pipeline" else address)
-        if key not in self.runs:
-            query = f"tags.`rondo.run` = '{run}' and tags.`rondo.address` = '{address}'"
+        if (run, address) not in self.runs:
+            name = address or "pipeline"
+            query = f"tags.`rondo.run` = '{run}' and tags.`rondo.address` = '{name}'"
             if matches := self.client.search_runs([self.experiment], query):
-                self.runs[key] = matches[0].info.run_id
-        return self.runs.get(key)
+                self.runs[run, address] = matches[0].info.run_id
+        return self.runs.get((run, address))
 
     def send_steps(self, run: str, address: str, started: int, steps: Sequence[Step]) -> None:
         """Send metrics by step to the stage's run.
@@ -212,8 +215,8 @@ class MlflowStore:
         """LoggedModels: outputs of the run of the stage that made them, inputs of other runs."""
         uploads = []
         for checkpoint in record.checkpoints:
-            made_by = checkpoint.made_by
-            owner = (self._existing_run(record.run, made_by) if made_by else None) or run_id
+            made_by = checkpoint.made_by or record.address
+            owner = self._existing_run(record.run, made_by) or run_id
             model = self._model(owner, checkpoint) or self._create_model(owner, record, checkpoint)
             self._send_metrics(run_id, record, checkpoint, model.model_id)
             if owner != run_id:
@@ -228,10 +231,9 @@ class MlflowStore:
 
     def _model(self, run_id: str, checkpoint: Checkpoint) -> LoggedModel | None:
         """The LoggedModel that a run already has of a model."""
-        outputs = self.client.get_run(run_id).outputs
-        models = outputs.model_outputs if outputs else []
-        known = (self.client.get_logged_model(model.model_id) for model in models)
-        return next((model for model in known if model.name == checkpoint.name), None)
+        query = f"name = '{checkpoint.name}' AND source_run_id = '{run_id}'"
+        models = self.client.search_logged_models([self.experiment], query)
+        return next(iter(models), None)
 
     def _create_model(self, run_id: str, record: Record, checkpoint: Checkpoint) -> LoggedModel:
         """A LoggedModel: PENDING if its files follow, else one whose files MLflow does not have."""
@@ -295,7 +297,7 @@ def store_uri(home: Path) -> str:
     if uri := os.environ.get(TRACKING_URI, ""):
         return uri
     servers = running_mlflow(home)
-    return servers.mlflow if servers else f"{SQLITE}{home / 'mlflow.db'}"
+    return servers.mlflow if servers else f"{SQLITE}{home / MLFLOW_DATABASE}"
 
 
 @contextmanager
@@ -306,7 +308,7 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         BadInput: tracking is switched off, or no run has been recorded.
         RondoError: MLflow is unreachable or returned an error.
     """
-    uri, database = store_uri(home), home / "mlflow.db"
+    uri, database = store_uri(home), home / MLFLOW_DATABASE
     if uri == OFF:
         raise BadInput(
             "MLFLOW_TRACKING_URI is `off`: unset it, or set it to the MLflow that has the runs"

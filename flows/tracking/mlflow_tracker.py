@@ -14,10 +14,15 @@ from pathlib import Path
 from queue import Queue
 from threading import Event, Thread
 
-from flows.core.services import WORKFLOW, LogLine, last_servers, without_credentials
+from flows.core.services import (
+    TRACKING_URI,
+    WORKFLOW,
+    LogLine,
+    mlflow_pages,
+    without_credentials,
+)
 from flows.tracking.mlflow_store import (
     OFF,
-    TRACKING_URI,
     MlflowStore,
     cause,
     store_uri,
@@ -94,10 +99,7 @@ class MlflowTracker(NullTracker):
         if time.monotonic() >= self.paused_until:
             self.flush(PAGE_SECONDS)
         run_id = self.store.runs.get((self.run, address)) if self.store else None
-        if self.uri.startswith("http"):
-            server: str | None = without_credentials(self.uri)
-        else:  # the local database, which `rondo up` serves
-            server = last_servers(self.home).mlflow if self.local else None
+        server = mlflow_pages(self.home)
         if not self.store or not run_id or not server:
             return None
         artifact = f"/artifacts/{text}" if text else ""
@@ -119,6 +121,9 @@ class MlflowTracker(NullTracker):
         status = "FINISHED" if passed else "FAILED"
         self.paused_until = 0.0
         self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
+        self.finish_sending(seconds)
+
+    def finish_sending(self, seconds: float = CLOSE_SECONDS) -> None:
         end = time.monotonic() + seconds
         # The records first: a record may ask for an upload.
         for jobs, thread in ((self.jobs, self.thread), (self.upload_jobs, self.upload_thread)):

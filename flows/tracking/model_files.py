@@ -6,16 +6,17 @@ another model. DVC's cache still has them then, and a file is used only if its m
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from flows.core.locks import read_locks
+from flows.core.locks import read_lock
 from flows.execution.dvc_stages import open_repo
+from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, stage_dir
-from stages.lib.core.params import Params
 from stages.lib.core.types import Row
 
 SCORED = 8  # responses in the example of a reward model
@@ -55,14 +56,14 @@ class ModelFile(BaseModel):
 class ModelFiles(BaseModel):
     """The content of an MLflow model.
 
-    task: what it does. digest: a hash of its files. adapts: the digest of the model that an adapter
-    adapts, else empty. settings: the sections of params.yaml that its code reads. examples: rows of
-    its input.
+    task: what it does. digest: a hash of its files. sft_digest: that of the SFT model that an
+    adapter adapts, else empty. settings: the sections of params.yaml that its code reads. examples:
+    rows of its input.
     """
 
     task: Literal["generate", "score"]
     files: list[ModelFile]
-    adapts: str = ""
+    sft_digest: str = ""
     settings: dict[str, Any]
     examples: list[Row]
 
@@ -82,28 +83,64 @@ def digest(files: list[ModelFile]) -> str:
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
 
 
-class TrackedFiles:
-    """The outputs in dvc.lock with their files in DVC's cache; opened once per stage."""
+class ModelContents:
+    """Reads what MLflow's models of a stage need: files, settings, examples of their input."""
 
-    def __init__(self) -> None:
-        self.locks = read_locks()
+    def __init__(self, stage: str, round_: str) -> None:
+        """
+        Args:
+            stage: sft, reward or ppo.
+            round_: its round, e.g. `r0`.
+        """
+        self.stage, self.round, self.params = stage, round_, params_of(round_)
         with open_repo() as repo:
             self.cache = repo.cache.local
 
-    def read(self, path: Path, address: str) -> list[ModelFile]:
-        """The files of a folder, by name: those of the stage's entry in dvc.lock.
+    def tracked(self, path: Path) -> list[ModelFile]:
+        """The files of an output of the stage, or of a folder in one, as dvc.lock has them.
 
         Args:
-            path: an output of the stage, or a folder in one; relative to the working directory.
-            address: the stage in DVC, e.g. `ppo@r0`.
+            path: relative to the working directory.
 
         Raises:
             BadInput: the folder is no output of the stage, or DVC's cache lacks the list of its
                 files.
         """
-        outs = {
-            Path(out["path"]): out["md5"] for out in self.locks.get(address, {}).get("outs", [])
-        }
+        return self._tracked(path, f"{self.stage}@{self.round}")
+
+    def of(self, files: list[ModelFile]) -> ModelFiles:
+        """The content of the MLflow model with these files.
+
+        Raises:
+            BadInput: the round's data is missing, or the SFT model that an adapter needs.
+        """
+        is_adapter = any(file.name == "adapter_config.json" for file in files)
+        return ModelFiles(
+            task="score" if self.stage == "reward" else "generate",
+            files=files,
+            sft_digest=self._sft_digest if is_adapter else "",
+            settings=self.params.model_dump(mode="json", include=SECTIONS),
+            examples=self._examples,
+        )
+
+    @cached_property
+    def _sft_digest(self) -> str:
+        folder = stage_dir(self.round, "sft") / "model"
+        return digest(self._tracked(folder, f"sft@{self.round}"))
+
+    @cached_property
+    def _examples(self) -> list[Row]:
+        data = stage_dir(self.round, "prepare") / "data"
+        made_by = f"dvc repro prepare@{self.round}"
+        if self.stage == "reward":
+            pairs = read_jsonl(data / "pairs_eval.jsonl", made_by)[:SCORED]
+            return [{"prompt": row["prompt"], "response": row["chosen"]} for row in pairs]
+        rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
+        # The first batch of the evaluation: in another batch, products may round otherwise.
+        return [{"prompt": row["prompt"]} for row in rows[: self.params.evaluate.batch_size]]
+
+    def _tracked(self, path: Path, address: str) -> list[ModelFile]:
+        outs = {Path(out["path"]): out["md5"] for out in read_lock(address).get("outs", [])}
         out = next((parent for parent in (path, *path.parents) if parent in outs), None)
         if out is None:
             raise BadInput(f"{path} is not in dvc.lock: run `dvc repro {address}`")
@@ -123,41 +160,6 @@ class TrackedFiles:
             md5=md5,
             sources=[str(cached.resolve()), str(path.resolve())],
         )
-
-
-def read_model_files(
-    files: list[ModelFile], stage: str, round_: str, params: Params, tracked: TrackedFiles
-) -> ModelFiles:
-    """What MLflow's model of a model in the working directory needs.
-
-    Args:
-        files: of the model.
-        stage: which stage produced it (sft, reward or ppo).
-        round_: its round, e.g. `r0`.
-        params: all params.
-        tracked: outputs of DVC.
-
-    Raises:
-        BadInput: the round's data is missing, or the SFT model that an adapter needs.
-    """
-    data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
-    adapts = ""
-    if any(file.name == "adapter_config.json" for file in files):
-        adapts = digest(tracked.read(stage_dir(round_, "sft") / "model", f"sft@{round_}"))
-    if stage == "reward":
-        pairs = read_jsonl(data / "pairs_eval.jsonl", made_by)[:SCORED]
-        examples = [{"prompt": row["prompt"], "response": row["chosen"]} for row in pairs]
-    else:
-        rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
-        # The first batch of the evaluation: in another batch, products may round otherwise.
-        examples = [{"prompt": row["prompt"]} for row in rows[: params.evaluate.batch_size]]
-    return ModelFiles(
-        task="score" if stage == "reward" else "generate",
-        files=files,
-        adapts=adapts,
-        settings=params.model_dump(mode="json", include=SECTIONS),
-        examples=examples,
-    )
 
 
 def files_now(path: Path) -> list[ModelFile]:

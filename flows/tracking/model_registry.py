@@ -21,7 +21,7 @@ from flows.core.locks import digests
 from flows.core.tables import interval
 from flows.tracking.model_upload import DIGEST, STORED
 from flows.tracking.records import Promotion
-from stages.gate.approvals import Rollback, rollback_path
+from stages.gate.approvals import Rollback, check_reason, rollback_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.renamed import current_metrics
@@ -96,16 +96,16 @@ def obstacle(evidence: Mapping[str, str], champion: ModelVersion | None) -> str:
         return "its promotion gate failed"
     if champion is None or "approval.by" in evidence:
         return ""
-    isolated, rival = evidence.get("isolated") == str(True), tags_of(champion)
-    if evidence.get("md5.champion") == rival["md5"]:
+    isolated, champion_tags = evidence.get("isolated") == str(True), tags_of(champion)
+    if evidence.get("md5.champion") == champion_tags["md5"]:
         low = json.loads(evidence.get("evaluate.win_rate_champion_low", "null"))
         won = low is not None and low >= EQUAL
         return "it did not beat the champion" if isolated and not won else ""
     if isolated:
         return "it is the result of an isolated run"
-    if evidence.get("project") != rival.get("project"):
+    if evidence.get("project") != champion_tags.get("project"):
         return "the champion is of another project"
-    if evidence.get("lineage") != rival.get("lineage"):
+    if evidence.get("lineage") != champion_tags.get("lineage"):
         return "the champion has another base model, data set or evaluation"
     return ""
 
@@ -114,8 +114,8 @@ def _differs(version: ModelVersion, evidence: Mapping[str, str]) -> bool:
     """Whether the version was registered with another verdict, or by an isolated run."""
     known = tags_of(version)
     # older versions lack these tags
-    usual = {"passed_or_approved": str(True), "isolated": str(False)}
-    return any(known.get(key, value) != evidence.get(key, value) for key, value in usual.items())
+    defaults = {"passed_or_approved": str(True), "isolated": str(False)}
+    return any(known.get(key, value) != evidence.get(key, value) for key, value in defaults.items())
 
 
 def tags_of(version: ModelVersion) -> dict[str, str]:
@@ -182,11 +182,7 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
     Raises:
         BadInput: there is no reason or no such version, or it is the champion already.
     """
-    if not reason.strip():
-        raise BadInput(
-            f"promoting version {version} needs --reason, "
-            'e.g. --reason "won the comparison on our own prompts"'
-        )
+    check_reason(reason, "won the comparison on our own prompts")
     known = client.search_model_versions(f"name = '{NAME}'")
     chosen = next((candidate for candidate in known if int(candidate.version) == version), None)
     if chosen is None:
@@ -196,13 +192,27 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
     champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
     if champion and int(champion.version) == version:
         raise BadInput(f"version {version} of {NAME} is the champion already")
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    _tag(client, chosen, {"promoted.at": now, "promoted.by": by, "promoted.reason": reason})
-    if champion:
-        _set_alias(client, PREVIOUS, champion)
+    _tag(client, chosen, _decision("promoted", by, reason))
     if challenger and challenger.version == chosen.version:
         client.delete_registered_model_alias(NAME, CHALLENGER)
-    _set_alias(client, CHAMPION, chosen)
+    _make_champion(client, chosen, champion)
+
+
+def _decision(verb: str, by: str, reason: str) -> dict[str, str]:
+    """Tags of a version: who decided what, when and why."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {f"{verb}.at": now, f"{verb}.by": by, f"{verb}.reason": reason}
+
+
+def _make_champion(
+    client: MlflowClient, version: ModelVersion, champion: ModelVersion | None
+) -> None:
+    """Make a version champion, and the one before previous; undo a rollback of its policy."""
+    if champion:
+        _set_alias(client, PREVIOUS, champion)
+    _set_alias(client, CHAMPION, version)
+    if _is_here(version):
+        rollback_path(version.tags["round"]).unlink(missing_ok=True)
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
@@ -213,11 +223,7 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
     Raises:
         BadInput: there is no reason, no champion, or no champion before it.
     """
-    if not reason.strip():
-        raise BadInput(
-            "--rollback needs --reason, "
-            'e.g. --reason "one ending for all prompts, found by reading samples"'
-        )
+    check_reason(reason, "one ending for all prompts, found by reading samples")
     by_alias = versions_by_alias(client)
     _check_champion(by_alias)
     champion, previous = by_alias[CHAMPION], by_alias.get(PREVIOUS)
@@ -226,26 +232,14 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
             f"nothing to roll back to: version {champion.version} of {NAME} is the only champion "
             "so far; train a better policy instead"
         )
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    _tag(client, champion, {"rollback.at": now, "rollback.by": by, "rollback.reason": reason})
-    _set_alias(client, CHAMPION, previous)
-    _set_alias(client, PREVIOUS, champion)
-    _write_rollback(champion, previous, by, reason)
-
-
-def _write_rollback(champion: ModelVersion, previous: ModelVersion, by: str, reason: str) -> None:
-    """Record a rollback in approvals/, where stage `champion` of later rounds reads it.
-
-    `champion` and `previous` are those before the rollback. A policy whose files are not in this
-    folder is no champion of a round here, so nothing is written for it.
-    """
-    # If `previous` is the newer one, this call undoes a rollback, and only its file is removed.
+    _tag(client, champion, _decision("rollback", by, reason))
+    _make_champion(client, previous, champion)
+    # If `previous` is the newer one, this call undoes a rollback. A policy whose files are not in
+    # this folder is no champion of a round here. Else stage `champion` of later rounds reads it.
     if _is_here(champion) and _gate_time(previous) < _gate_time(champion):
         policy = file_hash(Path(champion.tags["path"]))
         rollback = Rollback(by=by, reason=reason, policy=policy)
         write_json(rollback_path(champion.tags["round"]), rollback.model_dump())
-    if _is_here(previous):
-        rollback_path(previous.tags["round"]).unlink(missing_ok=True)
 
 
 def _is_here(version: ModelVersion) -> bool:
@@ -296,10 +290,10 @@ def _lines(alias: str, version: ModelVersion) -> list[str]:
     if "approval.reason" in version.tags:
         by, reason = version.tags["approval.by"], version.tags["approval.reason"]
         lines.append(f"  approved by {by}: {reason}")
-    for act, action in (("promoted", "promoted"), ("rollback", "rolled back")):
-        if f"{act}.reason" in version.tags:
-            time, by, reason = (version.tags[f"{act}.{key}"] for key in ("at", "by", "reason"))
-            lines.append(f"  {action} {time:.16} by {by}: {reason}")
+    for tag, verb in (("promoted", "promoted"), ("rollback", "rolled back")):
+        if f"{tag}.reason" in version.tags:
+            time, by, reason = (version.tags[f"{tag}.{key}"] for key in ("at", "by", "reason"))
+            lines.append(f"  {verb} {time:.16} by {by}: {reason}")
     return lines
 
 

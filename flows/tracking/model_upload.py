@@ -30,7 +30,8 @@ PACKAGES = (
     *("pydantic", "PyYAML", "pandas", "Jinja2"),
 )
 WEIGHTS = "weights"  # subfolder of a model, as in CODE
-DIGEST, STORED = "weights", "weights.stored"  # tags: the weights' hash; the id of who has them
+# tags: a hash of the weights, and the id of the LoggedModel that has them
+DIGEST, STORED = "weights.digest", "weights.model"
 
 
 class ModelUpload(BaseModel):
@@ -70,12 +71,12 @@ def _store(client: MlflowClient, model: LoggedModel, item: ModelUpload) -> str:
     """Store all files of a model; returns the id of the LoggedModel that has its weights."""
     files = item.files
     stored = find_stored(client, model.experiment_id, files.digest)
-    adapts = find_stored(client, model.experiment_id, files.adapts) if files.adapts else ""
-    if adapts is None:
+    sft = find_stored(client, model.experiment_id, files.sft_digest) if files.sft_digest else ""
+    if sft is None:
         raise BadInput(f"{item.name} adapts an SFT model whose files MLflow does not have")
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
-        mlflow_model = save(model, files, stored or "", adapts, folder)
+        mlflow_model = save(model, files, stored or "", sft, folder)
         if not stored:
             for file in files.files:
                 link = folder / WEIGHTS / file.name
@@ -90,20 +91,28 @@ def _store(client: MlflowClient, model: LoggedModel, item: ModelUpload) -> str:
 
 def find_stored(client: MlflowClient, experiment: str, digest: str) -> str | None:
     """The id of the LoggedModel that has the weights with this digest."""
-    models = client.search_logged_models([experiment], f"tags.`{DIGEST}` = '{digest}'")
-    complete = [model for model in models if model.status == LoggedModelStatus.READY]
-    # A model that refers to another one is no source: that one may have been deleted since.
-    return next((m.model_id for m in complete if m.tags.get(STORED) == m.model_id), None)
+    query, token = f"tags.`{DIGEST}` = '{digest}'", None
+    while True:
+        models = client.search_logged_models([experiment], query, page_token=token)
+        for model in models:
+            # A model that refers to another one is no source: that one may have been deleted since.
+            if model.tags.get(STORED) == model.model_id and model.status == LoggedModelStatus.READY:
+                return str(model.model_id)
+        token = models.token
+        if not token:
+            return None
 
 
-def save(model: LoggedModel, files: ModelFiles, weights: str, adapts: str, folder: Path) -> Model:
+def save(
+    model: LoggedModel, files: ModelFiles, weights_model: str, sft_model: str, folder: Path
+) -> Model:
     """Write an MLflow model to a new folder, all but its weights; returns its description.
 
     Args:
         model: the LoggedModel that it belongs to.
         files: what it consists of.
-        weights: the LoggedModel that has its weights; empty: the model itself.
-        adapts: the LoggedModel with the weights that it adapts; empty: none.
+        weights_model: the LoggedModel that has its weights; empty: the model itself.
+        sft_model: the LoggedModel with the weights that it adapts; empty: none.
         folder: does not exist yet.
     """
     mlflow_model = Model(
@@ -128,8 +137,8 @@ def save(model: LoggedModel, files: ModelFiles, weights: str, adapts: str, folde
             pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in PACKAGES],
             model_config={
                 "task": files.task,
-                "weights": weights,
-                "adapts": adapts,
+                "weights_model": weights_model,
+                "sft_model": sft_model,
                 **files.settings,
             },
             mlflow_model=mlflow_model,

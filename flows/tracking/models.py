@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.core.addresses import split_address
 from flows.core.locks import digest_of, digests
-from flows.tracking.model_files import ModelFiles, TrackedFiles, read_model_files
+from flows.tracking.model_files import ModelContents, ModelFile, ModelFiles
+from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
-from stages.lib.core.params import flatten, load_params
+from stages.lib.core.params import flatten
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.recorder import read_metrics
 
@@ -57,14 +58,12 @@ def trained_models(
         upload: the kinds of models whose files MLflow stores.
     """
     stage, round_ = split_address(address)
-    if stage not in ("sft", "reward", "ppo"):
-        return []
     folder, model = stage_dir(round_, stage), partial(_model, round_, digests(round_))
-    models: list[tuple[Checkpoint, bool]] = []  # and whether its files are wanted
     if stage == "sft":
-        # A policy or checkpoint may be an adapter of it.
-        wanted = {Upload.sft, Upload.policy, Upload.checkpoints} & set(upload)
-        models = [(model("sft", folder / "model"), bool(wanted))]
+        kinds = {Upload.sft}
+        if params_of(round_).ppo.lora.r:  # policies are adapters of it
+            kinds |= {Upload.policy, Upload.checkpoints}
+        models = [(model("sft", folder / "model"), bool(kinds & set(upload)))]
     elif stage == "reward":
         reward = model("reward", folder / "model", metrics=numbers(metrics))
         models = [(reward, Upload.reward in upload)]
@@ -74,26 +73,29 @@ def trained_models(
             (model(path.name, path, update_of(path.name)), Upload.checkpoints in upload)
             for path in sorted((folder / "checkpoints").glob("step_*"))
         ]
+    else:
+        return []
     if not any(wanted for _, wanted in models):
         return [made for made, _ in models]
-    tracked, params = TrackedFiles(), load_params()
-
-    def with_files(made: Checkpoint) -> Checkpoint:
-        def read() -> ModelFiles:
-            paths = tracked.read(Path(made.path), address)
-            return read_model_files(paths, stage, round_, params, tracked)
-
-        return made.model_copy(update=files_or_reason(read))
-
-    return [with_files(made) if wanted else made for made, wanted in models]
+    contents = ModelContents(stage, round_)
+    return [
+        with_files(made, contents, contents.tracked) if wanted else made for made, wanted in models
+    ]
 
 
-def files_or_reason(read: Callable[[], ModelFiles]) -> dict[str, Any]:
-    """Fields of Checkpoint. A model whose files cannot be read is recorded without them."""
+def with_files(
+    model: Checkpoint, contents: ModelContents, list_files: Callable[[Path], list[ModelFile]]
+) -> Checkpoint:
+    """The model with its files for MLflow, or with the reason why they cannot be read.
+
+    Args:
+        list_files: returns the files in the model's folder.
+    """
     try:
-        return {"files": read()}
+        files = contents.of(list_files(Path(model.path)))
     except BadInput as error:
-        return {"no_files": str(error)}
+        return model.model_copy(update={"no_files": str(error)})
+    return model.model_copy(update={"files": files})
 
 
 def evaluated_models(round_: str, metrics: Mapping[str, Any]) -> Iterable[Checkpoint]:

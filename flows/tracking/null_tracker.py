@@ -30,6 +30,9 @@ class NullTracker:
     def flush(self, seconds: float = 0.0) -> None:
         """Wait until all records so far are sent, at most this long."""
 
+    def finish_sending(self, seconds: float = 0.0) -> None:
+        """Call after the last record: wait, at most this long, until all is sent, models too."""
+
     def close(self, passed: bool, texts: Mapping[str, str], seconds: float = 0.0) -> None:
         """Call when the pipeline run ended.
 

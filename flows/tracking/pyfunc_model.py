@@ -20,6 +20,7 @@ from pandas import DataFrame
 # torch and `stages` are imported where they are used: MLflow runs this file when it saves a model.
 
 WEIGHTS = "weights"  # subfolder of a model
+NO_SECTIONS = {"task", "weights_model", "sft_model"}  # keys of the configuration
 
 
 @contextmanager
@@ -43,14 +44,14 @@ class _Model(PythonModel):
         from stages.lib.core.params import check_params
 
         config = context.model_config
-        sections = {name: config[name] for name in config.keys() - {"task", "weights", "adapts"}}
+        sections = {name: config[name] for name in config.keys() - NO_SECTIONS}
         self.params = check_params(sections, "the model's settings")
-        with weights_of(config["weights"]) as weights:
-            if not config["adapts"]:
+        with weights_of(config["weights_model"]) as weights:
+            if not config["sft_model"]:
                 self.load(weights, weights)
                 return
-            with weights_of(config["adapts"]) as adapted:
-                self.load(adapted, weights)
+            with weights_of(config["sft_model"]) as sft_weights:
+                self.load(sft_weights, weights)
 
     def load(self, whole: Path, trained: Path) -> None:
         """Load the model.
@@ -78,16 +79,12 @@ class TextGenerator(_Model):
         self.tokenizer = load_tokenizer(whole)
         self.model = load_policy(whole, trained, self.params.model)
 
-    def predict(
-        self,
-        context: PythonModelContext,
-        model_input: DataFrame,
-        params: dict[str, Any] | None = None,
+    def predict(  # type: ignore[override]
+        self, model_input: DataFrame, params: dict[str, Any] | None = None
     ) -> list[str]:
         """A response per prompt.
 
         Args:
-            context: not used.
             model_input: column `prompt`, a text or messages.
             params: `max_new_tokens`, `temperature`, `batch_size`, and `seed`, which numbers the
                 evaluation's samples: 1000 * seed of params.yaml is its first sample.
@@ -96,14 +93,14 @@ class TextGenerator(_Model):
 
         from stages.lib.lm.generation import generate
 
-        given = params or {}
+        sampling = params or {}
         responses = generate(
             self.model,
             [self.encode(prompt, None)[0] for prompt in model_input["prompt"]],
-            response_length=given["max_new_tokens"],
-            temperature=given["temperature"],
-            generator=torch.Generator().manual_seed(given["seed"]),
-            batch_size=given["batch_size"],
+            response_length=sampling["max_new_tokens"],
+            temperature=sampling["temperature"],
+            generator=torch.Generator().manual_seed(sampling["seed"]),
+            batch_size=sampling["batch_size"],
             eos_token_id=self.tokenizer.eos_token_id,
         )
         texts: list[str] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -119,18 +116,11 @@ class ResponseScorer(_Model):
         self.tokenizer = load_tokenizer(whole)
         self.model = load_reward_model(trained, self.params.model)
 
-    def predict(
-        self,
-        context: PythonModelContext,
-        model_input: DataFrame,
-        params: dict[str, Any] | None = None,
-    ) -> list[float]:
+    def predict(self, model_input: DataFrame) -> list[float]:  # type: ignore[override]
         """A score per row, in standard deviations above the mean of the demonstrations.
 
         Args:
-            context: not used.
             model_input: columns `prompt`, a text or messages, and `response`.
-            params: none.
         """
         from stages.lib.lm.reward_ensemble import calibrate_scores
         from stages.lib.lm.scoring import reward_scores

@@ -18,18 +18,18 @@ from flows.core.addresses import split_address
 from flows.core.locks import digest_of, digests, read_lock
 from flows.core.verdicts import read_gate
 from flows.execution.dvc_stages import up_to_date
-from flows.tracking.model_files import ModelFiles, TrackedFiles, files_now, read_model_files
+from flows.tracking.model_files import ModelContents, files_now
 from flows.tracking.models import (
     ALL_NUMBERS,
     Checkpoint,
     evaluated_models,
-    files_or_reason,
     numbers,
     trained_models,
     update_of,
+    with_files,
 )
 from stages.gate.verdict import passed_or_approved
-from stages.lib.core.ended_rounds import settings_path
+from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
     metric_name,
@@ -39,7 +39,7 @@ from stages.lib.core.files import (
     stage_dir,
     work_dir,
 )
-from stages.lib.core.params import flatten, load_params
+from stages.lib.core.params import flatten
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.renamed import current_metrics
@@ -219,7 +219,11 @@ def read_record(
             "params_hash": params_hash,
             **{key: value for key, value in flatten(metrics) if isinstance(value, str)},
             **_decision(stage, round_),
-            **({"lineage": lineage(round_)} if stage == "evaluate" and not failed else {}),
+            **(
+                {"lineage": lineage(round_, metrics.get("evaluation_id"))}
+                if stage == "evaluate" and not failed
+                else {}
+            ),
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
         },
         steps=steps,
@@ -291,7 +295,7 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
         "md5": known[policy],
         "md5.sft": known.get(sft, ""),
         "md5.champion": _champion_digest(round_),
-        "lineage": lineage(round_),
+        "lineage": lineage(round_, evaluation.get("evaluation_id")),
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in metrics.items()},
     }
@@ -307,14 +311,13 @@ def _champion_digest(round_: str) -> str:
     return digests(champion)[str(stage_dir(champion, "ppo") / "policy")] if champion else ""
 
 
-def lineage(round_: str) -> str:
+def lineage(round_: str, evaluation_id: str | None) -> str:
     """12 hex digits over base model, data and evaluation: equal for rounds of one experiment."""
     locks = [read_lock("assets").get("outs", []), read_lock(f"prepare@{round_}").get("deps", [])]
     origins = {
         file["path"]: file["md5"] for files in locks for file in files if file["path"] in ORIGINS
     }
-    evaluation = read_metrics(round_, "evaluate").get("evaluation_id")
-    text = json.dumps([origins, evaluation], sort_keys=True)
+    text = json.dumps([origins, evaluation_id], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -329,7 +332,7 @@ def read_checkpoint(
     path, round_ = Path(results["path"]), results["round"]
     name = metric_name(path.name)
     against_sft = {f"win_rate{end}": results[f"win_rate_sft{end}"] for end in ("", "_low", "_high")}
-    tracked = settings_path(round_).exists() or up_to_date(f"ppo@{round_}")
+    tracked = has_ended(round_) or up_to_date(f"ppo@{round_}")
     known = digests(round_) if tracked else {}
     checkpoint = Checkpoint(
         name=f"{round_}-{name}",
@@ -340,13 +343,9 @@ def read_checkpoint(
         metrics=numbers(results["checkpoint"] | against_sft),
     )
     if Upload.checkpoints in upload:
-        outputs, in_dvc = TrackedFiles(), tracked and stage_dir(round_, "ppo") in path.parents
-
-        def read() -> ModelFiles:
-            files = outputs.read(path, f"ppo@{round_}") if in_dvc else files_now(path)
-            return read_model_files(files, "ppo", round_, load_params(), outputs)
-
-        checkpoint = checkpoint.model_copy(update=files_or_reason(read))
+        contents = ModelContents("ppo", round_)
+        in_dvc = tracked and stage_dir(round_, "ppo") in path.parents
+        checkpoint = with_files(checkpoint, contents, contents.tracked if in_dvc else files_now)
     return Record(
         run=run,
         address=f"{name}-{results['hash'][:8]}-{results['evaluation_id'][:8]}@{round_}",
@@ -357,8 +356,10 @@ def read_checkpoint(
             **tags,
             "stage": "checkpoint",
             "round": round_,
+            "seed": str(params_of(round_).seed),
             "path": str(path),
             "evaluation_id": results["evaluation_id"],
+            "lineage": lineage(round_, results["evaluation_id"]),
         },
         final=numbers(results),
         samples=read_jsonl(report.with_suffix(".jsonl"), "the flow evaluate-checkpoint"),

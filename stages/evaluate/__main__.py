@@ -34,6 +34,7 @@ from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.jury import Jury, load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
@@ -48,6 +49,7 @@ CURVE = ("kl", "sentiment", "score", "distinct_2")
 def main(params: Params, round_: str) -> None:
     # 1. the frozen prompts, the SFT model and this round's reward model
     setup_torch(params)
+    check_unchanged("judges", params)
     config, ppo = params.evaluate, stage_dir(round_, "ppo")
     settings = evaluation_settings(params, eval_set_hash(round_))
     selected_update = read_metrics(round_, "ppo")["policy_update"]

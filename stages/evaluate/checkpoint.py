@@ -14,7 +14,7 @@ from pathlib import Path
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.results import ModelResults, side_by_side, with_intervals
-from stages.lib.core.ended_rounds import params_of
+from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import (
     ASSETS,
@@ -26,6 +26,7 @@ from stages.lib.core.files import (
 )
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import read_metrics
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.judging.jury import load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
@@ -52,6 +53,8 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     """Evaluate a checkpoint; returns the path of its report."""
     path = find_checkpoint(round_, checkpoint)
     setup_torch(params)
+    if not has_ended(round_):  # the recorded hashes are those of the rounds in params.yaml
+        check_unchanged("judges", params)
     settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_metrics(round_, "sft")
     evaluator = Evaluator(params, round_)

@@ -67,19 +67,3 @@ def differences(a: Settings, b: Settings) -> list[str]:
         for key in sorted({*a, *b})
         if a.get(key) != b.get(key)
     ]
-
-
-def check_comparable(evaluations: Mapping[str, Settings]) -> None:
-    """Check that evaluations, given as settings by round, can be compared.
-
-    Raises:
-        BadInput: they differ; names the rounds and each key.
-    """
-    first = next(iter(evaluations), "")
-    for name, settings in evaluations.items():
-        if differing := differences(evaluations[first], settings):
-            raise BadInput(
-                f"{first} and {name} were evaluated with different settings "
-                f"({'; '.join(differing)}), so their numbers cannot be compared: "
-                f"run `dvc repro evaluate@{first} evaluate@{name}`"
-            )

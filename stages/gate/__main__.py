@@ -19,7 +19,7 @@ from stages.lib.core.params import load_params
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m stages.gate")
     parser.add_argument("--gate", choices=sorted(THRESHOLDS), required=True)
-    parser.add_argument("--round", default="r0", help="round of params.yaml, e.g. r0")
+    parser.add_argument("--round", required=True, help="round of params.yaml, e.g. r0")
     arguments = parser.parse_args()
     gate, round_ = arguments.gate, arguments.round
     try:

@@ -66,6 +66,15 @@ def approval_path(round_: str, gate: str) -> Path:
     return APPROVALS / round_ / f"{gate}.json"
 
 
+def check_reason(reason: str, example: str) -> None:
+    """
+    Raises:
+        BadInput: the reason of a decision is empty.
+    """
+    if not reason.strip():
+        raise BadInput(f'--reason is empty: give one, e.g. --reason "{example}"')
+
+
 def read_approval(round_: str, gate: str) -> Approval | None:
     """The decision on a gate; None if there is none.
 

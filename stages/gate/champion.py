@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stages.gate.approvals import read_rollback
 from stages.gate.verdict import evaluate_gate, passed_or_approved
-from stages.lib.core.ended_rounds import params_of, settings_path
+from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import ROUNDS, file_hash, read_json, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.stage import stage_main
@@ -33,14 +33,14 @@ def champion_after(params: Params, previous: Path) -> Metrics:
     """The champion after the promotion gate of the round in `previous`, as champion.json has it."""
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
     rollback, policy_hash = read_rollback(round_), file_hash(policy)
-    gate_params = params_of(round_) if settings_path(round_).exists() else params
+    gate_params = params_of(round_) if has_ended(round_) else params
     if rollback and rollback.policy == policy_hash:
         reason = f"by {rollback.by}: {rollback.reason}"
         print(f"[champion] {round_} was rolled back {reason}", flush=True)
     # An ended round has the thresholds of its own settings
     elif passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
-    return dict(read_json(previous / "champion/champion.json", f"dvc repro champion@{round_}"))
+    return dict(read_json(previous / "champion/champion.json", "rondo run"))
 
 
 if __name__ == "__main__":

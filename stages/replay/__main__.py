@@ -17,6 +17,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import PromptRow
 from stages.lib.core.stage import stage_main
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import DataSets, shuffled
 from stages.lib.judging.jury import load_jury
@@ -44,10 +45,10 @@ FRESH_PROMPTS = 96
 def main(params: Params, round_: str) -> None:
     # 1. inputs; they become training rows, so evaluation prompts are refused
     setup_torch(params)
+    check_unchanged("judges", params)
     config, seed, previous = params.replay, params.seed, Path(params.rounds[round_].previous)
     recorder = MetricLogger("replay", round_, 6)
-    inputs = read_inputs(round_)
-    sampler = Sampler(params, round_)
+    inputs, sampler = read_inputs(round_), Sampler(params, round_)
     tokenizer, scorer = sampler.tokenizer, sampler.scorer
     for stage in ("sft", "reward", "ppo"):
         manifest = stage_dir(round_, stage) / "manifest.json"

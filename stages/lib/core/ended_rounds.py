@@ -28,14 +28,28 @@ def data_path(round_: str) -> Path:
     return ROUNDS / f"{round_}.dvc"
 
 
+def files_of(round_: str) -> tuple[Path, ...]:
+    """What an ended round has besides its outputs."""
+    return settings_path(round_), lock_path(round_), metrics_path(round_), data_path(round_)
+
+
+def ended_names() -> list[str]:
+    """The names of the ended rounds, in no order."""
+    return [path.parent.name for path in ROUNDS.glob("*/params.yaml")]
+
+
+def has_ended(round_: str) -> bool:
+    """False also for a name that is no folder of rounds/, such as `../elsewhere`."""
+    return round_ in ended_names()
+
+
 def ended_rounds() -> dict[str, RoundParams]:
     """The ended rounds by name, each after its predecessor.
 
     Raises:
         BadInput: the settings of one of them cannot be read.
     """
-    names = [path.parent.name for path in ROUNDS.glob("*/params.yaml")]
-    by_name = {name: load_params(settings_path(name)).rounds[name] for name in names}
+    by_name = {name: load_params(settings_path(name)).rounds[name] for name in ended_names()}
 
     def position(name: str) -> tuple[int, str]:
         previous = Path(by_name[name].previous).name
@@ -50,7 +64,7 @@ def params_of(round_: str) -> Params:
     Raises:
         BadInput: there is no such round.
     """
-    if settings_path(round_).exists():
+    if has_ended(round_):
         return load_params(settings_path(round_))
     params = load_params()
     params.check_round(round_)

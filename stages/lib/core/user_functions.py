@@ -56,11 +56,11 @@ def function_files(named: str, key: str) -> list[Path]:
         key: where params.yaml names it, for the error message.
 
     Returns:
-        Paths of the project relative to the working directory, the function's file first; the
-        absolute path of an installed module; no path of a compiled one.
+        Paths of the project relative to the working directory, the function's file first; of an
+        installed module its absolute path alone.
 
     Raises:
-        BadInput: there is no such module, it is not Python, or it does not define such a name.
+        BadInput: there is no such module, or it is Python and not valid, or defines no such name.
     """
     module, _, name = named.partition(":")
     file = _file_of_module(module)
@@ -68,9 +68,8 @@ def function_files(named: str, key: str) -> list[Path]:
         file = _file_of_installed_module(module)
     if file is None:
         raise BadInput(f"{key}: {named}: no module named {module}; put it in the project's folder")
-    if file.suffix != ".py":  # built in or compiled: only an import shows what it defines
-        return []
-    if not {name, "*"} & _defined_names(file):
+    # only an import shows what a compiled module defines
+    if file.suffix == ".py" and not {name, "*"} & _defined_names(file):
         raise BadInput(f"{key}: {named}: {file} does not define {name}")
     files, waiting = [file], [file]
     while waiting and not file.is_absolute():

@@ -17,7 +17,6 @@ from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.rows import Demonstration
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_functions import import_function
-from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.judging.agreement import between_judges, between_orders
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.fluency import Fluency, garbledness
@@ -119,9 +118,8 @@ def load_jury(
         people: held-out demonstrations, for the fluency judge's threshold.
 
     Raises:
-        BadInput: a function or a model does not exist, or has changed since the run began.
+        BadInput: a function or a model does not exist.
     """
-    check_unchanged("judges", params)
     margin, language_models = params.evaluate.tie_margin, params.language_models()
 
     def load(named: str) -> PairwiseJudge:

@@ -94,8 +94,8 @@ def test_policies_of_all_runs_best_first_under_a_kl(
     ]
     assert lines[5] == (
         "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; "
-        "its weights are in DVC: "
-        "`git log -S acheckpoints -- dvc.lock` prints the commit to check out, if there is one. "
+        "its weights are in DVC: `git log -S acheckpoints -- dvc.lock rounds` prints the commit to "
+        "check out, if there is one. "
         "To compare the two best selected policies on the same prompts: "
         "`rondo compare three:r0 two:r0`"
     )
@@ -169,14 +169,14 @@ def test_the_location_of_the_best_weights(
     write_text(Path("rounds/r0/ppo/policy/adapter.bin"), "here")
     assert best(capsys)[1][-1].endswith("its weights are in rounds/r0/ppo/policy")
     record(database, "two", 0.8, 5.0, md5="b")  # the weights in this folder are its now
-    assert "`git log -S apolicy -- dvc.lock`" in best(capsys)[1][-1]
+    assert "`git log -S apolicy -- dvc.lock rounds`" in best(capsys)[1][-1]
     for command in (
         ["init", "-q"],
         ["commit", "-q", "--allow-empty", "-m", "a"],
         ["branch", "runs/one"],
     ):
         subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *command], check=True)
-    assert "in DVC: `git checkout runs/one`, then `dvc checkout ppo@r0`" in best(capsys)[1][-1]
+    assert "in DVC: `git checkout runs/one`, then `dvc checkout`" in best(capsys)[1][-1]
     own = Path(".rondo/workspaces/one/rounds/r0/ppo/policy").absolute()
     own.mkdir(parents=True)
     assert f"its weights are in {own}." in best(capsys)[1][-1]

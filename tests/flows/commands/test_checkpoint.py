@@ -177,7 +177,7 @@ def test_mlflow_that_is_down_gets_it_later(
     with monkeypatch.context() as down:
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
         record("", write_report(), folder / ".rondo", lines.append)
-    assert len(lines) == 1 and NOWHERE in lines[0]
+    assert len(lines) == 2 and NOWHERE in lines[0] and "is sent with the next run" in lines[1]
     MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail).flush()
     assert [model.name for model in models(database, folder.name)] == ["r0-step_00009"]
 

@@ -22,12 +22,12 @@ AFTER = {"p1": (0.5, 0.6), "p2": (0.4, 0.42), "p3": (0.3, -0.2)}
 
 @pytest.fixture
 def database(empty_tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A database in which no run was recorded yet; its folder is the working directory."""
+    """The project's database, in which no run was recorded yet."""
     monkeypatch.chdir(tmp_path)
     Path("dvc.yaml").touch()
-    uri = f"sqlite:///{shutil.copy(empty_tables, tmp_path / 'mlflow.db')}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    return uri
+    (tmp_path / ".rondo").mkdir()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return f"sqlite:///{shutil.copy(empty_tables, tmp_path / '.rondo/mlflow.db')}"
 
 
 def record(
@@ -69,7 +69,7 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
-    database: str, capsys: pytest.CaptureFixture[str]
+    database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(database, "one-before", BEFORE, 0.11)
     record(database, "two-after", AFTER, 0.3)
@@ -87,7 +87,11 @@ def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
     assert "ppo.kl_coef 0.11 0.3" in lines and not any(
         line.startswith(("seed", "git")) for line in lines
     )
-    assert "the same numbers in MLflow: http" in lines[-2] and "/#/compare-runs?runs=[" in lines[-2]
+    page = "http://127.0.0.1:5000/#/compare-runs?runs=["
+    assert f"the same numbers in MLflow: {page}" in lines[-2]
+    # a database of the user's, which `rondo up` does not serve
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    assert " in MLflow: " not in compare(capsys, "one", "two-after:r0")[1]
 
 
 def test_the_pages_of_mlflow_are_of_the_two_evaluations_and_of_their_pipeline_runs(

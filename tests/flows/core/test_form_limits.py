@@ -1,4 +1,4 @@
-"""What a form may name: the attacks of the review."""
+"""What a form may name: no foreign function, file, folder or address."""
 
 import subprocess
 from pathlib import Path
@@ -11,8 +11,10 @@ from flows.core.config import resolve
 from flows.core.form_limits import check_form, check_inside
 from flows.pipeline import pipeline
 from stages.lib.core.errors import BadInput
+from stages.lib.core.params import load_params
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.params.policy import RewardSource
+from stages.lib.core.user_inputs import user_files
 
 FUNCTION = "def score(prompts, responses):\n    return [0.0 for _ in responses]\n"
 EFFECT = "open('ran', 'w').close()\n"
@@ -20,7 +22,8 @@ REWARD = "ppo.rewards=[{{name: taste, function: {} }}]"
 
 
 def form(*settings: str) -> None:
-    check_form(resolve("keep", None, settings))
+    params = resolve("keep", None, settings)
+    check_form(params, [path for paths in user_files(params).values() for path in paths])
 
 
 def test_a_function_of_a_form_is_code_that_git_tracks(project: Path) -> None:
@@ -29,9 +32,14 @@ def test_a_function_of_a_form_is_code_that_git_tracks(project: Path) -> None:
         form(REWARD.format("my_taste:score"))
     subprocess.run(["git", "add", "my_taste.py"], check=True)
     form(REWARD.format("my_taste:score"))
-    for setting in (REWARD.format("shutil:rmtree"), "evaluate.judges=[lexicon, 'shutil:rmtree']"):
+    compiled = REWARD.format("torch._C:_cuda_init")
+    of_python = "evaluate.judges=[lexicon, 'shutil:rmtree']"
+    for setting in (REWARD.format("shutil:rmtree"), of_python, compiled):
         with pytest.raises(BadInput, match="is outside the project"):
             form(setting)
+    Path("native.so").touch()
+    with pytest.raises(BadInput, match=r"native\.so: git does not track it"):
+        check_form(load_params(), [Path("native.so")])
     assert not Path("ran").exists()  # nothing was imported
 
 
@@ -76,6 +84,8 @@ def test_a_form_reads_no_file_outside_the_project(
     form("assets.data=files", data.format("pairs.jsonl"))
     Path("pyproject.toml").write_text(f"[tool.rondo]\nfolders = ['{outside}']\n")
     form("assets.data=files", data.format(outside / "pairs.jsonl"))
+    Path("pyproject.toml").write_text(f"[tool.rondo]\nfolders = ['{relative}']\n")
+    check_inside([Path(relative) / "pairs.jsonl"])
 
 
 def test_a_run_of_the_form_checks_them(

@@ -77,6 +77,9 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
     assert (settings.seed, settings.sft.learning_rate) == (0, 0.00001)
     assert settings.evaluate.tie_margin == 0.2 and settings.gates.sft.loss_drop != 0.3
     assert params_of("r1").seed == 5
+    for elsewhere in ("../other", str(rounds / "rounds/r0")):  # a form names a round
+        with pytest.raises(BadInput, match="not in params"):
+            params_of(elsewhere)
     assert read_lock("evaluate@r0") == entry and "sft@r0" in read_locks()
 
     # neither a setting nor an edited comment
@@ -111,7 +114,10 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]
     data, moved = stage_dir("r0", "sft") / "data", Path("elsewhere")
     data.rename(moved)
+    assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]  # a worktree: DVC's cache has it
+    cache = Path(".dvc/cache").rename("cache")
     assert history.rounds_to_end(config.KEEP, 2, ()) == []  # a clone: dvc.lock without outputs
+    cache.rename(".dvc/cache")
     moved.rename(data)
     config.write_params(config.resolve(settings=["seed=1"]))
     assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]  # complete, with other settings
@@ -120,7 +126,7 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     assert of_round(run(number=2)) == {"r0", "r1"}
     assert history.rounds_to_end(config.KEEP, None, ()) == ["r0"]
     assert history.rounds_to_end("tiny", None, ()) == []
-    assert history.rounds_to_end(config.KEEP, None, (history.ALL,)) == []
+    assert history.rounds_to_end(config.KEEP, None, (config.ALL,)) == []
     with pytest.raises(BadInput, match="--rounds 1: r0 have ended; ask for at least 2 rounds"):
         config.resolve(config.KEEP, 1, ended=["r0"])
     with pytest.raises(BadInput, match=r"assets.model is embedded, but r0 has ended with tiny"):
@@ -132,7 +138,7 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
 
     shutil.rmtree(".dvc/cache")
     shutil.rmtree(data)
-    with pytest.raises(BadInput, match=r"r0 has ended, and its outputs are .*: `dvc pull rounds"):
+    with pytest.raises(BadInput, match=r"\(r0\) lack outputs .*: `dvc pull rounds/r0.dvc`"):
         run()
     assert "r0" in of_round(run(rerun=("r0",)))
 

@@ -128,7 +128,7 @@ def test_numbers_of_other_evaluations_are_in_rows_of_their_own(files: Path) -> N
     assert "SFT loss, nats per token †" not in table
     line = (
         "† r1 not comparable with r0: evaluated with other settings (ppo.temperature 1.0 and 0.7); "
-        "run `dvc repro evaluate@r0 evaluate@r1`"
+        "run `rondo run --rerun r0`"
     )
     assert f"- {line}\n" in text and f"{line}\n" in summary.text(["r0", "r1", "r2"])
 

@@ -223,7 +223,7 @@ def test_a_person_makes_a_challenger_champion(
     mirror("trial", database, "r0", **TRIAL)
     client = MlflowClient(database)
     for version, reason, message in (
-        (2, " ", "promoting version 2 needs --reason"),
+        (2, " ", "--reason is empty"),
         (3, "better", "has no version 3; versions: 1, 2"),
         (1, "better", "version 1 of rondo-policy is the champion already"),
     ):
@@ -404,7 +404,7 @@ def test_nothing_to_roll_back_to(database: str) -> None:
     mirror("one", database, "r0")
     with pytest.raises(BadInput, match="nothing to roll back to"):
         model_registry.roll_back(MlflowClient(database), "Ada", "no")
-    with pytest.raises(BadInput, match="needs --reason"):
+    with pytest.raises(BadInput, match="--reason is empty"):
         model_registry.roll_back(MlflowClient(database), "Ada", " ")
 
 

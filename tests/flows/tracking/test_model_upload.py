@@ -253,9 +253,9 @@ def test_equal_weights_are_stored_once(project: Path, home: Path) -> None:
         assert model.tags[STORED] == first[name].tags[STORED]
         folder = home / "mlartifacts" / EXPERIMENT / "models" / model.model_id / "artifacts"
         config = Model.load(folder).flavors["python_function"]["config"]
-        assert config["weights"] == first[name].tags[STORED]
-        adapts = "" if name in ("r0-sft", "r0-reward") else first["r0-sft"].model_id
-        assert config["adapts"] == adapts
+        assert config["weights_model"] == first[name].tags[STORED]
+        sft_model = "" if name in ("r0-sft", "r0-reward") else first["r0-sft"].model_id
+        assert config["sft_model"] == sft_model
 
 
 def test_without_kinds_no_file_is_uploaded(project: Path, home: Path) -> None:

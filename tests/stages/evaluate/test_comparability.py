@@ -3,12 +3,10 @@
 import pytest
 
 from stages.evaluate.comparability import (
-    check_comparable,
     differences,
     evaluation_id,
     evaluation_settings,
 )
-from stages.lib.core.errors import BadInput
 from stages.lib.core.params import check_params
 
 
@@ -60,12 +58,3 @@ def test_a_language_model_that_judges_is_part_of_the_evaluation():
     # a model that only labels, or is in params.yaml without being used, is not
     only_lexicon = [judged_by(model, judges=("lexicon",)) for model in ("large", "small")]
     assert differences(*only_lexicon) == []
-
-
-def test_a_comparison_across_evaluations_is_refused_with_the_reason():
-    check_comparable({"r0": settings(), "r1": settings()})
-    check_comparable({})
-    warmer = {"r0": settings(), "r1": settings(), "r2": settings(ppo={"temperature": 0.7})}
-    message = r"r0 and r2 .*\(ppo.temperature 1.0 and 0.7\).*dvc repro evaluate@r0 evaluate@r2"
-    with pytest.raises(BadInput, match=message):
-        check_comparable(warmer)

@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.execution import fork_server
+from stages.assets.inputs import main as inputs
 from stages.evaluate.__main__ import main
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.evaluate.reproduce import check_reproduced, rerun_policy
@@ -23,6 +24,7 @@ from stages.lib.core.params import Params
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconJudge, LexiconScores, lexicon_scores
 from stages.lib.judging.pointwise import PointwiseJudge
+from stages.replay.__main__ import main as replay
 
 KEYS = {"sentiment", "sentiment_plain", "score", "kl", "length", "eos_rate", "distinct_2"}
 KEYS |= {"repetition_3", "nll"}
@@ -241,6 +243,19 @@ def test_a_changed_evaluation_set_is_refused(make_round):
         stream.write('{"id": "q-new", "prompt": "New"}\n')
     with pytest.raises(BadInput, match="dvc repro prepare@r0"):
         main(params, "r0")
+
+
+@pytest.mark.parametrize("stage", [main, replay])
+def test_a_judge_that_was_edited_after_the_run_began_is_refused(make_round, stage):
+    Path("mine.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    params = make_round("r0", 1.0)
+    evaluate = params.evaluate.model_copy(update={"judges": ["mine:score"]})
+    params = params.model_copy(update={"evaluate": evaluate})
+    inputs(params, "r0")
+    with Path("mine.py").open("a") as stream:
+        stream.write("# another judge\n")
+    with pytest.raises(BadInput, match=r"^mine\.py changed after the run began"):
+        stage(params, "r0")
 
 
 def test_another_prompt_template_is_refused(make_round):

@@ -388,7 +388,7 @@ def test_the_process_ends_with_its_code_and_loads_no_torch(tmp_path, loss_after,
     (tmp_path / "params.yaml").write_text("seed: 0\n")
     write_json(tmp_path / "rounds/r0/sft/metrics.json", SFT | {"loss_after": loss_after})
     program = (
-        "import sys, runpy; sys.argv = ['gate', '--gate', 'sft']\n"
+        "import sys, runpy; sys.argv = ['gate', '--gate', 'sft', '--round', 'r0']\n"
         "try: runpy.run_module('stages.gate', run_name='__main__')\n"
         "finally: print('torch' in sys.modules)"
     )

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import (
+    START,
     AssetsParams,
     PrepareParams,
     RoundName,
@@ -140,12 +141,12 @@ class Params(ParamsSection):
 
     @model_validator(mode="after")
     def rounds_follow_each_other(self) -> "Params":
-        before: list[str] = []
+        before, of_this_file = list[str](), {f"rounds/{name}" for name in self.rounds}
         for name, round_ in self.rounds.items():
             previous = round_.previous
             # an earlier round may have ended: then it is not in this file
-            if Path(previous).name in self.rounds and previous not in before:
-                expected = ", ".join(["assets/start", *before])
+            if previous in of_this_file and previous not in before:
+                expected = ", ".join([START, *before])
                 raise ValueError(
                     f"rounds.{name}.previous is {previous}, which is no round before it; "
                     f"expected one of {expected}"

@@ -11,10 +11,13 @@ _NAME = "[a-z][a-z0-9_-]{0,31}"
 RoundName = Annotated[str, Field(pattern=f"^{_NAME}$")]
 
 
+START = "assets/start"  # in place of a round before the first one
+
+
 class RoundParams(ParamsSection):
     previous: str = Field(
-        pattern=f"^(assets/start|rounds/{_NAME})$",
-        description="Outputs of the round before, e.g. `rounds/r0`; `assets/start` for the first "
+        pattern=f"^({START}|rounds/{_NAME})$",
+        description=f"Outputs of the round before, e.g. `rounds/r0`; `{START}` for the first "
         "round.",
     )
 
@@ -97,6 +100,5 @@ class PrepareParams(ParamsSection):
 def rounds(number: int) -> dict[str, RoundParams]:
     """`number` rounds r0, r1, ..., each with the one before as its predecessor."""
     return {
-        f"r{i}": RoundParams(previous=f"rounds/r{i - 1}" if i else "assets/start")
-        for i in range(number)
+        f"r{i}": RoundParams(previous=f"rounds/r{i - 1}" if i else START) for i in range(number)
     }

@@ -45,9 +45,11 @@ def test_a_function_with_what_it_imports_from_the_project(folder: Path) -> None:
 def test_a_function_of_an_installed_package_is_one_file() -> None:
     import statistics
 
+    import torch
+
     assert function_files("statistics:fmean", "evaluate.judges") == [Path(statistics.__file__)]
-    for compiled in ("math:fsum", "torch._C:_cuda_init"):
-        assert function_files(compiled, "evaluate.judges") == []
+    # what a compiled module defines is not known before its import
+    assert function_files("torch._C:_cuda_init", "") == [Path(torch._C.__file__)]
 
 
 @pytest.mark.parametrize("file", ["mine.py", "words.py"])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
@@ -69,7 +68,6 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
         {"prompt": "The dinner", "completion": text} for text in (" was great.", " was fine.")
     ]
     tokenizer, base = load_tokenizer(tiny_folder), load_causal_lm(tiny_folder, params.model)
-    inputs(params, "r0")
     votes = load_jury(params, "r0", base, tokenizer, people).compare(
         [Comparison("The dinner", " took too long.", " was great.")]
     )
@@ -78,7 +76,7 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     missing = params.model_copy(
         update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})}
     )
-    with pytest.raises(BadInput, match=r"evaluate\.judges: mine:nothing: mine\.py does not define"):
+    with pytest.raises(BadInput, match=r"evaluate\.judges: mine:nothing cannot be imported"):
         load_jury(missing, "r0", base, tokenizer, people)
 
 
