@@ -10,8 +10,11 @@ import yaml
 
 from flows import cli
 from flows.tracking.mlflow_tracker import MlflowTracker
+from stages.lib.core.ended_rounds import lock_path, settings_path
 from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params import Params
+
+FIRST, SECOND = {"previous": "assets/start"}, {"previous": "rounds/r0"}
 
 
 @pytest.fixture
@@ -148,6 +151,13 @@ def test_the_table_of_this_folder_is_first_even_if_another_run_is_newer(
         r"\(presets: tiny\); not comparable with other tables:",
         second,
     )
+    # its round has ended, and the next one has not been evaluated
+    lines = best(capsys)[1]
+    settings = Params().model_dump(mode="json")
+    write_text(settings_path("r0"), yaml.safe_dump(settings | {"rounds": {"r0": FIRST}}))
+    write_text(Path("params.yaml"), yaml.safe_dump(settings | {"rounds": {"r1": SECOND}}))
+    write_text(lock_path("r0"), Path("dvc.lock").read_text())
+    assert best(capsys)[1] == lines
 
 
 def test_policies_of_another_base_model_have_a_table_of_their_own(

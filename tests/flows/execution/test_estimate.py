@@ -93,6 +93,16 @@ def test_the_report_counts_waiting_stages_and_memory_grows_with_the_model(
     assert "to do: 1 of 3 stages" in one_waiting[1]
     nothing = estimate.report(Params(), addresses, set())
     assert nothing == ["to do: nothing; all 3 stages are up to date"]
+    # a round whose predecessor has ended continues its SFT model
+    first, later = (
+        estimate.report(
+            params(rounds={"r1": {"previous": previous}}, sft={"num_train_epochs": 1000}),
+            ["sft@r1"],
+            {"sft@r1"},
+        )
+        for previous in ("assets/start", "rounds/r0")
+    )
+    assert int(first[2].split()[1]) > 2 * int(later[2].split()[1])  # estimate: N min
     big = params(assets={"model": "Qwen/Qwen2.5-0.5B-Instruct"}, model={"dtype": "float32"})
     assert estimate.estimate(big, MACHINE).memory == pytest.approx(3 * 494e6 * 4 + 2.8e9)
     full = params(ppo={"lora": {"r": 0}, "critic_lora": {"r": 0}})

@@ -11,6 +11,7 @@ from flows.core.config import resolve, write_params
 from flows.execution import dvc_stages
 from flows.orchestration.approval import Decision, decide_at_terminal, waiting
 from stages.gate.approvals import Approval
+from stages.lib.core.ended_rounds import settings_path
 from stages.lib.core.errors import BadInput, GateFailed
 
 GATE = "gate_sft@r0"
@@ -47,7 +48,7 @@ def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path
         dvc_stages.run(GATE, print)
     assert not waiting(GATE)
 
-    rondo("approve", "sft", "r0", "--reason", "the loss is not what this is about")
+    rondo("approve", "sft", "r0", "--by", " ", "--reason", "the loss is not what this is about")
     assert json.loads(Path("approvals/r0/sft.json").read_text())["by"] == "t"  # git's user.name
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.ran
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.unchanged
@@ -62,6 +63,10 @@ def test_a_gate_with_nothing_to_decide_is_bad_input(project: Path) -> None:
     run_to_gate()
     with pytest.raises(BadInput, match="the sft gate of r0 passed"):
         decide_at_terminal("sft", "r0", True, "Ada", "yes")
+    settings_path("r0").write_text("rounds: {r0: {previous: assets/start}}\n")
+    with pytest.raises(BadInput, match="r0 has ended: its gates do not run again"):
+        decide_at_terminal("promote", "r0", True, "Ada", "yes")
+    settings_path("r0").unlink()
     with pytest.raises(GateFailed):
         run_to_gate("gates.sft.loss_drop=0.9")
     with pytest.raises(BadInput, match=r"gates\.sft\.policy is `block`"):

@@ -265,6 +265,13 @@ def test_without_kinds_no_file_is_uploaded(project: Path, home: Path) -> None:
     assert set(models) == set(ALL)
     assert not any(STORED in model.tags for model in models.values())
     assert weights(home) == []
+    params = load()
+    lora = params.ppo.lora.model_copy(update={"r": 0})
+    whole = params.model_copy(update={"ppo": params.ppo.model_copy(update={"lora": lora})})
+    Path("params.yaml").write_text(yaml.safe_dump(whole.model_dump(mode="json")))
+    record("whole", database, home, "sft@r0", upload=[Upload.policy])
+    assert STORED not in models_of(database, "whole")["r0-sft"].tags  # no adapter needs it
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     record("policy", database, home, *MADE, upload=[Upload.policy])
     with_files = {
         name for name, model in models_of(database, "policy").items() if STORED in model.tags
