@@ -1,16 +1,14 @@
 """`rondo status`: the state of each stage and round, and the next step, for a terminal."""
 
-import json
 import re
 from pathlib import Path
 
-import psutil
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flows.core import tables, verdicts
 from flows.core.addresses import split_address
-from flows.execution import dvc_stages
+from flows.execution import dvc_stages, rwlock
 from flows.execution.worktree import ENDED, WORKSPACES
 from flows.report import summary
 from stages.lib.core.ended_rounds import ended_rounds, settings_path
@@ -18,7 +16,6 @@ from stages.lib.core.files import read_growing_jsonl, stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.renamed import current_metrics
 
-DVC_LOCKS = Path(".dvc/tmp/rwlock")
 NOT_UP_TO_DATE = "to do"
 
 
@@ -64,21 +61,9 @@ def state(address: str, current: str | None, todo: set[str]) -> str:
 
 
 def running_stage() -> str | None:
-    """The stage that DVC runs in this folder, read from DVC's file of locks."""
-    try:
-        locks = json.loads(DVC_LOCKS.read_text())
-    except (FileNotFoundError, ValueError):  # nothing has run yet, or DVC is writing the file
-        return None
-    # Per kind (read, write) and path: one holder of a write lock, a list of those of a read lock
-    holders = [
-        holder
-        for by_path in locks.values()
-        for holders_of_path in by_path.values()
-        for holder in (holders_of_path if isinstance(holders_of_path, list) else [holders_of_path])
-    ]
-    commands = (holder["cmd"] for holder in holders if psutil.pid_exists(holder["pid"]))
+    """The stage that DVC runs in this folder."""
     pattern = re.compile(r"repro --single-item (?:--force )?(\S+)")
-    matches = (pattern.search(command) for command in commands)
+    matches = (pattern.search(command) for command in rwlock.running_commands())
     return next((match[1] for match in matches if match), None)
 
 

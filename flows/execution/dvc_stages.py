@@ -3,7 +3,6 @@
 An address is DVC's name of a stage: `assets`, `sft@r0`.
 """
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ import yaml
 from flows.core.addresses import split_address
 from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
-from flows.execution import fork_server, process_guard
+from flows.execution import fork_server, process_guard, rwlock
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import RESUME_STATE, work_dir, write_text
 
@@ -50,33 +49,10 @@ def open_repo() -> Iterator[Any]:
 
     try:
         with Repo(".", _wait_for_lock=True) as repo:
-            _remove_broken_rwlock(repo)
+            rwlock.repair(repo)
             yield repo
     except (DvcException, SCMError) as error:
         raise BadInput(f"dvc: {error}") from None
-
-
-def _remove_broken_rwlock(repo: Any) -> None:
-    """Remove DVC's list of the paths that its running commands use, if it cannot be read.
-
-    A DVC that is killed while it writes the list leaves an empty file, and all later commands fail.
-    """
-    from dvc.lock import make_lock
-    from dvc.rwlock import RWLOCK_FILE, RWLOCK_LOCK
-
-    path = Path(repo.tmp_dir, RWLOCK_FILE)
-    with make_lock(
-        str(path.with_name(RWLOCK_LOCK)),
-        tmp_dir=repo.tmp_dir,
-        hardlink_lock=repo.config["core"].get("hardlink_lock", False),
-        wait=True,
-    ):
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            pass
-        except json.JSONDecodeError:
-            path.unlink()
 
 
 @contextmanager

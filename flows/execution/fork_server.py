@@ -4,8 +4,8 @@ A stage then starts in 0.1 s instead of 5 s. `fork_server` writes a stand-in for
 interpreter and puts its path into RONDO_PYTHON. The stand-in (flows/execution/fork_client.py) sends
 `-m MODULE ...` to the server with its folder, environment and open files, passes signals on, and
 ends with the module's exit code. Only libraries are imported beforehand; the project's own code is
-read again by each process. Without `-m`, on other systems than Linux, and if the server is gone,
-the real interpreter runs.
+read again by each process. Without `-m`, on other systems than Linux, with a GPU, and if the server
+is gone, the real interpreter runs.
 """
 
 import gc
@@ -26,6 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 VARIABLE = "RONDO_PYTHON"
+# One of them exists where NVIDIA's or AMD's driver runs. A GPU that an imported library touched is
+# lost for forks, and the seconds saved are few where stages take hours.
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 LIBRARIES = (
     "torch",
     "transformers.models.llama.modeling_llama",
@@ -80,10 +83,11 @@ def fork_server(environment: dict[str, str]) -> Iterator[None]:
 def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
     """Start a server, with its stand-in `python` in `folder`.
 
-    None if that is not possible: the path is too long for a socket, or `folder` does not allow
-    programs to be executed.
+    None if there is a GPU, or if it is not possible: the path is too long for a socket, or `folder`
+    does not allow programs to be executed.
     """
-    if sys.platform != "linux":  # elsewhere some imported libraries do not survive a fork
+    # elsewhere some imported libraries do not survive a fork
+    if sys.platform != "linux" or any(map(Path.exists, GPU_DRIVERS)):
         return None
     address, stand_in = str(folder / "socket"), folder / "python"
     client = [

@@ -233,6 +233,16 @@ def test_an_inner_block_uses_the_server_of_the_outer_one():
     assert fork_server.python() == sys.executable
 
 
+def test_with_a_gpu_the_real_interpreter_is_used(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(fork_server, "GPU_DRIVERS", (driver,))
+    for exists in (False, True):
+        if exists:
+            driver.touch()
+        with fork_server.fork_server({}):
+            assert (fork_server.python() == sys.executable) is exists
+
+
 def test_without_the_server_the_real_interpreter_runs_the_module(job):
     before = set(servers())
     with fork_server.fork_server({}):
