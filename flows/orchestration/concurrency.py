@@ -3,6 +3,7 @@
 
 Concurrent runs, each in its own workspace, take turns stage by stage; a stage that one run computed
 is in DVC's cache for the others. A run without a Prefect server (`rondo run` alone) does not wait.
+With several GPUs, each slot has one.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import get_current_settings
 
+from flows.execution import gpus
+
 LIMIT = "rondo-compute"
 LEASE_SECONDS = 60  # Prefect's minimum; a killed run keeps its slot for this long
 
@@ -22,7 +25,8 @@ LEASE_SECONDS = 60  # Prefect's minimum; a killed run keeps its slot for this lo
 def compute_slot(log: Callable[[str], None]) -> Iterator[None]:
     """Wait for a slot, then hold it."""
     if not get_current_settings().api.url:
-        yield
+        with gpus.one_gpu():
+            yield
         return
     with get_client(sync_client=True) as client:
         try:
@@ -36,7 +40,8 @@ def compute_slot(log: Callable[[str], None]) -> Iterator[None]:
                     f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of "
                     f"{LIMIT} (see Concurrency in the Prefect UI)"
                 )
-    with concurrency(
+    slot = concurrency(
         LIMIT, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
-    ):
+    )
+    with slot, gpus.one_gpu():
         yield
