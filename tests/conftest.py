@@ -23,7 +23,7 @@ from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
 
 SLOWEST = (
-    "test_cli.py",
+    "test_up.py",
     "test_ui.py",
     "test_end_to_end.py",
     "test_retries.py",
