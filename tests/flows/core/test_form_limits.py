@@ -1,4 +1,6 @@
-"""What a form may name: the attacks of the review."""
+"""What a form may name: no code that git does not track, no file outside the project, and no
+address with credentials.
+"""
 
 import subprocess
 from pathlib import Path
