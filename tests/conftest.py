@@ -3,6 +3,8 @@ beside each other.
 """
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +17,13 @@ from filelock import FileLock
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
+from flows.core.services import prefect_environment
 from flows.execution import fork_server
 from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
 
 SLOWEST = (
-    "test_cli.py",
+    "test_up.py",
     "test_ui.py",
     "test_end_to_end.py",
     "test_retries.py",
@@ -89,6 +92,42 @@ def forking_python() -> Iterator[str]:
 def fast_processes(forking_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages and fresh processes of this test start by that server."""
     monkeypatch.setenv(fork_server.VARIABLE, forking_python)
+
+
+@pytest.fixture(scope="session")
+def empty_tables(built_once: Callable[..., Path]) -> Path:
+    """MLflow's tables without an experiment of ours. Making them takes seconds, a copy none."""
+
+    def build(folder: Path) -> None:
+        from mlflow import MlflowClient  # takes seconds, and few tests need it
+
+        MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_experiments()
+
+    return built_once("tables", build) / "mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def prefect_tables(built_once: Callable[..., Path]) -> Path:
+    """Prefect's tables without a flow run; they take seconds too."""
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+        environment = os.environ | prefect_environment(folder)
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+
+    return built_once("prefect_tables", build) / "prefect/prefect.db"
+
+
+@pytest.fixture(scope="session")
+def copy_tables(empty_tables: Path, prefect_tables: Path) -> Callable[[Path], None]:
+    """A function that gives a project the two databases that its first run would make."""
+
+    def copy(project: Path) -> None:
+        (project / ".rondo/prefect").mkdir(parents=True)
+        shutil.copy(prefect_tables, project / ".rondo/prefect")
+        shutil.copy(empty_tables, project / ".rondo")
+
+    return copy
 
 
 @pytest.fixture

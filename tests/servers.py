@@ -60,20 +60,26 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"ended without {text!r}:\n{output}")
 
 
-def until(condition: Any, seconds: float = 300) -> None:
+def until(condition: Any, seconds: float = 300, pause: float = 0.2) -> None:
+    """Waits for a condition that is checked after each pause, in seconds: a long one if the check
+    takes CPU from what it waits for.
+    """
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.2)
+        time.sleep(pause)
 
 
-def of_project(folder: Path) -> list[psutil.Process]:
-    """The processes that work in a folder."""
+def of_project(folder: Path, *words: str) -> list[psutil.Process]:
+    """The processes that work in a folder, or in a folder of it, and have these words in their
+    command lines.
+    """
     processes = psutil.process_iter(["cmdline", "cwd"])
     return [
         process
         for process in processes
         if process.pid != os.getpid()
-        and process.info["cwd"] == str(folder)
+        and Path(process.info["cwd"] or "").is_relative_to(folder)
         and process.info["cmdline"]
+        and {*words} <= {*process.info["cmdline"]}
     ]

@@ -46,6 +46,7 @@ CUT_OFF = "cut_off.json"  # ids of the runs that the end of `rondo up` interrupt
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
 LOOK_SECONDS = 10.0  # between two looks for crashed runs
 MAX_RESTART_SECONDS = 60.0  # before a service that ended starts again
+WORKER_QUERY_SECONDS = 2.0  # between two looks for runs to start, unless the user set others
 TICK_SECONDS = 0.5  # between two checks whether the services are running
 MAX_PORT = 65535
 
@@ -253,6 +254,8 @@ def _is_free(port: int) -> bool:
 
 def _service_environment() -> dict[str, str]:
     return {
+        # Prefect's 10 s delay the start of each run
+        "PREFECT_WORKER_QUERY_SECONDS": str(WORKER_QUERY_SECONDS),
         **command_environment(),
         # prefect.yaml's working directory; an inherited PWD may name another folder
         "PWD": os.getcwd(),

@@ -8,23 +8,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from flows.core.services import last_servers
+from flows.execution import fork_server
 from flows.execution.dvc_stages import command_environment
 from flows.tracking.records import HEALTH
 from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
-from tests.servers import free_port, prefect_api, read_until, request, until
+from tests.servers import free_port, of_project, prefect_api, read_until, request, until
 
 SCREENSHOTS = ROOT / ".rondo/screenshots"
+WORKSPACES = ".rondo/workspaces"  # of a clone
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -60,11 +61,22 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory,
+    copy_tables: Callable[[Path], None],
+    forking_python: str,
+) -> Iterator[Servers]:
     """Started once, since its start takes half a minute."""
     clone = clone_of_working_tree(tmp_path_factory.mktemp("browser") / "clone")
-    ports = {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port()}
-    environment = command_environment() | ports | {"PYTHONPATH": str(clone), "PWD": str(clone)}
+    copy_tables(clone)
+    environment = command_environment() | {
+        "PREFECT_SERVER_API_PORT": free_port(),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "MLFLOW_PORT": free_port(),
+        "PYTHONPATH": str(clone),
+        "PWD": str(clone),
+        fork_server.VARIABLE: forking_python,
+    }
     command = [sys.executable, "-m", "flows.cli", "up"]
     server = subprocess.Popen(
         command, cwd=clone, env=environment, stdout=subprocess.PIPE, text=True
@@ -102,18 +114,9 @@ def shot(page: Page, name: str) -> None:
     page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
-def stages_of(folder: Path) -> list[psutil.Process]:
-    processes = psutil.process_iter(["cwd", "cmdline"])
-    return [
-        process
-        for process in processes
-        if str(process.info["cwd"]).startswith(str(folder / ".rondo/workspaces"))
-    ]
-
-
 def workspaces(clone: Path) -> set[Path]:
     """The worktrees of the runs so far."""
-    return set((clone / ".rondo/workspaces").glob("*"))
+    return set((clone / WORKSPACES).glob("*"))
 
 
 class Ui:
@@ -168,10 +171,9 @@ class Ui:
     def becomes(self, run: str, state: str) -> None:
         """Waits until the run's state is this, on the page too."""
         address = self.page.url
-        self.page.goto(
-            "about:blank"
-        )  # the run's picture, drawn anew all the time, takes the CPU that the run needs
-        until(lambda: self.state(run) in (state, "Failed", "Crashed"), RUN_SECONDS)
+        # the run's picture, drawn anew all the time, takes the CPU that the run needs
+        self.page.goto("about:blank")
+        until(lambda: self.state(run) in (state, "Failed", "Crashed"), RUN_SECONDS, pause=1.0)
         self.page.goto(address)
         expect(self.page.get_by_text(state, exact=True).first).to_be_visible()
 
@@ -196,7 +198,9 @@ def test_a_browser_logs_in_by_the_link(servers: Servers, stranger: Page) -> None
     expect(stranger.get_by_text("rlhf-pipeline").first).to_be_visible()
 
 
-def test_a_run_from_the_form_to_the_report(servers: Servers, page: Page) -> None:
+def test_a_run_from_the_form_to_the_report(
+    servers: Servers, page: Page, forking_python: str
+) -> None:
     clone, ui = servers.clone, Ui(page, servers)
 
     earlier, runs_before = workspaces(clone), ui.runs()
@@ -246,7 +250,7 @@ def test_a_run_from_the_form_to_the_report(servers: Servers, page: Page) -> None
     )
     (fresh / ".dvc/config.local").write_text(f"[cache]\n    dir = {clone / '.dvc/cache'}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "dvc", "repro"],
+        [forking_python, "-m", "dvc", "repro"],
         cwd=fresh,
         env=command_environment(),
         capture_output=True,
@@ -271,16 +275,14 @@ def test_a_run_that_is_cancelled_ends_its_stage(servers: Servers, page: Page) ->
     clone, ui = servers.clone, Ui(page, servers)
     earlier = workspaces(clone)
     ui.form("rlhf-pipeline")
-    ui.fill(["sft.num_train_epochs=100000", "seed=1"])
+    ui.fill(["sft.num_train_epochs=100000", "sft.max_steps=null"])  # does not end by itself
     ui.submit()
+    page.goto("about:blank")  # its animated page takes the CPU that the run needs
+    until(lambda: of_project(clone / WORKSPACES, "stages.sft"), RUN_SECONDS, pause=1.0)
     run = ui.open_newest()
-    until(
-        lambda: any("stages.sft" in process.info["cmdline"] for process in stages_of(clone)),
-        RUN_SECONDS,
-    )
     page.get_by_role("button", name="Cancel").first.click()
     page.locator(".p-modal").get_by_role("button", name="Confirm").click()
-    until(lambda: not stages_of(clone))
+    until(lambda: not of_project(clone / WORKSPACES))
     ui.becomes(run, "Cancelled")
     [folder] = workspaces(clone) - earlier
     assert (folder / "params.yaml").read_text() != (
@@ -331,9 +333,8 @@ def look_at_mlflow(page: Page, address: str, run: str) -> None:
     expect(page.get_by_text("r0-ppo").first).to_be_visible()
     shot(page, "models")
     two = json.dumps([ids["sft@r0"], ids["evaluate@r0"]])
-    page.goto(
-        f'{address}/#/compare-runs?runs={two}&experiments=["{number}"]&workflowType=machine_learning'
-    )
+    compared = f'runs={two}&experiments=["{number}"]'
+    page.goto(f"{address}/#/compare-runs?{compared}&workflowType=machine_learning")
     expect(page.get_by_text("Comparing 2 Runs").first).to_be_visible()
     shot(page, "compare")
     page.goto(f"{address}/#/experiments/{number}/runs/{ids[run]}/model-metrics")

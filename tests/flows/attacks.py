@@ -1,6 +1,6 @@
 """What a stranger tries on a running `rondo up`, and where a secret could be found (SECURITY.md).
 
-test_cli.py calls these with its server, since a start takes half a minute.
+test_up.py calls these with its server, since a start takes half a minute.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from flows.core.services import SERVERS, last_servers, running_prefect
 from flows.tracking.mlflow_store import store_uri
@@ -21,6 +22,7 @@ API_KEY = "sk-planted-api-key"
 HOOK = "planted-hook"
 PASSWORD = "planted-password"
 EVIL = "http://evil.example"
+PROTOCOL = Subprotocol("prefect")
 
 
 def status(url: str, method: str, **headers: str) -> tuple[int, str | None]:
@@ -45,7 +47,7 @@ def without_the_string(project: Path) -> None:
             request(f"{api}/flow_runs/filter".replace("//", f"//{auth}"), {})
     address = api.replace("http", "ws")
     for path in ("events/in", "events/out", "logs/out", "task_runs/subscriptions/scheduled"):
-        with connect(f"{address}/{path}", subprotocols=["prefect"]) as socket:  # type: ignore[list-item]
+        with connect(f"{address}/{path}", subprotocols=[PROTOCOL]) as socket:
             socket.send(json.dumps({"type": "auth", "token": "guessed"}))
             with pytest.raises(ConnectionClosed):
                 socket.recv(timeout=60)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import (
     PREFECT_API_URL,
@@ -136,8 +135,9 @@ def make_project(folder: Path, number: int = 1) -> Path:
         "# what a run is made of\n" + yaml.safe_dump(params, sort_keys=False)
     )
     (folder / ".gitignore").write_text(
-        ".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n!/rounds/**/metrics.json\n"
-        "!/rounds/*.dvc\n!/rounds/*/params.yaml\n!/rounds/*/stages.lock\n!/rounds/*/dvc.*\n"
+        ".rondo/\n/assets/\n/gates/\n/reports/\n/rounds/**\n!/rounds/**/\n"
+        "!/rounds/**/metrics.json\n!/rounds/*.dvc\n!/rounds/*/params.yaml\n"
+        "!/rounds/*/stages.lock\n!/rounds/*/dvc.*\n"
     )
     (folder / ".dvcignore").write_text(".rondo\n")
     (folder / "approvals").mkdir()
@@ -175,16 +175,6 @@ def project(
 
 
 @pytest.fixture(scope="session")
-def empty_tables(built_once: Callable[..., Path]) -> Path:
-    """MLflow's tables without an experiment of ours. Making them takes seconds, a copy none."""
-
-    def build(folder: Path) -> None:
-        MlflowClient(f"sqlite:///{folder / 'mlflow.db'}").search_experiments()
-
-    return built_once("tables", build) / "mlflow.db"
-
-
-@pytest.fixture(scope="session")
 def empty(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with our experiment, and no run."""
     folder = tmp_path_factory.mktemp("store")
@@ -204,10 +194,11 @@ def database(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.fixture(scope="session")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def api(tmp_path_factory: pytest.TempPathFactory, prefect_tables: Path) -> Iterator[str]:
     """Prefect's server, one for all tests of a worker: starting it takes most of the time."""
-    port = free_port()
-    environment = os.environ | prefect_environment(tmp_path_factory.mktemp("prefect"))
+    port, home = free_port(), tmp_path_factory.mktemp("prefect")
+    environment = os.environ | prefect_environment(home)
+    shutil.copy(prefect_tables, home / "prefect")
     command = [
         sys.executable,
         "-m",

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.execution import fork_server
+from tests.flows.test_cli import rondo
 from tests.paths import ROOT
 from tests.servers import free_port, of_project, until
 
@@ -58,7 +60,10 @@ class Terminal:
 
 
 @pytest.fixture
-def start_run(project: Path) -> Iterator[Callable[..., Terminal]]:
+def start_run(
+    project: Path, copy_tables: Callable[[Path], None]
+) -> Iterator[Callable[..., Terminal]]:
+    copy_tables(project)
     terminals: list[Terminal] = []
 
     def start(*settings: str) -> Terminal:
@@ -90,7 +95,7 @@ def states(project: Path) -> list[str]:
         return [state for (state,) in database.execute("select state_name from flow_run")]
 
 
-def test_two_ctrl_c_end_a_run_and_the_next_run_continues(
+def test_two_ctrl_c_end_a_run_and_a_closed_terminal_the_one_that_continues(
     project: Path, start_run: Callable[..., Terminal]
 ) -> None:
     terminal = start_run(WAITS)
@@ -101,29 +106,58 @@ def test_two_ctrl_c_end_a_run_and_the_next_run_continues(
     check_end(terminal, signal.SIGINT, project)
     assert states(project) == ["Crashed"]  # Prefect's server lived until this was recorded
 
-    (project / "go").touch()
-    terminal = start_run(WAITS)
-    until(lambda: terminal.read() and terminal.run.poll() is not None)
-    assert terminal.run.returncode == 0, terminal.read()
-    assert "[prepare@r0] unchanged" in terminal.read()
-    assert "[sft@r0] ran" in terminal.output
-
-
-def test_a_closed_terminal_ends_a_run(project: Path, start_run: Callable[..., Terminal]) -> None:
     terminal = start_run(WAITS)
     until(lambda: "[sft@r0] step 3/3" in terminal.read())
+    assert "[prepare@r0] unchanged" in terminal.output
     terminal.close()
     check_end(terminal, signal.SIGHUP, project)
-    assert states(project) == ["Crashed"]
+    assert states(project) == ["Crashed", "Crashed"]
 
 
 def test_ctrl_c_ends_a_run_while_prefect_starts(
     project: Path, start_run: Callable[..., Terminal]
 ) -> None:
     terminal = start_run(WAITS)
-    until(lambda: any("uvicorn" in process.info["cmdline"] for process in of_project(project)))
+    until(lambda: of_project(project, "uvicorn"))
     terminal.press_ctrl_c()
     check_end(terminal, signal.SIGINT, project)
+
+
+def test_a_run_that_is_told_to_end_leaves_nothing_behind(
+    project: Path, copy_tables: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a Prefect server of its own, for there is no other on this port, and a fork server."""
+    copy_tables(project)
+    monkeypatch.delenv(fork_server.VARIABLE)
+    environment = {**os.environ, "PREFECT_SERVER_API_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flows.cli", "run", "--set", "sft.max_steps=2"]  # sleeps
+    run = subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    until(lambda: of_project(project, "stage.py", "sft"))
+    status = rondo(project, "status")
+    assert status.returncode == 0, status.stderr
+    lines = {
+        line.split()[0]: line.split(maxsplit=1)[1]
+        for line in status.stdout.splitlines()
+        if len(line.split()) > 1
+    }
+    assert (lines["prepare"], lines["gate_sft"], lines["evaluate"]) == ("done", "to do", "to do")
+    assert (
+        lines["sft"] == "runs: step 3, loss 0.333"
+        and lines["r0:"] == "has not reached the sft gate"
+    )
+    os.killpg(run.pid, signal.SIGTERM)
+    printed, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in printed and "Error" not in printed, printed
+    until(lambda: not of_project(project))
 
 
 CODE = """

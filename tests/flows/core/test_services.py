@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.settings.models.worker import WorkerSettings
 
 from flows.core.services import (
     CLOCK_SECONDS,
@@ -24,7 +25,7 @@ from flows.core.services import (
     running_prefect,
     write_servers,
 )
-from flows.orchestration.server import _new_servers
+from flows.orchestration.server import _new_servers, _service_environment
 from stages.lib.core.errors import BadInput
 from tests.servers import read_until
 
@@ -124,3 +125,15 @@ def test_used_ports_are_left_to_others(
     monkeypatch.setenv("MLFLOW_PORT", str(port))
     with pytest.raises(BadInput, match=f"MLFLOW_PORT: port {port} is in use.*unset"):
         _new_servers(home)
+
+
+@pytest.mark.parametrize(("users_value", "seconds"), [(None, 2.0), ("7", 7.0)])
+def test_the_worker_looks_for_runs_every_2_seconds_unless_the_user_set_others(
+    users_value: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_WORKER_QUERY_SECONDS", raising=False)
+    if users_value:
+        monkeypatch.setenv("PREFECT_WORKER_QUERY_SECONDS", users_value)
+    for name, value in _service_environment().items():
+        monkeypatch.setenv(name, value)
+    assert WorkerSettings().query_seconds == seconds

@@ -1,5 +1,6 @@
 """`dvc_stages` in a real DVC project with small stages (see conftest)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import zc.lockfile
 from dvc.lock import DEFAULT_TIMEOUT
@@ -19,7 +19,7 @@ from flows.core import config
 from flows.execution import dvc_stages
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import write_text
-from tests.servers import until
+from tests.servers import of_project, until
 
 
 def set_params(*settings: str) -> None:
@@ -94,6 +94,15 @@ def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path)
     assert dvc_stages.not_up_to_date(addresses) == {"gate_sft@r0", "evaluate@r0"}
     assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
     assert not dvc_stages.not_up_to_date(addresses)
+    # an older threshold: its gate comes from DVC's cache, with the verdict of that time
+    with pytest.raises(GateFailed):
+        set_params("gates.sft.loss_drop=0.9")
+        run_to("gate_sft@r0")
+    mark, verdict = project / "gates/r0/sft.ok", project / "reports/r0/gate_sft.json"
+    assert not mark.exists() and not json.loads(verdict.read_text())["passed"]
+    set_params("gates.sft.loss_drop=0.4")
+    assert run_to("gate_sft@r0") == dvc_stages.Outcome.restored
+    assert mark.read_text() == "passed\n" and json.loads(verdict.read_text())["passed"]
     set_params("seed=1")
     assert dvc_stages.not_up_to_date(addresses) == {*addresses} - {"assets"}
 
@@ -119,20 +128,12 @@ def test_a_failed_stage_keeps_its_kind_of_error_and_last_lines(project: Path) ->
         dvc_stages.run("nope@r0", print)
 
 
-def stage_processes(folder: Path) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter(["cmdline", "cwd"])
-        if "stage.py" in (process.info["cmdline"] or []) and process.info["cwd"] == str(folder)
-    ]
-
-
 def test_an_interrupt_ends_the_stage(project: Path) -> None:
     set_params("sft.max_steps=2")  # sleeps for ten minutes
     run_to("prepare@r0")
 
     def interrupt() -> None:
-        until(lambda: stage_processes(project))
+        until(lambda: of_project(project, "stage.py"))
         os.kill(os.getpid(), signal.SIGINT)
 
     # The tests may be a background job, whose SIGINT is ignored.
@@ -143,7 +144,7 @@ def test_an_interrupt_ends_the_stage(project: Path) -> None:
             dvc_stages.run("sft@r0", print)
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert stage_processes(project) == []
+    assert of_project(project, "stage.py") == []
 
 
 def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
@@ -151,11 +152,10 @@ def test_a_killed_parent_leaves_no_orphan(project: Path) -> None:
     run_to("prepare@r0")
     code = "from flows.execution import dvc_stages; dvc_stages.run('sft@r0', print)"
     parent = subprocess.Popen([sys.executable, "-c", code])
-    until(lambda: stage_processes(project))
+    until(lambda: of_project(project, "stage.py"))
     parent.kill()
     parent.wait()
-    until(lambda: not stage_processes(project))
-    assert stage_processes(project) == []
+    until(lambda: not of_project(project, "stage.py"))
 
 
 def test_the_error_of_a_stage_is_its_exit_code_whatever_it_printed(project: Path) -> None:

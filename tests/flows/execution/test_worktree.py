@@ -1,7 +1,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -11,7 +10,7 @@ import pytest
 
 from flows.core import config
 from flows.core.git import git
-from flows.execution import dvc_stages, worktree
+from flows.execution import dvc_stages, fork_server, worktree
 from flows.execution.dvc_stages import open_repo
 from flows.execution.worktree import ENDED, working_tree, workspace
 from stages.lib.core.errors import BadInput
@@ -19,15 +18,15 @@ from stages.lib.core.files import write_json, write_text
 
 
 def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
+    addresses = dvc_stages.stage_order(["r0"])
     dvc_stages.run("assets", print)
     with workspace("one", project / ".rondo", print) as folder:
         assert Path.cwd() == folder == project / ".rondo/workspaces/one"
         config.write_params(config.resolve(settings=["seed=4"]))
-        dvc_stages.run("inputs", print)
-        assert (
-            dvc_stages.run("assets", print) == dvc_stages.Outcome.restored
-        )  # from the shared cache
-        assert dvc_stages.run("prepare@r0", print) == dvc_stages.Outcome.ran
+        outcomes = [dvc_stages.run(address, print) for address in ("inputs", *addresses)]
+        # assets come from the shared cache
+        ran, restored = dvc_stages.Outcome.ran, dvc_stages.Outcome.restored
+        assert outcomes == [ran, restored, ran, ran, ran, ran]
         Path(".rondo/judge_cache/answers").touch()
         write_json(Path("reports/r0/gate_sft.json"), {"passed": True})
     assert Path.cwd() == project
@@ -40,17 +39,21 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
         "dvc.lock",
         "params.yaml",
         "records/one/r0/gate_sft.json",
+        "rounds/r0/evaluate/metrics.json",
         "rounds/r0/prepare/metrics.json",
+        "rounds/r0/sft/metrics.json",
     ]
 
+    # a clone of the branch computes the same
     clone = project / ".rondo/clone"
     git("clone", "--quiet", "--branch", "runs/one", str(project), str(clone))
     subprocess.run(
-        [sys.executable, "-m", "dvc", "repro", "prepare@r0"],
+        [fork_server.python(), "-m", "dvc", "repro"],
         cwd=clone,
         env=dvc_stages.command_environment(),
         check=True,
     )
+    assert (clone / "rounds/r0/evaluate/samples.jsonl").exists()
     changed = subprocess.run(
         ["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True
     )

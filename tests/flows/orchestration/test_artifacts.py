@@ -1,15 +1,11 @@
-"""Prefect artifacts: from lines and files in the format of stages, and of a real run in Prefect's
-database.
+"""Prefect artifacts, from lines and files in the format of stages. Those of a real run are checked
+in test_up.py.
 """
 
 import base64
 import gzip
 import json
-import os
 import re
-import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,13 +15,20 @@ from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
 from flows.orchestration import artifacts
 from flows.orchestration.artifacts import RunArtifacts
 from flows.report import charts
-from tests.paths import ROOT
-from tests.servers import free_port
 
 FINDING = (
     "danger: length hack: response_length, last / first 1.7, healthy 1.3 or less. "
     "It <pays> for it. First: ppo.length_penalty"
 )
+
+
+@pytest.fixture
+def rollout_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that PPO appends its responses to, before the first ones."""
+    monkeypatch.chdir(tmp_path)
+    log = Path(".rondo/work/r0/ppo/rollouts/00001.jsonl.gz")
+    log.parent.mkdir(parents=True)
+    return log
 
 
 def test_a_line_moves_the_bar_and_findings_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +62,9 @@ def test_the_bar_is_updated_at_intervals_and_at_the_last_step() -> None:
 
 
 def test_the_newest_responses_are_those_of_the_last_appended_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(artifacts, "RESPONSES_SECONDS", 0.0)
-    log = Path(".rondo/work/r0/ppo/rollouts/00001.jsonl.gz")
-    log.parent.mkdir(parents=True)
 
     def gzip_member(update: int, response: str) -> bytes:
         row = {
@@ -78,7 +78,7 @@ def test_the_newest_responses_are_those_of_the_last_appended_update(
         }
         return gzip.compress((json.dumps(row) + "\n").encode())
 
-    log.write_bytes(gzip_member(1, "old") + gzip_member(2, "<b>new</b>"))
+    rollout_log.write_bytes(gzip_member(1, "old") + gzip_member(2, "<b>new</b>"))
     stage_artifacts = RunArtifacts("ppo@r0", print)
     tables = [
         artifact
@@ -96,9 +96,9 @@ def test_the_newest_responses_are_those_of_the_last_appended_update(
     assert tables[0].description == "Responses of ppo@r0 at update 2"
     assert stage_artifacts.newest_responses() == []  # nothing new
     third = gzip_member(3, "newest")
-    log.write_bytes(log.read_bytes() + third[:10])
+    rollout_log.write_bytes(rollout_log.read_bytes() + third[:10])
     assert stage_artifacts.newest_responses() == []  # half written
-    log.write_bytes(log.read_bytes()[:-10] + third)
+    rollout_log.write_bytes(rollout_log.read_bytes()[:-10] + third)
     assert [row["response"] for row in stage_artifacts.newest_responses()] == ["newest"]
 
 
@@ -121,50 +121,11 @@ def test_a_verdict_is_never_html() -> None:
     assert "<" not in markdown and markdown.count("onerror") >= 4
 
 
-def test_a_run_creates_its_artifacts_in_prefect(project: Path) -> None:
-    """With a temporary server, as `rondo run` starts one if none is running."""
-    environment = {
-        **os.environ,
-        "PREFECT_SERVER_API_PORT": free_port(),
-        "MLFLOW_PORT": free_port(),
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run"],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    with sqlite3.connect(project / ".rondo/prefect/prefect.db") as database:
-        by_key = {
-            key: (type_, json.loads(str(data)))
-            for key, type_, data in database.execute("select key, type, data from artifact")
-        }
-    assert by_key["progress-sft-r0"] == ("progress", 100.0)
-    assert {"metric": "loss_before", "value": 5.17} in json.loads(by_key["sft-r0"][1])
-    (sample,) = json.loads(by_key["samples-sft-r0"][1])
-    assert sample == {"id": "1", "prompt": "Human: Hi\n\nAssistant:", "base": "a", "sft": "b"}
-    assert by_key["gate-sft-r0"][1].startswith("passed")
-    assert "win rate against SFT" in by_key["summary"][1]
-    link = re.search(r"\((\S+)\)", by_key["mlflow"][1])
-    run, query = link[1].split("?") if link else ("", "")
-    assert re.search(r"/#/experiments/\d+/runs/\w+$", run)
-    assert query == "workflowType=machine_learning"
-    assert f"{run}/artifacts/report.html?{query}" in by_key["report"][1]
-
-
 def test_an_artifact_that_cannot_be_shown_is_logged_once_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    log = Path(".rondo/work/r0/ppo/rollouts/00001.jsonl.gz")
-    log.parent.mkdir(parents=True)
-    log.write_bytes(b"no gzip")
     monkeypatch.setattr(artifacts, "RESPONSES_SECONDS", 0.0)
+    rollout_log.write_bytes(b"no gzip")
     lines: list[str] = []
     stage_artifacts = RunArtifacts("ppo@r0", lines.append)
     stage_artifacts.progress_due = float("inf")
@@ -184,11 +145,8 @@ def test_a_picture_needs_no_style_of_its_page() -> None:
 
 
 def test_the_policys_responses_are_shown_every_20_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollout_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    log = Path(".rondo/work/r0/ppo/rollouts/00001.jsonl.gz")
-    log.parent.mkdir(parents=True)
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(artifacts, "time", clock)
     stage_artifacts = RunArtifacts("ppo@r0", print)
@@ -196,7 +154,7 @@ def test_the_policys_responses_are_shown_every_20_seconds(
     for seconds in range(1, 46):
         clock.now = 1000.0 + seconds
         row = {"update": seconds, "prompt": "The", "response": "end"}
-        with log.open("ab") as file:
+        with rollout_log.open("ab") as file:
             file.write(gzip.compress((json.dumps(row) + "\n").encode()))
         updates = list(stage_artifacts.updates(f"[ppo@r0] step {seconds}/90  eta 1:00"))
         shown_at += [seconds for update in updates if isinstance(update, TableArtifact)]

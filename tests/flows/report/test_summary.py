@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flows import cli
 from flows.core import tables
 from flows.report import summary
 
@@ -243,3 +244,19 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
 def test_an_interval_is_shown_if_it_is_known() -> None:
     assert tables.interval(0.88149, 0.8318, 0.9232) == "0.881 [0.832, 0.923]"
     assert tables.interval(0.5, None, None) == "0.500"
+
+
+def test_report_writes_and_prints_the_results(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "dvc.yaml").touch()
+    metrics = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9}
+    write(project / "rounds/r0/evaluate/metrics.json", metrics)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    cell = "0.800 [0.700, 0.900]"
+    assert cell in printed and "reports/report.html" in printed
+    assert cell in (project / "reports/summary.md").read_text()
+    assert cell in (project / "reports/report.html").read_text()
