@@ -235,6 +235,13 @@ def empty(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mlflow.db"
 
 
+@pytest.fixture(scope="module")
+def shared_database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests of a file, whose runs differ by their names."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    return f"sqlite:///{shutil.copy(empty_tables, file)}"
+
+
 @pytest.fixture
 def database(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Its URI, as a user names it; the working directory is a project's."""
