@@ -22,11 +22,12 @@ from flows.execution import fork_server
 from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
 
-SLOWEST = (
+SLOWEST = (  # the slowest first
     "test_up.py",
-    "test_ui.py",
     "test_end_to_end.py",
-    "test_retries.py",
+    "test_pipeline.py",
+    "test_ui.py",
+    "test_interrupts.py",
     "test_reward_defects.py",
 )
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
@@ -49,7 +50,8 @@ TINY = {
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take minutes first, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: item.path.name not in SLOWEST)
+    order = {name: position for position, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(SLOWEST)))
 
 
 @pytest.fixture(scope="session")

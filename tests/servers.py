@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from flows.core.services import last_servers
+from tests.paths import ROOT
+
+NOWHERE = "http://127.0.0.1:9"  # no server listens there
 
 
 def free_port() -> str:
@@ -34,9 +38,9 @@ def request(url: str, body: dict[str, Any] | None = None, method: str | None = N
     data = None if body is None else json.dumps(body).encode()
     headers, parts = {"Content-Type": "application/json"}, urlsplit(url)
     if "@" in parts.netloc:
-        auth, _, place = parts.netloc.rpartition("@")
+        auth, _, host = parts.netloc.rpartition("@")
         headers["Authorization"] = f"Basic {base64.b64encode(auth.encode()).decode()}"
-        url = parts._replace(netloc=place).geturl()
+        url = parts._replace(netloc=host).geturl()
     for _ in range(10):
         try:
             with urllib.request.urlopen(
@@ -48,6 +52,25 @@ def request(url: str, body: dict[str, Any] | None = None, method: str | None = N
                 raise
             time.sleep(1)
     raise AssertionError(f"{url} stays busy")
+
+
+def start_rondo(folder: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    """The command `rondo` with these arguments in a folder, with additional variables."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rondo(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """The command of `start_rondo` when it has ended."""
+    with start_rondo(folder, *arguments, **environment) as process:
+        stdout, stderr = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:

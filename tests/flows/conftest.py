@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from flows.execution import dvc_stages
 from flows.orchestration.server import prefect_environment
 from flows.tracking.mlflow_store import MlflowStore
 from stages.lib.core.params import Params
@@ -162,16 +164,56 @@ def made_project(built_once: Callable[..., Path]) -> Path:
     return built_once("project", make_project)
 
 
+def copy_project(original: Path, folder: Path) -> None:
+    shutil.copytree(original, folder, symlinks=True, dirs_exist_ok=True)
+    # the index knows the files of the original
+    subprocess.run(["git", "update-index", "-q", "--refresh"], cwd=folder, check=True)
+
+
 @pytest.fixture
 def project(
     made_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_processes: None
 ) -> Path:
     """The project as working directory."""
-    shutil.copytree(made_project, tmp_path, symlinks=True, dirs_exist_ok=True)
-    # the index knows the files of the original
-    subprocess.run(["git", "update-index", "-q", "--refresh"], cwd=tmp_path, check=True)
+    copy_project(made_project, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def project_after(
+    built_once: Callable[..., Path],
+    made_project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fast_processes: None,
+) -> Callable[[str, Callable[[], object]], Path]:
+    """A function that returns the project as working directory, in the state in which `build`
+    leaves it. `build` works in it once in a session.
+    """
+
+    def copy_after(name: str, build: Callable[[], object]) -> Path:
+        def build_in_copy(folder: Path) -> None:
+            copy_project(made_project, folder)
+            with chdir(folder):
+                build()
+
+        copy_project(built_once(name, build_in_copy), tmp_path)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    return copy_after
+
+
+@pytest.fixture
+def finished_project(project_after: Callable[..., Path]) -> Path:
+    """The project as working directory, after all stages of its round have run."""
+
+    def run_all() -> None:
+        for address in dvc_stages.stage_order(["r0"]):
+            dvc_stages.run(address, print)
+
+    return project_after("finished_project", run_all)
 
 
 @pytest.fixture(scope="session")
@@ -181,6 +223,13 @@ def empty(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(empty_tables, folder / "mlflow.db")
     MlflowStore(f"sqlite:///{folder / 'mlflow.db'}", True)
     return folder / "mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def shared_database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests of a file, whose runs differ by their names."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    return f"sqlite:///{shutil.copy(empty_tables, file)}"
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`rondo` as a user runs it: what bad input, a pipe and a file of data give."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows import cli
-
-
-def rondo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli", *arguments]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+from tests.servers import rondo
 
 
 def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:

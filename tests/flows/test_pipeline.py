@@ -3,15 +3,15 @@ the form, `next-round`.
 """
 
 import json
-import os
+import logging
+import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from mlflow import MlflowClient
@@ -23,119 +23,142 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Scheduled
 
+from flows import pipeline
 from flows.core.config import all_rounds, resolve, write_params
 from flows.core.git import git
-from flows.execution import dvc_stages
+from flows.execution import fork_server
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
 from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.ended_rounds import params_of
-from stages.lib.core.errors import BadInput, GateFailed
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
 from tests.paths import ROOT
-from tests.servers import read_until, request, until
+from tests.servers import read_until, request, rondo, start_rondo, until
+
+ExecuteLogged = Callable[[FlowRun], tuple[State[Any], str]]
+FIRST_STEP = "[sft@r0] step 1/3"
 
 
-def start_run(
-    project: Path,
-    api: str,
-    *arguments: str,
-    waits: str = "",
-    mlflow: str = "off",
-    command: str = "run",
-) -> "subprocess.Popen[str]":
-    environment = {
-        "RONDO_NETWORK_WAITS": waits,
-        "MLFLOW_TRACKING_URI": mlflow,
-        "PREFECT_API_URL": api,
-        "PYTHONPATH": str(ROOT),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", command, *arguments],
-        cwd=project,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def submit(prefect: SyncPrefectClient, flow: Flow[..., Any], **parameters: Any) -> FlowRun:
+    """A run of a deployment, as the form creates it."""
+    deployment = prefect.create_deployment(prefect.create_flow(flow), "form")
+    return prefect.create_flow_run_from_deployment(deployment, parameters=parameters)
 
 
-def rondo_run(
-    project: Path,
-    api: str,
-    *arguments: str,
-    waits: str = "",
-    mlflow: str = "off",
-    command: str = "run",
-) -> subprocess.CompletedProcess[str]:
-    run = start_run(project, api, *arguments, waits=waits, mlflow=mlflow, command=command)
-    stdout, stderr = run.communicate(timeout=600)
-    return subprocess.CompletedProcess(run.args, run.returncode, stdout, stderr)
+def execute(prefect: SyncPrefectClient, flow: Flow[..., Any], run: FlowRun) -> State[Any]:
+    """What the process does that a worker starts for a scheduled run."""
+    with suppress(Pause):  # ends the process of a suspended run
+        run_flow(flow, flow_run=prefect.read_flow_run(run.id), return_type="state")
+    state = prefect.read_flow_run(run.id).state
+    assert state is not None
+    return state
 
 
-def count_tries(done: subprocess.CompletedProcess[str]) -> int:
-    return done.stdout.count("[sft@r0] step 1/3")
+def retry(prefect: SyncPrefectClient, run: FlowRun) -> None:
+    """The button *Retry* of a run's page."""
+    prefect.set_flow_run_state(run.id, Scheduled(name="AwaitingRetry"))
 
 
-def states(api: str, address: str) -> set[str]:
-    """The names of all states that a stage had."""
-    runs = [run["id"] for run in request(f"{api}/task_runs/filter", {}) if run["name"] == address]
+@pytest.fixture
+def execute_logged(prefect: SyncPrefectClient, caplog: pytest.LogCaptureFixture) -> ExecuteLogged:
+    """A function that executes a run of the pipeline; returns its last state and its log."""
+    caplog.set_level(logging.INFO, "rondo")
+
+    def execute_one(run: FlowRun) -> tuple[State[Any], str]:
+        caplog.clear()
+        state = execute(prefect, rlhf_pipeline, run)
+        # Prefect's own loggers have each line too
+        lines = [record.getMessage() for record in caplog.records if record.name == "rondo"]
+        return state, "\n".join(lines)
+
+    return execute_one
+
+
+def set_retry_delays(monkeypatch: pytest.MonkeyPatch, delays: list[float]) -> None:
+    """Seconds between the tries of a stage, which the pipeline reads as it is imported."""
+    stage = pipeline.run_stage.with_options(retries=len(delays), retry_delay_seconds=delays)
+    monkeypatch.setattr(pipeline, "run_stage", stage)
+    monkeypatch.setattr(pipeline, "RETRY_DELAYS", delays)
+
+
+def states(api: str, run: FlowRun, address: str) -> set[str]:
+    """The names of all states that a stage of this run had."""
+    of_run = {"flow_runs": {"id": {"any_": [str(run.id)]}}}
+    task_runs = request(f"{api}/task_runs/filter", of_run)
     return {
         state["name"]
-        for run in runs
-        for state in request(f"{api}/task_run_states/?task_run_id={run}")
+        for task_run in task_runs
+        if task_run["name"] == address
+        for state in request(f"{api}/task_run_states/?task_run_id={task_run['id']}")
     }
 
 
-def test_an_unreachable_server_is_tried_a_second_time(project: Path, api: str) -> None:
-    done = rondo_run(project, api, "--set", "sft.max_steps=7", waits="1")
-    assert done.returncode == 0, done.stderr
-    assert (
-        count_tries(done) == 2
-        and "[sft@r0] out of reach at try 1 of 2: tried again in 1 s" in done.stdout
-    )
-    assert "[evaluate@r0] ran" in done.stdout
+def test_an_unreachable_server_is_tried_a_second_time(
+    project: Path,
+    api: str,
+    prefect: SyncPrefectClient,
+    execute_logged: ExecuteLogged,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_retry_delays(monkeypatch, [1])
+    run = submit(prefect, rlhf_pipeline, settings=["sft.max_steps=7"])
+    state, log = execute_logged(run)
+    assert state.is_completed(), state.message
+    assert log.count(FIRST_STEP) == 2
+    assert "[sft@r0] out of reach at try 1 of 2: tried again in 1 s" in log
+    assert "[evaluate@r0] ran" in log
     # the server may record states with a delay
-    until(lambda: {"AwaitingRetry", "Completed"} <= states(api, "sft@r0"))
+    until(lambda: {"AwaitingRetry", "Completed"} <= states(api, run, "sft@r0"))
 
 
 def test_a_server_that_stays_unreachable_ends_the_run_with_4(project: Path, api: str) -> None:
-    done = rondo_run(project, api, "--set", "sft.max_steps=8", waits="0,1")
-    assert done.returncode == 4
-    assert (
-        count_tries(done) == 3
-        and "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
+    done = rondo(
+        project,
+        *("run", "--set", "sft.max_steps=8"),
+        RONDO_NETWORK_WAITS="0,1",
+        MLFLOW_TRACKING_URI="off",
+        PREFECT_API_URL=api,
     )
+    assert done.returncode == 4
+    assert done.stdout.count(FIRST_STEP) == 3
+    assert "[sft@r0] out of reach at try 3 of 3: not tried again" in done.stdout
     assert "[gate_sft@r0]" not in done.stdout
     assert "rondo: Unreachable: sft@r0: " in done.stderr and "no answer" in done.stderr
 
 
-def test_another_failure_is_not_retried(project: Path, api: str) -> None:
-    done = rondo_run(project, api, "--set", "sft.max_steps=1", waits="0,0")
-    assert done.returncode == 2
-    assert count_tries(done) == 1 and "tried again" not in done.stdout
-    assert "rondo: BadInput: sft@r0: " in done.stderr and "rows missing" in done.stderr
+def test_another_failure_is_not_retried(
+    project: Path,
+    prefect: SyncPrefectClient,
+    execute_logged: ExecuteLogged,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_retry_delays(monkeypatch, [0, 0])
+    state, log = execute_logged(submit(prefect, rlhf_pipeline, settings=["sft.max_steps=1"]))
+    assert log.count(FIRST_STEP) == 1 and "tried again" not in log
+    assert "BadInput: sft@r0: " in str(state.message) and "rows missing" in str(state.message)
 
 
 def test_a_run_that_begins_again_keeps_its_own_params_and_rounds_of_others(
-    project: Path, api: str, monkeypatch: pytest.MonkeyPatch
+    project: Path, prefect: SyncPrefectClient, execute_logged: ExecuteLogged
 ) -> None:
-    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
-    failed = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.9")
-    assert failed.returncode == GateFailed.exit_code, failed.stderr
+    run = submit(prefect, rlhf_pipeline, settings=["gates.sft.loss_drop=0.9"])
+    failed, log = execute_logged(run)
+    assert failed.name == "GateFailed", failed.message
+    [name] = re.findall(r"run \S+ in .*", log)
     other_run = resolve("keep", 2, ["gates.sft.loss_drop=0.1", "seed=5"])
     write_params(other_run)
 
-    again = rondo_run(project, api)
-    assert again.returncode == GateFailed.exit_code, again.stderr
+    retry(prefect, run)
+    again, log = execute_logged(run)
+    assert again.name == "GateFailed", again.message
     params = load_params()
     assert (params.gates.sft.loss_drop, params.seed) == (0.9, 0)
     assert list(params.rounds) == ["r0", "r1"]
-    [name] = {line for line in failed.stdout.splitlines() if line.startswith("run ")}
-    assert name in again.stdout.splitlines()
+    assert re.findall(r"run \S+ in .*", log) == [name]
 
 
 def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,17 +173,24 @@ def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch
             retries.retry_delays()
 
 
-def test_only_stages_that_compute_wait_for_a_slot(project: Path, api: str) -> None:
-    assert rondo_run(project, api, "--set", "seed=0").returncode == 0
+def test_only_stages_that_compute_wait_for_a_slot(
+    finished_project: Path,
+    api: str,
+    prefect: SyncPrefectClient,
+    execute_logged: ExecuteLogged,
+) -> None:
     slot = {"names": [LIMIT], "slots": 1, "mode": "concurrency", "lease_duration": 600}
+    with compute_slot(pytest.fail):
+        pass  # the limit is there
     lease = request(f"{api}/v2/concurrency_limits/increment-with-lease", slot)["lease_id"]
 
     # the gate runs, all other stages are unchanged
-    done = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.1")
-    assert done.returncode == 0, done.stderr
-    assert "[gate_sft@r0] ran" in done.stdout and "waiting" not in done.stdout
+    changed_gate = submit(prefect, rlhf_pipeline, settings=["gates.sft.loss_drop=0.1"])
+    state, log = execute_logged(changed_gate)
+    assert state.is_completed(), state.message
+    assert "[gate_sft@r0] ran" in log and "waiting" not in log
 
-    run = start_run(project, api, "--set", "seed=1")
+    run = start_rondo(finished_project, "run", "--set", "seed=1", PREFECT_API_URL=api)
     waiting = read_until(run, "waiting: other runs use 1 of 1 slots")
     assert "step" not in waiting
     request(f"{api}/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})
@@ -170,27 +200,38 @@ def test_only_stages_that_compute_wait_for_a_slot(project: Path, api: str) -> No
 
 
 def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
-    project: Path, api: str, empty: Path, tmp_path_factory: pytest.TempPathFactory
+    project: Path,
+    prefect: SyncPrefectClient,
+    execute_logged: ExecuteLogged,
+    empty: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def log_of_run(isolated: bool, mlflow: str = "off") -> str:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow)
+        state, log = execute_logged(
+            submit(prefect, rlhf_pipeline, settings=settings, isolated=isolated)
+        )
+        assert state.is_completed(), state.message
+        return log
+
     store = tmp_path_factory.mktemp("store") / "mlflow.db"
     database = f"sqlite:///{shutil.copy(empty, store)}"
     data = project / "pairs.jsonl"
     data.write_text('{"label": 1}\n')
-    settings = ("assets.data=files", "prepare.sources=[{path: pairs.jsonl}]")
-    isolated = [*(f"--set={setting}" for setting in settings), "--isolated"]
+    settings = ["assets.data=files", "prepare.sources=[{path: pairs.jsonl}]"]
 
-    first = rondo_run(project, api, *isolated, mlflow=database)
-    assert "[prepare@r0] ran" in first.stdout, first.stderr
-    assert "changed since the last run" not in first.stdout
-    again = rondo_run(project, api, *isolated)
-    assert "[prepare@r0] restored" in again.stdout, again.stderr
+    first = log_of_run(isolated=True, mlflow=database)
+    assert "[prepare@r0] ran" in first
+    assert "changed since the last run" not in first
+    assert "[prepare@r0] restored" in log_of_run(isolated=True)
 
     data.write_text('{"label": 0}\n')
-    edited = rondo_run(project, api, *isolated)
-    assert "changed since the last run: pairs.jsonl" in edited.stdout, edited.stderr
-    assert "[prepare@r0] ran" in edited.stdout
+    edited = log_of_run(isolated=True)
+    assert "changed since the last run: pairs.jsonl" in edited
+    assert "[prepare@r0] ran" in edited
 
-    rondo_run(project, api, *isolated[:-1], mlflow=database)
+    log_of_run(isolated=False, mlflow=database)
     client = MlflowClient(database)
     runs = client.search_runs(
         [experiment_of(client)], "tags.`rondo.address` = 'pipeline'", order_by=["start_time"]
@@ -200,8 +241,7 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
     data.write_text('{"label": 2}\n')
     for expected in (True, False):
         repro = subprocess.run(
-            [sys.executable, "-m", "dvc", "repro", "prepare@r0"],
-            cwd=project,
+            [fork_server.python(), "-m", "dvc", "repro", "prepare@r0"],
             env=command_environment() | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
@@ -223,26 +263,6 @@ def test_a_limit_that_a_person_set_stays(prefect: SyncPrefectClient) -> None:
             assert (limit.active_slots, limit.limit) == (2, 2)
     finally:
         set_limit(1)
-
-
-def submit(prefect: SyncPrefectClient, flow: Flow[..., Any], **parameters: Any) -> FlowRun:
-    """A run of a deployment, as the form creates it."""
-    deployment = prefect.create_deployment(prefect.create_flow(flow), "form")
-    return prefect.create_flow_run_from_deployment(deployment, parameters=parameters)
-
-
-def execute(prefect: SyncPrefectClient, flow: Flow[..., Any], run: FlowRun) -> State[Any]:
-    """What the process does that a worker starts for a scheduled run."""
-    with suppress(Pause):  # ends the process of a suspended run
-        run_flow(flow, flow_run=prefect.read_flow_run(run.id), return_type="state")
-    state = prefect.read_flow_run(run.id).state
-    assert state is not None
-    return state
-
-
-def retry(prefect: SyncPrefectClient, run: FlowRun) -> None:
-    """The button *Retry* of a run's page."""
-    prefect.set_flow_run_state(run.id, Scheduled(name="AwaitingRetry"))
 
 
 def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_run(
@@ -306,12 +326,16 @@ def round_names() -> list[str]:
     return list(load_params().rounds)
 
 
-def test_next_round_keeps_the_results_of_the_rounds_before(project: Path, api: str) -> None:
-    for address in dvc_stages.stage_order(["r0"]):
-        dvc_stages.run(address, print)
+def test_next_round_keeps_the_results_of_the_rounds_before(
+    finished_project: Path,
+    api: str,
+    prefect: SyncPrefectClient,
+    execute_logged: ExecuteLogged,
+) -> None:
     write_json(Path("rounds/r0/replay/metrics.json"), {})
     loss_drop = load_params().gates.sft.loss_drop
-    done = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.3", command="next-round")
+    setting = ("--set", "gates.sft.loss_drop=0.3")
+    done = rondo(finished_project, "next-round", *setting, PREFECT_API_URL=api)
     assert done.returncode == 0, done.stderr
     assert "ended, not run again (--rerun does): r0" in done.stdout
     assert list(all_rounds()) == ["r0", "r1"] and round_names() == ["r1"]
@@ -320,19 +344,21 @@ def test_next_round_keeps_the_results_of_the_rounds_before(project: Path, api: s
     assert "@r0]" not in done.stdout and "[evaluate@r1] ran" in done.stdout
 
     # nothing of this is committed, and an isolated run has it
-    tried = rondo_run(project, api, "--set", "gates.sft.loss_drop=0.31", "--isolated")
-    assert tried.returncode == 0, tried.stderr
-    assert "ended, not run again (--rerun does): r0" in tried.stdout
-    assert "[evaluate@r1] restored" in tried.stdout and "@r0]" not in tried.stdout
+    settings = ["gates.sft.loss_drop=0.31"]
+    tried, log = execute_logged(submit(prefect, rlhf_pipeline, settings=settings, isolated=True))
+    assert tried.is_completed(), tried.message
+    assert "ended, not run again (--rerun does): r0" in log
+    assert "[evaluate@r1] restored" in log and "@r0]" not in log
     [workspace] = Path(".rondo/workspaces").iterdir()
     for path in ("rounds/r0.dvc", "rounds/r0/params.yaml", "rounds/r0/evaluate/data/rows.jsonl"):
         assert (workspace / path).read_text() == Path(path).read_text()
     committed = git("ls-tree", "-r", "--name-only", f"runs/{workspace.name}").splitlines()
     assert {"rounds/r0.dvc", "rounds/r0/params.yaml", "rounds/r0/stages.lock"} <= set(committed)
 
-    again = rondo_run(project, api, "--rerun", "r0")
-    assert "[gate_sft@r0] ran" in again.stdout, again.stderr
-    assert "[sft@r0] unchanged" in again.stdout and round_names() == ["r0", "r1"]
+    again, log = execute_logged(submit(prefect, rlhf_pipeline, rerun=["r0"]))
+    assert again.is_completed(), again.message
+    assert "[gate_sft@r0] ran" in log
+    assert "[sft@r0] unchanged" in log and round_names() == ["r0", "r1"]
 
 
 def test_each_run_of_next_round_adds_one_round_and_its_retry_adds_none(

@@ -23,9 +23,8 @@ from pydantic import SecretStr
 from flows.core.services import is_up, last_servers
 from flows.orchestration import notifications
 from tests.flows import attacks
-from tests.flows.test_cli import rondo
 from tests.paths import ROOT
-from tests.servers import free_port, of_project, prefect_api, read_until, request, until
+from tests.servers import free_port, of_project, prefect_api, read_until, request, rondo, until
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from flows import cli
 from flows.commands.checkpoint import ROWS, evaluate_checkpoint, folder_of_run, record
-from flows.execution import fork_server
 from flows.execution.worktree import WORKSPACES
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.lib.core.params import Params
-from tests.servers import request
+from tests.servers import NOWHERE, request
 
 STEP = "rounds/r0/ppo/checkpoints/step_00009"
 HASH = "5ea1ab1e" * 8
@@ -36,31 +36,32 @@ WON = {
     "win_rate_ppo_low": 0.4,
     "win_rate_ppo_high": 0.6,
 }
-NOWHERE = "http://127.0.0.1:9"
-
-
-@pytest.fixture(scope="module")
-def database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One for all tests here. Folders, and so their runs, have names of
-    their own.
-    """
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    return f"sqlite:///{shutil.copy(empty_tables, file)}"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    built_once: Callable[..., Path],
+    tmp_path: Path,
+    shared_database: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
     """A project whose PPO is up to date, as working directory."""
+    shutil.copytree(built_once("ppo_project", run_ppo), tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    Path("params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
-    Path(".gitignore").write_text("/rounds\n")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared_database)
+    return tmp_path
+
+
+def run_ppo(folder: Path) -> None:
+    """A git and DVC project in this folder whose PPO has run."""
+    (folder / "params.yaml").write_text(yaml.safe_dump(Params().model_dump(mode="json")))
+    (folder / ".gitignore").write_text("/rounds\n")
     make = (
         f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); "
         "(path / 'adapter.bin').write_text('9')"
     )
     ppo = {"cmd": f'{sys.executable} -c "{make}"', "outs": ["rounds/${key}/ppo/checkpoints"]}
-    Path("dvc.yaml").write_text(
+    (folder / "dvc.yaml").write_text(
         yaml.safe_dump({"stages": {"ppo": {"foreach": {"r0": None}, "do": ppo}}})
     )
     for command in (
@@ -68,8 +69,7 @@ def folder(tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch) -> Pa
         [sys.executable, "-m", "dvc", "init", "-q"],
         [sys.executable, "-m", "dvc", "repro", "-q"],
     ):
-        subprocess.run(command, check=True)
-    return tmp_path
+        subprocess.run(command, cwd=folder, check=True)
 
 
 def write_report(path: str = STEP, evaluation: str = "e1") -> Path:
@@ -98,11 +98,11 @@ def numbers(model: LoggedModel) -> dict[str, Any]:
 
 
 def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
-    folder: Path, database: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, shared_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):  # the second time nothing is added
         record("", write_report(), folder / ".rondo", pytest.fail)
-    (model,) = models(database, folder.name)
+    (model,) = models(shared_database, folder.name)
     assert numbers(model) == {
         "kl": 6.5,
         "sentiment": 0.75,
@@ -114,7 +114,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     wanted = {"stage": "ppo", "round": "r0", "evaluation_id": "e1", "seed": "0", "md5": out["md5"]}
     assert model.tags.items() >= wanted.items()
     assert (model.name, model.params["path"], model.params["step"]) == ("r0-step_00009", STEP, "9")
-    client = MlflowClient(database)
+    client = MlflowClient(shared_database)
     run = client.get_run(model.source_run_id)
     assert (
         run.data.tags.items()
@@ -134,7 +134,10 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     )
 
     record("", write_report(evaluation="e2"), folder / ".rondo", pytest.fail)
-    assert {model.tags["evaluation_id"] for model in models(database, folder.name)} == {"e1", "e2"}
+    assert {model.tags["evaluation_id"] for model in models(shared_database, folder.name)} == {
+        "e1",
+        "e2",
+    }
     with pytest.raises(SystemExit):
         cli.main(["best", "--kl", "7"])
     assert (
@@ -144,16 +147,16 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
 
 
 def test_in_a_workspace_it_belongs_to_the_run_whose_status_stays(
-    folder: Path, database: str
+    folder: Path, shared_database: str
 ) -> None:
-    MlflowTracker("own", database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(
+    MlflowTracker("own", shared_database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(
         False, {"summary.md": "the table"}
     )
     write_text(Path(STEP) / "adapter.bin", "another than dvc.lock's")
     record("own", write_report(), folder / ".rondo", pytest.fail)
-    (model,) = models(database, "own")
+    (model,) = models(shared_database, "own")
     assert model.tags["md5"] == HASH
-    client = MlflowClient(database)
+    client = MlflowClient(shared_database)
     parent = client.get_run(client.get_run(model.source_run_id).data.tags["mlflow.parentRunId"])
     assert (parent.data.tags["rondo.run"], parent.data.tags["preset"], parent.info.status) == (
         "own",
@@ -163,23 +166,23 @@ def test_in_a_workspace_it_belongs_to_the_run_whose_status_stays(
 
 
 def test_an_adapter_from_elsewhere_has_a_name_that_mlflow_takes(
-    folder: Path, database: str
+    folder: Path, shared_database: str
 ) -> None:
     record("", write_report("/models/it's v1.2"), folder / ".rondo", pytest.fail)
-    (model,) = models(database, folder.name)
+    (model,) = models(shared_database, folder.name)
     assert (model.name, model.tags["md5"]) == ("r0-it_s_v1_2", HASH)
 
 
 def test_mlflow_that_is_down_gets_it_later(
-    folder: Path, database: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, shared_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     with monkeypatch.context() as down:
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
         record("", write_report(), folder / ".rondo", lines.append)
     assert len(lines) == 2 and NOWHERE in lines[0] and "is sent with the next run" in lines[1]
-    MlflowTracker("next", database, folder / ".rondo", {}, pytest.fail).flush()
-    assert [model.name for model in models(database, folder.name)] == ["r0-step_00009"]
+    MlflowTracker("next", shared_database, folder / ".rondo", {}, pytest.fail).flush()
+    assert [model.name for model in models(shared_database, folder.name)] == ["r0-step_00009"]
 
 
 STAGE = """
@@ -210,23 +213,23 @@ def stand_in_for_the_stage(folder: Path) -> None:
 
 def test_the_flow_evaluates_records_and_shows_a_checkpoint_of_the_project_or_of_a_run(
     folder: Path,
-    database: str,
+    shared_database: str,
     api: str,
     prefect: SyncPrefectClient,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(fork_server.VARIABLE, raising=False)  # it knows the real stages
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", shared_database)
     workspace = folder / ".rondo/workspaces/one"
     shutil.copytree(folder, workspace)
-    for run, place, parent in (("", folder, folder.name), ("one", workspace, "one")):
-        stand_in_for_the_stage(place)
+    for run, working_folder, parent in (("", folder, folder.name), ("one", workspace, "one")):
+        stand_in_for_the_stage(working_folder)
         state = evaluate_checkpoint(run, "r0", "step_00009", return_state=True)
         assert str(state.message).startswith(
             "win rate against SFT 0.900 [0.850, 0.950], "
-            f"against the selected policy 0.500 [0.400, 0.600]; all results: {place}/reports/r0/"
+            "against the selected policy 0.500 [0.400, 0.600]; "
+            f"all results: {working_folder}/reports/r0/"
         )
-        [model] = models(database, parent)
+        [model] = models(shared_database, parent)
         assert numbers(model)["kl"] == 6.5
     key = {"key": {"any_": ["checkpoint-r0-step-00009"]}}
     [shown] = request(f"{api}/artifacts/latest/filter", {"artifacts": key})
@@ -235,14 +238,12 @@ def test_the_flow_evaluates_records_and_shows_a_checkpoint_of_the_project_or_of_
 
 
 def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_folder(
-    folder: Path, prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+    folder: Path, prefect: SyncPrefectClient
 ) -> None:
-    monkeypatch.delenv(fork_server.VARIABLE, raising=False)
     stand_in_for_the_stage(folder)
     (folder / ".rondo/workspaces").mkdir(parents=True)
     for run, checkpoint, error, message in (
         ("", "far", Unreachable, "Unreachable: no answer"),
-        ("../..", "far", BadInput, "is not a folder"),
         ("none", "far", BadInput, "is not a folder"),
     ):
         state = evaluate_checkpoint(run, "r0", checkpoint, return_state=True)

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from flows.execution import fork_server
-from tests.flows.test_cli import rondo
 from tests.paths import ROOT
-from tests.servers import free_port, of_project, until
+from tests.servers import free_port, of_project, rondo, until
 
 CTRL_C = b"\x03"
 WAITS = "sft.max_steps=51"  # stage `sft` waits for the file `go`

@@ -4,7 +4,7 @@ one before.
 
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import yaml
 
 from flows.core import config
 from flows.core.locks import read_lock, read_locks
-from flows.execution import dvc_stages, history
+from flows.execution import dvc_stages, fork_server, history
 from stages.lib.core.ended_rounds import data_path, ended_rounds, params_of, settings_path
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
@@ -24,16 +24,24 @@ START = (
 )
 
 
-@pytest.fixture
-def rounds(project: Path) -> Path:
-    """The project with a DAG in which `prepare` reads the data of the round before."""
+SETTINGS = ("assets.model=tiny", "sft.learning_rate=0.00001", "evaluate.tie_margin=0.2")
+
+
+def run_first_round() -> None:
+    """A run of one round. `prepare` reads the data of the round before."""
     dag = yaml.safe_load(Path("dvc.yaml").read_text())
     stages = dag["stages"]
     stages["assets"]["cmd"] = f'python -c "{START}"'
     stages["assets"]["params"] = ["assets"]
     stages["prepare"]["do"]["deps"][1] = "${item.previous}/evaluate/data"
     Path("dvc.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
-    return project
+    assert of_round(run(*SETTINGS)) == {"", "r0"}
+
+
+@pytest.fixture
+def rounds(project_after: Callable[..., Path]) -> Path:
+    """The project after `run_first_round`, as working directory."""
+    return project_after("first_round", run_first_round)
 
 
 def run(*settings: str, number: int | None = None, rerun: tuple[str, ...] = ()) -> list[str]:
@@ -55,7 +63,7 @@ def of_round(addresses: list[str]) -> set[str]:
 
 def dvc(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "dvc", *command],
+        [fork_server.python(), "-m", "dvc", *command],
         env=dvc_stages.command_environment(),
         capture_output=True,
         text=True,
@@ -65,7 +73,6 @@ def dvc(*command: str) -> str:
 
 
 def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None:
-    assert of_round(run("sft.learning_rate=0.00001", "evaluate.tie_margin=0.2")) == {"", "r0"}
     entry, rows = read_lock("evaluate@r0"), stage_dir("r0", "evaluate") / "data/rows.jsonl"
     result = rows.read_text()
 
@@ -106,10 +113,11 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
         run(rerun=("r9",))
 
 
+def test_a_round_that_has_not_run_does_not_end(project: Path) -> None:
+    assert history.rounds_to_end(config.KEEP, 2, ()) == []
+
+
 def test_only_a_complete_round_ends(rounds: Path) -> None:
-    ended = history.rounds_to_end(config.KEEP, 2, ())
-    assert ended == []  # nothing has run
-    run("assets.model=tiny")
     assert history.rounds_to_end(config.KEEP, None, ()) == []  # it has no successor
     assert history.rounds_to_end(config.KEEP, 2, ()) == ["r0"]
     data, moved = stage_dir("r0", "sft") / "data", Path("elsewhere")
@@ -145,7 +153,6 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["settings kept", "params written"])
 def test_an_interruption_is_completed_by_the_next_run(rounds: Path, moment: str) -> None:
-    run()
     params = config.resolve(config.KEEP, 2, ended=["r0"])
     lock = Path("dvc.lock").read_text()
     history.write(params, ["r0"])

@@ -21,8 +21,8 @@ from stages.gate.verdict import run_gate
 from stages.lib.core.errors import BadInput, GateFailed, RondoError
 from stages.lib.core.files import file_hash, stage_dir, write_json, write_text
 from stages.lib.core.params import check_params
+from tests.servers import NOWHERE
 
-NOWHERE = "http://127.0.0.1:9"
 GOOD = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9, "human_nll_rise": 0.5}
 GOOD |= {
     "sft": {"repetition_3": 0.0, "eos_rate": 0.7},

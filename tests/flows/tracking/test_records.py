@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,10 @@ from flows.tracking.records import HEALTH, Record, read_steps
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.ppo.common.outputs import describe_rows
 from tests.paths import ROOT
+from tests.servers import NOWHERE
 
 DOCS = ROOT / "docs/running.md"
-NOWHERE = "http://127.0.0.1:9"
 ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evaluate@r0"}
-
-
-@pytest.fixture(scope="module")
-def database(empty_tables: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests here. Runs differ by their name."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    return f"sqlite:///{shutil.copy(empty_tables, file)}"
 
 
 def run_all(tracker: NullTracker) -> None:
@@ -52,12 +44,14 @@ def runs(database: str, run: str) -> dict[str, Run]:
 
 
 def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
-    project: Path, database: str
+    project: Path, shared_database: str
 ) -> None:
     messages: list[str] = []
-    run_all(MlflowTracker("full", database, project / ".rondo", {"seed": "0"}, messages.append))
+    run_all(
+        MlflowTracker("full", shared_database, project / ".rondo", {"seed": "0"}, messages.append)
+    )
     assert messages == []
-    by_address, client = runs(database, "full"), MlflowClient(database)
+    by_address, client = runs(shared_database, "full"), MlflowClient(shared_database)
     assert set(by_address) == ADDRESSES
     parent, sft, evaluate = (by_address[name] for name in ("pipeline", "sft@r0", "evaluate@r0"))
     assert parent.info.status == sft.info.status == "FINISHED"
@@ -80,7 +74,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
         model.name: model for model in client.search_logged_models([parent.info.experiment_id])
     }
     assert set(models) == {"r0-base", "r0-sft", "r0-ppo", "r0-step_00009", "r0-step_00018"}
-    assert search_of_the_docs(database) == ["r0-ppo", "r0-step_00009"]
+    assert search_of_the_docs(shared_database) == ["r0-ppo", "r0-step_00009"]
     best = client.search_logged_models(
         [parent.info.experiment_id],
         order_by=[{"field_name": "metrics.sentiment", "ascending": False}],
@@ -97,11 +91,13 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
     (data_set,) = {metric.dataset_name for metric in models["r0-sft"].metrics}
     assert data_set is None  # this evaluation read no data set
 
-    run_all(MlflowTracker("again", database, project / ".rondo", {}, messages.append))
+    run_all(MlflowTracker("again", shared_database, project / ".rondo", {}, messages.append))
     assert {
-        run.data.tags["dvc"] for name, run in runs(database, "again").items() if name != "pipeline"
+        run.data.tags["dvc"]
+        for name, run in runs(shared_database, "again").items()
+        if name != "pipeline"
     } == {"unchanged"}
-    assert runs(database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
+    assert runs(shared_database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
 
 
 def search_of_the_docs(database: str) -> list[str]:
@@ -115,10 +111,12 @@ def search_of_the_docs(database: str) -> list[str]:
     return list(models["name"])
 
 
-def test_a_tracker_leaves_the_environment_variable_as_it_is(project: Path, database: str) -> None:
+def test_a_tracker_leaves_the_environment_variable_as_it_is(
+    project: Path, shared_database: str
+) -> None:
     """MLflow itself sets it, which would redirect the records of later processes."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
-    MlflowTracker("environment", database, project / ".rondo", {}, print).flush()
+    MlflowTracker("environment", shared_database, project / ".rondo", {}, print).flush()
     assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
@@ -127,33 +125,34 @@ def client_text(client: MlflowClient, run: Run, name: str) -> str:
 
 
 def test_records_that_a_dead_server_missed_are_sent_later_unchanged(
-    project: Path, database: str
+    finished_project: Path, shared_database: str
 ) -> None:
     messages: list[str] = []
-    run_all(MlflowTracker("offline", NOWHERE, project / ".rondo", {}, messages.append, local=False))
+    home = finished_project / ".rondo"
+    run_all(MlflowTracker("offline", NOWHERE, home, {}, messages.append, local=False))
     assert len(messages) == 2
     assert NOWHERE in messages[0]
     assert "sent with the next run" in messages[1]
-    steps = project / "rounds/r0/sft/metrics.jsonl"
+    steps = finished_project / "rounds/r0/sft/metrics.jsonl"
     steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
 
-    MlflowTracker("next", database, project / ".rondo", {}, messages.append).flush()
+    MlflowTracker("next", shared_database, home, {}, messages.append).flush()
     assert len(messages) == 2
-    assert not Outbox(project / ".rondo/outbox", Record).waiting()
-    sent = runs(database, "offline")
+    assert not Outbox(home / "outbox", Record).waiting()
+    sent = runs(shared_database, "offline")
     assert set(sent) == ADDRESSES
     assert sent["pipeline"].info.status == "FINISHED"
-    history = MlflowClient(database).get_metric_history(sent["sft@r0"].info.run_id, "loss")
+    history = MlflowClient(shared_database).get_metric_history(sent["sft@r0"].info.run_id, "loss")
     assert [point.value for point in history] == [1.0, 0.5, 1 / 3]
 
 
-def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
-    tracker = MlflowTracker("twice", database, project / ".rondo", {}, print)
+def test_sending_twice_changes_nothing(finished_project: Path, shared_database: str) -> None:
+    tracker = MlflowTracker("twice", shared_database, finished_project / ".rondo", {}, print)
     run_all(tracker)
-    before = runs(database, "twice")
+    before = runs(shared_database, "twice")
     assert tracker.store is not None
     tracker.store.send(records.read_record("twice", "evaluate@r0", "ran", {}))
-    after, client = runs(database, "twice"), MlflowClient(database)
+    after, client = runs(shared_database, "twice"), MlflowClient(shared_database)
     assert set(before) == set(after)
     run_id = after["evaluate@r0"].info.run_id
     assert len(client.get_metric_history(run_id, "loss")) == 3
@@ -163,7 +162,7 @@ def test_sending_twice_changes_nothing(project: Path, database: str) -> None:
 
 
 def test_the_pipeline_run_has_the_health_of_each_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_database: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for round_, kls in (("r0", (0.5, 3.0, 6.0)), ("r1", (0.25, 2.0))):
@@ -177,13 +176,13 @@ def test_the_pipeline_run_has_the_health_of_each_round(
             [{"step": n, "time": 1000.0 + n} for n in (-1, *range(1, len(kls) + 1))],
         )
     write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
-    tracker = MlflowTracker("health", database, tmp_path / ".rondo", {}, print)
+    tracker = MlflowTracker("health", shared_database, tmp_path / ".rondo", {}, print)
     for address in ("sft@r0", "ppo@r0", "ppo@r1"):
         tracker.start(address)
         tracker.next_time = 0
         tracker.progress()
         tracker.flush()
-    client, parent = MlflowClient(database), runs(database, "health")["pipeline"].info
+    client, parent = MlflowClient(shared_database), runs(shared_database, "health")["pipeline"].info
     live = curve(client, parent.run_id, "r0/kl")
     tracker.close(True, {"summary.md": "the table"})
     assert tracker.store is not None

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from flows.execution import fork_server
 from stages.lib.core.params import check_params
 from stages.ppo.trainer.resume import Resume, random_state, set_random_state
 from tests.paths import ROOT
@@ -18,10 +19,10 @@ from tests.paths import ROOT
 UPDATES = 12
 
 
-def start() -> subprocess.Popen:
+def start(python: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "stages.ppo", "--round", "r0"],
+        [python, "-m", "stages.ppo", "--round", "r0"],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -32,7 +33,7 @@ def kill_after(updates: int, kill_signal: signal.Signals) -> float:
     """Kill a run when its metrics have `updates` lines: it is then saving, or in its next update.
     Returns the seconds until it ended.
     """
-    process, metrics = start(), Path("rounds/r0/ppo/metrics.jsonl")
+    process, metrics = start(sys.executable), Path("rounds/r0/ppo/metrics.jsonl")
     while not metrics.exists() or len(metrics.read_text().splitlines()) < updates:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.001)
@@ -54,7 +55,7 @@ def outputs() -> dict[str, bytes]:
 
 
 def finish() -> str:
-    process = start()
+    process = start(fork_server.python())
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     return output
