@@ -21,6 +21,7 @@ from flows import cli
 from flows.commands.checkpoint import ROWS, evaluate_checkpoint, folder_of_run, record
 from flows.execution.worktree import WORKSPACES
 from flows.tracking.mlflow_tracker import MlflowTracker
+from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.lib.core.params import Params
@@ -112,6 +113,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     }
     (out,) = yaml.safe_load(Path("dvc.lock").read_text())["stages"]["ppo@r0"]["outs"]
     wanted = {"stage": "ppo", "round": "r0", "evaluation_id": "e1", "seed": "0", "md5": out["md5"]}
+    wanted["lineage"] = lineage("r0", "e1")
     assert model.tags.items() >= wanted.items()
     assert (model.name, model.params["path"], model.params["step"]) == ("r0-step_00009", STEP, "9")
     client = MlflowClient(shared_database)

@@ -125,6 +125,13 @@ def test_used_ports_are_left_to_others(
     monkeypatch.setenv("MLFLOW_PORT", str(port))
     with pytest.raises(BadInput, match=f"MLFLOW_PORT: port {port} is in use.*unset"):
         _new_servers(home)
+    monkeypatch.setenv("MLFLOW_PORT", str(chosen.prefect_port))  # free, but Prefect gets it
+    with pytest.raises(BadInput, match=r"MLFLOW_PORT: port \d+ is in use"):
+        _new_servers(home)
+    for no_port in ("", "abc", "0", "65536", "-1"):
+        monkeypatch.setenv("MLFLOW_PORT", no_port)
+        with pytest.raises(BadInput, match=f"MLFLOW_PORT: expected a port.*'{no_port}'"):
+            _new_servers(home)
 
 
 @pytest.mark.parametrize(("users_value", "seconds"), [(None, 2.0), ("7", 7.0)])

@@ -73,6 +73,20 @@ def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) ->
     assert interrupt_after(complete) == complete
 
 
+def test_a_failed_stage_keeps_what_others_wrote_to_dvc_lock_meanwhile(project: Path) -> None:
+    run_to("prepare@r0")
+    set_params("sft.max_steps=3")  # crashes
+    lock = project / "dvc.lock"
+
+    def commit(_: str) -> None:
+        """`dvc commit` in another terminal."""
+        lock.write_text(lock.read_text().replace("size:", "nfiles: 1\n      size:", 1))
+
+    with pytest.raises(RondoError, match="no such thing"):
+        dvc_stages.run("sft@r0", commit)
+    assert "nfiles: 1" in lock.read_text()
+
+
 def test_dvc_runs_after_another_was_killed_as_it_wrote_its_rwlock(project: Path) -> None:
     for address, text in (("assets", ""), ("prepare@r0", '{"write": {"a')):
         write_text(project / ".dvc/tmp/rwlock", text)

@@ -15,7 +15,7 @@ from flows.core.locks import read_lock, read_locks
 from flows.execution import dvc_stages, fork_server, history
 from stages.lib.core.ended_rounds import data_path, ended_rounds, params_of, settings_path
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import load_params
 
 START = (
@@ -149,6 +149,24 @@ def test_only_a_complete_round_ends(rounds: Path) -> None:
     with pytest.raises(BadInput, match=r"\(r0\) lack outputs .*: `dvc pull rounds/r0.dvc`"):
         run()
     assert "r0" in of_round(run(rerun=("r0",)))
+
+
+@pytest.mark.parametrize(
+    ("approved", "decided_on", "ends"),
+    [(True, 0.4, False), (True, 0.3, True), (False, 0.4, True), (None, 0.4, True)],
+)
+def test_a_round_whose_gate_failed_ends_unless_it_has_to_read_an_approval(
+    rounds: Path, approved: bool | None, decided_on: float, ends: bool
+) -> None:
+    """decided_on: the number that the person saw; the gate's is 0.4."""
+    check = {"metric": "evaluate.win_rate", "value": 0.4, "passed": False}
+    verdict = {"may_continue": False, "checks": [check]}
+    write_json(Path("reports/r0/gate_promote.json"), verdict)
+    if approved is not None:
+        failed = {"evaluate.win_rate": decided_on}
+        decision = {"approved": approved, "by": "Ada", "reason": "seen", "failed": failed}
+        write_json(Path("approvals/r0/promote.json"), decision)
+    assert history.rounds_to_end(config.KEEP, 2, ()) == (["r0"] if ends else [])
 
 
 @pytest.mark.parametrize("moment", ["settings kept", "params written"])
