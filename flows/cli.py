@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from flows.core import interrupts
 from flows.core.services import HOME
+from stages.lib.core.errors import BadInput, RondoError
 
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 the network or a server is "
@@ -36,9 +37,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def exit_code(arguments: list[str] | None) -> int:
     """Run the command line and return its exit code; errors of Rondo are printed in one line."""
-    # Imported here, so that Ctrl-C in the first second ends in `main` too.
-    from stages.lib.core.errors import BadInput, RondoError
-
     options = parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # progress is visible through a pipe too
@@ -210,16 +208,15 @@ def add_comparison_commands(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.commands.run import run_flow
+    from flows.commands.run import run_rounds
 
-    return run_flow(options.preset, options.rounds, options.set, options.isolated, options.rerun)
+    return run_rounds(options.preset, options.rounds, options.set, options.isolated, options.rerun)
 
 
 def next_round(options: argparse.Namespace) -> int:
-    from flows.core.config import KEEP, one_more_round
+    from flows.commands.run import run_next_round
 
-    options.preset, options.rounds, options.rerun = KEEP, one_more_round(), []
-    return run(options)
+    return run_next_round(options.set, options.isolated)
 
 
 def up(_: argparse.Namespace) -> int:
@@ -269,7 +266,6 @@ def promote(options: argparse.Namespace) -> int:
     from flows.tracking.mlflow_store import registry
     from flows.tracking.outbox import Outbox
     from flows.tracking.records import Record
-    from stages.lib.core.errors import BadInput
 
     if options.rollback and options.version is not None:
         raise BadInput("--rollback takes no VERSION: it makes the previous champion the champion")

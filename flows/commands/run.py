@@ -1,4 +1,4 @@
-"""`rondo run`: the flow in this process.
+"""`rondo run` and `rondo next-round`: their flows in this process.
 
 Prefect and what imports it are imported in the functions, after the signal handlers and Prefect's
 environment variables are set.
@@ -9,25 +9,69 @@ import os
 import shlex
 import sys
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from flows.core import interrupts, services
-from flows.core.config import resolve
+from flows.core.config import KEEP, one_more_round, resolve
 from flows.core.services import HOME
+from flows.execution.history import rounds_to_end
 from stages.lib.core.errors import GateFailed, RondoError
+
+if TYPE_CHECKING:
+    from prefect.client.schemas import State
 
 END_SECONDS = 8.0  # from a signal to the end of a run, at most
 
 
-def run_flow(
+def run_rounds(
     preset: str, rounds: int | None, settings: list[str], isolated: bool, rerun: list[str]
 ) -> int:
-    """Run the flow in this process, and return the exit code.
-
-    It uses the Prefect server of `rondo up` if that is running, else a temporary one.
+    """`rondo run`; returns the exit code.
 
     Args:
         rounds: how many rounds; None: those of params.yaml or the preset.
         rerun: ended rounds to run again.
+
+    Raises:
+        RondoError: see `run_flow`; BadInput is raised before anything starts.
+    """
+    resolve(preset, rounds, settings, ended=rounds_to_end(preset, rounds, rerun))
+
+    def start() -> "State[Any]":
+        from flows.pipeline import rlhf_pipeline
+
+        return rlhf_pipeline(
+            preset, rounds or 0, settings, None, isolated, rerun, return_state=True
+        )
+
+    return run_flow(start)
+
+
+def run_next_round(settings: list[str], isolated: bool) -> int:
+    """`rondo next-round`; returns the exit code.
+
+    Raises:
+        RondoError: see `run_flow`; BadInput is raised before anything starts.
+    """
+    one_more_round()
+    resolve(KEEP, None, settings)
+
+    def start() -> "State[Any]":
+        from flows.pipeline import next_round
+
+        return next_round(settings, None, isolated, return_state=True)
+
+    return run_flow(start)
+
+
+def run_flow(start: "Callable[[], State[Any]]") -> int:
+    """Run a flow in this process, and return the exit code.
+
+    It uses the Prefect server of `rondo up` if that is running, else a temporary one.
+
+    Args:
+        start: imports the flow and runs it to its final state.
 
     Raises:
         GateFailed: a gate failed.
@@ -39,8 +83,6 @@ def run_flow(
         f"`{command}` continues",
         END_SECONDS,
     )
-    # Bad input is reported before anything starts.
-    resolve(preset, rounds, settings)
     configure_prefect()
     configure_console()
 
@@ -49,12 +91,9 @@ def run_flow(
     # The fork server imports its libraries while Prefect starts.
     with fork_server.fork_server(dvc_stages.stage_environment()):
         from flows.orchestration import terminal_run
-        from flows.pipeline import rlhf_pipeline
 
         terminal_run.prepare(HOME.resolve())
-        state = rlhf_pipeline(
-            preset, rounds or 0, settings, None, isolated, rerun, return_state=True
-        )
+        state = start()
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():
         return 0

@@ -12,7 +12,7 @@ from uuid import UUID
 from httpx import HTTPError
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkerStatus
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import PrefectException
@@ -45,10 +45,15 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
         raise RondoError(f"Prefect's server: {type(error).__name__}: {error}") from error
 
 
-def flow_runs(**filters: object) -> list[FlowRun]:
-    """The flow runs that match Prefect's filters (FlowRunFilter)."""
+def flow_runs(pool: str | None = None, **filters: object) -> list[FlowRun]:
+    """The flow runs of a work pool, or of all, that match Prefect's filters (FlowRunFilter)."""
     with prefect_client() as client:
-        return client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(filters))
+        return client.read_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate(filters),
+            work_pool_filter=(
+                WorkPoolFilter.model_validate({"name": {"any_": [pool]}}) if pool else None
+            ),
+        )
 
 
 def set_state(run: UUID, state: State, force: bool = False) -> None:
@@ -83,12 +88,9 @@ def offer_nightly() -> None:
 
 
 def running() -> list[UUID]:
-    """The runs of workers that have not ended, as far as Prefect knows."""
-    runs = flow_runs(
-        deployment_id={"is_null_": False},
-        state={"type": {"any_": [StateType.PENDING, StateType.RUNNING]}},
-    )
-    return [run.id for run in runs]
+    """The runs of Rondo's worker that have not ended, as far as Prefect knows."""
+    state = {"type": {"any_": [StateType.PENDING, StateType.RUNNING]}}
+    return [run.id for run in flow_runs(POOL, state=state)]
 
 
 def cut_off(runs: Iterable[UUID], force: bool = False) -> None:

@@ -16,6 +16,7 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
         (["run", "--preset", "nope"], "no such preset"),
         (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
         (["run", "--rounds", "0"], "at least 1"),
+        (["run", "--rerun", "r9"], "--rerun r9: no such round"),
     ):
         done = rondo(project, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
