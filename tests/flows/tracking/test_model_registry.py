@@ -2,107 +2,32 @@
 
 import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from mlflow import MlflowClient
 
-from flows import cli
 from flows.tracking import model_registry
-from flows.tracking.mlflow_store import MlflowStore, registry
+from flows.tracking.mlflow_store import MlflowStore
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.outbox import Outbox
 from flows.tracking.records import Record, read_record
-from stages.gate.approvals import Approval, read_rollback, write_approval
-from stages.gate.verdict import run_gate
-from stages.lib.core.errors import BadInput, GateFailed, RondoError
-from stages.lib.core.files import file_hash, stage_dir, write_json, write_text
-from stages.lib.core.params import check_params
+from stages.gate.approvals import Approval, write_approval
+from stages.lib.core.errors import BadInput
+from tests.flows.tracking.promotions import (
+    CHAMPION,
+    FIRST,
+    OTHER_PROJECT,
+    PROJECT,
+    TRIAL,
+    aliases,
+    make_round,
+    mirror,
+    two_rounds,
+    versions,
+)
 from tests.servers import NOWHERE
-
-GOOD = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9, "human_nll_rise": 0.5}
-GOOD |= {
-    "sft": {"repetition_3": 0.0, "eos_rate": 0.7},
-    "ppo": {"kl": 5.0, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.9},
-}
-CHAMPION = {
-    "win_rate_champion": 0.57,
-    "win_rate_champion_low": 0.51,
-    "win_rate_champion_high": 0.63,
-}
-FIRST = dict.fromkeys(CHAMPION)
-
-
-PROJECT = {"project": "p", "isolated": "False"}
-TRIAL = {"project": "p", "isolated": "True"}
-OTHER_PROJECT = {"project": "q", "isolated": "False"}
-
-
-def make_round(
-    round_: str, policy: str, evaluate: dict[str, Any], gate: str = "block", rival: str = ""
-) -> None:
-    """Write the files of DVC and the stages, up to the verdict.
-
-    policy: its md5 less `.dir`. rival: the round of the champion with which it was compared.
-    """
-    write_json(stage_dir(round_, "champion") / "champion.json", {"round": rival or None})
-    write_json(stage_dir(round_, "evaluate") / "metrics.json", GOOD | evaluate)
-    write_json(stage_dir(round_, "ppo") / "metrics.json", {"dangers": 0, "policy_update": 12})
-    write_json(stage_dir(round_, "replay") / "metrics.json", {"regressed": 0})
-    write_json(stage_dir(round_, "capability") / "metrics.json", {"worst_fall": None})
-    lock = (
-        yaml.safe_load(Path("dvc.lock").read_text())
-        if Path("dvc.lock").exists()
-        else {"stages": {}}
-    )
-    for stage, out, md5 in (
-        ("ppo", "policy", f"{policy}.dir"),
-        ("sft", "model", f"5f7{round_}.dir"),
-    ):
-        lock["stages"][f"{stage}@{round_}"] = {
-            "outs": [{"path": f"rounds/{round_}/{stage}/{out}", "md5": md5}]
-        }
-    Path("dvc.lock").write_text(yaml.safe_dump(lock))
-    with suppress(GateFailed):
-        run_gate(check_params({"gates": {"promote": {"policy": gate}}}, "test"), "promote", round_)
-
-
-def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran", **others: str) -> list[str]:
-    """Send the gates of `rounds` to MLflow, as a pipeline run does; returns the messages.
-
-    others: tags of the run besides revision and seed.
-    """
-    messages: list[str] = []
-    tags = {"revision": "c0ffee", "seed": "7", **others}
-    tracker = MlflowTracker(run, uri, Path(".rondo").absolute(), tags, messages.append)
-    for round_ in rounds:
-        for stage in ("evaluate", "gate_promote"):
-            tracker.start(f"{stage}@{round_}")
-            tracker.finish("ran" if stage == "evaluate" and outcome == "failed" else outcome)
-    tracker.close(True, {"summary.md": "the table"})
-    return messages
-
-
-def two_rounds(database: str) -> MlflowClient:
-    make_round("r0", "aaa", FIRST)
-    make_round("r1", "bbb", CHAMPION)
-    assert mirror("both", database, "r0", "r1") == []
-    return MlflowClient(database)
-
-
-def aliases(client: MlflowClient) -> dict[str, str]:
-    """Alias -> DVC's md5 of the policy."""
-    by_alias = model_registry.versions_by_alias(client)
-    return {alias: version.tags["md5"] for alias, version in by_alias.items()}
-
-
-def versions(client: MlflowClient) -> list[str]:
-    return sorted(
-        version.tags["md5"] for version in client.search_model_versions("name = 'rondo-policy'")
-    )
 
 
 def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database: str) -> None:
@@ -212,32 +137,6 @@ def test_a_trial_becomes_champion_when_the_project_adopts_it(database: str) -> N
     make_round("r0", "aaa", FIRST)
     mirror("the first one again", database, "r0", outcome="restored", **TRIAL)
     assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
-
-
-def test_a_person_makes_a_challenger_champion(
-    database: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_round("r0", "aaa", FIRST)
-    mirror("first", database, "r0", **PROJECT)
-    make_round("r0", "bbb", FIRST)
-    mirror("trial", database, "r0", **TRIAL)
-    client = MlflowClient(database)
-    for version, reason, message in (
-        (2, " ", "--reason is empty"),
-        (3, "better", "has no version 3; versions: 1, 2"),
-        (1, "better", "version 1 of rondo-policy is the champion already"),
-    ):
-        with pytest.raises(BadInput, match=message):
-            model_registry.promote_by_hand(client, version, "Ada", reason)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["promote", "2", "--reason", "our own prompts", "--by", "Ada"])
-    assert not ended.value.code
-    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
-    assert "by Ada: our own prompts" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        cli.main(["promote", "1", "--rollback", "--reason", "no"])
-    assert "--rollback takes no VERSION" in capsys.readouterr().err
 
 
 def test_sending_the_same_policies_again_in_any_order_changes_nothing(database: str) -> None:
@@ -355,92 +254,3 @@ def test_policies_that_a_dead_server_missed_are_promoted_later_and_the_last_is_c
         model_registry.versions_by_alias(client)["champion"].version == 1
     )  # r1's record was sent first
     assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
-
-
-def test_a_rollback_stays_and_a_second_one_undoes_it(database: str) -> None:
-    client = two_rounds(database)
-    model_registry.roll_back(client, "Ada", "one ending for all")
-    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
-    tags = model_registry.versions_by_alias(client)["previous"].tags
-    assert (tags["rollback.by"], tags["rollback.reason"]) == ("Ada", "one ending for all")
-    line = f"rolled back {tags['rollback.at'][:16]} by Ada: one ending for all"
-    assert line in model_registry.describe(client)
-    mirror("again", database, "r0", "r1", outcome="unchanged")
-    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
-
-    model_registry.roll_back(client, "Bob", "it was the judge")
-    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
-    model_registry.roll_back(client, "Ada", "it was not")
-    make_round("r1", "ccc", CHAMPION)
-    mirror("improved", database, "r1")
-    assert aliases(client) == {"champion": "ccc.dir", "previous": "aaa.dir"}
-    assert versions(client) == ["aaa.dir", "bbb.dir", "ccc.dir"]
-
-
-def test_a_rollback_of_policies_in_this_folder_reaches_the_next_round(
-    database: str,
-) -> None:
-    client = two_rounds(database)
-    for name in ("r0", "r1"):
-        write_text(Path(f"rounds/{name}/ppo/policy/adapter.bin"), name)
-    model_registry.roll_back(client, "Ada", "one ending for all")
-    rollback = read_rollback("r1")
-    assert rollback and (rollback.by, rollback.reason, rollback.policy) == (
-        "Ada",
-        "one ending for all",
-        file_hash(Path("rounds/r1/ppo/policy")),
-    )
-    model_registry.roll_back(client, "Bob", "it was the judge")
-    assert read_rollback("r1") is None and read_rollback("r0") is None
-    make_round("r1", "ccc", CHAMPION)  # r1 of this folder is no longer the champion
-    model_registry.roll_back(client, "Ada", "it was not")
-    assert read_rollback("r1") is None
-
-
-def test_nothing_to_roll_back_to(database: str) -> None:
-    with pytest.raises(BadInput, match="MLflow has no champion"):
-        model_registry.roll_back(MlflowClient(database), "Ada", "no")
-    make_round("r0", "aaa", FIRST)
-    mirror("one", database, "r0")
-    with pytest.raises(BadInput, match="nothing to roll back to"):
-        model_registry.roll_back(MlflowClient(database), "Ada", "no")
-    with pytest.raises(BadInput, match="--reason is empty"):
-        model_registry.roll_back(MlflowClient(database), "Ada", " ")
-
-
-@pytest.mark.parametrize(
-    ("uri", "error", "message"),
-    [
-        ("off", BadInput, "unset it"),
-        (NOWHERE, RondoError, "start it"),
-        ("", BadInput, "`rondo run`"),
-    ],
-)
-def test_without_mlflow_the_error_names_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, error: type[RondoError], message: str
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(error, match=message), registry(tmp_path) as client:
-        model_registry.describe(client)
-    assert not (tmp_path / "mlflow.db").exists()
-
-
-def test_the_command(database: str, capsys: pytest.CaptureFixture[str]) -> None:
-    two_rounds(database)
-    capsys.readouterr()
-
-    def rondo(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["promote", *arguments])
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    code, out, _ = rondo()
-    assert code == 0
-    assert out.startswith("champion: version 2, r1") and "previous: version 1, r0" in out
-    assert rondo("--rollback")[0] == rondo("--reason", "why")[0] == 2
-    code, out, _ = rondo("--rollback", "--reason", "one ending for all", "--by", "Ada")
-    assert code == 0
-    assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
-    Outbox(Path(".rondo/outbox"), Record).add(Record(run="later", started=0, ended=0))
-    assert "is sent with the next run" in rondo()[1]

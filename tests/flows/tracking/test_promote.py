@@ -1,0 +1,147 @@
+"""`rondo promote`: a person chooses the champion, in a real MLflow database."""
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from flows import cli
+from flows.tracking import model_registry
+from flows.tracking.mlflow_store import registry
+from flows.tracking.outbox import Outbox
+from flows.tracking.records import Record
+from stages.gate.approvals import read_rollback
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import file_hash, write_text
+from tests.flows.tracking.promotions import (
+    CHAMPION,
+    FIRST,
+    PROJECT,
+    TRIAL,
+    aliases,
+    make_round,
+    mirror,
+    two_rounds,
+    versions,
+)
+from tests.servers import NOWHERE
+
+
+def test_a_person_makes_a_challenger_champion(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_round("r0", "aaa", FIRST)
+    mirror("first", database, "r0", **PROJECT)
+    make_round("r0", "bbb", FIRST)
+    mirror("trial", database, "r0", **TRIAL)
+    client = MlflowClient(database)
+    for version, reason, message in (
+        (2, " ", "--reason is empty"),
+        (3, "better", "has no version 3; versions: 1, 2"),
+        (1, "better", "version 1 of rondo-policy is the champion already"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            model_registry.promote_by_hand(client, version, "Ada", reason)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["promote", "2", "--reason", "our own prompts", "--by", "Ada"])
+    assert not ended.value.code
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    assert "by Ada: our own prompts" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["promote", "1", "--rollback", "--reason", "no"])
+    assert "--rollback takes no VERSION" in capsys.readouterr().err
+
+
+def test_a_rollback_stays_and_a_second_one_undoes_it(database: str) -> None:
+    client = two_rounds(database)
+    model_registry.roll_back(client, "Ada", "one ending for all")
+    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
+    tags = model_registry.versions_by_alias(client)["previous"].tags
+    assert (tags["rollback.by"], tags["rollback.reason"]) == ("Ada", "one ending for all")
+    line = f"rolled back {tags['rollback.at'][:16]} by Ada: one ending for all"
+    assert line in model_registry.describe(client)
+    mirror("again", database, "r0", "r1", outcome="unchanged")
+    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
+
+    model_registry.roll_back(client, "Bob", "it was the judge")
+    assert aliases(client) == {"champion": "bbb.dir", "previous": "aaa.dir"}
+    model_registry.roll_back(client, "Ada", "it was not")
+    make_round("r1", "ccc", CHAMPION)
+    mirror("improved", database, "r1")
+    assert aliases(client) == {"champion": "ccc.dir", "previous": "aaa.dir"}
+    assert versions(client) == ["aaa.dir", "bbb.dir", "ccc.dir"]
+
+
+def test_a_rollback_of_policies_in_this_folder_reaches_the_next_round(
+    database: str,
+) -> None:
+    client = two_rounds(database)
+    for name in ("r0", "r1"):
+        write_text(Path(f"rounds/{name}/ppo/policy/adapter.bin"), name)
+    model_registry.roll_back(client, "Ada", "one ending for all")
+    rollback = read_rollback("r1")
+    assert rollback and (rollback.by, rollback.reason, rollback.policy) == (
+        "Ada",
+        "one ending for all",
+        file_hash(Path("rounds/r1/ppo/policy")),
+    )
+    model_registry.roll_back(client, "Bob", "it was the judge")
+    assert read_rollback("r1") is None and read_rollback("r0") is None
+    # chosen by its version, it is champion of later rounds again too
+    model_registry.roll_back(client, "Ada", "it was not")
+    assert read_rollback("r1")
+    model_registry.promote_by_hand(client, 2, "Bob", "it was the judge")
+    assert read_rollback("r1") is None
+    make_round("r1", "ccc", CHAMPION)  # r1 of this folder is no longer the champion
+    model_registry.roll_back(client, "Ada", "it was not")
+    assert read_rollback("r1") is None
+
+
+def test_nothing_to_roll_back_to(database: str) -> None:
+    with pytest.raises(BadInput, match="MLflow has no champion"):
+        model_registry.roll_back(MlflowClient(database), "Ada", "no")
+    make_round("r0", "aaa", FIRST)
+    mirror("one", database, "r0")
+    with pytest.raises(BadInput, match="nothing to roll back to"):
+        model_registry.roll_back(MlflowClient(database), "Ada", "no")
+    with pytest.raises(BadInput, match="--reason is empty"):
+        model_registry.roll_back(MlflowClient(database), "Ada", " ")
+
+
+@pytest.mark.parametrize(
+    ("uri", "error", "message"),
+    [
+        ("off", BadInput, "unset it"),
+        (NOWHERE, RondoError, "start it"),
+        ("", BadInput, "`rondo run`"),
+    ],
+)
+def test_without_mlflow_the_error_names_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, error: type[RondoError], message: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(error, match=message), registry(tmp_path) as client:
+        model_registry.describe(client)
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_the_command(database: str, capsys: pytest.CaptureFixture[str]) -> None:
+    two_rounds(database)
+    capsys.readouterr()
+
+    def rondo(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["promote", *arguments])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    code, out, _ = rondo()
+    assert code == 0
+    assert out.startswith("champion: version 2, r1") and "previous: version 1, r0" in out
+    assert rondo("--rollback")[0] == rondo("--reason", "why")[0] == 2
+    code, out, _ = rondo("--rollback", "--reason", "one ending for all", "--by", "Ada")
+    assert code == 0
+    assert out.startswith("champion: version 1, r0") and "by Ada: one ending for all" in out
+    Outbox(Path(".rondo/outbox"), Record).add(Record(run="later", started=0, ended=0))
+    assert "is sent with the next run" in rondo()[1]
