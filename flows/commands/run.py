@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flows.core import interrupts, services
 from flows.core.config import KEEP, one_more_round, resolve
 from flows.core.services import HOME
+from flows.execution import dvc_stages, fork_server
 from flows.execution.history import rounds_to_end
 from stages.lib.core.errors import GateFailed, RondoError
 
@@ -85,8 +86,6 @@ def run_flow(start: "Callable[[], State[Any]]") -> int:
     )
     configure_prefect()
     configure_console()
-
-    from flows.execution import dvc_stages, fork_server
 
     # The fork server imports its libraries while Prefect starts.
     with fork_server.fork_server(dvc_stages.stage_environment()):
