@@ -30,7 +30,7 @@ from stages.lib.core.ended_rounds import (
 )
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ROUNDS, write_text
-from stages.lib.core.params import Params, load_params
+from stages.lib.core.params import Params, check_params, load_params
 
 METRICS = "metrics.json"
 Output = Mapping[str, Any]  # of an entry: path and md5
@@ -152,10 +152,11 @@ def _check_model(params: Params, ended: list[str], locks: Locks) -> None:
     if not ended:
         return
     last = ended[-1]
-    if has_ended(last):
-        model = load_params(settings_path(last)).assets.model
-    else:
-        model = _settings(last, locks)["assets"]["model"]
+    model = (
+        load_params(settings_path(last))
+        if has_ended(last)
+        else check_params(_settings(last, locks), last)
+    ).assets.model
     if model != params.assets.model:
         raise BadInput(
             f"assets.model is {params.assets.model}, but {last} has ended with {model}: "
