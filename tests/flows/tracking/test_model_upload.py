@@ -13,6 +13,7 @@ from threading import Thread
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import mlflow
 import psutil
 import pytest
 import torch
@@ -24,9 +25,9 @@ from mlflow.models import Model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from flows.core.services import is_up
-from flows.tracking.mlflow_store import EXPERIMENT
+from flows.tracking.mlflow_store import EXPERIMENT, connect
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.model_upload import STORED
+from flows.tracking.model_upload import DIGEST, STORED, find_stored
 from stages.assets.base_model import write_model
 from stages.evaluate.evaluator import Evaluator
 from stages.gate.verdict import run_gate
@@ -370,3 +371,19 @@ def test_an_upload_that_an_outage_interrupts_goes_on_later(
         relay.shutdown()
     names = {path.rpartition("/")[2] for path in [*sent, *relay.puts]}
     assert names == {path.name for path in sft.iterdir()}
+
+
+def test_weights_are_found_behind_a_hundred_models_that_refer_to_them(home: Path) -> None:
+    client = connect(f"sqlite:///{home / 'mlflow.db'}")
+    experiment = client.create_experiment("many", (home / "mlartifacts").as_uri())
+
+    def create(stored: str) -> str:
+        tags = {DIGEST: "d", STORED: stored}
+        return str(mlflow.create_external_model("m", tags=tags, experiment_id=experiment).model_id)
+
+    first = create("")
+    client.set_logged_model_tags(first, {STORED: first})
+    for _ in range(101):  # MLflow returns the newest 100
+        create(first)
+    assert find_stored(client, experiment, "d") == first
+    assert find_stored(client, experiment, "another") is None
