@@ -207,13 +207,13 @@ def all_rounds() -> dict[str, RoundParams]:
     return ended_rounds() | load_params().rounds
 
 
-def check_rerun(rerun: Iterable[str]) -> None:
+def check_rerun(rerun: Collection[str]) -> None:
     """Check the rounds that a run shall run again.
 
     Raises:
         BadInput: the project has no such round.
     """
-    known = [*all_rounds(), ALL]
+    known = [*all_rounds(), ALL] if rerun else []  # reads the settings of all ended rounds
     for name in rerun:
         if name not in known:
             raise BadInput(f"--rerun {name}: no such round; expected one of {', '.join(known)}")

@@ -7,7 +7,7 @@ rounds: DVC reads and checks each stage of dvc.yaml and dvc.lock at every step.
 """
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ Locks = dict[str, dict[str, Any]]
 LAST_GATE = "gate_promote"  # the next round may begin although it failed
 
 
-def rounds_to_end(preset: str, number: int | None, rerun: Iterable[str]) -> list[str]:
+def rounds_to_end(preset: str, number: int | None, rerun: Collection[str]) -> list[str]:
     """The rounds that have ended, or end now.
 
     These are the complete rounds that have a successor. A preset or `rerun` asks for rounds to run

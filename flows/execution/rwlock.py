@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
+from flows.core.services import CLOCK_SECONDS
 from stages.lib.core.files import write_text
 
 RWLOCK = Path(".dvc/tmp/rwlock")
-CLOCK_SECONDS = 10.0  # by which the start of a process may be wrong
 Holder = dict[str, Any]  # pid and cmd
 
 

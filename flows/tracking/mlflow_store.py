@@ -214,11 +214,14 @@ class MlflowStore:
     def _send_models(self, run_id: str, record: Record) -> list[ModelUpload]:
         """LoggedModels: outputs of the run of the stage that made them, inputs of other runs."""
         uploads = []
+        data = next((data for data in record.inputs if data.path.endswith("prepare/data")), None)
+        if data and any(checkpoint.metrics for checkpoint in record.checkpoints):
+            self.client.log_inputs(run_id, [_data_set(data, HELD_OUT, "eval")])
         for checkpoint in record.checkpoints:
             made_by = checkpoint.made_by or record.address
             owner = self._existing_run(record.run, made_by) or run_id
             model = self._model(owner, checkpoint) or self._create_model(owner, record, checkpoint)
-            self._send_metrics(run_id, record, checkpoint, model.model_id)
+            self._send_metrics(run_id, record, checkpoint, model.model_id, data)
             if owner != run_id:
                 self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
             if checkpoint.files and model.status == LoggedModelStatus.PENDING:
@@ -253,10 +256,14 @@ class MlflowStore:
         return model
 
     def _send_metrics(
-        self, run_id: str, record: Record, checkpoint: Checkpoint, model_id: str
+        self,
+        run_id: str,
+        record: Record,
+        checkpoint: Checkpoint,
+        model_id: str,
+        data: Data | None,
     ) -> None:
         """The metrics of a model, with the data set on which they were measured."""
-        data = next((data for data in record.inputs if data.path.endswith("prepare/data")), None)
         metrics = [
             Metric(
                 name,
@@ -269,8 +276,6 @@ class MlflowStore:
             )
             for name, value in checkpoint.metrics.items()
         ]
-        if metrics and data:
-            self.client.log_inputs(run_id, [_data_set(data, HELD_OUT, "eval")])
         self._log_batches(run_id, metrics)
         if evaluation := {name: record.tags[name] for name in EVALUATION if name in record.tags}:
             self.client.set_logged_model_tags(model_id, evaluation)

@@ -14,10 +14,12 @@ from pandas import DataFrame
 from flows.core.locks import read_lock
 from flows.execution import dvc_stages
 from flows.tracking import records
+from flows.tracking.mlflow_store import MlflowStore
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
+from flows.tracking.models import Checkpoint
 from flows.tracking.null_tracker import NullTracker
 from flows.tracking.outbox import Outbox
-from flows.tracking.records import HEALTH, Record, read_steps
+from flows.tracking.records import HEALTH, Data, Record, read_steps
 from stages.lib.core.files import write_json, write_jsonl, write_text
 from stages.ppo.common.outputs import describe_rows
 from tests.paths import ROOT
@@ -98,6 +100,29 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
         if name != "pipeline"
     } == {"unchanged"}
     assert runs(shared_database, "again")["sft@r0"].data.metrics["final/loss_after"] == 4.67
+
+
+def test_metrics_of_models_name_the_data_on_which_they_were_measured(shared_database: str) -> None:
+    store, client = MlflowStore(shared_database, True), MlflowClient(shared_database)
+    store.send(
+        Record(
+            run="data",
+            address="evaluate@r0",
+            started=0,
+            ended=1,
+            inputs=[Data(path="rounds/r0/prepare/data", digest="d1")],
+            checkpoints=[
+                Checkpoint(name=name, stage="ppo", path=name, digest=name, metrics={"kl": 1.0})
+                for name in ("r0-ppo", "r0-step_00009")
+            ],
+        )
+    )
+    run = runs(shared_database, "data")["evaluate@r0"]
+    data = {(entry.dataset.name, entry.dataset.digest) for entry in run.inputs.dataset_inputs}
+    assert data == {("rounds/r0/prepare/data", "d1"), ("eval", "d1")}
+    for output in client.get_run(run.info.run_id).outputs.model_outputs:
+        (metric,) = client.get_logged_model(output.model_id).metrics
+        assert (metric.dataset_name, metric.dataset_digest) == ("eval", "d1")
 
 
 def search_of_the_docs(database: str) -> list[str]:
