@@ -4,6 +4,7 @@ beside each other.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,11 @@ SLOWEST = (  # the slowest first
 )
 torch.set_num_threads(1)  # a second thread costs tiny models more than it gives
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # nor do the stages that tests start need one
+# A runner in the background, e.g. of `nohup`, ignores these signals, and so would the programs that
+# tests start and then send them to.
+for signal_number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(signal_number) == signal.SIG_IGN:
+        signal.signal(signal_number, signal.SIG_DFL)
 
 TINY = {
     "vocab_size": 40,
