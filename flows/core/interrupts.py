@@ -8,6 +8,7 @@ import _thread
 import atexit
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from types import FrameType
@@ -48,6 +49,9 @@ def raise_at_signals(line: str, seconds: float | None = None) -> None:
         # Python would free its modules now. On a busy machine this took 15 s, and the thread of
         # `_exit_after` does not run any more.
         if interrupts:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # the terminal is closed
+                    stream.flush()
             os._exit(interrupts[0].exit_code)
 
     if seconds is not None:
