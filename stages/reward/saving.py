@@ -1,5 +1,6 @@
 """Calibrate, save and reload reward models; a reloaded model must give the same scores."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,18 @@ def set_calibration(model: Any, scores: Tensor) -> Any:
     """Store the mean and standard deviation of (B,) raw scores in the model's config; returns it.
 
     Calibrated scores are in standard deviations from this mean.
+
+    Raises:
+        RondoError: the scores are all equal, or not finite.
     """
     model.config.mean, model.config.std = float(scores.mean()), float(scores.std())
+    # written so that nan fails
+    if not 0 < model.config.std < math.inf:
+        raise RondoError(
+            f"the reward model has diverged: its scores of {len(scores)} held-out demonstrations "
+            f"have mean {model.config.mean:.4g} and standard deviation {model.config.std:.4g}; "
+            "lower reward.learning_rate (metrics.jsonl has the loss of each step)"
+        )
     return model
 
 

@@ -44,6 +44,14 @@ def test_bootstrap_agrees_with_scipy():
     assert (low, high) == pytest.approx((scipy_interval.low, scipy_interval.high), abs=0.008)
 
 
+def test_the_interval_has_95_percent_by_hand():
+    # A resample of 8 prompts has Binomial(8, 1/4) ones: 5 or more with a probability of 2.7%, more
+    # than 2.5% and less than 3%; with 1/4 zeros, 3 or fewer ones
+    _, _, high = paired_bootstrap([[1.0]] * 2 + [[0.0]] * 6, 100_000, seed=0)
+    _, low, _ = paired_bootstrap([[1.0]] * 6 + [[0.0]] * 2, 100_000, seed=0)
+    assert (low, high) == (3 / 8, 5 / 8)
+
+
 def test_more_samples_of_the_same_prompts_do_not_narrow_the_interval():
     values = np.random.default_rng(0).normal(size=50)
     one = paired_bootstrap([[v] for v in values], 2000, seed=3)
@@ -86,6 +94,13 @@ def test_calibration_by_hand():
     ece, bins = calibration(margins)
     assert bins == [(pytest.approx(0.75), 0.75, 4), (pytest.approx(0.95), 0.5, 2)]
     assert ece == pytest.approx(2 / 6 * 0.45)
+
+
+def test_bins_of_confidence_are_a_twentieth_wide():
+    # .53 and right, .58 and wrong: in one bin, they would be off by .055 only
+    ece, bins = calibration([math.log(0.53 / 0.47), -math.log(0.58 / 0.42)])
+    assert len(bins) == 2
+    assert ece == pytest.approx((0.47 + 0.58) / 2)
 
 
 def test_calibration_counts_ties_half():
