@@ -4,44 +4,121 @@
 Concurrent runs, each in its own workspace, take turns stage by stage; a stage that one run computed
 is in DVC's cache for the others. A run without a Prefect server (`rondo run` alone) does not wait.
 With several GPUs, each slot has one.
+
+A slot is a lease of Prefect's. Prefect's own context manager stops renewing it after three failed
+tries, within seconds, and the stage goes on without a slot; a `Slot` is taken again.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from http import HTTPStatus
+from threading import Event, Thread
+from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from httpx import HTTPStatusError
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import get_current_settings
 
+from flows.core.services import LogLine
 from flows.execution import gpus
+from flows.orchestration.prefect_requests import prefect_client
+from stages.lib.core.errors import RondoError
 
 LIMIT = "rondo-compute"
-LEASE_SECONDS = 60  # Prefect's minimum; a killed run keeps its slot for this long
+LEASE_SECONDS = 60.0  # Prefect's minimum; a killed run keeps its slot for this long
+RENEW_SECONDS = 20.0  # between two renewals
+WAIT_SECONDS = 2.0  # between two tries to take a slot
+RELEASE_SECONDS = 3.0  # for Prefect to answer; a lease that is not released runs out
 
 
 @contextmanager
-def compute_slot(log: Callable[[str], None]) -> Iterator[None]:
+def compute_slot(log: LogLine) -> Iterator[None]:
     """Wait for a slot, then hold it."""
     if not get_current_settings().api.url:
         with gpus.one_gpu():
             yield
         return
-    with get_client(sync_client=True) as client:
-        try:
+    slot = Slot(log)
+    try:
+        with prefect_client() as client:
+            slot.wait(client)
+    except RondoError as error:
+        log(f"computing without a slot of {LIMIT} until Prefect answers ({error})")
+    with slot.held(), gpus.one_gpu():
+        yield
+
+
+class Slot:
+    """One of the slots of LIMIT."""
+
+    def __init__(self, log: LogLine) -> None:
+        self.log = log
+        self.lease: UUID | None = None
+        self.released = Event()
+
+    def wait(self, client: SyncPrefectClient) -> None:
+        """Take a slot as soon as one is free."""
+        with suppress(ObjectAlreadyExists):
             client.create_global_concurrency_limit(
                 GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
             )
-        except ObjectAlreadyExists:
-            limit = client.read_global_concurrency_limit_by_name(LIMIT)
-            if limit.active_slots >= limit.limit:
-                log(
-                    f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of "
-                    f"{LIMIT} (see Concurrency in the Prefect UI)"
-                )
-    slot = concurrency(
-        LIMIT, strict=True, lease_duration=LEASE_SECONDS, raise_on_lease_renewal_failure=False
-    )
-    with slot, gpus.one_gpu():
-        yield
+        if self._take(client):
+            return
+        limit = client.read_global_concurrency_limit_by_name(LIMIT)
+        self.log(
+            f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of {LIMIT} "
+            "(see Concurrency in the Prefect UI)"
+        )
+        while not self._take(client):
+            time.sleep(WAIT_SECONDS)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the slot during the block, then give it back."""
+        # Prefect's settings and the logger of the flow run are in the context
+        thread = Thread(target=copy_context().run, args=[self._keep], daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.released.set()
+            thread.join(RELEASE_SECONDS)
+
+    def _keep(self) -> None:
+        """Renew the lease until the slot is released; after an outage, take a slot again."""
+        while not self.released.wait(RENEW_SECONDS):
+            with suppress(RondoError), prefect_client() as client:
+                self._renew(client)
+        if self.lease:
+            with suppress(RondoError), prefect_client() as client:
+                client.release_concurrency_slots_with_lease(self.lease)
+
+    def _renew(self, client: SyncPrefectClient) -> None:
+        if self.lease:
+            try:
+                client.renew_concurrency_lease(self.lease, LEASE_SECONDS)
+                return
+            except HTTPStatusError as error:
+                if error.response.status_code != HTTPStatus.GONE:
+                    raise
+            self.lease = None
+            self.log(f"Prefect lost the slot of {LIMIT}, e.g. in an outage: taking it again")
+        if self._take(client):
+            self.log(f"has a slot of {LIMIT} again")
+
+    def _take(self, client: SyncPrefectClient) -> bool:
+        """Take a slot if one is free."""
+        try:
+            response = client.increment_concurrency_slots_with_lease(
+                [LIMIT], 1, "concurrency", LEASE_SECONDS
+            )
+        except HTTPStatusError as error:
+            if error.response.status_code != HTTPStatus.LOCKED:
+                raise
+            return False
+        self.lease = UUID(response.json()["lease_id"])
+        return True
