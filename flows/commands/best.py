@@ -34,6 +34,7 @@ COLUMNS = (
 )
 
 
+TIE = 0.5  # the win rate of a policy that is as good as SFT
 Experiment = tuple[str, str]  # evaluation and lineage
 
 
@@ -178,10 +179,10 @@ def title(policies: list[Policy], here: bool) -> str:
     """The headline of a table: which evaluation and lineage, and by which presets."""
     evaluation, origins = policies[0].experiment
     presets = sorted({policy.tags["preset"] for policy in policies if "preset" in policy.tags})
-    origin = "of this folder" if here else "of other settings or data than this folder's"
+    origin = "this folder's" if here else "other settings or data than this folder's"
     return (
-        f"Evaluation {evaluation or 'unknown'}, lineage {origins or 'unknown'} {origin} "
-        f"(presets: {', '.join(presets) or 'unknown'}); not comparable with other tables:"
+        f"Evaluation {evaluation or 'unknown'}, lineage {origins or 'unknown'}: {origin} "
+        f"(presets: {', '.join(presets) or 'unknown'}); not comparable with other tables"
     )
 
 
@@ -195,7 +196,7 @@ def table(policies: list[Policy]) -> Table:
             policy.round,
             policy.path,
             policy.win_rate,
-            f"{policy.metrics['kl']:.2f}",
+            f"{policy.metrics['kl']:z.2f}",
             f"{policy.metrics['sentiment']:.3f}" if "sentiment" in policy.metrics else "-",
             policy.tags.get("seed", "-"),
             short_hash(policy.tags.get("revision", "-")),
@@ -206,7 +207,11 @@ def table(policies: list[Policy]) -> Table:
 def advice(home: Path, policies: list[Policy]) -> str:
     """Names the best policy, the location of its weights, and a policy to compare it with."""
     best = policies[0]
-    line = f"Best: {best.path} of {best}, win rate {best.win_rate}; {weights_location(home, best)}"
+    line = f"Best: {best.path} of {best}, win rate {best.win_rate}"
+    # Without an interval, the win rate alone
+    if best.metrics.get("win_rate_low", best.metrics["win_rate"]) <= TIE:
+        line += ", not shown to be better than SFT"
+    line += f"; {weights_location(home, best)}"
     selected = [policy for policy in policies if policy.selected][:2]
     if len(selected) < 2:
         return line

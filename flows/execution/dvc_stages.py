@@ -267,7 +267,8 @@ DVC_NOISE = re.compile(
     r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python "
     r"|(Updating|Generating) lock file|To track the changes with git|\s*git add "
     r"|To enable auto staging|\s*dvc config core.autostage|Use `dvc push`"
-    r"|Data and pipelines are up|ERROR: failed to reproduce .* exited with -?\d+$"
+    r"|Data and pipelines are up|WARNING: '.*' is empty\.$"
+    r"|ERROR: failed to reproduce .* exited with -?\d+$"
 )
 EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 

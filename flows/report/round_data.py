@@ -29,7 +29,7 @@ class Verdict:
     """The result of a gate.
 
     subject: what the gate checks. passed: None if the gate was not reached. accepted: passed,
-    approved, or passed with a warning. checks: as in its file, failed ones first.
+    approved, or let the run continue. checks: as in its file, failed ones first.
     """
 
     subject: str

@@ -201,7 +201,7 @@ def read_json_or_nothing(path: Path) -> dict[str, Any]:
 
 def verdict_lines(rounds: list[str]) -> list[str]:
     """A line per round: the stage at fault by the first gate that failed, and the gates that were
-    approved or passed with a warning.
+    approved, or let the run continue with `policy: warn`.
     """
     lines = []
     for name in rounds:
@@ -218,7 +218,7 @@ def verdict_lines(rounds: list[str]) -> list[str]:
             at_fault = stage_at_fault(name, failed_gate, results[failed_gate])
             text = f"{at_fault}: {'; '.join(failed_checks(results[failed_gate]))}"
         elif len(results) == len(GATES):
-            text = f"all gates {'passed or approved' if not_passed else 'passed'}"
+            text = "no gate stopped the run" if not_passed else "all gates passed"
         else:
             text = f"has not reached the {next(g for g in GATES if g not in results)} gate"
         lines.append(f"{name}: {text}{not_passed}")
@@ -248,7 +248,7 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     if approval := verdict["approval"]:
         decision = "approved" if approval["approved"] else "refused"
         return f"{decision} by {approval['by']} ({approval['reason']}): {failed}"
-    return f"{'passed with a warning' if verdict['may_continue'] else 'failed'}: {failed}"
+    return f"failed{' (policy: warn)' if verdict['may_continue'] else ''}: {failed}"
 
 
 def markdown(rounds: list[str]) -> str:

@@ -65,6 +65,7 @@ def record(
         {"revision": f"{'c0ffee' * 6}1234-dirty", "seed": "7", **tags},
         print,
     )
+    tracker.begin()
     tracker.start("evaluate@r0")
     tracker.finish("ran")
     tracker.close(True, {"summary.md": "the table"})
@@ -142,15 +143,18 @@ def test_the_table_of_this_folder_is_first_even_if_another_run_is_newer(
     write_text(stage_dir("r0", "evaluate") / "metrics.json", metrics)
     first, second = (line for line in best(capsys)[1] if line.startswith("Evaluation"))
     assert re.fullmatch(
-        r"Evaluation e1, lineage \w{12} of this folder \(presets: unknown\); "
-        "not comparable with other tables:",
+        r"Evaluation e1, lineage \w{12}: this folder's \(presets: unknown\); "
+        "not comparable with other tables",
         first,
     )
     assert re.fullmatch(
-        r"Evaluation t, lineage \w{12} of other settings or data than this folder's "
-        r"\(presets: tiny\); not comparable with other tables:",
+        r"Evaluation t, lineage \w{12}: other settings or data than this folder's "
+        r"\(presets: tiny\); not comparable with other tables",
         second,
     )
+    of_default, of_tiny = (line for line in best(capsys)[1] if line.startswith("Best: "))
+    assert "win rate 0.869 [0.819, 0.919]; its" in of_default
+    assert "win rate 0.500 [0.450, 0.550], not shown to be better than SFT; its" in of_tiny
     # its round has ended, and the next one has not been evaluated
     lines = best(capsys)[1]
     settings = Params().model_dump(mode="json")

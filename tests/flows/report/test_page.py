@@ -193,7 +193,7 @@ def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
     assert [word for word in words if word in ("✓", "!", "✗")] == ["!", "!", "✗"]
     assert text.count('class="gate warn"') == 2 and text.count('class="gate bad"') == 1
     assert f"approved by Ada (seen by hand): {failed}" in words
-    assert f"passed with a warning: {failed}" in words
+    assert f"failed (policy: warn): {failed}" in words
     assert f"refused by Ada (seen by hand): {failed}" in words
 
 

@@ -196,7 +196,7 @@ def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
         "r0: all gates passed",
         f"r1: the reward model is at fault: {failed}. Look at the data.",
         "r2: has not reached the sft gate",
-        f"r3: all gates passed or approved; reward gate: passed with a warning: {failed}",
+        f"r3: no gate stopped the run; reward gate: failed (policy: warn): {failed}",
         f"r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): {failed}",
     ]
 
