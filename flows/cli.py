@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import TypeAlias
 
@@ -97,6 +98,12 @@ def add_run_commands(commands: Subparsers) -> None:
         help="run an ended round again, and all later ones, with the current settings; may be "
         "repeated; `all`: every round",
     )
+    start.add_argument(
+        "--continue",
+        dest="interrupted",
+        metavar="RUN",
+        help="go on with an isolated run that was interrupted or has failed, with its own settings",
+    )
     more = add_command(
         commands,
         "next-round",
@@ -128,6 +135,21 @@ def add_run_commands(commands: Subparsers) -> None:
         "status",
         "show the progress of each round, the running stages and the stage at fault",
     )
+    garbage = add_command(
+        commands, "gc", "remove old folders of isolated runs and old resume states"
+    )
+    garbage.add_argument(
+        "--older-than",
+        type=float,
+        default=7.0,
+        metavar="DAYS",
+        help="age since the last use; default: 7",
+    )
+    garbage.add_argument(
+        "--cache",
+        action="store_true",
+        help="also remove the files of DVC's cache that no branch, tag or folder refers to",
+    )
     add_command(
         commands,
         "report",
@@ -149,6 +171,7 @@ def add_approve(commands: Subparsers) -> None:
         help="reason for the decision; stored in the verdict, in approvals/ and in MLflow",
     )
     add_person(approve)
+    approve.add_argument("--run", metavar="RUN", help="an isolated run; default: this folder")
     approve.add_argument("--refuse", action="store_true", help="refuse the gate")
 
 
@@ -208,8 +231,14 @@ def add_comparison_commands(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from flows.commands.run import run_rounds
+    from flows.commands.run import continue_run, run_rounds
+    from flows.core.config import KEEP
 
+    if options.interrupted:
+        others = (options.rounds, options.set, options.isolated, options.rerun)
+        if any(others) or options.preset != KEEP:
+            raise BadInput("--continue RUN takes no other options: the run has its own settings")
+        return continue_run(options.interrupted)
     return run_rounds(options.preset, options.rounds, options.set, options.isolated, options.rerun)
 
 
@@ -244,13 +273,25 @@ def status(_: argparse.Namespace) -> int:
     return 0
 
 
+def gc(options: argparse.Namespace) -> int:
+    from flows.commands.gc import collect_garbage
+
+    for line in collect_garbage(HOME.resolve(), options.older_than, options.cache):
+        print(line)
+    return 0
+
+
 def approve(options: argparse.Namespace) -> int:
+    from flows.execution.worktree import folder_of_run
     from flows.orchestration.approval import decide_at_terminal
 
-    path = decide_at_terminal(
-        options.gate, options.round, not options.refuse, options.by, options.reason
-    )
-    print(f"{path} written; run `rondo run` (or `dvc repro`) to continue")
+    folder = folder_of_run(options.run, HOME.resolve()) if options.run else Path.cwd()
+    with chdir(folder):
+        path = decide_at_terminal(
+            options.gate, options.round, not options.refuse, options.by, options.reason
+        )
+    command = f"rondo run --continue {options.run}" if options.run else "rondo run"
+    print(f"{path} written; run `{command}` to continue")
     return 0
 
 
@@ -324,6 +365,7 @@ COMMANDS = {
     "next-round": next_round,
     "up": up,
     "status": status,
+    "gc": gc,
     "report": report,
     "approve": approve,
     "promote": promote,

@@ -34,21 +34,24 @@ from flows.core.config import (
 )
 from flows.core.form_limits import check_form
 from flows.core.git import revision
+from flows.core.run_locks import hold_run_lock
 from flows.core.services import HOME, LogLine
 from flows.execution import dvc_stages, energy, estimate, fork_server, history, inputs
 from flows.execution.worktree import working_tree, workspace
-from flows.orchestration import approval, artifacts, concurrency, crashed_runs, retries
+from flows.orchestration import approval, artifacts, concurrency, retries
 from flows.orchestration.decisions import (
     decide_once,
     decided_params,
     decisions_path,
     own_params,
+    take_over,
 )
 from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
+from stages.lib.core.params import Params
 from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
@@ -59,6 +62,10 @@ QUICK_STAGES = {"champion", "gate_sft", "gate_reward", "gate_promote"}  # wait f
 SHOWN_ENDED = 3  # ended rounds in summary and report, before those of the run
 RETRY_DELAYS = retries.retry_delays()  # seconds
 INTERRUPTED_SECONDS = 1.0  # for sending to MLflow what waits, at the end of an interrupted run
+
+GOES_ON = (
+    "`rondo run --continue {run}` goes on; `rondo approve GATE ROUND --run {run}` decides on a gate"
+)
 
 
 def make_logger() -> LogLine:
@@ -135,7 +142,7 @@ def write_report(rounds: list[str], log: LogLine) -> None:
 def run_id() -> str:
     """The name of this run: its start in UTC and the beginning of the flow run's id."""
     home = HOME.resolve()
-    crashed_runs.hold_run_lock(decisions_path(home))
+    hold_run_lock(decisions_path(home))
 
     def new_id() -> str:
         return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"
@@ -219,19 +226,16 @@ def pipeline(
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
         if ended:
             log(f"ended, not run again (--rerun does): {', '.join(ended)}")
-        # 3. Find the stages to run, and estimate time and memory.
+        # 3. Find the stages to run, and estimate time, memory and disk.
         names = list(params.rounds)
         shown = [*ended[-SHOWN_ENDED:], *names]
         inputs.refresh(params, home, log)
-        addresses = dvc_stages.stage_order(names)
-        todo = dvc_stages.not_up_to_date(addresses)
-        with bookkeeping("the estimate of time and memory", log):
-            for line in estimate.report(params, addresses, todo):
-                log(line)
+        addresses, todo = stages_to_run(params, log)
         # 4. Run the stages.
         run_ref = provenance.RunRef(run, revision())
         tags = provenance.run_tags(run_ref, params, preset, isolated, home)
         tracker = open_tracker(run, home, tags, log, params.mlflow.upload)
+        tracker.begin()
         link(tracker.page(), "mlflow", "This run in MLflow: parameters, curves, models", log)
         remaining = list(addresses)
         try:
@@ -241,7 +245,7 @@ def pipeline(
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))
         except Pause:
-            tracker.flush()
+            tracker.wait()
             raise  # the flow starts again from the top when a person has decided
         except Exception:
             close(run, shown, remaining, tracker, log, bool(todo))
@@ -251,9 +255,27 @@ def pipeline(
                 tracker.close(False, {}, INTERRUPTED_SECONDS)
             log(f"Interrupted at {remaining[0] if remaining else 'the end'}.")
             raise
+        finally:
+            if remaining and isolated and not deployment.id:  # Prefect's UI has Resume and Retry
+                log(GOES_ON.format(run=run))
         # 5. Write the results.
         close(run, shown, remaining, tracker, log, bool(todo))
         return state
+
+
+def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
+    """The stages of a run in order, and those of them that are not up to date.
+
+    Raises:
+        RondoError: there is no room for their models.
+    """
+    addresses = dvc_stages.stage_order(list(params.rounds))
+    todo = dvc_stages.not_up_to_date(addresses)
+    estimate.check_disk(params, todo)
+    with bookkeeping("the estimate of time and memory", log):
+        for line in estimate.report(params, addresses, todo):
+            log(line)
+    return addresses, todo
 
 
 def run_stages(
@@ -329,6 +351,17 @@ def link(url: str | None, key: str, text: str, log: LogLine) -> None:
     if url:
         with bookkeeping(f"showing the link {key} in Prefect", log):
             create_link_artifact(url, link_text=text, key=key, description=text)
+
+
+@flow(name="continue", flow_run_name="continue {run}", persist_result=False)
+def continued_run(run: str) -> State[Any]:
+    """An isolated run goes on in its workspace, with its own settings.
+
+    Args:
+        run: Its name.
+    """
+    take_over(HOME.resolve(), run)
+    return pipeline(run_id(), KEEP, lambda: 0, [], None, True)
 
 
 def rounds_with_one_more(home: Path) -> int:

@@ -20,12 +20,12 @@ from flows.core.git import revision
 from flows.core.services import HOME
 from flows.core.tables import interval
 from flows.execution import dvc_stages
-from flows.execution.worktree import WORKSPACES
+from flows.execution.worktree import folder_of_run
 from flows.orchestration import concurrency
 from flows.pipeline import make_logger
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
-from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.errors import RondoError
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import load_params
 
@@ -81,20 +81,6 @@ def evaluate_checkpoint(
         message=f"win rate against SFT {against_sft}, against the selected policy "
         f"{against_policy}; all results: {folder / report}"
     )
-
-
-def folder_of_run(run: str, home: Path) -> Path:
-    """The workspace of a run that a form names: the code of any other folder must not run.
-
-    Raises:
-        BadInput: there is no such workspace.
-    """
-    folder = home / WORKSPACES / run
-    if folder not in (home / WORKSPACES).glob("*"):
-        raise BadInput(
-            f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
-        )
-    return folder
 
 
 def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> None:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from flows.core import interrupts, services
 from flows.core.config import KEEP, one_more_round, resolve
+from flows.core.run_locks import is_alive
 from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
 from flows.execution.history import rounds_to_end
-from stages.lib.core.errors import GateFailed, RondoError
+from flows.execution.worktree import folder_of_run
+from stages.lib.core.errors import BadInput, GateFailed, RondoError
 
 if TYPE_CHECKING:
     from prefect.client.schemas import State
@@ -46,6 +48,25 @@ def run_rounds(
             preset, rounds or 0, settings, None, isolated, rerun, return_state=True
         )
 
+    return run_flow(start, isolated)
+
+
+def continue_run(run: str) -> int:
+    """`rondo run --continue`: an isolated run goes on; returns the exit code.
+
+    Raises:
+        RondoError: see `run_flow`; BadInput is raised before anything starts.
+    """
+    home = HOME.resolve()
+    folder_of_run(run, home)
+    if is_alive(home, run):
+        raise BadInput(f"run {run} has not ended: wait for its end, or stop it")
+
+    def start() -> "State[Any]":
+        from flows.pipeline import continued_run
+
+        return continued_run(run, return_state=True)
+
     return run_flow(start)
 
 
@@ -63,27 +84,25 @@ def run_next_round(settings: list[str], isolated: bool) -> int:
 
         return next_round(settings, None, isolated, return_state=True)
 
-    return run_flow(start)
+    return run_flow(start, isolated)
 
 
-def run_flow(start: "Callable[[], State[Any]]") -> int:
+def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
     """Run a flow in this process, and return the exit code.
 
     It uses the Prefect server of `rondo up` if that is running, else a temporary one.
 
     Args:
         start: imports the flow and runs it to its final state.
+        isolated: whether the flow creates an isolated run, which another command continues.
 
     Raises:
         GateFailed: a gate failed.
         RondoError: any other error of Rondo.
     """
-    command = shlex.join(["rondo", *sys.argv[1:]])
-    interrupts.raise_at_signals(
-        "the run ends; stages that are done and saved resume states are kept; "
-        f"`{command}` continues",
-        END_SECONDS,
-    )
+    kept = "the run ends; stages that are done and saved resume states are kept"
+    next_step = "" if isolated else f"; `{shlex.join(['rondo', *sys.argv[1:]])}` continues"
+    interrupts.raise_at_signals(kept + next_step, END_SECONDS)
     configure_prefect()
     configure_console()
 

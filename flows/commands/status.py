@@ -8,6 +8,7 @@ from rich.table import Table
 
 from flows.core import tables, verdicts
 from flows.core.addresses import split_address
+from flows.core.run_locks import is_alive
 from flows.execution import dvc_stages, rwlock
 from flows.execution.worktree import ENDED, WORKSPACES
 from flows.report import summary
@@ -86,7 +87,11 @@ def workspaces(home: Path) -> list[str]:
     """A line for each run with a workspace: whether it ended, and the folder."""
     lines = []
     for folder in sorted((home / WORKSPACES).glob("*")):
-        ended = (folder / ENDED).exists()
-        run_state = "ended" if ended else "running, waiting or interrupted"
+        if is_alive(home, folder.name):
+            run_state = "runs"
+        elif (folder / ENDED).exists():
+            run_state = "ended"
+        else:
+            run_state = "waits for a decision, or was interrupted"
         lines.append(f"runs/{folder.name}: {run_state}; {folder}")
     return lines

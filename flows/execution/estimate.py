@@ -8,16 +8,17 @@ slower than its FLOPs suggest: `GENERATION`.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from rich.filesize import decimal
 
 from flows.core.addresses import split_address
-from flows.execution import fork_server
+from flows.execution import disk, fork_server
+from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
 from stages.lib.core.params.judging import Annotator, JudgeName
@@ -48,7 +49,6 @@ BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 # moments of Adam.
 FULL_BYTES = 20
 WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
-DISK_COPIES = 4  # model files per round: SFT, reward model, DVC's cache of both
 
 # Weights, and rows of data (demonstrations, pairs, prompts), of the names that params.yaml accepts;
 # anything else is estimated as `embedded`.
@@ -71,27 +71,25 @@ class Machine:
     """The machine that a run would use.
 
     rates: FLOP/s by dtype. auto: the dtype that stages choose here. memory: bytes of the GPU, or
-    free bytes of RAM if there is no GPU. disk: free bytes.
+    free bytes of RAM if there is no GPU.
     """
 
     device: str
     rates: dict[str, float]
     auto: str
     memory: float
-    disk: float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds per stage of one round, and peak bytes of memory and disk."""
+    """Seconds per stage of one round, and peak bytes of memory."""
 
     seconds: dict[str, float]
     memory: float
-    disk: float
 
 
 def measure() -> Machine:
-    """Measure this machine's matrix products (about a second), free memory and free disk."""
+    """Measure this machine's matrix products (about a second), and free memory."""
     # A process of its own, whose memory is free again when the stages start.
     process = subprocess.run(
         [fork_server.python(), "-m", "flows.execution.matmul_speed"],
@@ -101,8 +99,7 @@ def measure() -> Machine:
     )
     speed = json.loads(process.stdout)
     memory = speed["memory"] or psutil.virtual_memory().available
-    disk = shutil.disk_usage(".").free
-    return Machine(speed["device"], speed["rates"], speed["auto"], memory, disk)
+    return Machine(speed["device"], speed["rates"], speed["auto"], memory)
 
 
 def dtype_of(params: Params, machine: Machine) -> str:
@@ -132,10 +129,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     """
     weights, dtype = weights_of(params.assets.model), dtype_of(params, machine)
     rate, ppo, replay = machine.rates[dtype], params.ppo, params.replay
-    demonstrations, pairs, prompts = (
-        min(rows, params.prepare.max_rows or rows)
-        for rows in ROWS.get(without_revision(params.assets.data), ROWS["embedded"])
-    )
+    demonstrations, pairs, prompts = _rows(params)
     prompt = _prompt_tokens(params)
     length = prompt + ppo.response_length
     updates = _updates(params, pairs, prompts)
@@ -183,8 +177,42 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     return Estimate(
         seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
         memory=_memory_bytes(params, weights, BYTES_PER_WEIGHT[dtype]),
-        disk=len(params.rounds) * DISK_COPIES * weights * BYTES_PER_WEIGHT[dtype] + weights * 4,
     )
+
+
+def _rows(params: Params) -> tuple[int, int, int]:
+    """Demonstrations, pairs and prompts."""
+    rows = ROWS.get(without_revision(params.assets.data), ROWS["embedded"])
+    demonstrations, pairs, prompts = (min(n, params.prepare.max_rows or n) for n in rows)
+    return demonstrations, pairs, prompts
+
+
+def disk_bytes(params: Params, waiting: set[str]) -> float:
+    """Bytes of disk that the models of the stages of `waiting` take."""
+    _, pairs, prompts = _rows(params)
+    by_stage = disk.model_bytes(
+        params,
+        weights_of(params.assets.model),
+        BYTES_PER_WEIGHT.get(params.model.dtype.value, BYTES_PER_WEIGHT["bfloat16"]),
+        LAYERS,
+        _updates(params, pairs, prompts) // params.ppo.save_updates,
+    )
+    return sum(by_stage.get(split_address(address)[0], 0.0) for address in waiting)
+
+
+def check_disk(params: Params, waiting: set[str]) -> None:
+    """
+    Raises:
+        RondoError: the models of the stages of `waiting` take more disk than is free.
+    """
+    needed, free = disk_bytes(params, waiting), disk.free_bytes()
+    if needed > free:
+        raise RondoError(
+            f"the models of the {len(waiting)} stages to run take about {decimal(int(needed))} of "
+            f"disk, and {decimal(free)} are free in {Path.cwd()}: `rondo gc --cache` removes what "
+            "nothing refers to; fewer checkpoints (ppo.save_updates) and uploads (mlflow.upload) "
+            "take less (docs/running.md, Disk)"
+        )
 
 
 def _prompt_tokens(params: Params) -> float:
@@ -306,8 +334,7 @@ def _lora_flops(lora: LoraParams) -> float:
 def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]:
     """Lines to print: the speed of this machine, and time, memory and disk of the `waiting` stages.
 
-    Memory and disk that are not free are reported as warnings. If no stage waits, nothing is
-    measured.
+    Memory that is not free is reported as a warning. If no stage waits, nothing is measured.
     """
     if not waiting:
         return [f"to do: nothing; all {len(addresses)} stages are up to date"]
@@ -329,15 +356,12 @@ def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]
         f"to do: {len(seconds)} of {len(addresses)} stages of {len(params.rounds)} round(s); "
         "the others are up to date",
         f"estimate: {sum(seconds) / 60:.0f} min; {first.memory / 1e9:.1f} GB of memory, "
-        f"{first.disk / 1e9:.1f} GB of disk",
+        f"{disk_bytes(params, waiting) / 1e9:.1f} GB of disk",
         f"minutes per round: {minutes}",
     ]
-    for name, needed, free in (
-        ("memory", first.memory, machine.memory),
-        ("disk", first.disk, machine.disk),
-    ):
-        if needed > free:
-            lines.append(
-                f"warning: {needed / 1e9:.1f} GB of {name} needed, {free / 1e9:.1f} GB free"
-            )
+    if first.memory > machine.memory:
+        lines.append(
+            f"warning: {first.memory / 1e9:.1f} GB of memory needed, "
+            f"{machine.memory / 1e9:.1f} GB free"
+        )
     return lines

@@ -14,6 +14,8 @@ from filelock import FileLock, Timeout
 
 from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
+from flows.core.locks import LOCK
+from flows.core.run_locks import is_alive
 from flows.core.services import HOME, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.ended_rounds import ended_names, files_of
@@ -21,6 +23,7 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS, ROUNDS
 
 WORKSPACES = "workspaces"
+LOCK_FILE = "workspaces.lock"
 # Marker files in a workspace: its files are complete; its run has ended.
 COMPLETE, ENDED = Path(".rondo/made"), Path(".rondo/ended")
 KEPT_DAYS = 7
@@ -53,8 +56,8 @@ def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -
 
     The workspace is a worktree of HEAD with the current params.yaml, and with the project's other
     files as they are now, committed or not. An existing workspace is used as it is, so that a run
-    resumes there; if it was removed, its branch is. It is kept until its run has ended, and at
-    least a week longer.
+    resumes there; if it was removed, its branch is. The results are committed however the block
+    ends. The workspace is kept until its run has ended, and at least a week longer.
 
     Args:
         inputs: files and folders that params.yaml names: they are there even if git ignores them.
@@ -65,18 +68,28 @@ def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -
     """
     folder, branch = home / WORKSPACES / run, f"runs/{run}"
     home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home / "workspaces.lock"):
+    with FileLock(home / LOCK_FILE):
         if not (folder / COMPLETE).exists():
             _check_committed()
             with bookkeeping("removing old workspaces", log):
-                collect(home)
+                for old in old_workspaces(home):
+                    if (old / ENDED).exists():
+                        collect(old)
             _create(folder, branch, log, inputs)
         (folder / ENDED).unlink(missing_ok=True)
     with chdir(folder):
-        yield folder
-        with bookkeeping(f"committing {folder} to the branch {branch}", log):
-            _commit(run)
-            ENDED.touch()
+        ended = False  # a run that waits for a decision or was interrupted has not
+        try:
+            yield folder
+            ended = True
+        except Exception:
+            ended = True
+            raise
+        finally:
+            with bookkeeping(f"committing {folder} to the branch {branch}", log):
+                _commit(run)
+                if ended:
+                    ENDED.touch()
 
 
 def _commit(run: str) -> None:
@@ -161,19 +174,48 @@ def _remove(folder: Path) -> None:
     git("worktree", "prune")
 
 
-def collect(home: Path, days: float = KEPT_DAYS) -> list[str]:
-    """Remove the workspaces of runs that ended more than `days` ago, and return their names.
+def folder_of_run(run: str, home: Path) -> Path:
+    """The workspace of a run that a person names: the code of any other folder must not run.
 
-    Their branches, and their results in DVC's cache, stay.
+    Raises:
+        BadInput: there is no such workspace.
     """
-    old = [
-        mark.parents[1]
-        for mark in (home / WORKSPACES).glob(f"*/{ENDED}")
-        if mark.stat().st_mtime < time.time() - days * 24 * 3600
+    folder = home / WORKSPACES / run
+    if folder not in (home / WORKSPACES).glob("*"):
+        raise BadInput(
+            f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
+        )
+    return folder
+
+
+def old_workspaces(home: Path, days: float = KEPT_DAYS) -> list[Path]:
+    """The workspaces that no run has used for more than `days`, by name."""
+    latest = time.time() - days * 24 * 3600
+    return [
+        folder
+        for folder in sorted((home / WORKSPACES).glob("*"))
+        if _last_use(folder) < latest and not is_alive(home, folder.name)
     ]
-    for folder in old:
-        _remove(folder)
-    return [folder.name for folder in old]
+
+
+def _last_use(folder: Path) -> float:
+    """When a run last began, completed a stage or ended there, in seconds since the epoch."""
+    marks = [folder / path for path in (COMPLETE, ENDED, LOCK)]
+    return max(path.stat().st_mtime for path in [folder, *marks] if path.exists())
+
+
+def collect(folder: Path) -> None:
+    """Remove a workspace. Its branch, and its results in DVC's cache, stay.
+
+    A run that was killed has not committed its results: they are committed now.
+
+    Raises:
+        RondoError: they cannot be committed; the workspace stays.
+    """
+    if (folder / COMPLETE).exists():
+        with chdir(folder):
+            _commit(folder.name)
+    _remove(folder)
 
 
 def _share(cache: Path, root: Path, folder: Path) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
+from flows.core.run_locks import RUNS, hold_run_lock, locks_of
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import Params, check_params, load_params
 
 
 def decisions_path(home: Path) -> Path:
     """The file in the .rondo folder with the decisions of this flow run (`decide_once`)."""
-    return home / "runs" / f"{flow_run.id}.json"
+    return home / RUNS / f"{flow_run.id}.json"
 
 
 def decisions(home: Path) -> dict[str, Any]:
@@ -32,6 +33,19 @@ def decide_once(home: Path, name: str, decide: Callable[[], Any]) -> Any:
         decided[name] = decide()
         write_json(decisions_path(home), decided)
     return decided[name]
+
+
+def take_over(home: Path, run: str) -> None:
+    """Let this flow run have the name and the decisions of an earlier one, whose process has ended.
+
+    Args:
+        run: the name of a run.
+    """
+    values: dict[str, Any] = {}
+    for lock in locks_of(home, run):
+        hold_run_lock(lock)
+        values |= read_json(lock.with_suffix(".json"), "rondo run")
+    write_json(decisions_path(home), values | {"run": run})
 
 
 def decided_params(home: Path, run: str) -> Params | None:

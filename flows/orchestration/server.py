@@ -19,6 +19,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from flows.core import interrupts
+from flows.core.run_locks import RUNS
 from flows.core.services import (
     HOST,
     MLFLOW_ARTIFACTS,
@@ -316,7 +317,7 @@ def _watch(services: _Services, home: Path, log: LogLine) -> None:
         services.restart_ended(log)
         if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
             with suppress(RondoError):  # Prefect is busy: the next look finds them
-                crashed_runs.mark_crashed(home / "runs")
+                crashed_runs.mark_crashed(home / RUNS)
         time.sleep(TICK_SECONDS)
 
 

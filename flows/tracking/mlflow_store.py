@@ -8,7 +8,7 @@ twice changes nothing.
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from mlflow.entities import (
     LoggedModelStatus,
     Metric,
     Param,
+    Run,
     RunTag,
 )
 from mlflow.entities.lifecycle_stage import LifecycleStage
@@ -48,6 +49,7 @@ from flows.core.services import (
 from flows.tracking import model_registry
 from flows.tracking.model_upload import DIGEST, ModelUpload, upload
 from flows.tracking.models import Checkpoint
+from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Data, Record, Step, health
 from stages.lib.core.errors import BadInput, RondoError
 
@@ -189,13 +191,42 @@ class MlflowStore:
         self.send_steps(record.run, record.address, record.started, [*record.steps, *final])
         self._send_files(run_id, record)
         uploads = self._send_models(run_id, record)
-        if record.status != "RUNNING":
-            self.client.set_terminated(run_id, record.status, record.ended)
+        self._set_status(run_id, record)
         if record.promotion:
             model_registry.promote(
                 self.client, self.experiment, run_id, record.promotion, record.ended
             )
         return uploads
+
+    def _set_status(self, run_id: str, record: Record) -> None:
+        if record.status in ("FINISHED", "FAILED"):
+            self.client.set_terminated(run_id, record.status, record.ended)
+            return
+        info = self.client.get_run(run_id).info
+        is_late = (info.end_time or 0) > record.ended  # it has ended since
+        if info.status != record.status and not is_late:
+            self.client.update_run(run_id, record.status)
+
+    def end_killed(self, project: str, is_alive: Callable[[str], bool]) -> None:
+        """Set the status of runs that were killed: RUNNING, and not alive.
+
+        Args:
+            project: their tag PROJECT.
+            is_alive: whether the process of the run with this name lives.
+        """
+        query = f"tags.`rondo.address` = 'pipeline' and tags.{PROJECT} = '{project}'"
+        for run in self._running(query):
+            if not is_alive(run.data.tags["rondo.run"]):
+                family = f"tags.{MLFLOW_PARENT_RUN_ID} = '{run.info.run_id}'"
+                stages = self.client.search_runs([self.experiment], family)
+                last = max(one.info.end_time or one.info.start_time for one in (run, *stages))
+                for killed in (run, *self._running(family)):
+                    self.client.set_terminated(killed.info.run_id, "KILLED", last)
+
+    def _running(self, query: str) -> list[Run]:
+        return list(
+            self.client.search_runs([self.experiment], f"attributes.status = 'RUNNING' and {query}")
+        )
 
     def _send_files(self, run_id: str, record: Record) -> None:
         """Names and hashes of input data, texts as artifacts, samples as a table."""

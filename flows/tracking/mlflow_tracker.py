@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from threading import Event, Thread
+from typing import Any
 
+from flows.core.run_locks import is_alive
 from flows.core.services import (
     TRACKING_URI,
     WORKFLOW,
@@ -30,7 +32,8 @@ from flows.tracking.mlflow_store import (
 from flows.tracking.model_upload import ModelUpload
 from flows.tracking.null_tracker import NullTracker
 from flows.tracking.outbox import Outbox
-from flows.tracking.records import Record, milliseconds, read_record, read_steps
+from flows.tracking.provenance import PROJECT
+from flows.tracking.records import Record, Status, milliseconds, read_record, read_steps
 from stages.lib.core.params.tracking import Upload
 
 EVERY_SECONDS = 10.0  # between two readings of a stage's metrics
@@ -80,8 +83,14 @@ class MlflowTracker(NullTracker):
         )
         self.thread.start()
         self.upload_thread.start()
-        now = milliseconds()
-        self.send(Record(run=run, started=now, ended=now, tags=self.tags))
+
+    def begin(self) -> None:
+        self.jobs.put(self._end_killed)
+        self._send_status("RUNNING", tags=self.tags)
+
+    def wait(self) -> None:
+        self._send_status("SCHEDULED")
+        self.flush()
 
     def start(self, address: str) -> None:
         self.address, self.next_time = address, time.monotonic() + EVERY_SECONDS
@@ -117,10 +126,8 @@ class MlflowTracker(NullTracker):
             done.wait(seconds)
 
     def close(self, passed: bool, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS) -> None:
-        now = milliseconds()
-        status = "FINISHED" if passed else "FAILED"
         self.paused_until = 0.0
-        self.send(Record(run=self.run, status=status, started=now, ended=now, texts=dict(texts)))
+        self._send_status("FINISHED" if passed else "FAILED", texts=dict(texts))
         self.finish_sending(seconds)
 
     def finish_sending(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -135,6 +142,15 @@ class MlflowTracker(NullTracker):
                     f"MLflow is missing {len(waiting)} {subject}: {outbox.folder} is sent with the "
                     "next run"
                 )
+
+    def _send_status(self, status: Status, **fields: Any) -> None:
+        """Send the state of the pipeline run."""
+        now = milliseconds()
+        self.send(Record(run=self.run, status=status, started=now, ended=now, **fields))
+
+    def _end_killed(self) -> None:
+        if time.monotonic() >= self.paused_until and (project := self.tags.get(PROJECT)):
+            self._open_store().end_killed(project, partial(is_alive, self.home))
 
     def _work(self, jobs: Jobs) -> None:
         """Do the jobs one after the other, until None."""

@@ -8,6 +8,9 @@ from flows.tracking.records import Record
 class NullTracker:
     """A tracker that does nothing, for runs without tracking; the interface of MlflowTracker."""
 
+    def begin(self) -> None:
+        """Call when the pipeline run begins, and when it goes on after a wait or an end."""
+
     def start(self, address: str) -> None:
         """Call when a stage begins."""
 
@@ -26,6 +29,9 @@ class NullTracker:
 
     def send(self, record: Record) -> None:
         """Send a record that is not a stage of the pipeline."""
+
+    def wait(self) -> None:
+        """Call when the pipeline run waits for a decision, and its process ends."""
 
     def flush(self, seconds: float = 0.0) -> None:
         """Wait until all records so far are sent, at most this long."""

@@ -22,6 +22,8 @@ from flows.execution.energy import Meter
 from stages.lib.core.files import read_json, work_dir, write_json, write_text
 from stages.lib.core.params import Params
 
+PROJECT = "project"  # tag of a run
+
 
 class RunRef(NamedTuple):
     """The name of a pipeline run, and the commit that it started from."""
@@ -71,7 +73,7 @@ def run_tags(by: RunRef, params: Params, preset: str, isolated: bool, home: Path
         "revision": by.revision,
         "seed": str(params.seed),
         "preset": preset,
-        "project": project_id(home),
+        PROJECT: project_id(home),
         "isolated": str(isolated),
     }
 

@@ -66,6 +66,9 @@ ARTIFACTS = (
 )
 
 
+Status = Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED"]
+
+
 class Step(BaseModel):
     """One value of one metric at one step; `time`: milliseconds since the epoch."""
 
@@ -103,15 +106,15 @@ class Promotion(BaseModel):
 class Record(BaseModel):
     """One stage of a pipeline run, or, with the empty address ``, the pipeline run itself.
 
-    started, ended: milliseconds since the epoch. final: the metrics at the end, by name. texts:
-    artifacts by file name.
+    status: MLflow's; a run that waits for a decision is SCHEDULED. started, ended: milliseconds
+    since the epoch. final: the metrics at the end, by name. texts: artifacts by file name.
     """
 
     model_config = ALL_NUMBERS
 
     run: str
     address: str = ""
-    status: Literal["RUNNING", "FINISHED", "FAILED"] = "RUNNING"
+    status: Status = "RUNNING"
     started: int
     ended: int
     params: dict[str, str] = {}

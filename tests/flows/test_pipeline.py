@@ -18,7 +18,6 @@ from mlflow import MlflowClient
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas import FlowRun, State
-from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Scheduled
@@ -26,7 +25,7 @@ from prefect.states import Cancelled, Scheduled
 from flows import pipeline
 from flows.core.config import all_rounds, resolve, write_params
 from flows.core.git import git
-from flows.execution import fork_server
+from flows.execution import disk, fork_server
 from flows.execution.dvc_stages import command_environment
 from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT, compute_slot
@@ -250,21 +249,6 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
         assert ("[prepare@r0] step" in repro.stdout) is expected, repro.stdout
 
 
-def test_a_limit_that_a_person_set_stays(prefect: SyncPrefectClient) -> None:
-    def set_limit(limit: int) -> None:
-        prefect.update_global_concurrency_limit(LIMIT, GlobalConcurrencyLimitUpdate(limit=limit))
-
-    with compute_slot(pytest.fail):
-        pass  # the limit is there
-    set_limit(2)
-    try:
-        with compute_slot(pytest.fail), compute_slot(pytest.fail):  # neither waits
-            limit = prefect.read_global_concurrency_limit_by_name(LIMIT)
-            assert (limit.active_slots, limit.limit) == (2, 2)
-    finally:
-        set_limit(1)
-
-
 def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_run(
     project: Path, prefect: SyncPrefectClient
 ) -> None:
@@ -319,6 +303,15 @@ def test_a_bad_value_fails_the_run_before_it_writes_anything(
     failed = execute(prefect, rlhf_pipeline, run)
     assert failed.is_failed() and "ppo.gamma" in str(failed.message)
     assert not (project / ".rondo/workspaces").exists()
+
+
+def test_a_run_without_the_disk_for_its_models_runs_no_stage(
+    project: Path, prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda: 1000)
+    failed = execute(prefect, rlhf_pipeline, submit(prefect, rlhf_pipeline))
+    assert failed.is_failed() and "1.0 kB are free" in str(failed.message)
+    assert not (project / "rounds/r0/prepare").exists()
 
 
 def round_names() -> list[str]:

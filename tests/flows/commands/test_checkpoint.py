@@ -18,8 +18,7 @@ from mlflow.entities import LoggedModel
 from prefect.client.orchestration import SyncPrefectClient
 
 from flows import cli
-from flows.commands.checkpoint import ROWS, evaluate_checkpoint, folder_of_run, record
-from flows.execution.worktree import WORKSPACES
+from flows.commands.checkpoint import ROWS, evaluate_checkpoint, record
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput, Unreachable
@@ -151,9 +150,11 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
 def test_in_a_workspace_it_belongs_to_the_run_whose_status_stays(
     folder: Path, shared_database: str
 ) -> None:
-    MlflowTracker("own", shared_database, folder / ".rondo", {"preset": "tiny"}, pytest.fail).close(
-        False, {"summary.md": "the table"}
+    tracker = MlflowTracker(
+        "own", shared_database, folder / ".rondo", {"preset": "tiny"}, pytest.fail
     )
+    tracker.begin()
+    tracker.close(False, {"summary.md": "the table"})
     write_text(Path(STEP) / "adapter.bin", "another than dvc.lock's")
     record("own", write_report(), folder / ".rondo", pytest.fail)
     (model,) = models(shared_database, "own")
@@ -183,7 +184,9 @@ def test_mlflow_that_is_down_gets_it_later(
         down.setenv("MLFLOW_TRACKING_URI", NOWHERE)
         record("", write_report(), folder / ".rondo", lines.append)
     assert len(lines) == 2 and NOWHERE in lines[0] and "is sent with the next run" in lines[1]
-    MlflowTracker("next", shared_database, folder / ".rondo", {}, pytest.fail).flush()
+    tracker = MlflowTracker("next", shared_database, folder / ".rondo", {}, pytest.fail)
+    tracker.begin()
+    tracker.flush()
     assert [model.name for model in models(shared_database, folder.name)] == ["r0-step_00009"]
 
 
@@ -251,13 +254,3 @@ def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_fol
         state = evaluate_checkpoint(run, "r0", checkpoint, return_state=True)
         assert state.is_failed() and message in str(state.message)
         assert isinstance(state.result(raise_on_failure=False), error)
-
-
-def test_a_run_is_the_name_of_a_workspace(tmp_path: Path) -> None:
-    """The code in that folder runs."""
-    workspace = tmp_path / WORKSPACES / "20270102-030405-abc"
-    (workspace / "stages").mkdir(parents=True)
-    assert folder_of_run(workspace.name, tmp_path) == workspace
-    for run in (str(tmp_path), "..", ".", "../workspaces", f"{workspace.name}/stages", "*", "x"):
-        with pytest.raises(BadInput, match="is not a folder"):
-            folder_of_run(run, tmp_path)

@@ -54,6 +54,7 @@ def record(
     }
     Path("dvc.lock").write_text(yaml.safe_dump({"stages": lock}))
     tracker = MlflowTracker(run, database, Path(".rondo").absolute(), {"revision": "c0ffee"}, print)
+    tracker.begin()
     for stage in ("ppo", "evaluate"):
         tracker.start(f"{stage}@r0")
         tracker.finish("ran")

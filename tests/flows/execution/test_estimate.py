@@ -6,7 +6,7 @@ from flows.execution import estimate
 from stages.lib.core.params import Params
 
 MACHINE = estimate.Machine(
-    device="cpu", rates={"float32": 1e11, "bfloat16": 1e12}, auto="bfloat16", memory=8e9, disk=1e9
+    device="cpu", rates={"float32": 1e11, "bfloat16": 1e12}, auto="bfloat16", memory=8e9
 )
 
 

@@ -1,4 +1,3 @@
-import os
 import shutil
 import subprocess
 import threading
@@ -10,11 +9,21 @@ import pytest
 
 from flows.core import config
 from flows.core.git import git
+from flows.core.run_locks import hold_run_lock
 from flows.execution import dvc_stages, fork_server, worktree
 from flows.execution.dvc_stages import open_repo
-from flows.execution.worktree import ENDED, working_tree, workspace
+from flows.execution.worktree import (
+    ENDED,
+    WORKSPACES,
+    collect,
+    folder_of_run,
+    old_workspaces,
+    working_tree,
+    workspace,
+)
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json, write_text
+from tests.flows.ages import age
 
 
 def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
@@ -60,34 +69,54 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     assert changed.stdout == ""
 
 
-def test_an_interrupted_run_resumes_in_its_workspace(project: Path) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BadInput])
+def test_a_run_that_does_not_complete_is_committed_and_resumes_in_its_workspace(
+    project: Path, error: type[BaseException]
+) -> None:
     Path("pairs.jsonl").write_text("{}\n")
-    with suppress(KeyboardInterrupt), workspace("one", project / ".rondo", print) as folder:
+    with suppress(error), workspace("one", project / ".rondo", pytest.fail) as folder:
         # untracked data, which params.yaml may name, are linked
         assert Path("pairs.jsonl").read_text() == "{}\n"
         params = Path("params.yaml").read_text()
         Path("params.yaml").write_text(params.replace("seed: 0", "seed: 4"))
-        raise KeyboardInterrupt
-    assert git("rev-parse", "runs/one") == git("rev-parse", "HEAD")
+        raise error
+    assert "seed: 4" in git("show", "runs/one:params.yaml")
     Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed since\n")
     with workspace("one", project / ".rondo", print) as again:
         assert again == folder and "seed: 4" in Path("params.yaml").read_text()
-    assert "seed: 4" in git("show", "runs/one:params.yaml")
+        Path("params.yaml").write_text(params.replace("seed: 0", "seed: 5"))
+    assert "seed: 5" in git("show", "runs/one:params.yaml")
 
 
 def test_workspaces_are_removed_a_week_after_their_runs_have_ended(project: Path) -> None:
     home = project / ".rondo"
     with workspace("old", home, print), workspace("new", home, print):
         Path("rounds").mkdir(exist_ok=True)
-    with suppress(KeyboardInterrupt), workspace("cut-off", home, print):
-        raise KeyboardInterrupt
-    for name, days in (("old", 7.1), ("new", 6.9)):
-        ended = time.time() - days * 24 * 3600
-        os.utime(home / "workspaces" / name / ENDED, (ended, ended))
+    for name, error in (("failed", BadInput), ("cut-off", KeyboardInterrupt)):
+        with suppress(error), workspace(name, home, print):
+            raise error
+    for name in ("old", "failed", "cut-off"):
+        age(home / "workspaces" / name, 7.1)
+    age(home / "workspaces/new", 6.9)
     with workspace("next", home, pytest.fail):
         names = sorted(path.name for path in (home / "workspaces").iterdir())
     assert names == ["cut-off", "new", "next"]
     assert git("branch", "--list", "runs/old").strip() == "runs/old"
+
+
+def test_what_a_killed_run_did_is_committed_before_its_workspace_is_removed(project: Path) -> None:
+    home = project / ".rondo"
+    with suppress(KeyboardInterrupt), workspace("20261123-one", home, print) as folder:
+        raise KeyboardInterrupt
+    write_text(folder / "rounds/r0/sft/metrics.json", "{}")
+    for days, old in ((6.9, []), (7.1, [folder])):
+        age(folder, days)
+        assert old_workspaces(home) == old
+    hold_run_lock(home / "runs/one-id.json")
+    assert old_workspaces(home) == []  # its run is alive
+    collect(folder)
+    assert not folder.exists() and str(folder) not in git("worktree", "list")
+    assert git("show", "runs/20261123-one:rounds/r0/sft/metrics.json") == "{}"
 
 
 def test_runs_in_one_folder_wait_for_each_other(project: Path) -> None:
@@ -156,7 +185,7 @@ def test_a_run_whose_workspace_was_removed_goes_on_from_its_branch(project: Path
         params = Path("params.yaml").read_text()
         Path("params.yaml").write_text(params.replace("seed: 0", "seed: 4"))
     results = git("rev-parse", "runs/one")
-    os.utime(folder / ENDED, (0, 0))
+    age(folder, 8)
     with workspace("next", home, print):
         assert not folder.exists()
     with workspace("one", home, print) as again:
@@ -261,3 +290,13 @@ def test_hooks_do_not_run(project: Path) -> None:
     with workspace("one", project / ".rondo", pytest.fail):
         write_text(Path("rounds/r0/sft/metrics.json"), "{}")
     assert git("log", "-1", "--format=%s", "runs/one") == "Run one"
+
+
+def test_a_run_is_the_name_of_a_workspace(tmp_path: Path) -> None:
+    """The code in that folder runs."""
+    folder = tmp_path / WORKSPACES / "20270102-030405-abc"
+    (folder / "stages").mkdir(parents=True)
+    assert folder_of_run(folder.name, tmp_path) == folder
+    for run in (str(tmp_path), "..", ".", "../workspaces", f"{folder.name}/stages", "*", "x"):
+        with pytest.raises(BadInput, match="is not a folder"):
+            folder_of_run(run, tmp_path)

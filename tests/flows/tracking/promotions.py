@@ -68,6 +68,7 @@ def mirror(run: str, uri: str, *rounds: str, outcome: str = "ran", **others: str
     messages: list[str] = []
     tags = {"revision": "c0ffee", "seed": "7", **others}
     tracker = MlflowTracker(run, uri, Path(".rondo").absolute(), tags, messages.append)
+    tracker.begin()
     for round_ in rounds:
         for stage in ("evaluate", "gate_promote"):
             tracker.start(f"{stage}@{round_}")

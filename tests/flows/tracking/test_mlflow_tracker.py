@@ -11,8 +11,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
+from flows.core.run_locks import hold_run_lock
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.outbox import Outbox
+from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Record
 from stages.lib.core.files import write_text
 
@@ -34,6 +36,7 @@ def track(uri: str, folder: Path, *addresses: str, run: str = "run") -> list[str
     """Track stages that failed; returns the messages."""
     messages: list[str] = []
     tracker = MlflowTracker(run, uri, folder / ".rondo", {}, messages.append)
+    tracker.begin()
     for address in addresses:
         tracker.start(address)
         tracker.finish("failed")
@@ -69,7 +72,9 @@ def test_records_that_mlflow_never_takes_are_put_aside_and_the_run_ends_as_finis
 def test_more_tags_than_mlflow_takes_in_one_request(folder: Path, database: str) -> None:
     tags = {f"tag {number}": str(number) for number in range(150)}
     messages: list[str] = []
-    MlflowTracker("run", database, folder / ".rondo", tags, messages.append).close(True, {})
+    tracker = MlflowTracker("run", database, folder / ".rondo", tags, messages.append)
+    tracker.begin()
+    tracker.close(True, {})
     (run,) = MlflowClient(database).search_runs(["1"])
     assert messages == []
     assert run.data.tags.items() >= tags.items()
@@ -82,6 +87,66 @@ def test_an_experiment_that_was_deleted_in_the_ui_is_restored(folder: Path, data
     assert track(database, folder, run="second") == []
     runs = client.search_runs(["1"], run_view_type=ViewType.ACTIVE_ONLY)
     assert {run.info.run_name for run in runs} >= {"second"}
+
+
+def states(database: str) -> dict[str, str]:
+    """The status of each run, by its name."""
+    return {run.info.run_name: run.info.status for run in MlflowClient(database).search_runs(["1"])}
+
+
+def test_a_run_that_waits_goes_on_and_ends(folder: Path, database: str) -> None:
+    def tracker() -> MlflowTracker:
+        return MlflowTracker("run", database, folder / ".rondo", {}, pytest.fail)
+
+    first, second, third = tracker(), tracker(), tracker()
+    first.begin()
+    first.wait()
+    assert states(database) == {"run": "SCHEDULED"}
+    second.begin()
+    second.flush()
+    assert states(database) == {"run": "RUNNING"}
+    second.close(False, {})
+    third.begin()  # Retry
+    third.flush()
+    assert states(database) == {"run": "RUNNING"}
+    third.close(True, {})
+    third.outbox.add(Record(run="run", started=1, ended=1))  # sent at the second try
+    track(database, folder, run="next")
+    assert states(database) == {"run": "FINISHED", "next": "FAILED"}
+
+
+def test_the_next_run_ends_the_runs_that_were_killed(folder: Path, database: str) -> None:
+    home = folder / ".rondo"
+
+    def begin(run: str, project: str = "this") -> MlflowTracker:
+        tracker = MlflowTracker(run, database, home, {PROJECT: project}, pytest.fail)
+        tracker.begin()
+        tracker.flush()
+        return tracker
+
+    write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
+    killed = begin("20261123-killed")
+    killed.start("sft@r0")
+    killed.next_time = 0.0
+    killed.progress()
+    killed.flush()
+    begin("20261123-waits").wait()
+    begin("20261123-done").close(True, {})
+    hold_run_lock(home / "runs/alive-id.json")
+    begin("20261123-alive")
+    begin("other", project="other")
+    begin("20261124-next")
+    assert states(database) == {
+        "20261123-killed": "KILLED",
+        "sft@r0": "KILLED",
+        "20261123-waits": "SCHEDULED",
+        "20261123-done": "FINISHED",
+        "20261123-alive": "RUNNING",
+        "other": "RUNNING",
+        "20261124-next": "RUNNING",
+    }
+    begin("20261123-killed")  # Retry
+    assert states(database)["20261123-killed"] == "RUNNING"
 
 
 @pytest.fixture
@@ -109,6 +174,7 @@ def test_a_stage_does_not_wait_for_mlflow(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     messages: list[str] = []
     tracker = MlflowTracker("run", uri, folder / ".rondo", {}, messages.append, local=False)
+    tracker.begin()
     tracker.start("sft@r0")
     tracker.next_time = 0.0
     tracker.progress()

@@ -246,7 +246,9 @@ def test_policies_that_a_dead_server_missed_are_promoted_later_and_the_last_is_c
     for path, text in zip(outbox.waiting(), texts, strict=True):
         path.write_text(text)
     for _ in range(2):
-        MlflowTracker("next", database, Path(".rondo").absolute(), {}, print).close(True, {})
+        tracker = MlflowTracker("next", database, Path(".rondo").absolute(), {}, print)
+        tracker.begin()
+        tracker.close(True, {})
     assert not outbox.waiting() and not outbox.rejected.exists()
     client = MlflowClient(database)
     assert versions(client) == ["aaa.dir", "bbb.dir"]

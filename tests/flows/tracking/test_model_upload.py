@@ -159,6 +159,7 @@ def record(
     """Record stages as a run does; returns the messages."""
     messages: list[str] = []
     tracker = MlflowTracker(run, uri, home, {"revision": "c0ffee"}, messages.append, True, upload)
+    tracker.begin()
     for address in addresses:
         tracker.start(address)
         tracker.finish("ran")

@@ -77,6 +77,7 @@ def test_the_page_of_a_stage_in_mlflow(
 ) -> None:
     database = f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
     tracker = MlflowTracker("run", database, project / ".rondo", {}, print)
+    tracker.begin()
     tracker.start("assets")
     assert tracker.page("assets") is None
     tracker.finish(dvc_stages.run("assets", lambda _: None).value)

@@ -30,6 +30,7 @@ ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evalu
 
 
 def run_all(tracker: NullTracker) -> None:
+    tracker.begin()
     for address in dvc_stages.stage_order(["r0"]):
         tracker.start(address)
         outcome = dvc_stages.run(address, lambda _: tracker.progress())
@@ -141,7 +142,9 @@ def test_a_tracker_leaves_the_environment_variable_as_it_is(
 ) -> None:
     """MLflow itself sets it, which would redirect the records of later processes."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
-    MlflowTracker("environment", shared_database, project / ".rondo", {}, print).flush()
+    tracker = MlflowTracker("environment", shared_database, project / ".rondo", {}, print)
+    tracker.begin()
+    tracker.flush()
     assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
@@ -161,7 +164,9 @@ def test_records_that_a_dead_server_missed_are_sent_later_unchanged(
     steps = finished_project / "rounds/r0/sft/metrics.jsonl"
     steps.write_text(steps.read_text().replace("1.0", "9.0"))  # a later run has other numbers
 
-    MlflowTracker("next", shared_database, home, {}, messages.append).flush()
+    tracker = MlflowTracker("next", shared_database, home, {}, messages.append)
+    tracker.begin()
+    tracker.flush()
     assert len(messages) == 2
     assert not Outbox(home / "outbox", Record).waiting()
     sent = runs(shared_database, "offline")

@@ -1,0 +1,95 @@
+"""`rondo gc`: give disk back."""
+
+import logging
+import shutil
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from time import time
+
+from filelock import FileLock
+from rich.filesize import decimal
+
+from flows.core.run_locks import RUNS, is_free
+from flows.execution.dvc_stages import open_repo
+from flows.execution.worktree import LOCK_FILE, WORKSPACES, collect, old_workspaces
+from flows.tracking.model_upload import ModelUpload
+from flows.tracking.outbox import Outbox
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import RESUME_STATE, WORK
+
+
+def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
+    """Remove what no run needs any more, and yield a line for each kind of it.
+
+    These are the workspaces of runs and the resume states of stages that nobody has used for
+    `days`. What a run has computed stays: in its branch and in DVC's cache.
+
+    Args:
+        home: The .rondo folder.
+        cache: Also remove the files of DVC's cache that no branch, no tag, no workspace and no file
+            of the working directory refers to, e.g. results of earlier settings.
+
+    Raises:
+        BadInput: a run is running, or MLflow lacks models that only the cache has (with `cache`).
+    """
+    if cache:
+        _check_cache_is_free(home)
+    with FileLock(home / LOCK_FILE):
+        for folder in old_workspaces(home, days):
+            freed = freed_bytes([folder])
+            try:
+                collect(folder)
+                yield f"{decimal(freed)}: {folder}; the branch runs/{folder.name} stays"
+            except RondoError as error:
+                yield f"{folder} stays, since its results cannot be committed: {error}"
+    states = [path.parent for path in WORK.glob(f"*/*/*/{RESUME_STATE}") if _age(path) > days]
+    freed = freed_bytes(states)
+    for folder in states:
+        shutil.rmtree(folder)
+    yield f"{decimal(freed)}: {len(states)} resume states of stages that were interrupted"
+    if cache:
+        number, freed = _collect_cache(home)
+        yield f"{decimal(freed)}: {number} files of DVC's cache that nothing refers to"
+
+
+def freed_bytes(folders: Iterable[Path]) -> int:
+    """The bytes that are free once the folders are removed: not those of files that have another
+    hard link elsewhere.
+    """
+    entries = [path.lstat() for folder in folders for path in folder.rglob("*")]
+    files = [info for info in entries if stat.S_ISREG(info.st_mode)]
+    links = Counter((info.st_dev, info.st_ino) for info in files)
+    return sum(
+        info.st_blocks * 512 // info.st_nlink
+        for info in files
+        if links[info.st_dev, info.st_ino] == info.st_nlink
+    )
+
+
+def _age(path: Path) -> float:
+    """Days since the file was written."""
+    return (time() - path.stat().st_mtime) / (24 * 3600)
+
+
+def _check_cache_is_free(home: Path) -> None:
+    if not all(map(is_free, (home / RUNS).glob("*.lock"))):
+        raise BadInput("a run is running: its results are not recorded yet; wait for its end")
+    if waiting := Outbox(home / "outbox/models", ModelUpload).waiting():
+        raise BadInput(
+            f"MLflow lacks the files of {len(waiting)} models, which may be in DVC's cache only: "
+            "the next run sends them"
+        )
+
+
+def _collect_cache(home: Path) -> tuple[int, int]:
+    """Run `dvc gc`; returns how many files it removed, and their bytes."""
+    logging.getLogger("dvc").setLevel(logging.ERROR)  # it warns of each stage that has not run
+    with open_repo() as repo:
+        folder = Path(repo.cache.local.path)
+        before = {path: path.lstat() for path in folder.rglob("*") if path.is_file()}
+        workspaces = [str(path) for path in (home / WORKSPACES).glob("*")]
+        repo.gc(workspace=True, all_branches=True, all_tags=True, repos=workspaces)
+    removed = [info for path, info in before.items() if not path.exists()]
+    return len(removed), sum(info.st_blocks * 512 for info in removed if info.st_nlink == 1)

@@ -1,0 +1,52 @@
+"""`rondo run --continue`, as a user runs it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flows import cli
+from flows.core.git import git
+from flows.core.run_locks import hold_run_lock, locks_of
+from tests.servers import rondo
+
+
+def test_an_isolated_run_is_decided_on_and_continued_by_its_name(
+    project: Path, api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = {"PREFECT_API_URL": api, "MLFLOW_TRACKING_URI": "off"}
+    settings = ("--set", "gates.sft.loss_drop=0.9", "--set", "gates.sft.policy=ask")
+    failed = rondo(project, "run", "--isolated", *settings, **servers)
+    assert failed.returncode == 3, failed.stderr
+    named = re.search("`rondo run --continue (.*)` goes on", failed.stdout)
+    assert named
+    run = named[1]
+
+    decision = ["approve", "sft", "r0", "--reason", "a small task", "--by", "Ada"]
+    assert cli.exit_code(decision) == 2  # in the project's folder
+    assert "no such verdict" in capsys.readouterr().err
+    assert cli.exit_code([*decision, "--run", run]) == 0
+    assert f"run `rondo run --continue {run}` to continue" in capsys.readouterr().out
+
+    Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seed: 0", "seed: 4"))
+    done = rondo(project, "run", "--continue", run, **servers)
+    assert done.returncode == 0, done.stderr
+    assert "[sft@r0] unchanged" in done.stdout and "[evaluate@r0] ran" in done.stdout
+    assert "--continue" not in done.stdout
+    [folder] = (project / ".rondo/workspaces").iterdir()
+    assert folder.name == run
+    assert json.loads(git("show", f"runs/{run}:approvals/r0/sft.json"))["by"] == "Ada"
+    assert "seed: 0" in git("show", f"runs/{run}:params.yaml")
+
+    for arguments, message in (
+        (["run", "--continue", "x"], "is not a folder"),
+        (["run", "--continue", run, "--isolated"], "takes no other options"),
+        (["run", "--continue", run, "--preset", "smoke"], "takes no other options"),
+    ):
+        assert cli.exit_code(arguments) == 2
+        assert message in capsys.readouterr().err
+    [lock] = locks_of(project / ".rondo", run)
+    hold_run_lock(lock)
+    assert cli.exit_code(["run", "--continue", run]) == 2
+    assert "has not ended" in capsys.readouterr().err
