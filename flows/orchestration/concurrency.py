@@ -44,8 +44,7 @@ def compute_slot(log: LogLine) -> Iterator[None]:
         return
     slot = Slot(log)
     try:
-        with prefect_client() as client:
-            slot.wait(client)
+        slot.wait()
     except RondoError as error:
         log(f"computing without a slot of {LIMIT} until Prefect answers ({error})")
     with slot.held(), gpus.one_gpu():
@@ -60,21 +59,28 @@ class Slot:
         self.lease: UUID | None = None
         self.released = Event()
 
-    def wait(self, client: SyncPrefectClient) -> None:
-        """Take a slot as soon as one is free."""
-        with suppress(ObjectAlreadyExists):
-            client.create_global_concurrency_limit(
-                GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
-            )
-        if self._take(client):
-            return
-        limit = client.read_global_concurrency_limit_by_name(LIMIT)
+    def wait(self) -> None:
+        """Take a slot as soon as one is free.
+
+        Raises:
+            RondoError: Prefect does not answer.
+        """
+        with prefect_client() as client:
+            with suppress(ObjectAlreadyExists):
+                client.create_global_concurrency_limit(
+                    GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
+                )
+            if self._take(client):
+                return
+            limit = client.read_global_concurrency_limit_by_name(LIMIT)
         self.log(
             f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of {LIMIT} "
             "(see Concurrency in the Prefect UI)"
         )
-        while not self._take(client):
+        while not self.lease:  # also in an outage: the others compute
             time.sleep(WAIT_SECONDS)
+            with suppress(RondoError), prefect_client() as client:
+                self._take(client)
 
     @contextmanager
     def held(self) -> Iterator[None]:

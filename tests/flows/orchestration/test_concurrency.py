@@ -1,8 +1,14 @@
 """Slots, on a Prefect server."""
 
 from contextlib import ExitStack
+from contextvars import copy_context
+from copy import copy
+from itertools import count
+from threading import Thread
+from typing import Any
 
 import pytest
+from httpx import ConnectError
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -39,7 +45,7 @@ def test_a_slot_that_prefect_lost_is_taken_again(
     monkeypatch.setattr(concurrency, "RENEW_SECONDS", 0.05)
     lines: list[str] = []
     slot = Slot(lines.append)
-    slot.wait(prefect)
+    slot.wait()
     with slot.held():
         assert slot.lease
         prefect.release_concurrency_slots_with_lease(slot.lease)
@@ -50,6 +56,35 @@ def test_a_slot_that_prefect_lost_is_taken_again(
         "Prefect lost the slot of rondo-compute, e.g. in an outage: taking it again",
         "has a slot of rondo-compute again",
     ]
+
+
+def test_a_run_that_waits_for_a_slot_waits_in_an_outage_too(
+    prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(concurrency, "WAIT_SECONDS", 0.05)
+    take, tries = SyncPrefectClient.increment_concurrency_slots_with_lease, count()
+
+    def take_after_an_outage(*arguments: Any) -> Any:
+        if next(tries) == 2:
+            raise ConnectError("no answer")
+        return take(*arguments)
+
+    monkeypatch.setattr(
+        SyncPrefectClient, "increment_concurrency_slots_with_lease", take_after_an_outage
+    )
+    lines: list[str] = []
+    first, second = Slot(pytest.fail), Slot(lines.append)
+    first.wait()
+    waiting = Thread(target=copy_context().run, args=[second.wait])
+    with first.held():
+        waiting.start()
+        until(lambda: next(copy(tries)) > 4, 60)
+        assert (second.lease, slots(prefect)) == (None, (1, 1))
+    waiting.join()
+    with second.held():
+        assert slots(prefect) == (1, 1)
+    [line] = lines
+    assert line.startswith("waiting: other runs use 1 of 1 slots of rondo-compute")
 
 
 def test_a_stage_that_began_in_an_outage_takes_a_slot_when_one_is_free(
