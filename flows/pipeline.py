@@ -271,9 +271,10 @@ def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
     """
     addresses = dvc_stages.stage_order(list(params.rounds))
     todo = dvc_stages.not_up_to_date(addresses)
-    estimate.check_disk(params, todo)
+    disk_needed = estimate.disk_bytes(params, todo)
+    estimate.check_disk(disk_needed, todo)
     with bookkeeping("the estimate of time and memory", log):
-        for line in estimate.report(params, addresses, todo):
+        for line in estimate.report(params, addresses, todo, disk_needed):
             log(line)
     return addresses, todo
 

@@ -13,7 +13,13 @@ from rich.filesize import decimal
 
 from flows.core.run_locks import RUNS, is_free
 from flows.execution.dvc_stages import open_repo
-from flows.execution.worktree import LOCK_FILE, WORKSPACES, collect, old_workspaces
+from flows.execution.worktree import (
+    WORKING_TREE_LOCK,
+    WORKSPACES_LOCK,
+    collect,
+    old_workspaces,
+    workspaces,
+)
 from flows.tracking.model_upload import ModelUpload
 from flows.tracking.outbox import Outbox
 from stages.lib.core.errors import BadInput, RondoError
@@ -32,11 +38,14 @@ def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
             of the working directory refers to, e.g. results of earlier settings.
 
     Raises:
-        BadInput: a run is running, or MLflow lacks models that only the cache has (with `cache`).
+        BadInput: `days` is negative or no number; with `cache`, a run is running, or MLflow lacks
+            models that only the cache has.
     """
+    if not days >= 0:
+        raise BadInput(f"--older-than {days}: expected days, 0 or more")
     if cache:
         _check_cache_is_free(home)
-    with FileLock(home / LOCK_FILE):
+    with FileLock(home / WORKSPACES_LOCK):
         for folder in old_workspaces(home, days):
             freed = freed_bytes([folder])
             try:
@@ -44,11 +53,14 @@ def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
                 yield f"{decimal(freed)}: {folder}; the branch runs/{folder.name} stays"
             except RondoError as error:
                 yield f"{folder} stays, since its results cannot be committed: {error}"
-    states = [path.parent for path in WORK.glob(f"*/*/*/{RESUME_STATE}") if _age(path) > days]
-    freed = freed_bytes(states)
-    for folder in states:
-        shutil.rmtree(folder)
-    yield f"{decimal(freed)}: {len(states)} resume states of stages that were interrupted"
+    if is_free(home / WORKING_TREE_LOCK):
+        states = [path.parent for path in WORK.glob(f"*/*/*/{RESUME_STATE}") if _age(path) > days]
+        freed = freed_bytes(states)
+        for folder in states:
+            shutil.rmtree(folder)
+        yield f"{decimal(freed)}: {len(states)} resume states of stages that were interrupted"
+    else:
+        yield "the resume states stay: a run is using this folder"
     if cache:
         number, freed = _collect_cache(home)
         yield f"{decimal(freed)}: {number} files of DVC's cache that nothing refers to"
@@ -89,7 +101,7 @@ def _collect_cache(home: Path) -> tuple[int, int]:
     with open_repo() as repo:
         folder = Path(repo.cache.local.path)
         before = {path: path.lstat() for path in folder.rglob("*") if path.is_file()}
-        workspaces = [str(path) for path in (home / WORKSPACES).glob("*")]
-        repo.gc(workspace=True, all_branches=True, all_tags=True, repos=workspaces)
+        folders = list(map(str, workspaces(home)))
+        repo.gc(workspace=True, all_branches=True, all_tags=True, repos=folders)
     removed = [info for path, info in before.items() if not path.exists()]
     return len(removed), sum(info.st_blocks * 512 for info in removed if info.st_nlink == 1)

@@ -10,7 +10,7 @@ from flows.core import tables, verdicts
 from flows.core.addresses import split_address
 from flows.core.run_locks import is_alive
 from flows.execution import dvc_stages, rwlock
-from flows.execution.worktree import ENDED, WORKSPACES
+from flows.execution.worktree import ENDED, workspaces
 from flows.report import summary
 from stages.lib.core.ended_rounds import ended_rounds, settings_path
 from stages.lib.core.files import read_growing_jsonl, stage_dir
@@ -42,7 +42,7 @@ def text(home: Path) -> str:
         table.add_row(stage, *states)
     ended = [f"{name} has ended; {settings_path(name)}" for name in ended_rounds()]
     table_text, verdict_lines = tables.render_text(table), summary.verdict_lines(rounds)
-    lines = [table_text, *ended, *verdict_lines, *workspaces(home)]
+    lines = [table_text, *ended, *verdict_lines, *workspace_lines(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 
@@ -83,10 +83,10 @@ def progress(round_: str, stage: str) -> str:
     return ", ".join([f": step {last['step']}", *metrics])
 
 
-def workspaces(home: Path) -> list[str]:
+def workspace_lines(home: Path) -> list[str]:
     """A line for each run with a workspace: whether it ended, and the folder."""
     lines = []
-    for folder in sorted((home / WORKSPACES).glob("*")):
+    for folder in workspaces(home):
         if is_alive(home, folder.name):
             run_state = "runs"
         elif (folder / ENDED).exists():

@@ -200,12 +200,12 @@ def disk_bytes(params: Params, waiting: set[str]) -> float:
     return sum(by_stage.get(split_address(address)[0], 0.0) for address in waiting)
 
 
-def check_disk(params: Params, waiting: set[str]) -> None:
+def check_disk(needed: float, waiting: set[str]) -> None:
     """
     Raises:
         RondoError: the models of the stages of `waiting` take more disk than is free.
     """
-    needed, free = disk_bytes(params, waiting), disk.free_bytes()
+    free = disk.free_bytes()
     if needed > free:
         raise RondoError(
             f"the models of the {len(waiting)} stages to run take about {decimal(int(needed))} of "
@@ -331,7 +331,9 @@ def _lora_flops(lora: LoraParams) -> float:
     return 2 + _adapted_flops(lora) / 2
 
 
-def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]:
+def report(
+    params: Params, addresses: list[str], waiting: set[str], disk_needed: float
+) -> list[str]:
     """Lines to print: the speed of this machine, and time, memory and disk of the `waiting` stages.
 
     Memory that is not free is reported as a warning. If no stage waits, nothing is measured.
@@ -356,7 +358,7 @@ def report(params: Params, addresses: list[str], waiting: set[str]) -> list[str]
         f"to do: {len(seconds)} of {len(addresses)} stages of {len(params.rounds)} round(s); "
         "the others are up to date",
         f"estimate: {sum(seconds) / 60:.0f} min; {first.memory / 1e9:.1f} GB of memory, "
-        f"{disk_bytes(params, waiting) / 1e9:.1f} GB of disk",
+        f"{disk_needed / 1e9:.1f} GB of disk",
         f"minutes per round: {minutes}",
     ]
     if first.memory > machine.memory:

@@ -23,7 +23,7 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS, ROUNDS
 
 WORKSPACES = "workspaces"
-LOCK_FILE = "workspaces.lock"
+WORKSPACES_LOCK, WORKING_TREE_LOCK = "workspaces.lock", "working-tree.lock"
 # Marker files in a workspace: its files are complete; its run has ended.
 COMPLETE, ENDED = Path(".rondo/made"), Path(".rondo/ended")
 KEPT_DAYS = 7
@@ -38,7 +38,7 @@ CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config
 def working_tree(home: Path, log: LogLine) -> Iterator[Path]:
     """Use the current folder; wait first while another run uses it."""
     home.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(home / "working-tree.lock")
+    lock = FileLock(home / WORKING_TREE_LOCK)
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -68,7 +68,7 @@ def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -
     """
     folder, branch = home / WORKSPACES / run, f"runs/{run}"
     home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home / LOCK_FILE):
+    with FileLock(home / WORKSPACES_LOCK):
         if not (folder / COMPLETE).exists():
             _check_committed()
             with bookkeeping("removing old workspaces", log):
@@ -174,6 +174,11 @@ def _remove(folder: Path) -> None:
     git("worktree", "prune")
 
 
+def workspaces(home: Path) -> list[Path]:
+    """The folders of all workspaces, by name."""
+    return sorted((home / WORKSPACES).glob("*"))
+
+
 def folder_of_run(run: str, home: Path) -> Path:
     """The workspace of a run that a person names: the code of any other folder must not run.
 
@@ -181,7 +186,7 @@ def folder_of_run(run: str, home: Path) -> Path:
         BadInput: there is no such workspace.
     """
     folder = home / WORKSPACES / run
-    if folder not in (home / WORKSPACES).glob("*"):
+    if folder not in workspaces(home):
         raise BadInput(
             f"run {run}: {folder} is not a folder; `rondo status` lists the runs that have one"
         )
@@ -193,7 +198,7 @@ def old_workspaces(home: Path, days: float = KEPT_DAYS) -> list[Path]:
     latest = time.time() - days * 24 * 3600
     return [
         folder
-        for folder in sorted((home / WORKSPACES).glob("*"))
+        for folder in workspaces(home)
         if _last_use(folder) < latest and not is_alive(home, folder.name)
     ]
 

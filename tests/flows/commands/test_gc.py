@@ -14,7 +14,7 @@ from flows.core.locks import read_lock
 from flows.core.run_locks import hold_run_lock
 from flows.execution import dvc_stages
 from flows.execution.dvc_stages import open_repo
-from flows.execution.worktree import workspace
+from flows.execution.worktree import working_tree, workspace
 from stages.lib.core.files import write_text
 from tests.flows.ages import age
 
@@ -45,6 +45,13 @@ def test_old_folders_and_resume_states_are_removed(
     assert sorted(path.name for path in folders.iterdir()) == ["barred", "new"]
     assert [state.parent.exists() for state in states] == [False, True]
     assert git("show", "runs/old:rounds/r0/sft/metrics.json") == "{}"
+
+    for days in ("-1", "nan"):
+        assert cli.exit_code(["gc", "--older-than", days]) == 2
+        assert "expected days, 0 or more" in capsys.readouterr().err
+    with working_tree(home, pytest.fail):
+        assert cli.exit_code(["gc", "--older-than", "0"]) == 0
+    assert "the resume states stay" in capsys.readouterr().out and states[1].exists()
 
     assert cli.exit_code(["gc", "--older-than", "5.9"]) == 0
     assert not (folders / "new").exists() and not states[1].parent.exists()

@@ -49,8 +49,12 @@ def test_links_to_the_cache_and_a_server_elsewhere_take_no_disk(
 def test_a_run_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of the defaults have 135e6 weights in bfloat16: 270 MB, three times."""
     monkeypatch.setattr(disk, "free_bytes", lambda: 1_600_000_000)
-    estimate.check_disk(Params(), {"sft@r0", "gate_sft@r0"})
+
+    def check(waiting: set[str]) -> None:
+        estimate.check_disk(estimate.disk_bytes(Params(), waiting), waiting)
+
+    check({"sft@r0", "gate_sft@r0"})
     message = r"2 stages to run take about 1\.6 GB of disk, and 1\.6 GB are free"
     with pytest.raises(RondoError, match=message):
-        estimate.check_disk(Params(), {"sft@r0", "reward@r0"})
-    estimate.check_disk(Params(), set())
+        check({"sft@r0", "reward@r0"})
+    check(set())

@@ -87,11 +87,12 @@ def test_the_report_counts_waiting_stages_and_memory_grows_with_the_model(
 ) -> None:
     addresses = ["assets", "sft@r0", "ppo@r0"]
     all_waiting, one_waiting = (
-        estimate.report(Params(), addresses, waiting) for waiting in (set(addresses), {"sft@r0"})
+        estimate.report(Params(), addresses, waiting, 1e9)
+        for waiting in (set(addresses), {"sft@r0"})
     )
-    assert "to do: 3 of 3 stages" in all_waiting[1]
+    assert "to do: 3 of 3 stages" in all_waiting[1] and "1.0 GB of disk" in all_waiting[2]
     assert "to do: 1 of 3 stages" in one_waiting[1]
-    nothing = estimate.report(Params(), addresses, set())
+    nothing = estimate.report(Params(), addresses, set(), 0.0)
     assert nothing == ["to do: nothing; all 3 stages are up to date"]
     # a round whose predecessor has ended continues its SFT model
     first, later = (
@@ -99,6 +100,7 @@ def test_the_report_counts_waiting_stages_and_memory_grows_with_the_model(
             params(rounds={"r1": {"previous": previous}}, sft={"num_train_epochs": 1000}),
             ["sft@r1"],
             {"sft@r1"},
+            1e9,
         )
         for previous in ("assets/start", "rounds/r0")
     )
