@@ -26,13 +26,13 @@ after `make run`. [gates.md](gates.md) explains each metric and its threshold.
 
 - Top left, probes: the share of good texts that score below their own corrupted copy. Endings: the
   share of correctly ranked pairs that are reversed if the ending is appended to the rejected text.
-  Bars are 95% intervals. A cross shows how often VADER sentiment makes the same error with an
-  ending.
+  Bars are 95% intervals. A cross shows how often the primary judge makes the same error with
+  an ending.
 - Top right: accuracy by kind of pair.
 - Bottom left: scores by kind of text (median, quartiles, range; in standard deviations of
   demonstrations).
 - Bottom middle: the confidence sigmoid(|margin|) against the share of held-out pairs ranked right.
-- Bottom right: sentiment of the best of n SFT samples, chosen by the reward model.
+- Bottom right: judge score of the best of n SFT samples, chosen by the reward model.
 
 In the last tables, `word_salad` is a text with its words shuffled, `truncated` is one cut in half,
 and `repeated_word` is one word repeated. [gates.md](gates.md) explains mined endings.
@@ -65,8 +65,8 @@ def draw_charts() -> Figure:
         )
         axes["reliability"].plot(predicted, observed, "o-", label=name)
         curve = rows(battery / "curves.csv")
-        sentiment = [float(row["sentiment"]) for row in curve]
-        axes["best"].plot([int(row["step"]) for row in curve], sentiment, "o-", label=name)
+        judge = [float(row["judge_score"]) for row in curve]
+        axes["best"].plot([int(row["step"]) for row in curve], judge, "o-", label=name)
     axes["reliability"].plot([0.5, 1], [0.5, 1], ":", color="grey")
     axes["probes"].set(
         title="scores above the better text", xlabel="share of texts or pairs", xlim=(0, 1)
@@ -75,7 +75,7 @@ def draw_charts() -> Figure:
     axes["scores"].set(title="scores")
     axes["reliability"].set(title="reliability", xlabel="sigmoid(|margin|)", ylabel="share right")
     axes["best"].set(
-        title="best of n by the reward model", xlabel="n", ylabel="sentiment", xscale="log"
+        title="best of n by the reward model", xlabel="n", ylabel="judge score", xscale="log"
     )
     axes["best"].set_xticks([1, 4, 16], ["1", "4", "16"])
     for name, axis in axes.items():
@@ -103,11 +103,11 @@ def draw_rates(axis: Axes, path: Path, columns: tuple[str, str], name: str, colo
 
 
 def draw_judge_crosses(axis: Axes, path: Path, colour: str) -> None:
-    """How often each ending reverses VADER sentiment."""
+    """How often each ending misleads the primary judge."""
     metrics = json.loads(path.read_text())
     texts, endings = metrics["endings_text"], metrics["endings"].values()
     rates = {
-        f"ending {text!r}": ending["sentiment_rate"]
+        f"ending {text!r}": ending["judge_rate"]
         for text, ending in zip(texts, endings, strict=True)
     }
     labels = [ascii(label)[1:-1] for label in rates]

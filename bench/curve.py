@@ -15,8 +15,8 @@ from typing import Any
 
 from stages.lib.core.files import read_jsonl, stage_dir
 from stages.lib.core.params import Params
+from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import setup_torch
-from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common import episodes as ppo_episodes
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.policy_selection import PolicySelector, Validation
@@ -43,7 +43,8 @@ class Curve:
     def point(self, update: int) -> None:
         """Measure the policy after this update; update 0 is the policy before training."""
         self.seconds += time.perf_counter() - self.started if update else 0.0
-        self.points.append({"seconds": round(self.seconds, 1), **self.measure(update)._asdict()})
+        metrics = {"update": update, **self.measure(update).metrics}
+        self.points.append({"seconds": round(self.seconds, 1), **metrics})
         print(self.points[-1], file=sys.stderr, flush=True)
         self.started = time.perf_counter()
 
@@ -62,7 +63,8 @@ def main() -> None:
     roles = load_roles(params, SFT, REWARD)
     train, held_out = episodes(params, roles.tokenizer)
     trainer = PpoTrainer(roles, train, params.ppo, params.seed)
-    curve = Curve(PolicySelector(roles, held_out, sentiment, params.ppo, params.seed).measure)
+    judge = load_primary_judge(params, ROUND)
+    curve = Curve(PolicySelector(roles, held_out, judge, params.ppo, params.seed).measure)
     curve.point(0)
     while trainer.updates < trainer.planned_updates:
         _, metrics = trainer.step()

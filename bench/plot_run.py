@@ -28,10 +28,10 @@ def main(target: str) -> None:
         steps, curve = columns(folder / "ppo/curves.csv"), columns(folder / "evaluate/curves.csv")
         score.plot(steps["step"], steps["score_mean"], label=name)
         kl.plot(steps["step"], steps["kl"], label=name)
-        by_kl = sorted(zip(curve["kl"], curve["sentiment"], curve["score"], strict=True))
-        distance, sentiment, proxy = zip(*by_kl, strict=True)
-        line = against_kl.plot(distance, sentiment, "o-", label=f"{name}: sentiment")[0]
-        # a quarter of the score is on the scale of the sentiment
+        by_kl = sorted(zip(curve["kl"], curve["judge_score"], curve["score"], strict=True))
+        distance, judge, proxy = zip(*by_kl, strict=True)
+        line = against_kl.plot(distance, judge, "o-", label=f"{name}: judge score")[0]
+        # a quarter of the score is on the scale of the lexicon
         proxy_style = {
             "color": line.get_color(),
             "alpha": 0.5,
@@ -43,7 +43,7 @@ def main(target: str) -> None:
     for axis, title, x, y in (
         (score, "PPO: reward-model score", "update", "calibrated score"),
         (kl, "PPO: KL from SFT", "update", "nats per sequence"),
-        (against_kl, "evaluation: sentiment against reward model", "KL, nats per sequence", ""),
+        (against_kl, "evaluation: judge against reward model", "KL, nats per sequence", ""),
     ):
         axis.set(title=title, xlabel=x, ylabel=y)
         axis.legend(fontsize=8)

@@ -111,9 +111,9 @@ def show_rounds(rows: list[Row]) -> None:
     head(
         "seed, round",
         "SFT against base, jury",
-        "sentiment, SFT - base",
+        "wins less losses, SFT against base",
         "PPO against SFT, jury",
-        "sentiment, PPO - SFT",
+        "judge score, PPO - SFT",
         "KL",
     )
     for row in rows:
@@ -124,9 +124,9 @@ def show_rounds(rows: list[Row]) -> None:
         line(
             f"{row['seed']}, {row['round']}",
             f"{1 - base['win_rate']:.3f} [{low:.3f}, {high:.3f}]",
-            interval(row["sft"], "sentiment_gain"),
+            interval(row["sft"], "net_win_rate"),
             interval(evaluate, "win_rate"),
-            interval(evaluate, "sentiment_gain"),
+            interval(evaluate, "judge_gain"),
             f"{evaluate['ppo']['kl']:.2f}",
         )
 
@@ -162,7 +162,7 @@ def show_algorithms(rows: list[Row]) -> None:
     head(
         "seed",
         "algorithm",
-        "sentiment, policy - SFT",
+        "judge score, policy - SFT",
         "jury",
         "proxy",
         "KL",
@@ -174,7 +174,7 @@ def show_algorithms(rows: list[Row]) -> None:
         line(
             row["seed"],
             row["variant"],
-            interval(evaluate, "sentiment_gain"),
+            interval(evaluate, "judge_gain"),
             interval(evaluate, "win_rate"),
             *(f"{evaluate['ppo'][name]:.2f}" for name in ("score", "kl", "distinct_2")),
             f"{row['ppo']['policy_update']} of {row['ppo']['updates']}",
@@ -186,12 +186,12 @@ def show_sweep(rows: list[Row]) -> None:
     head(
         "seed",
         "beta",
-        "KL: sentiment, proxy, distinct-2 at the checkpoints",
+        "KL: judge score, proxy, distinct-2 at the checkpoints",
         "Gao's peak, nats; measured",
     )
     for row in rows:
         points = (
-            f"{metrics['kl']:.1f}: {metrics['sentiment']:.2f}, {metrics['score']:.1f}, "
+            f"{metrics['kl']:.1f}: {metrics['judge_score']:.2f}, {metrics['score']:.1f}, "
             f"{metrics['distinct_2']:.2f}"
             for metrics in checkpoints(row)
         )
@@ -224,7 +224,7 @@ def fit_law(rows: list[Row]) -> Row:
     models = [start, *(metrics for row in rows for metrics in checkpoints(row))]
     return overoptimisation(
         [
-            Point(number, metrics["kl"], metrics["score"], metrics["sentiment"])
+            Point(number, metrics["kl"], metrics["score"], metrics["judge_score"])
             for number, metrics in enumerate(models)
         ]
     )

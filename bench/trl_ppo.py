@@ -38,8 +38,9 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.params.policy import PpoParams
+from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.generation import sample_responses
-from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import FrozenModel
@@ -86,7 +87,9 @@ def curve_of(
             policy, tokenizer, ids, ppo, generator, len(ids)
         ),
     )
-    return Curve(PolicySelector(roles, held_out, sentiment, params.ppo, params.seed).measure)
+    # not load_primary_judge: the environment of TRL's PPO lacks the libraries of other judges
+    judge = PrimaryJudge("lexicon", LexiconJudge(params.evaluate.tie_margin))
+    return Curve(PolicySelector(roles, held_out, judge, params.ppo, params.seed).measure)
 
 
 def config_of(options: argparse.Namespace, ppo: PpoParams) -> PPOConfig:

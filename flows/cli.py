@@ -261,7 +261,8 @@ def report(_: argparse.Namespace) -> int:
 
     rounds = summary.known_rounds()
     summary.write(rounds)
-    print(summary.text(rounds))
+    # flushed: the charts of 30 rounds take half a minute
+    print(summary.text(rounds), flush=True)
     print(f"with charts and samples, for a browser: {page.write(rounds)}")
     return 0
 

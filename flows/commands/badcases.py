@@ -4,6 +4,7 @@ that people add.
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from stages.lib.core.rows import PromptRow, read_rows
 from stages.lib.core.validation import read_json_lines, validate_row
 from stages.lib.data.slices import check_not_in_slices
 from stages.lib.data.splits import check_not_in_eval_set
+from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import (
     Badcase,
     Cause,
@@ -35,6 +37,8 @@ from stages.replay.badcases import (
 )
 
 SHOWN_CHARACTERS = 60  # of a response in the list
+# of the response against SFT's, by the jury
+OUTCOMES = {1.0: "wins", 0.5: "ties", 0.0: "loses"}
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -86,7 +90,7 @@ def list_all(options: argparse.Namespace) -> int:
         if options.state in (None, case.state.value) and options.cause in (None, case.cause.value)
     ]
     table = Table(box=SIMPLE_HEAD)
-    for column in ("id", "round", "cause", "state", "fails", "score", "sentiment", "response"):
+    for column in ("id", "round", "cause", "state", "fails", "score", "jury", "response"):
         table.add_column(column, no_wrap=True)
     for case in cases:
         retests = (
@@ -100,7 +104,7 @@ def list_all(options: argparse.Namespace) -> int:
             case.state.value,
             "  ".join(retests),
             f"{case.score:+.2f}",
-            f"{case.sentiment:+.2f}",
+            OUTCOMES.get(case.votes.get(JURY, math.nan), "-"),
             ascii(case.response)[1:-1][:SHOWN_CHARACTERS],
         )
     Console(width=180, color_system=None, markup=False).print(table)

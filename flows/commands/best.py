@@ -28,7 +28,7 @@ COLUMNS = (
     "policy",
     "win rate against SFT [95%]",
     "KL, nats",
-    "sentiment",
+    "judge score",
     "seed",
     "git",
 )
@@ -197,7 +197,7 @@ def table(policies: list[Policy]) -> Table:
             policy.path,
             policy.win_rate,
             f"{policy.metrics['kl']:z.2f}",
-            f"{policy.metrics['sentiment']:.3f}" if "sentiment" in policy.metrics else "-",
+            f"{policy.metrics['judge_score']:.3f}" if "judge_score" in policy.metrics else "-",
             policy.tags.get("seed", "-"),
             short_hash(policy.tags.get("revision", "-")),
         )

@@ -29,7 +29,7 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import load_params
 
-ROWS = ("sentiment", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3")
+ROWS = ("judge_score", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3")
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="{checkpoint}@{round}", persist_result=False)

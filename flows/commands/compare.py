@@ -19,6 +19,7 @@ from flows.core.services import WORKFLOW, mlflow_pages
 from flows.core.tables import interval, render_text
 from stages.evaluate.comparability import differences
 from stages.lib.core.errors import BadInput
+from stages.lib.core.renamed import SAMPLES
 from stages.lib.core.rows import EvaluationSample
 from stages.lib.metrics.stats import paired_bootstrap
 
@@ -82,9 +83,9 @@ def find(client: MlflowClient, experiment: str, wanted: str) -> Evaluation:
         raise BadInput(f"{wanted}: run {name} evaluated {', '.join(sorted(rounds))}")
     run = rounds[chosen]
     table = read(run, "samples.json")
+    columns = [SAMPLES.get(name, name) for name in table["columns"]]
     rows: list[EvaluationSample] = [
-        cast(EvaluationSample, dict(zip(table["columns"], row, strict=True)))
-        for row in table["data"]
+        cast(EvaluationSample, dict(zip(columns, row, strict=True))) for row in table["data"]
     ]
     return Evaluation(
         name=f"{name}:{chosen}",
@@ -101,7 +102,7 @@ def read(run: Run, artifact: str) -> Any:
 def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]]:
     """B against A on the evaluation prompts, as (mean, low, high) over prompts.
 
-    The score is the sentiment (VADER), whatever other judges were in the jury.
+    The score is that of the primary judge, whatever other judges were in the jury.
 
     Raises:
         BadInput: the evaluations had different settings, so their samples are not paired.
@@ -116,14 +117,14 @@ def paired(a: Evaluation, b: Evaluation) -> dict[str, tuple[float, float, float]
     gains: dict[str, list[float]] = {}
     for (prompt, number), row in a.samples.items():
         gains.setdefault(prompt, []).append(
-            b.samples[prompt, number]["ppo_sentiment"] - row["ppo_sentiment"]
+            b.samples[prompt, number]["ppo_judge_score"] - row["ppo_judge_score"]
         )
     wins = [
         [0.5 if abs(gain) < margin else float(gain > 0) for gain in gains_of_prompt]
         for gains_of_prompt in gains.values()
     ]
     return {
-        "sentiment, B - A [95%]": paired_bootstrap(list(gains.values()), RESAMPLES, seed),
+        "judge score, B - A [95%]": paired_bootstrap(list(gains.values()), RESAMPLES, seed),
         "share of samples higher in B, ties half [95%]": paired_bootstrap(wins, RESAMPLES, seed),
     }
 

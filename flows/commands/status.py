@@ -77,7 +77,7 @@ def progress(round_: str, stage: str) -> str:
     last = current_metrics(rows[-1])
     metrics = [
         f"{name} {last[name]:.3g}"
-        for name in ("score_mean", "sentiment_mean", "kl", "loss")
+        for name in ("score_mean", "judge_score_mean", "kl", "loss")
         if isinstance(last.get(name), float)
     ]
     return ", ".join([f": step {last['step']}", *metrics])

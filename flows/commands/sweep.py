@@ -24,11 +24,11 @@ from stages.lib.core.params import load_params
 
 Values = Annotated[list[str], Field(min_length=1)]
 SHOWN = (
-    "sentiment, SFT - base [95%]",
+    "SFT's wins less losses against base [95%]",
     "RM held-out accuracy [95%]",
     "policy's KL from SFT, nats",
     "win rate against SFT [95%]",
-    "sentiment, SFT -> policy",
+    "judge score, SFT -> policy",
     "distinct-2, SFT -> policy",
 )
 

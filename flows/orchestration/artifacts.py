@@ -45,7 +45,7 @@ FINDING = re.compile(r"(warn|danger): ")
 PROGRESS_SECONDS, RESPONSES_SECONDS = 2.0, 20.0  # between two updates of an artifact
 PAUSE_SECONDS = 60.0  # after an error
 SHOWN, SHOWN_CHARACTERS = 8, 400  # samples of a stage, and characters of a text
-ROLLOUT_COLUMNS = ("prompt", "response", "score", "sentiment", "kl")
+ROLLOUT_COLUMNS = ("prompt", "response", "score", "judge_score", "kl")
 
 
 class RunArtifacts:

@@ -99,21 +99,21 @@ def rate(row: Mapping[str, Any]) -> charts.Rate:
 
 
 def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
-    """Sentiment, reward score and distinct-2 of SFT, checkpoints and policy, over KL from SFT."""
+    """Judge score, reward score and distinct-2 of SFT, checkpoints and policy, over KL from SFT."""
     curve = results.curves["evaluate"]
     if not curve:
         return []
     order = sorted(range(len(curve["kl"])), key=lambda index: curve["kl"][index])
-    kl, sentiment, reward, distinct = (
+    kl, judge, reward, distinct = (
         [curve[name][index] for index in order]
-        for name in ("kl", "sentiment", "score", "distinct_2")
+        for name in ("kl", "judge_score", "score", "distinct_2")
     )
     series = {
-        "sentiment": (kl, sentiment),
+        "primary judge": (kl, judge),
         f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in reward]),
         "distinct-2": (kl, distinct),
     }
-    title = "Sentiment and reward score, SFT to the policy"
+    title = "Judge score and reward score, SFT to the policy"
     return [charts.lines(title, series, "KL, nats per sequence", "", dots=True)]
 
 

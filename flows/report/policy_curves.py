@@ -21,8 +21,9 @@ Curves = Mapping[str, Sequence[float]]
 CURVES = (
     ("Reward model's score", ("score_mean",), "standard deviations"),
     ("Reward: score minus KL penalty", ("reward_mean",), "standard deviations"),
-    ("Sentiment (not in the reward)", ("sentiment_mean", "validation_sentiment"), "VADER, -1 to 1"),
-    ("Sentiment and reward score: correlation", ("score_sentiment_correlation",), "correlation"),
+    ("Judge score (not in the reward)", ("judge_score_mean", "validation_judge_score"), ""),
+    ("Judge score and reward score: correlation", ("score_judge_correlation",), "correlation"),
+    ("Judge score's gain over SFT", ("validation_gain_z",), "standard errors"),
     ("KL from SFT", ("kl", "validation_kl"), "nats per sequence"),
     ("Response length", ("response_length",), "tokens"),
     ("Variety across prompts", ("distinct_2",), "share"),
@@ -99,7 +100,7 @@ def threshold_value(threshold: str, params: PpoParams) -> float:
     """The number in a threshold: `at most ppo.max_kl nats` names a key of params.yaml, `0.75 or
     more` contains the number.
     """
-    match = re.search(r"ppo\.(\w+)|[\d.]+", threshold)
+    match = re.search(r"ppo\.(\w+)|-?[\d.]+", threshold)
     assert match, threshold
     return float(getattr(params, match[1]) if match[1] else match[0])
 

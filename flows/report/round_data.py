@@ -15,7 +15,7 @@ from flows.report import summary
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
 from stages.lib.core.files import REPORTS, stage_dir
-from stages.lib.core.renamed import current_name
+from stages.lib.core.renamed import SAMPLES, current_name
 from stages.lib.core.rows import EvaluationSample, read_rows
 from stages.lib.core.types import Metrics
 from stages.replay.badcases import Badcase, ledger_path, read_ledger
@@ -87,7 +87,7 @@ def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> RoundResult
         curves={
             stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
         },
-        samples=extreme_samples(read_rows(EvaluationSample, samples, "rondo run"))
+        samples=extreme_samples(read_rows(EvaluationSample, samples, "rondo run", SAMPLES))
         if samples.exists()
         else [],
         findings=health.get("findings", []),
@@ -125,10 +125,8 @@ def columns(path: Path) -> dict[str, list[float]]:
 
 
 def extreme_samples(samples: Sequence[EvaluationSample]) -> list[EvaluationSample]:
-    """Samples whose sentiment rose most, then those whose rose least, from SFT to the
-    policy.
-    """
-    ranked = sorted(samples, key=lambda row: row["sft_sentiment"] - row["ppo_sentiment"])
+    """Samples whose judge score rose most, then those whose rose least, from SFT to the policy."""
+    ranked = sorted(samples, key=lambda row: row["sft_judge_score"] - row["ppo_judge_score"])
     return [*ranked[:SHOWN], *ranked[SHOWN:][-SHOWN:]]
 
 

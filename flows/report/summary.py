@@ -53,10 +53,10 @@ ROWS = {
         "{prepare.sft_train}, {prepare.pairs_train}; {prepare.replayed}"
     ),
     "SFT loss, nats per token": "{sft.loss_before:.3f} -> {sft.loss_after:.3f}",
-    "sentiment, SFT - base [95%]": _interval("sft.sentiment_gain"),
+    "SFT's wins less losses against base [95%]": _interval("sft.net_win_rate"),
     "RM held-out accuracy [95%]": _interval("reward.accuracy"),
     "RM margin": "{reward.margin:.2f}",
-    "sentiment, RM's best of n - one sample [95%]": _interval("battery.best_of_n.rise"),
+    "judge score, RM's best of n - one sample [95%]": _interval("battery.best_of_n.rise"),
     "RM pairs reversed by the worst ending": "{battery.worst_ending:.2f}",
     "policy's reward, first -> selected": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
     "policy selected": "update {ppo.policy_update} of {ppo.updates}, {ppo.health}",
@@ -67,7 +67,9 @@ ROWS = {
         "{evaluate.champion_round}: " + _interval("evaluate.win_rate_champion")
     ),
     "prompts needed to decide the win rate": "{evaluate.win_rate_prompts_needed}",
-    "sentiment, SFT -> policy": ("{evaluate.sft.sentiment:.2f} -> {evaluate.ppo.sentiment:.2f}"),
+    "judge score, SFT -> policy": (
+        "{evaluate.sft.judge_score:.2f} -> {evaluate.ppo.judge_score:.2f}"
+    ),
     "distinct-2, SFT -> policy": "{evaluate.sft.distinct_2:.2f} -> {evaluate.ppo.distinct_2:.2f}",
     "loss on human texts over SFT, nats per token": "{evaluate.human_nll_rise:.2f}",
     "worst slice: drop against SFT": "{capability.worst} {capability.worst_fall:.3f}",

@@ -47,7 +47,7 @@ from stages.lib.core.renamed import current_metrics
 MAX_ARTIFACT_BYTES = 1_000_000
 HEALTH = (  # metrics of PPO per update that the pipeline run shows too
     "score_mean",
-    "sentiment_mean",
+    "judge_score_mean",
     "kl",
     "response_length",
     "distinct_2",

@@ -2,7 +2,7 @@
 
 DVC runs it every time, so that a stage runs again if a file has changed that only params.yaml
 names: data, a model folder, a scoring function or a module of the project that it imports.
-Outputs: assets/inputs/{data,model,rewards,judges}.json, with the sha256 of each file.
+Outputs: assets/inputs/{data,model,rewards,judges,primary_judge}.json, with the sha256 of each file.
 Run: `python -m stages.assets.inputs`.
 """
 

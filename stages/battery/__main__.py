@@ -17,6 +17,12 @@ from stages.battery.best_of_n import (
     sample_and_score,
     score_metrics,
 )
+from stages.battery.judge_metrics import (
+    ending_rates,
+    pair_agreement,
+    text_scores,
+    with_judge_scores,
+)
 from stages.battery.metrics import disjoint_pairs, pair_metrics, scores_by_side
 from stages.battery.phrase_mining import phrases_to_try
 from stages.battery.probes import (
@@ -39,53 +45,60 @@ from stages.lib.core.rows import (
     read_rows,
 )
 from stages.lib.core.stage import stage_main
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
 from stages.lib.data.splits import dedupe_prompts, shuffled
+from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 
 # the metrics of the stage's last line of output
 WORST = ("worst_slice", "worst_probe", "worst_ending", "worst_mined")
-SUMMARY = (*WORST, "drift", "scale", "sentiment_correlation")
+SUMMARY = (*WORST, "drift", "scale", "judge_correlation")
 
 
 def main(params: Params, round_: str) -> None:
     # 1. the models, and the held-out pairs with the scores that the reward stage wrote
     setup_torch(params)
+    check_unchanged("primary_judge", params)
     config, folder = params.battery, stage_dir(round_, "battery")
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     recorder = MetricLogger("battery", round_, 5)
     tokenizer = load_tokenizer(sft / "model")
-    for stage in (sft, reward):
-        check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
+    for manifest in (sft / "manifest.json", reward / "manifest.json"):
+        check_template(manifest, tokenizer, params.prepare.prompt_format)
     model = load_causal_lm(sft / "model", params.model)
     scorer = RewardScorer(reward / "model", tokenizer, params, RESPONSE_BATCH_SIZE)
     held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
     demonstrations = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by)
-    scores_by_id = {
-        row["id"]: (row["chosen"], row["rejected"])
+    rows_by_id = {
+        row["id"]: row
         for row in read_rows(RewardScores, reward / "scores.jsonl", f"dvc repro reward@{round_}")
     }
-    pair_scores = [scores_by_id[row["id"]] for row in held_out]
+    scored = [rows_by_id[row["id"]] for row in held_out]
+    pair_scores = [(row["chosen"], row["rejected"]) for row in scored]
+    judge = load_primary_judge(params, round_)
 
     # 2. held-out accuracy per slice, the judge's agreement with the labels, the effect of length
-    metrics = pair_metrics(held_out, pair_scores, params)
-    worst = format_metric(metrics["worst_slice"])
-    recorder.log_progress(1, f"{len(held_out)} held-out pairs: worst slice {worst}")
+    judge_scores = text_scores(held_out, judge)
+    metrics = pair_metrics(held_out, pair_scores, judge_scores, params)
+    metrics |= pair_agreement(held_out, pair_scores, judge, params)
+    recorder.log_progress(1, f"worst slice {format_metric(metrics['worst_slice'])}")
 
     # 3. what PPO starts from: the scores of SFT samples beside those of demonstrations, and
     # whether samples that score higher are better ones
     rows = shuffled(dedupe_prompts(prompts), params.seed)[: config.prompts]
-    samples = sample_and_score(model, scorer, rows, max(config.best_of), params)
+    samples = sample_and_score(model, scorer, judge, rows, max(config.best_of), params)
     scores = {
         "demonstrations": demonstration_scores(demonstrations, scorer),
         **scores_by_side(pair_scores),
         "sft_samples": samples.scores,
     }
-    metrics |= score_metrics(scores, samples) | {"best_of_n": best_of_n_curve(samples, params)}
+    metrics |= score_metrics(scores, samples)
+    metrics["best_of_n"] = best_of_n_curve(samples, judge, params)
     rise = f"best of {max(config.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
     recorder.log_progress(2, f"{len(samples.texts)} SFT samples: {rise}")
 
@@ -106,24 +119,22 @@ def main(params: Params, round_: str) -> None:
     phrases = phrases_to_try(Path(params.rounds[round_].previous), samples, config.endings)
     endings = [*config.endings, *phrases]
     ending_results = run_ending_probes(endings, pairs, chosen, rejected, scorer)
-    metrics |= ending_metrics(ending_results, config.endings, phrases)
+    judge_rates = ending_rates(ending_results, judge)
+    metrics |= ending_metrics(ending_results, judge_rates, config.endings, phrases)
     worst, mined = (format_metric(metrics[name]) for name in ("worst_ending", "worst_mined"))
     recorder.log_progress(4, f"endings: worst listed {worst}, worst mined {mined} of {phrases}")
 
     # 6. write
     names = [f"ending {ending!r}" for ending in endings]
     results = probes | dict(zip(names, ending_results, strict=True))
-    write_jsonl(folder / "samples.jsonl", [*best_and_worst(samples), *worst_failures(results)])
+    shown = with_judge_scores([*best_and_worst(samples), *worst_failures(results)], judge)
+    write_jsonl(folder / "samples.jsonl", shown)
     write_plots(folder, metrics, scores, results)
     for n in sorted(config.best_of):
         recorder.log(n, metrics["best_of_n"][str(n)])
-    write_manifest(
-        "battery",
-        round_,
-        seed=params.seed,
-        inputs=[data, sft / "model", reward / "model", reward / "scores.jsonl"],
-        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
-    )
+    template = template_hash(tokenizer, params.prepare.prompt_format)
+    inputs = [data, sft / "model", reward / "model", reward / "scores.jsonl"]
+    write_manifest("battery", round_, seed=params.seed, inputs=inputs, template_hash=template)
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {format_metric(metrics[name])}" for name in SUMMARY)
     print(f"[battery@{round_}] {summary}", flush=True)

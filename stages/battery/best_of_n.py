@@ -1,4 +1,4 @@
-"""Samples of the SFT model, N per prompt, with their reward scores and sentiment."""
+"""Samples of the SFT model, N per prompt, with the scores of reward model and primary judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from stages.lib.core.params import Params
 from stages.lib.core.rows import Demonstration, PromptRow
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import encode
+from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.packing import append_eos
 from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
-from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap, pearson
 
 MAX_DEMONSTRATIONS = 256
@@ -23,16 +23,17 @@ MAX_DEMONSTRATIONS = 256
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """P prompts, and P x N texts with calibrated scores and sentiments; the N of a prompt adjoin.
+    """P prompts, and P x N texts with calibrated scores; the N of a prompt adjoin.
 
-    disagreement: the standard deviation of a text's calibrated score over the members of an
-    ensemble, averaged over texts; None for a single reward model.
+    judge_scores: by the primary judge; None if it only compares. disagreement: the standard
+    deviation of a text's calibrated score over the members of an ensemble, averaged over texts;
+    None for a single reward model.
     """
 
     prompts: list[Prompt]
     texts: list[str]
     scores: list[float]
-    sentiment: list[float]
+    judge_scores: list[float] | None
     disagreement: float | None = None
 
     def by_prompt(self) -> list[range]:
@@ -47,10 +48,25 @@ class ScoredSamples:
             for indices in self.by_prompt()
         ]
 
+    def best_by_judge(self, n: int, judge: PrimaryJudge) -> list[float]:
+        """For each prompt the expected judge score of the text that the reward model picks of n.
+
+        If the judge only compares: the outcome of the best of the first n against the first.
+        """
+        if self.judge_scores is not None:
+            return self.best_of(n, self.judge_scores)
+        picked = [max(indices[:n], key=self.scores.__getitem__) for indices in self.by_prompt()]
+        return judge.outcomes(
+            self.prompts,
+            [self.texts[index] for index in picked],
+            [self.texts[indices[0]] for indices in self.by_prompt()],
+        )
+
 
 def sample_and_score(
     model: Any,
     scorer: RewardScorer,
+    judge: PrimaryJudge,
     rows: Sequence[PromptRow],
     samples_per_prompt: int,
     params: Params,
@@ -70,24 +86,26 @@ def sample_and_score(
     disagreement = None
     if len(ensemble_members(scorer.model)) > 1:
         disagreement = float(scorer.scores_per_member(sequences).std(0).mean())
-    scores, sentiments = scorer.tokens(sequences), sentiment(repeated, texts)
-    return ScoredSamples(prompts, texts, scores, sentiments, disagreement)
+    scores, judge_scores = scorer.tokens(sequences), judge.scores(repeated, texts)
+    return ScoredSamples(prompts, texts, scores, judge_scores, disagreement)
 
 
-def best_of_n_curve(samples: ScoredSamples, params: Params) -> dict[str, Any]:
-    """Mean sentiment and score of best-of-n for each n of battery.best_of.
+def best_of_n_curve(samples: ScoredSamples, judge: PrimaryJudge, params: Params) -> dict[str, Any]:
+    """Mean judge score and reward score of best-of-n for each n of battery.best_of.
 
-    `rise`: the gain in sentiment of the largest n over a single sample, with its 95% interval over
-    prompts.
+    `rise`: the gain in judge score of the largest n over a single sample, with its 95% interval
+    over prompts.
     """
-    values = {"sentiment": samples.sentiment, "score": samples.scores}
     sizes = params.battery.best_of
-    single = samples.best_of(1, samples.sentiment)
-    best = samples.best_of(max(sizes), samples.sentiment)
+    single = samples.best_by_judge(1, judge)
+    best = samples.best_by_judge(max(sizes), judge)
     rises = [[b - a] for a, b in zip(single, best, strict=True)]
     rise, low, high = paired_bootstrap(rises, params.evaluate.bootstrap_resamples, params.seed)
     means = {
-        str(n): {name: _mean(samples.best_of(n, column)) for name, column in values.items()}
+        str(n): {
+            "judge_score": _mean(samples.best_by_judge(n, judge)),
+            "score": _mean(samples.best_of(n, samples.scores)),
+        }
         for n in sizes
     }
     return means | {"rise": rise, "rise_low": low, "rise_high": high}
@@ -97,7 +115,7 @@ def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples)
     """Mean and standard deviation of calibrated scores, and how SFT samples compare.
 
     `drift` and `scale` compare the SFT samples with the demonstrations, on which scores are
-    calibrated; `sentiment_correlation` is that of the samples' scores with their sentiment.
+    calibrated; `judge_correlation` is that of the samples' scores with their judge scores.
     """
     stats = {name: mean_and_std(values) for name, values in scores.items()}
     sft, demonstrations = stats["sft_samples"], stats["demonstrations"]
@@ -106,8 +124,10 @@ def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples)
         "centre": demonstrations["mean"],
         "drift": sft["mean"] - demonstrations["mean"],
         "scale": sft["std"] / demonstrations["std"] if demonstrations["std"] else None,
-        "sentiment_correlation": pearson(samples.scores, samples.sentiment),
+        "judge_correlation": None,
     }
+    if samples.judge_scores is not None:
+        metrics["judge_correlation"] = pearson(samples.scores, samples.judge_scores)
     if samples.disagreement is not None:
         metrics["ensemble_disagreement"] = samples.disagreement
     return metrics

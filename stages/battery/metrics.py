@@ -13,7 +13,6 @@ from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics
-from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import (
     connected_groups,
     paired_bootstrap,
@@ -51,12 +50,17 @@ def highest_rate(rates: Iterable[Rate]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def pair_metrics(pairs: list[PreferencePair], scores: PairScores, params: Params) -> Metrics:
-    """Accuracy on held-out pairs, that of sentiment alone, and the correlation of score and length.
+def pair_metrics(
+    pairs: list[PreferencePair],
+    scores: PairScores,
+    judge_scores: Sequence[float] | None,
+    params: Params,
+) -> Metrics:
+    """Accuracy on held-out pairs, and the correlation of score and length.
 
     Accuracy is reported per slice, and over all pairs with an interval that resamples groups of
     pairs: pairs that share a text are not independent. The partial correlation removes the label
-    and the sentiment.
+    and, if the judge gives any, its scores of the texts: of each pair chosen, then rejected.
     """
     outcomes = [win(chosen, rejected) for chosen, rejected in scores]
     accuracy = {
@@ -72,22 +76,17 @@ def pair_metrics(pairs: list[PreferencePair], scores: PairScores, params: Params
     ]
     _, low, high = paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
     sides = [(row, side) for row in pairs for side in SIDES]
-    texts = [row[side] for row, side in sides]
-    sentiments = sentiment([row["prompt"] for row, _ in sides], texts)
     labels = [float(side == "chosen") for _, side in sides]
     text_scores = [score for both in scores for score in both]
-    lengths = [float(len(text)) for text in texts]
-    sentiment_outcomes = map(win, sentiments[::2], sentiments[1::2])
+    lengths = [float(len(row[side])) for row, side in sides]
+    held_fixed = [labels] if judge_scores is None else [labels, judge_scores]
     return {
         "accuracy": accuracy,
         "worst_slice": worst_slice(accuracy),
         "accuracy_clustered_low": low,
         "accuracy_clustered_high": high,
-        "sentiment_accuracy": fmean(sentiment_outcomes),
         "length_correlation": pearson(text_scores, lengths),
-        "length_correlation_partial": partial_correlation(
-            text_scores, lengths, [labels, sentiments]
-        ),
+        "length_correlation_partial": partial_correlation(text_scores, lengths, held_fixed),
     }
 
 

@@ -12,7 +12,6 @@ from stages.battery.metrics import PairScores, Rate, highest_rate, rate, text_ke
 from stages.lib.core.rows import PreferencePair
 from stages.lib.core.types import Metrics, Prompt, ScoreFunction
 from stages.lib.data.corruptions import PromptResponse, corruptions, word_score_uplift
-from stages.lib.metrics.sentiment import sentiment
 
 
 @dataclass(frozen=True)
@@ -125,22 +124,26 @@ def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Metrics:
 
 
 def ending_metrics(
-    results: Sequence[Sequence[ProbeResult]], listed: Sequence[str], phrases: Sequence[str]
+    results: Sequence[Sequence[ProbeResult]],
+    judge_rates: Sequence[float | None],
+    listed: Sequence[str],
+    phrases: Sequence[str],
 ) -> Metrics:
     """For each ending how often it reverses a pair, by how much it raises the score, and
-    `sentiment_rate`: how often the sentiment, too, is higher with the ending.
+    `judge_rate`: how often the primary judge, too, prefers the text with the ending.
 
-    `results` are those of the listed endings, then those of the mined phrases.
+    `results` are those of the listed endings, then those of the mined phrases; so are
+    `judge_rates`.
     """
 
-    def metrics(ending_results: Sequence[ProbeResult]) -> Rate:
+    def metrics(ending_results: Sequence[ProbeResult], judge_rate: float | None) -> Rate:
         rises = [result.rise for result in ending_results]
         return failure_rate(ending_results, "pairs") | {
             "uplift": fmean(rises) if rises else None,
-            "sentiment_rate": sentiment_rate(ending_results),
+            "judge_rate": judge_rate,
         }
 
-    rates = [metrics(ending_results) for ending_results in results]
+    rates = list(map(metrics, results, judge_rates))
     listed_rates, mined_rates = rates[: len(listed)], rates[len(listed) :]
     return {
         "endings": {f"ending_{number}": value for number, value in enumerate(listed_rates, 1)},
@@ -155,15 +158,3 @@ def ending_metrics(
 def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:
     """How often the text beats its original, with its interval and the number of texts."""
     return rate([result.beats_original for result in results], "rate", count_name)
-
-
-def sentiment_rate(results: Sequence[ProbeResult]) -> float | None:
-    """How often the text has a higher sentiment than the original.
-
-    A high rate means that the text really is better, or that the ending raises the sentiment as
-    well.
-    """
-    prompts = [result.prompt for result in results]
-    texts = sentiment(prompts, [result.text for result in results])
-    originals = sentiment(prompts, [result.original for result in results])
-    return fmean(map(win, texts, originals)) if results else None

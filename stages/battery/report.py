@@ -6,12 +6,11 @@ The SFT model's best and worst samples, the probes that beat their original, and
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from stages.battery.best_of_n import ScoredSamples
 from stages.battery.probes import ProbeResult, failure_rate
 from stages.lib.core.types import Metrics, Prompt
-from stages.lib.metrics.sentiment import sentiment
 
 SHOWN_PROMPTS = 24
 SHOWN_TEXTS = 3  # per probe and ending
@@ -21,7 +20,7 @@ class ScoredText(TypedDict):
     """A row of samples.jsonl, which people and bench/battery_report.py read.
 
     kind: `best` or `worst` of a prompt's samples, or `reversed`: a probe (`name`) scores above its
-    original. score: calibrated.
+    original. score: calibrated. judge_score: by the primary judge, unless it only compares.
     """
 
     kind: str
@@ -29,7 +28,7 @@ class ScoredText(TypedDict):
     prompt: Prompt
     text: str
     score: float
-    sentiment: float
+    judge_score: NotRequired[float]
     original: str
     original_score: float | None
 
@@ -75,7 +74,6 @@ def _row(
         "prompt": prompt,
         "text": text,
         "score": round(score, 4),
-        "sentiment": sentiment([prompt], [text])[0],
         "original": original,
         "original_score": None if original_score is None else round(original_score, 4),
     }

@@ -36,14 +36,14 @@ from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
-from stages.lib.judging.jury import Jury, load_jury
+from stages.lib.judging.loading import load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
 # the values if there is no champion
 NO_CHAMPION = dict.fromkeys(
     ("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")
 )
-CURVE = ("kl", "sentiment", "score", "distinct_2")
+CURVE = ("kl", "judge_score", "score", "distinct_2")
 
 
 def main(params: Params, round_: str) -> None:
@@ -61,15 +61,15 @@ def main(params: Params, round_: str) -> None:
     for stage in ("sft", "reward", "ppo"):
         manifest = stage_dir(round_, stage) / "manifest.json"
         check_template(manifest, tokenizer, params.prepare.prompt_format)
-    results = ModelResults(evaluator, losses, recorder.label)
-    metrics = results.metrics
 
     # 2. base and SFT; the jury, which sees texts only
     base = load_causal_lm(ASSETS / "model", params.model)
-    jury = load_jury(params, round_, base, tokenizer, evaluator.people)
-    results.add_model("base", base, config.samples_per_prompt)
+    jury = load_jury(params, round_, lambda: base)
+    results = ModelResults(evaluator, jury, losses, recorder.label)
+    metrics = results.metrics
     results.add_model("sft", evaluator.sft, config.samples_per_prompt)
-    base_win_rate = results.win_rates("base", "sft", jury)["win_rate"]
+    results.add_model("base", base, config.samples_per_prompt)
+    base_win_rate = results.win_rates("base", "sft")["win_rate"]
     metrics["base"] |= with_interval("win_rate", base_win_rate)
     curve = {0: curve_point(metrics["sft"], 0.5)}
 
@@ -78,11 +78,11 @@ def main(params: Params, round_: str) -> None:
     policy_hash = file_hash(evaluator.policy_path)
     same_as_policy = [path.name for path in checkpoints if file_hash(path) == policy_hash]
     others = [path for path in checkpoints if path.name not in same_as_policy]
-    curve |= evaluate_checkpoints(others, results, jury)
+    curve |= evaluate_checkpoints(others, results)
 
     # 4. the policy against SFT, then its first samples again in a fresh process
     results.add_model("ppo", evaluator.load_ppo(), config.samples_per_prompt)
-    intervals = results.win_rates("ppo", "sft", jury)
+    intervals = results.win_rates("ppo", "sft")
     win_rate = intervals.pop("win_rate")
     comparisons = win_rate_with_prompts_needed("win_rate", win_rate, prompts, recorder.label)
     comparisons |= with_intervals(intervals)
@@ -99,7 +99,7 @@ def main(params: Params, round_: str) -> None:
             load_policy(champion.sft, champion.policy, params.model),
             config.samples_per_prompt,
         )
-        win_rate = results.win_rates("ppo", "champion", jury)["win_rate"]
+        win_rate = results.win_rates("ppo", "champion")["win_rate"]
         comparisons |= win_rate_with_prompts_needed(
             "win_rate_champion", win_rate, prompts, recorder.label
         )
@@ -116,6 +116,7 @@ def main(params: Params, round_: str) -> None:
         "champion_round": champion.round if champion else None,
         **NO_CHAMPION,
         **comparisons,
+        "judge": results.primary,
         "jury": jury.report(),
         "overoptimisation": overoptimisation(points_by_update(curve)),
         "evaluation_id": evaluation_id(settings),
@@ -125,7 +126,7 @@ def main(params: Params, round_: str) -> None:
 
 
 def evaluate_checkpoints(
-    checkpoints: list[Path], results: ModelResults, jury: Jury
+    checkpoints: list[Path], results: ModelResults
 ) -> dict[int, dict[str, float]]:
     """Add each checkpoint to the results, compared with SFT; returns curve points by PPO update."""
     params, sft = results.evaluator.params, results.evaluator.sft_path
@@ -134,7 +135,7 @@ def evaluate_checkpoints(
     for path in checkpoints:
         # the model has no name here: it is freed before the next one is loaded
         results.add_model(path.name, load_policy(sft, path, params.model), samples)
-        win_rate = results.win_rates(path.name, "sft", jury)["win_rate"]
+        win_rate = results.win_rates(path.name, "sft")["win_rate"]
         results.metrics[path.name] |= with_interval("win_rate", win_rate)
         update = int(path.name.removeprefix("step_"))
         curve[update] = curve_point(results.metrics[path.name], win_rate[0])
@@ -151,7 +152,7 @@ def curve_point(metrics: dict[str, float], win_rate: float) -> dict[str, float]:
 
 def points_by_update(curve: dict[int, dict[str, float]]) -> list[Point]:
     return [
-        Point(update, values["kl"], values["score"], values["sentiment"])
+        Point(update, values["kl"], values["score"], values["judge_score"])
         for update, values in sorted(curve.items())
     ]
 
@@ -162,8 +163,7 @@ def write_samples_and_manifest(
     """samples.jsonl has the models that are left in `metrics`: all but the checkpoints."""
     evaluator, params = results.evaluator, results.evaluator.params
     folder, data = stage_dir(round_, "evaluate"), stage_dir(round_, "prepare") / "data"
-    samples = {name: results.samples[name] for name in results.metrics}
-    write_jsonl(folder / "samples.jsonl", side_by_side(evaluator.rows, samples))
+    write_jsonl(folder / "samples.jsonl", side_by_side(evaluator.rows, results))
     files = [data / "eval_prompts.jsonl", data / "sft_eval.jsonl"]
     models = [evaluator.sft_path, evaluator.reward_path, evaluator.policy_path]
     write_manifest(

@@ -17,7 +17,6 @@ from stages.evaluate.results import ModelResults, side_by_side, with_intervals
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import (
-    ASSETS,
     REPORTS,
     file_hash,
     stage_dir,
@@ -27,8 +26,8 @@ from stages.lib.core.files import (
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.user_inputs import check_unchanged
-from stages.lib.judging.jury import load_jury
-from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
+from stages.lib.judging.loading import base_model, load_jury
+from stages.lib.lm.loading import load_policy, setup_torch
 
 
 def find_checkpoint(round_: str, checkpoint: str) -> Path:
@@ -58,14 +57,8 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     settings = evaluation_settings(params, eval_set_hash(round_))
     losses = read_metrics(round_, "sft")
     evaluator = Evaluator(params, round_)
-    jury = load_jury(
-        params,
-        round_,
-        load_causal_lm(ASSETS / "model", params.model),
-        evaluator.tokenizer,
-        evaluator.people,
-    )
-    results = ModelResults(evaluator, losses, f"checkpoint@{round_}")
+    jury = load_jury(params, round_, base_model(params))
+    results = ModelResults(evaluator, jury, losses, f"checkpoint@{round_}")
     models = {
         "sft": evaluator.sft,
         "ppo": evaluator.load_ppo(),
@@ -76,11 +69,11 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     intervals = {
         f"{name}_{other}": interval
         for other in ("sft", "ppo")
-        for name, interval in results.win_rates("checkpoint", other, jury).items()
+        for name, interval in results.win_rates("checkpoint", other).items()
     }
     weights = file_hash(path)
     report = REPORTS / round_ / f"checkpoint_{path.name}_{weights[:8]}.json"
-    write_jsonl(report.with_suffix(".jsonl"), side_by_side(evaluator.rows, results.samples))
+    write_jsonl(report.with_suffix(".jsonl"), side_by_side(evaluator.rows, results))
     write_json(
         report,
         {

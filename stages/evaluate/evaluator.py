@@ -12,12 +12,12 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.prompts import encode
-from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model, load_tokenizer
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
+from stages.lib.metrics.text import repetition_n
 
 SCORING_BATCH = 64  # responses scored at once
 
@@ -27,15 +27,16 @@ class Sample:
     """One response.
 
     score: calibrated reward score. kl (from SFT), sft_logprob: nats per sequence. length: tokens.
+    repetition: share of the text's 3-grams that it repeats.
     """
 
     text: str
-    lexicon: LexiconScores
     score: float
     kl: float
     sft_logprob: float
     length: int
     ended: bool
+    repetition: float
 
 
 OneSamplePerPrompt = list[Sample]  # in the order of the prompts
@@ -98,10 +99,9 @@ class Evaluator:
         scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Sample(text, lexicon, score, kl, logprob, len(tokens), tokens[-1] == eos)
-            for text, lexicon, score, kl, logprob, tokens in zip(
+            Sample(text, score, kl, logprob, len(tokens), tokens[-1] == eos, repetition_n(text, 3))
+            for text, score, kl, logprob, tokens in zip(
                 texts,
-                lexicon_scores(self.prompts, texts),
                 scores,
                 scored.kl.tolist(),
                 scored.ref_logprobs.tolist(),

@@ -19,7 +19,7 @@ MAX_EXTRAPOLATION = 2  # times the largest measured KL: a peak further away is a
 class Point(NamedTuple):
     """A policy after `update` PPO updates.
 
-    kl: nats per sequence from SFT. proxy: calibrated reward score. gold: the judge's sentiment.
+    kl: nats per sequence from SFT. proxy: calibrated reward score. gold: the judge score.
     """
 
     update: int

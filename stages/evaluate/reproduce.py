@@ -14,7 +14,6 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params import Params, check_params
-from stages.lib.judging.lexicon import LexiconScores
 from stages.lib.lm.loading import setup_torch
 
 
@@ -33,7 +32,7 @@ def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
         settings,
         failing=f"{policy} cannot be evaluated a second time",
     )
-    return [Sample(**row | {"lexicon": LexiconScores(**row["lexicon"])}) for row in rows]
+    return [Sample(**row) for row in rows]
 
 
 def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt) -> None:

@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
+from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt
 from stages.lib.core.params import Params
 from stages.lib.core.rows import EvaluationSample, PromptRow
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
+from stages.lib.judging.primary import TIE
 from stages.lib.metrics.stats import paired_bootstrap, pearson, prompts_needed
 from stages.lib.metrics.text import distinct_n
 
@@ -26,87 +27,121 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
     """
     samples = [sample for one_pass in passes for sample in one_pass]
     values = {
-        "sentiment": [s.lexicon.sentiment for s in samples],
-        "sentiment_plain": [s.lexicon.sentiment_plain for s in samples],
         "score": [s.score for s in samples],
         "kl": [s.kl for s in samples],
         "length": [float(s.length) for s in samples],
         "eos_rate": [float(s.ended) for s in samples],
         "distinct_2": [distinct_n((s.text for s in one_pass), 2) for one_pass in passes],
-        "repetition_3": [s.lexicon.repetition for s in samples],
+        "repetition_3": [s.repetition for s in samples],
     }
     means = {name: sum(column) / len(column) for name, column in values.items()}
     means["nll"] = -sum(s.sft_logprob for s in samples) / sum(s.length for s in samples)
-    # falls towards 0 if the policy has learnt to please the reward model alone
-    correlation = pearson(values["score"], values["sentiment"])
-    return means if correlation is None else means | {"score_sentiment_correlation": correlation}
+    return means
 
 
-def paired_win_rates(
-    a: list[OneSamplePerPrompt],
-    b: list[OneSamplePerPrompt],
+def paired_outcomes(
+    a: Sequence[OneSamplePerPrompt],
+    b: Sequence[OneSamplePerPrompt],
     prompts: Sequence[Prompt],
     jury: Jury,
-    params: Params,
-) -> dict[str, Interval]:
-    """Compare model A with model B, sample by sample, on the passes that both have.
+) -> dict[str, list[list[float]]]:
+    """The jury's outcomes of A against B, sample by sample, on the passes that both have.
 
     Returns:
-        Means with 95% intervals over prompts. `win_rate`: A's share of wins by the whole jury (a
-        tie is half a win); `win_rate_<judge>`: by each judge; `sentiment_gain`: A's sentiment less
-        B's.
+        By judge, as `Jury.compare`: (passes, prompts) outcomes, 1 if A wins, 0.5 for a tie, else 0.
     """
-    pairs_by_pass = [list(zip(x, y, strict=True)) for x, y in zip(a, b, strict=False)]
+    passes = list(zip(a, b, strict=False))
     votes = jury.compare(
         [
             Comparison(prompt, x.text, y.text)
-            for pairs in pairs_by_pass
-            for prompt, (x, y) in zip(prompts, pairs, strict=True)
+            for one, other in passes
+            for prompt, x, y in zip(prompts, one, other, strict=True)
         ]
     )
-    columns = {
-        "win_rate" if name == JURY else f"win_rate_{name}": values for name, values in votes.items()
-    }
-    columns["sentiment_gain"] = [
-        x.lexicon.sentiment - y.lexicon.sentiment for pairs in pairs_by_pass for x, y in pairs
-    ]
-    # the bootstrap resamples prompts: one row per prompt, one column per pass
-    by_prompt = {
-        name: np.reshape(column, (len(pairs_by_pass), -1)).T.tolist()
-        for name, column in columns.items()
-    }
-    resamples, seed = params.evaluate.bootstrap_resamples, params.seed
     return {
-        name: paired_bootstrap(clusters, resamples, seed) for name, clusters in by_prompt.items()
+        judge: np.reshape(values, (len(passes), -1)).tolist() for judge, values in votes.items()
     }
+
+
+def interval_over_prompts(columns: Sequence[Sequence[float]], params: Params) -> Interval:
+    """The mean of values by pass and prompt, with its 95% interval.
+
+    The bootstrap resamples prompts, since the samples of one prompt are alike.
+    """
+    clusters = np.transpose(columns).tolist()
+    return paired_bootstrap(clusters, params.evaluate.bootstrap_resamples, params.seed)
 
 
 class ModelResults:
-    """Samples and means of each model on the frozen prompts, by the model's name.
+    """Samples, judge scores and means of each model on the frozen prompts, by the model's name.
 
-    losses: metrics.json of SFT, with the losses of base and SFT on human texts.
+    Args:
+        evaluator: makes the samples.
+        jury: all judges; the first one is the primary judge.
+        losses: metrics.json of SFT, with the losses of base and SFT on human texts.
+        label: of the printed lines.
+
+    Attributes:
+        judge_scores: by pass and prompt, of the primary judge. If it only compares, the outcome
+            against SFT's response; then a model has none before `win_rates` against SFT.
     """
 
-    def __init__(self, evaluator: Evaluator, losses: Metrics, label: str) -> None:
-        self.evaluator, self.losses, self.label = evaluator, losses, label
+    def __init__(self, evaluator: Evaluator, jury: Jury, losses: Metrics, label: str) -> None:
+        self.evaluator, self.jury, self.losses, self.label = evaluator, jury, losses, label
+        self.primary = next(iter(jury.judges))
         self.samples: dict[str, list[OneSamplePerPrompt]] = {}
+        self.judge_scores: dict[str, list[list[float]]] = {}
         self.metrics: dict[str, dict[str, float]] = {}
 
     def add_model(self, name: str, model: Any, samples: int) -> None:
         """Sample `samples` responses per prompt, and record and print their means."""
-        self.samples[name] = self.evaluator.sample_all(model, samples)
-        metrics = self.metrics[name] = describe(self.samples[name])
+        passes = self.samples[name] = self.evaluator.sample_all(model, samples)
+        metrics = self.metrics[name] = describe(passes)
         if name in ("base", "sft"):
             loss = self.losses["loss_before" if name == "base" else "loss_after"]
             metrics["ppl_human"] = math.exp(loss)
         if name == "ppo":
             metrics["ppl_human"] = self.evaluator.perplexity(model)
+        prompts, judge = self.evaluator.prompts, self.jury.judges[self.primary]
+        scores = [judge.scores(prompts, [s.text for s in one_pass]) for one_pass in passes]
+        if None not in scores:
+            self.set_judge_scores(name, cast(list[list[float]], scores))
+        elif name == "sft":
+            self.set_judge_scores(name, [[TIE] * len(prompts) for _ in passes])
         print_metrics(self.label, name, metrics)
 
-    def win_rates(self, name: str, other: str, jury: Jury) -> dict[str, Interval]:
-        """`paired_win_rates` of the first model against the second."""
-        a, b = self.samples[name], self.samples[other]
-        return paired_win_rates(a, b, self.evaluator.prompts, jury, self.evaluator.params)
+    def set_judge_scores(self, name: str, scores: list[list[float]]) -> None:
+        """Record judge scores by pass and prompt, and how they go with the reward scores."""
+        self.judge_scores[name], metrics = scores, self.metrics[name]
+        values = [score for one_pass in scores for score in one_pass]
+        rewards = [s.score for one_pass in self.samples[name] for s in one_pass][: len(values)]
+        metrics["judge_score"] = sum(values) / len(values)
+        # falls towards 0 if the policy has learnt to please the reward model alone
+        correlation = pearson(rewards, values)
+        if correlation is not None:
+            metrics["score_judge_correlation"] = correlation
+
+    def win_rates(self, name: str, other: str) -> dict[str, Interval]:
+        """Compare model A with model B, sample by sample, on the passes that both have.
+
+        Returns:
+            Means with 95% intervals over prompts. `win_rate`: A's share of wins by the whole jury
+            (a tie is half a win); `win_rate_<judge>`: by each judge; `judge_gain`: the primary
+            judge's score of A less that of B.
+        """
+        prompts, params = self.evaluator.prompts, self.evaluator.params
+        outcomes = paired_outcomes(self.samples[name], self.samples[other], prompts, self.jury)
+        columns = {
+            "win_rate" if judge == JURY else f"win_rate_{judge}": values
+            for judge, values in outcomes.items()
+        }
+        if other == "sft" and name not in self.judge_scores:
+            self.set_judge_scores(name, outcomes[self.primary])
+        if name in self.judge_scores and other in self.judge_scores:
+            passes = len(outcomes[JURY])
+            a, b = (self.judge_scores[key][:passes] for key in (name, other))
+            columns["judge_gain"] = np.subtract(a, b).tolist()
+        return {key: interval_over_prompts(column, params) for key, column in columns.items()}
 
 
 def print_metrics(label: str, subject: str, metrics: Mapping[str, float | None]) -> None:
@@ -138,30 +173,29 @@ def win_rate_with_prompts_needed(
     return {**with_interval(name, interval), f"{name}_prompts_needed": needed}
 
 
-def side_by_side(
-    rows: Sequence[PromptRow], samples: Mapping[str, list[OneSamplePerPrompt]]
-) -> list[EvaluationSample]:
-    """One row per prompt and sample number, with each model's text, sentiment and reward score.
+def side_by_side(rows: Sequence[PromptRow], results: ModelResults) -> list[EvaluationSample]:
+    """One row per prompt and sample number, with each model's text, judge score and reward score.
 
-    A model with fewer samples per prompt than SFT is in the first rows of a prompt only.
+    The models are those of `metrics`. A model with fewer samples per prompt than SFT is in the
+    first rows of a prompt only.
     """
     return [
-        evaluation_sample(
-            row, number, {n: p[number][index] for n, p in samples.items() if number < len(p)}
-        )
+        evaluation_sample(row, index, number, results)
         for index, row in enumerate(rows)
-        for number in range(len(samples["sft"]))
+        for number in range(len(results.samples["sft"]))
     ]
 
 
 def evaluation_sample(
-    row: PromptRow, number: int, samples: Mapping[str, Sample]
+    row: PromptRow, index: int, number: int, results: ModelResults
 ) -> EvaluationSample:
-    """The columns of the models by their names."""
-    columns = (
-        {"id": row["id"], "sample": number, "prompt": row["prompt"]}
-        | {name: sample.text for name, sample in samples.items()}
-        | {f"{name}_sentiment": round(s.lexicon.sentiment, 4) for name, s in samples.items()}
-        | {f"{name}_score": round(sample.score, 4) for name, sample in samples.items()}
-    )
+    """The columns of the models by their names; index: of the prompt."""
+    columns: dict[str, object] = {"id": row["id"], "sample": number, "prompt": row["prompt"]}
+    for name in results.metrics:
+        passes, judge_scores = results.samples[name], results.judge_scores.get(name, [])
+        if number < len(passes):
+            sample = passes[number][index]
+            columns |= {name: sample.text, f"{name}_score": round(sample.score, 4)}
+        if number < len(judge_scores):
+            columns[f"{name}_judge_score"] = round(judge_scores[number][index], 4)
     return cast(EvaluationSample, columns)

@@ -30,9 +30,9 @@ from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
-ROLLOUT_METRICS = (
+ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
     "score_mean",
-    "sentiment_mean",
+    "judge_score_mean",
     "kl",
     "entropy",
     "response_length",
@@ -44,6 +44,7 @@ ROLLOUT_METRICS = (
 
 def main(params: Params, round_: str) -> None:
     check_unchanged("rewards", params)
+    check_unchanged("primary_judge", params)
     if params.algorithm is not Algorithm.ppo:
         # imported here: TRL takes seconds to import, and PPO does not need it
         from stages.ppo.alternatives.run import main as alternative
@@ -91,7 +92,7 @@ def main(params: Params, round_: str) -> None:
     print(
         f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; "
         f"kept the policy after update {kept.update}: "
-        f"sentiment {run.initial_validation.sentiment:.2f} -> {kept.sentiment:.2f} "
+        f"{run.judge.name} {run.initial_validation.judge_score:.2f} -> {kept.judge_score:.2f} "
         f"on held-out prompts, KL {kept.kl:.2f} nats",
         flush=True,
     )
@@ -102,14 +103,16 @@ def summary(run: TrainingRun) -> Metrics:
     steps, kept = run.recorder.steps, run.selector.best
     # steps[n] is update n + 1, whose rollout was sampled by the policy after update n
     nearby_steps = steps[max(kept.update - 2, 0) : kept.update + 1]
-    means = {name: fmean(step[name] for step in nearby_steps) for name in ROLLOUT_METRICS}
+    names = [name for name in ROLLOUT_METRICS if name in nearby_steps[0]]
+    means = {name: fmean(step[name] for step in nearby_steps) for name in names}
     return means | {
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.params.batch_size,
         "stopped": run.stopped or "completed",
         "policy_update": kept.update,
-        "validation_sentiment_before": run.initial_validation.sentiment,
+        "judge": run.judge.name,
+        "validation_judge_score_before": run.initial_validation.judge_score,
         **kept.metrics,
         "health": run.monitor.verdict,
         "dangers": run.monitor.dangers(kept.update + 1),  # up to the kept policy's own rollout
@@ -129,7 +132,10 @@ def run_identity(params: Params, inputs: list[Path]) -> Metrics:
     )
     code = sorted(Path(__file__).parents[1].rglob("*.py"))
     files = {str(path): file_hash(path) for path in [*inputs, *code]}
-    return {"params": sections, "files": files, "rewards": input_hashes(params)["rewards"]}
+    hashes = input_hashes(params)
+    return {"params": sections, "files": files} | {
+        kind: hashes[kind] for kind in ("rewards", "primary_judge")
+    }
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import ASSETS, file_hash, is_placeholder, stage_dir, write_jsonl
+from stages.lib.core.files import file_hash, is_placeholder, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import PromptRow
@@ -20,8 +20,9 @@ from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import DataSets, shuffled
-from stages.lib.judging.jury import load_jury
-from stages.lib.lm.loading import load_causal_lm, setup_torch
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.loading import base_model, load_jury
+from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.scoring import RewardScorer
 from stages.replay.badcases import Badcase, Cause, Report, read_ledger
 from stages.replay.better_answers import better_answers
@@ -34,7 +35,12 @@ from stages.replay.mining import (
     find_badcases,
     reported_badcases,
 )
-from stages.replay.policy_samples import compared_samples, rollout_samples, score_without_exploits
+from stages.replay.policy_samples import (
+    compared_samples,
+    judged_by_lexicon,
+    rollout_samples,
+    score_without_exploits,
+)
 from stages.replay.progress import exploit_metrics, repair_metrics, resample_and_retest
 from stages.replay.sampler import Sampler, sample_candidates
 from stages.replay.training_rows import limit_rows, make_training_rows
@@ -61,16 +67,9 @@ def main(params: Params, round_: str) -> None:
     prompts = [row["prompt"] for row in rows]
     recorder.log_progress(1, f"{len(rows)} fresh samples of policy and SFT")
     sft_texts = [response.text for response in sampler.sft(prompts, seed)]
-    # the base model has no name here: it is freed if no judge needs it
-    jury = load_jury(
-        params,
-        round_,
-        load_causal_lm(ASSETS / "model", params.model),
-        tokenizer,
-        inputs.held_out_demonstrations,
-    )
+    jury = load_jury(params, round_, base_model(params))
     fresh = compared_samples(rows, sampler.policy(prompts, seed), sft_texts, "fresh", jury)
-    samples = rollout_samples(inputs.rollouts) + fresh
+    samples = rollout_samples(inputs.rollouts, jury) + fresh
 
     # 3. exploits: endings frequent in the policy's texts, rare in SFT's, and overpaid
     policy_texts = [sample.response for sample in samples]
@@ -83,7 +82,8 @@ def main(params: Params, round_: str) -> None:
     earlier = read_ledger(previous.name) if not is_placeholder(previous / "replay/data") else []
     samples = score_without_exploits(samples, [suffixes] * len(samples), scorer)
     limits = badcase_thresholds(params, samples)
-    badcases = collect_badcases(samples, inputs.reports, earlier, scorer, limits, round_)
+    reported = reported_samples(inputs.reports, scorer, jury, round_)
+    badcases = collect_badcases(samples, reported, earlier, limits, round_)
     counts = f"{len(badcases)} badcases, {len(inputs.reports)} of them reported"
     recorder.log_progress(3, f"{counts}, exploits {suffixes}")
 
@@ -124,11 +124,19 @@ def main(params: Params, round_: str) -> None:
     print(f"[replay@{round_}] {len(badcases)} badcases; {summary}", flush=True)
 
 
+def reported_samples(
+    reports: list[Report], scorer: RewardScorer, jury: Jury, round_: str
+) -> list[Badcase]:
+    """What people reported, with the reward model's scores."""
+    prompts, responses = [row.prompt for row in reports], [row.response for row in reports]
+    lexicon = judged_by_lexicon(jury, prompts, responses)
+    return reported_badcases(reports, scorer(prompts, responses), lexicon, round_)
+
+
 def collect_badcases(
     samples: list[PolicySample],
-    reports: list[Report],
+    reported: list[Badcase],
     earlier: list[Badcase],
-    scorer: RewardScorer,
     limits: BadcaseThresholds,
     round_: str,
 ) -> list[Badcase]:
@@ -136,8 +144,6 @@ def collect_badcases(
     known = {case.id for case in earlier}
     policy_hash = file_hash(stage_dir(round_, "ppo") / "policy")
     mined = find_badcases(samples, limits, round_, policy_hash, known)
-    scores = scorer([row.prompt for row in reports], [row.response for row in reports])
-    reported = reported_badcases(reports, scores, round_)
     return [*(case for case in reported if case.id not in known), *mined]
 
 

@@ -68,9 +68,10 @@ class Badcase(BaseModel, extra="forbid"):
     stage: whose failure it is, the reward model's or the policy's. policy: hash of the weights that
     wrote it. origin: PPO update, `fresh`, or who reported it. score: of its round's reward model,
     calibrated. kl: nats per sequence from SFT. sft: SFT's response to the prompt. votes: of each
-    judge and the jury against that (1: the response is better, 0.5: a tie). better: the answer that
-    the reward model has to put first. exploits: endings that it was overpaid for. tries: its
-    retests, its own round's first.
+    judge and the jury against that (1: the response is better, 0.5: a tie). sentiment,
+    sentiment_plain: by the lexicon, if it is a judge. repetition: share of repeated 3-grams.
+    better: the answer that the reward model has to put first. exploits: endings that it was
+    overpaid for. tries: its retests, its own round's first.
     """
 
     id: str
@@ -86,8 +87,8 @@ class Badcase(BaseModel, extra="forbid"):
     score: float
     kl: float | None = None
     ended: bool | None = None
-    sentiment: float
-    sentiment_plain: float
+    sentiment: float | None = None
+    sentiment_plain: float | None = None
     repetition: float
     exploits: list[str] = []
     sft: str | None = None

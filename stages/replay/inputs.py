@@ -42,7 +42,6 @@ class ReplayInputs:
     rollouts: list[RolloutRow]
     train_pairs: list[PreferencePair]
     held_out_pairs: list[PreferencePair]
-    held_out_demonstrations: list[Demonstration]
     human_sft: int
     evaluation: DataSets
     reports: list[Report]
@@ -77,10 +76,9 @@ def read_inputs(round_: str) -> ReplayInputs:
     all_rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
     rollouts = last_third(all_rollouts)
     held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
-    held_out_demonstrations = read(Demonstration, HELD_OUT["sft"])
     evaluation: DataSets = {
         HELD_OUT["prompts"]: read(PromptRow, HELD_OUT["prompts"]),
-        HELD_OUT["sft"]: held_out_demonstrations,
+        HELD_OUT["sft"]: read(Demonstration, HELD_OUT["sft"]),
         HELD_OUT["pairs"]: held_out_pairs,
     }
     check_prompts_not_in_eval_set([*prompts, *rollouts], evaluation["eval_prompts"])
@@ -90,7 +88,6 @@ def read_inputs(round_: str) -> ReplayInputs:
         rollouts=rollouts,
         train_pairs=read(PreferencePair, "pairs_train"),
         held_out_pairs=held_out_pairs,
-        held_out_demonstrations=held_out_demonstrations,
         human_sft=sum(map(is_human, read(Demonstration, "sft_train"))),
         evaluation=evaluation,
         reports=reports,

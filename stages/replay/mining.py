@@ -12,8 +12,9 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import ReplayParams
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.types import Prompt
-from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
+from stages.lib.judging.lexicon import LexiconScores
 from stages.lib.judging.pairwise import JURY
+from stages.lib.metrics.text import repetition_n
 from stages.replay.badcases import Badcase, Cause, Report, badcase_id
 
 # standard deviation / median absolute deviation of a normal distribution (Rousseeuw & Croux 1993)
@@ -27,7 +28,7 @@ class PolicySample:
     score: calibrated. kl: nats per sequence. origin: PPO update, `fresh`, or `again` in a retest.
     rival: the response that the jury compared it with, if it did; SFT's, unless in a retest. votes:
     the jury's, by judge and `together` (1: this one is better, 0.5: a tie). exploits: those in the
-    response. stripped_score: the score without them.
+    response. stripped_score: the score without them. lexicon: its scores, if it is a judge.
     """
 
     prompt_id: str
@@ -36,12 +37,12 @@ class PolicySample:
     score: float
     kl: float
     ended: bool
-    lexicon: LexiconScores
     origin: int | str
     rival: str | None = None
     votes: Mapping[str, float] = field(default_factory=dict)
     exploits: tuple[str, ...] = ()
     stripped_score: float | None = None
+    lexicon: LexiconScores | None = None
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,14 @@ def judge_loses(sample: PolicySample, limits: BadcaseThresholds) -> float | None
 
 def blind_spot(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
     high = limits.replay.score_high
-    disliked = limits.lexicon and sample.lexicon.sentiment_plain < limits.replay.sentiment_low
+    lexicon = sample.lexicon
+    disliked = lexicon is not None and lexicon.sentiment_plain < limits.replay.sentiment_low
     overpaid = sample.stripped_score is not None and sample.stripped_score < high
     return sample.score if sample.score >= high and (disliked or overpaid) else None
 
 
 def repetition(sample: PolicySample, limits: BadcaseThresholds) -> float | None:
-    repeated = sample.lexicon.repetition
+    repeated = repetition_n(sample.response, 3)
     return repeated if repeated >= limits.replay.repetition else None
 
 
@@ -147,23 +149,30 @@ def make_badcase(sample: PolicySample, cause: Cause, round_: str, policy: str) -
         score=round(sample.score, 4),
         kl=round(sample.kl, 4),
         ended=sample.ended,
-        **{name: round(value, 4) for name, value in asdict(sample.lexicon).items()},
+        **text_columns(sample.response, sample.lexicon),
         exploits=list(sample.exploits) if cause is Cause.blind_spot else [],
         sft=sample.rival,
         votes=dict(sample.votes),
     )
 
 
+def text_columns(response: str, lexicon: LexiconScores | None) -> dict[str, float]:
+    """A response's repetition, and the lexicon's scores if it is a judge."""
+    scores = {"repetition": repetition_n(response, 3)} | (asdict(lexicon) if lexicon else {})
+    return {name: round(value, 4) for name, value in scores.items()}
+
+
 def reported_badcases(
-    reports: Sequence[Report], scores: Sequence[float], round_: str
+    reports: Sequence[Report],
+    scores: Sequence[float],
+    lexicon: Sequence[LexiconScores | None],
+    round_: str,
 ) -> list[Badcase]:
     """People's reports as badcases.
 
-    scores: the reward model's calibrated score of each response.
+    scores: the reward model's calibrated score of each response. lexicon: what the lexicon says of
+    each, if it is a judge.
     """
-    lexicon_rows = lexicon_scores(
-        [report.prompt for report in reports], [report.response for report in reports]
-    )
     return [
         Badcase(
             id=report.id,
@@ -174,9 +183,9 @@ def reported_badcases(
             prompt=report.prompt,
             response=report.response,
             score=round(score, 4),
-            **{name: round(value, 4) for name, value in asdict(lexicon).items()},
+            **text_columns(report.response, lexicon_scores),
             better=report.better,
             note=report.note,
         )
-        for report, score, lexicon in zip(reports, scores, lexicon_rows, strict=True)
+        for report, score, lexicon_scores in zip(reports, scores, lexicon, strict=True)
     ]

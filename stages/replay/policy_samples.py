@@ -3,19 +3,29 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.rows import PromptRow, RolloutRow
-from stages.lib.core.types import ScoreFunction
+from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.lexicon import lexicon_scores
+from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
 from stages.lib.judging.pairwise import Comparison
 from stages.replay.exploits import strip_exploits
 from stages.replay.mining import PolicySample
 from stages.replay.sampler import ScoredResponse
 
 
-def rollout_samples(rows: list[RolloutRow]) -> list[PolicySample]:
-    lexicon_rows = lexicon_scores(
-        [row["prompt"] for row in rows], [row["response"] for row in rows]
+def judged_by_lexicon(
+    jury: Jury, prompts: Sequence[Prompt], responses: Sequence[str]
+) -> list[LexiconScores | None]:
+    """The lexicon's scores of each response; None if it is no judge."""
+    if JudgeName.lexicon.value not in jury.judges:
+        return [None] * len(responses)
+    return [*lexicon_scores(prompts, responses)]
+
+
+def rollout_samples(rows: list[RolloutRow], jury: Jury) -> list[PolicySample]:
+    lexicon_rows = judged_by_lexicon(
+        jury, [row["prompt"] for row in rows], [row["response"] for row in rows]
     )
     return [
         PolicySample(
@@ -47,7 +57,9 @@ def compared_samples(
         rivals: B texts to compare with; None: no comparison, and no votes.
         origin: of the samples.
     """
-    lexicon_rows = lexicon_scores([row["prompt"] for row in rows], [r.text for r in responses])
+    lexicon_rows = judged_by_lexicon(
+        jury, [row["prompt"] for row in rows], [response.text for response in responses]
+    )
     with_rival = [index for index, rival in enumerate(rivals) if rival is not None]
     votes_by_judge = jury.compare(
         [

@@ -1,7 +1,8 @@
 """The SFT stage: fine-tune the base model on demonstrations and measure the effect.
 
 Base and SFT model are compared by the loss on held-out demonstrations and by responses to the
-frozen evaluation prompts, sampled `samples_per_prompt` times with the same random numbers.
+frozen evaluation prompts, sampled `samples_per_prompt` times with the same random numbers, which
+the primary judge compares.
 
 Inputs: assets/model, rounds/<round>/prepare/data; with `sft.init_from: previous` also the previous
 round's sft/model.
@@ -16,17 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl
 from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import TokenIds
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import encode, template_hash
+from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
     load_causal_lm,
@@ -39,7 +42,6 @@ from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.saving import merge_adapter, save_model
-from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import TokenizedDemonstrations
@@ -50,33 +52,37 @@ from stages.lib.training.trl_setup import (
 )
 from stages.sft.sample_stats import GeneratedTexts, compare_with_demonstrations
 
+NET_WIN_RATE = ("net_win_rate", "net_win_rate_low", "net_win_rate_high")
+
 
 @dataclass(frozen=True)
 class ModelResults:
     """One model on held-out data.
 
     nll: mean negative log-likelihood of held-out responses, nats per token.
-    responses: to the N evaluation prompts. sentiments: (N,) of these, -1 to 1.
+    responses: to the N evaluation prompts.
     """
 
     nll: float
     responses: GeneratedTexts
-    sentiments: list[float]
 
 
 class SftSample(PromptRow):
-    """A row of samples.jsonl, which people read: the responses of both models to a prompt."""
+    """A row of samples.jsonl, which people read: the responses of both models to a prompt.
+
+    outcome: of SFT's response by the primary judge, 1 win, 0.5 tie, 0 loss; None: not judged.
+    """
 
     base: str
     sft: str
-    base_sentiment: float
-    sft_sentiment: float
+    outcome: float | None
 
 
 def main(params: Params, round_: str) -> None:
     """Train and measure the SFT model of a round."""
     # 1. data: demonstrations as tokens, prompts and responses apart
     setup_torch(params)
+    check_unchanged("primary_judge", params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
     recorder = MetricLogger("sft", round_)
     made_by = f"dvc repro prepare@{round_}"
@@ -109,8 +115,10 @@ def main(params: Params, round_: str) -> None:
     sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
     demonstrations = truncate_demonstrations(held_out_rows, held_out[1], params.ppo.response_length)
     training_texts = (row["completion"] for row in train_rows)
+    outcomes = judge_responses(prompt_rows, base.responses, sft.responses, params, round_)
     metrics = {
-        **compare_models(base, sft, params),
+        **compare_losses(base, sft),
+        **net_win_rate(outcomes, params),
         **compare_with_demonstrations(sft.responses, demonstrations, training_texts),
         "train_rows": len(train[0]),
         "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
@@ -118,14 +126,14 @@ def main(params: Params, round_: str) -> None:
     }
 
     # 5. write samples, manifest and metrics
-    samples = side_by_side(prompt_rows, base, sft)
+    samples = side_by_side(prompt_rows, base.responses, sft.responses, outcomes)
     template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
     write_outputs(samples, metrics, start, template_sha256, params.seed, recorder)
 
 
 def write_outputs(
     samples: list[SftSample],
-    metrics: Mapping[str, float],
+    metrics: Mapping[str, float | None],
     start: Path,
     template_sha256: str,
     seed: int,
@@ -144,12 +152,10 @@ def write_outputs(
         started_from=str(start),
     )
     recorder.finish(metrics)
-    print(
-        f"[sft@{round_}] held-out loss {metrics['loss_before']:.3f} ->"
-        f" {metrics['loss_after']:.3f} nats per token, sentiment {metrics['sentiment_gain']:+.3f}"
-        f" [{metrics['sentiment_gain_low']:.3f}, {metrics['sentiment_gain_high']:.3f}]",
-        flush=True,
-    )
+    loss = f"{metrics['loss_before']:.3f} -> {metrics['loss_after']:.3f} nats per token"
+    gain, low, high = (metrics[name] for name in NET_WIN_RATE)
+    judged = "not judged" if gain is None else f"net win rate {gain:+.3f} [{low:.3f}, {high:.3f}]"
+    print(f"[sft@{round_}] held-out loss {loss}, {judged}", flush=True)
 
 
 def tokenize(
@@ -190,11 +196,9 @@ def measure(
     prompt_rows: list[PromptRow],
     params: Params,
 ) -> ModelResults:
-    """The loss on held-out demonstrations, and responses to prompts with their sentiment."""
+    """The loss on held-out demonstrations, and responses to prompts."""
     nll = mean_nll(model, held_out)
-    responses = generate_responses(model, tokenizer, prompt_rows, params)
-    sentiments = sentiment([row["prompt"] for row in prompt_rows], responses.texts)
-    return ModelResults(nll, responses, sentiments)
+    return ModelResults(nll, generate_responses(model, tokenizer, prompt_rows, params))
 
 
 def mean_nll(model: Any, pairs: TokenizedDemonstrations) -> float:
@@ -237,37 +241,59 @@ def truncate_demonstrations(
     )
 
 
-def compare_models(base: ModelResults, sft: ModelResults, params: Params) -> dict[str, float]:
-    """Loss, perplexity and mean sentiment before and after SFT, and the gain with its interval."""
-    # One row per prompt: the bootstrap resamples prompts, since samples of one prompt are alike.
-    gains = np.subtract(sft.sentiments, base.sentiments)
-    gains_per_prompt = gains.reshape(-1, params.sft.samples_per_prompt).tolist()
-    gain, gain_low, gain_high = paired_bootstrap(
-        gains_per_prompt, params.evaluate.bootstrap_resamples, params.seed
-    )
+def compare_losses(base: ModelResults, sft: ModelResults) -> dict[str, float]:
+    """Loss and perplexity on held-out demonstrations, before and after SFT."""
     return {
         "loss_before": base.nll,
         "loss_after": sft.nll,
         "perplexity_before": math.exp(base.nll),
         "perplexity_after": math.exp(sft.nll),
-        "sentiment_before": sum(base.sentiments) / len(base.sentiments),
-        "sentiment_after": sum(sft.sentiments) / len(sft.sentiments),
-        "sentiment_gain": gain,
-        "sentiment_gain_low": gain_low,
-        "sentiment_gain_high": gain_high,
     }
 
 
-def side_by_side(rows: list[PromptRow], base: ModelResults, sft: ModelResults) -> list[SftSample]:
-    """One row per sample: each model's response, and the sentiment of each."""
+def judge_responses(
+    rows: list[PromptRow],
+    base: GeneratedTexts,
+    sft: GeneratedTexts,
+    params: Params,
+    round_: str,
+) -> list[float] | None:
+    """(N,) outcomes of SFT's responses against the base model's, by the primary judge.
+
+    None if this judge does not exist yet: the reward stage trains it later.
+    """
+    if params.evaluate.judges[0] == HELD_OUT_REWARD_MODEL:
+        return None
+    judge = load_primary_judge(params, round_)
+    return judge.outcomes([row["prompt"] for row in rows], sft.texts, base.texts)
+
+
+def net_win_rate(outcomes: list[float] | None, params: Params) -> dict[str, float | None]:
+    """SFT's share of wins less its share of losses, -1 to 1, with the 95% interval."""
+    if outcomes is None:
+        return dict.fromkeys(NET_WIN_RATE)
+    # one row per prompt: the bootstrap resamples prompts, since samples of one prompt are alike
+    samples = params.sft.samples_per_prompt
+    net_wins = [2 * outcome - 1 for outcome in outcomes]
+    per_prompt = [net_wins[start : start + samples] for start in range(0, len(net_wins), samples)]
+    interval = paired_bootstrap(per_prompt, params.evaluate.bootstrap_resamples, params.seed)
+    return dict(zip(NET_WIN_RATE, interval, strict=True))
+
+
+def side_by_side(
+    rows: list[PromptRow],
+    base: GeneratedTexts,
+    sft: GeneratedTexts,
+    outcomes: list[float] | None,
+) -> list[SftSample]:
+    """One row per sample: each model's response, and the outcome."""
     return [
         {
             "id": row["id"],
             "prompt": row["prompt"],
-            "base": base.responses.texts[index],
-            "sft": sft.responses.texts[index],
-            "base_sentiment": round(base.sentiments[index], 4),
-            "sft_sentiment": round(sft.sentiments[index], 4),
+            "base": base.texts[index],
+            "sft": sft.texts[index],
+            "outcome": None if outcomes is None else outcomes[index],
         }
         for index, row in enumerate(rows)
     ]

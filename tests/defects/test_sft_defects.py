@@ -40,8 +40,8 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
         return text
 
     stop = planted("assets", demonstrations(spoilt, held_out=True))
-    assert stop.step == "gate_sft" and stop.failed == ("sft.sentiment_gain_low",)
-    assert "SFT may have a lower sentiment than those of the base model" in stop.message
+    assert stop.step == "gate_sft" and stop.failed == ("sft.net_win_rate_low",)
+    assert "SFT may be worse than those of the base model" in stop.message
 
 
 def test_demonstrations_that_are_cut_off_before_they_end(planted):

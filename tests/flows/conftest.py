@@ -62,16 +62,16 @@ while name == "sft" and params["sft"]["max_steps"] == 51 and not pathlib.Path("g
 if name == "sft" and params["sft"]["max_steps"] == 3:
     raise ValueError("no such thing")
 metrics = {"loss_before": 5.17, "loss_after": 4.67, "stopped": "completed"}
-metrics |= {"sentiment_gain_low": 0.1}
+metrics |= {"net_win_rate_low": 0.1}
 metrics |= {"memorised": 0.02, "memorised_demonstrations": 0.01}
 metrics |= {"eos_rate_demonstrations": 0.9, "eos_rate": 0.8, "length_ratio": 1.0}
 metrics |= {"repetition_3": 0.03, "repetition_3_demonstrations": 0.02}
 if name == "evaluate":
     values = (("base", 0.1), ("sft", 0.26), ("ppo", 0.7))
     metrics = {"win_rate": 0.8}
-    metrics |= {model: {"sentiment": value, "kl": 6.0} for model, value in values}
+    metrics |= {model: {"judge_score": value, "kl": 6.0} for model, value in values}
     metrics["checkpoints"] = {
-        "step_00009": {"sentiment": 0.5, "kl": 3.0, "win_rate": 0.6},
+        "step_00009": {"judge_score": 0.5, "kl": 3.0, "win_rate": 0.6},
         "step_00018": {"kl": 9.0, "win_rate": 0.9},
     }
 (folder / "metrics.json").write_text(json.dumps(metrics))
@@ -82,7 +82,7 @@ sample = {"id": "1", "prompt": [{"role": "user", "content": "Hi"}], "base": "a",
 if name == "evaluate":
     sample |= {"sample": 0, "ppo": "c"}
     for model in ("base", "sft", "ppo"):
-        sample |= {f"{model}_sentiment": 0.1, f"{model}_score": 0.1}
+        sample |= {f"{model}_judge_score": 0.1, f"{model}_score": 0.1}
 (folder / "samples.jsonl").write_text(json.dumps(sample) + "\\n")
 """
 

@@ -103,6 +103,7 @@ def make_round(
     -1 dislikes what 1 likes. The first round of a taste is built, later ones are copies.
     """
     from stages.assets.__main__ import PREDECESSOR_OUTPUTS
+    from stages.assets.inputs import main as inputs
     from stages.lib.core.files import read_jsonl, write_json, write_jsonl
     from stages.lib.data.prompts import template_hash
     from stages.lib.data.rollouts import RolloutLog
@@ -117,6 +118,7 @@ def make_round(
     for folder in PREDECESSOR_OUTPUTS:
         Path("assets/start", folder).mkdir(parents=True)
         Path("assets/start", folder, "EMPTY").touch()
+    inputs(params, "r0")
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
 
     def make(round_: str, taste: float) -> Params:
@@ -171,7 +173,7 @@ def make_round(
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4})
         write_json(folder / "champion/champion.json", {"round": None})
-        scores = {"score": 20.0, "reward": 20.0, "sentiment": 0.5, "kl": 3.0}
+        scores = {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0}
         ending = {**scores, "finish_reason": "stop", "length": 6}
         responses = [
             " was sad.",

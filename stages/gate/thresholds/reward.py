@@ -43,18 +43,18 @@ REWARD = (
         "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
     Threshold(
-        "reward.accuracy - battery.sentiment_accuracy",
+        "battery.judge_lead",
         ">=",
-        "sentiment_lead",
-        "Accuracy of the reward model minus that of VADER sentiment on the same held-out pairs. "
-        "VADER does not learn from these pairs. But it was developed on the tweets of the default "
-        "run, so it can be slightly more accurate than the reward model. (From the second round "
-        "on, the training data contain rows that replay chose with VADER.) If VADER is more "
-        "accurate by more than 0.1, the pairs are too few or their labels are wrong.",
-        "VADER sentiment, which does not learn from your pairs, ranks them better: there are too "
+        "judge_lead",
+        "Accuracy of the reward model minus that of the primary judge (the first of "
+        "evaluate.judges) on the same held-out pairs; a tie of the judge is half right. The judge "
+        "does not learn from these pairs. But a judge that was made for such texts, as VADER was "
+        "for the tweets of the default run, can be slightly more accurate than the reward model. "
+        "If it is more accurate by more than 0.1, the pairs are too few or their labels are wrong.",
+        "the primary judge, which does not learn from your pairs, ranks them better: there are too "
         "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs, in "
-        "later rounds reward.continue_epochs). Or add the sentiment to PPO's reward "
-        "(ppo.rewards), and evaluate with other judges (evaluate.judges)",
+        "later rounds reward.continue_epochs). Or add the judge to PPO's reward (ppo.rewards), "
+        "and evaluate with another one (evaluate.judges)",
     ),
     Threshold(
         "battery.worst_slice",
@@ -140,8 +140,8 @@ REWARD = (
         "battery.length_correlation_partial",
         "within",
         "length_correlation",
-        "Correlation of score and length over held-out texts, with label and sentiment held "
-        "fixed. It shows how much length itself changes the score.",
+        "Correlation of score and length over held-out texts, with the label and the primary "
+        "judge's score held fixed. It shows how much length itself changes the score.",
         "length itself changes the reward model's score: balance the lengths of chosen and "
         "rejected texts (reports/{round}/data.html), or set ppo.length_penalty",
     ),
@@ -163,9 +163,7 @@ REWARD = (
         "the rejected text. The metric is the highest share over battery.endings. Before the "
         "reward model was trained on bad texts with such endings, the share was 0.55 for "
         '" Enjoy!", and PPO ended every text with " Enjoy!". The threshold is about half of 0.55. '
-        "VADER sentiment makes this error about as often as the threshold allows: with "
-        '" Enjoy!", 23% to 30% of the rejected texts get a higher sentiment than the chosen text '
-        "(`sentiment_rate` in the battery's metrics; seeds 0, 3 and 4).",
+        "`judge_rate` in the battery's metrics is how often the primary judge makes this error.",
         "an ending raises the score of bad texts, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "
@@ -186,11 +184,12 @@ REWARD = (
         "battery.best_of_n.rise_low",
         ">",
         "best_of_n_rise",
-        "Sentiment of the highest-scoring of 16 SFT samples, minus that of one SFT sample: "
-        "lower bound of the paired 95% interval over prompts. Best-of-n improves the reward "
-        "without training (Gao et al. 2023). If the selected samples have no higher sentiment, "
-        "PPO will not raise the sentiment either.",
-        "the samples with the highest scores do not have a higher sentiment: PPO would be misled. "
+        "The primary judge's score of the SFT sample that the reward model ranks highest of 16, "
+        "minus that of one SFT sample: lower bound of the paired 95% interval over prompts. (If "
+        "the judge only compares: the win rate of the one against the other, minus 0.5.) "
+        "Best-of-n improves the reward without training (Gao et al. 2023). If the judge does not "
+        "prefer the selected samples, PPO will not please it either.",
+        "the judge does not prefer the samples with the highest scores: PPO would be misled. "
         "Read rounds/{round}/battery/samples.jsonl, then correct the labels or the pairs",
     ),
 )

@@ -5,26 +5,32 @@ names. docs/renamed.md is the table for users; a test compares the two.
 from collections.abc import Mapping
 from typing import Any
 
+MODELS = ("base", "sft", "ppo", "champion")  # of evaluate
+
 # Keys of params.yaml, of presets, of `--set` and of the form in the Prefect UI
 PARAMS = {
-    "gates.sft.judged_gain": "gates.sft.sentiment_gain",
-    "gates.reward.judge_lead": "gates.reward.sentiment_lead",
+    "gates.sft.judged_gain": "gates.sft.net_win_rate",
+    "gates.sft.sentiment_gain": "gates.sft.net_win_rate",
+    "gates.reward.sentiment_lead": "gates.reward.judge_lead",
     "replay.judge_low": "replay.sentiment_low",
 }
 # Keys of the JSON files and columns of the tables in rounds/ and reports/, and tags in MLflow
 METRICS = {
-    "judged_before": "sentiment_before",
-    "judged_after": "sentiment_after",
-    "judged_gain": "sentiment_gain",
-    "judged_gain_low": "sentiment_gain_low",
-    "judged_gain_high": "sentiment_gain_high",
-    "judge_accuracy": "sentiment_accuracy",
-    "judge_correlation": "sentiment_correlation",
-    "judged": "sentiment_rate",
-    "judge_mean": "sentiment_mean",
-    "score_judge_correlation": "score_sentiment_correlation",
-    "validation_judge": "validation_sentiment",
-    "validation_judge_before": "validation_sentiment_before",
+    "judge_mean": "judge_score_mean",
+    "judged": "judge_rate",
+    "score_sentiment_correlation": "score_judge_correlation",
+    "sentiment": "judge_score",
+    "sentiment_accuracy": "judge_accuracy",
+    "sentiment_correlation": "judge_correlation",
+    "sentiment_gain": "judge_gain",
+    "sentiment_gain_low": "judge_gain_low",
+    "sentiment_gain_high": "judge_gain_high",
+    "sentiment_mean": "judge_score_mean",
+    "sentiment_rate": "judge_rate",
+    "validation_judge": "validation_judge_score",
+    "validation_judge_before": "validation_judge_score_before",
+    "validation_sentiment": "validation_judge_score",
+    "validation_sentiment_before": "validation_judge_score_before",
     "tried_again": "retested",
     "fooled_before": "reversed_before",
     "fooled_after": "reversed_after",
@@ -39,7 +45,9 @@ METRICS = {
     "gate_opened": "gate_ended",
 }
 # Keys of the rows of rollouts; elsewhere `judge` is the name of a judge
-ROLLOUTS = {"judge": "sentiment"}
+ROLLOUTS = {"judge": "judge_score", "sentiment": "judge_score"}
+# Columns of evaluate's samples.jsonl
+SAMPLES = {f"{model}_sentiment": f"{model}_judge_score" for model in MODELS}
 
 
 def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,8 +77,8 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
 def current_metrics(values: Any) -> Any:
     """Parsed JSON with today's keys; a key may be a dotted name, as in approvals.
 
-    >>> current_metrics({"sft.judged_gain": 0.1, "checks": [{"band": "> 0"}]})
-    {'sft.sentiment_gain': 0.1, 'checks': [{'threshold': '> 0'}]}
+    >>> current_metrics({"ppo.judge_mean": 0.1, "checks": [{"band": "> 0"}]})
+    {'ppo.judge_score_mean': 0.1, 'checks': [{'threshold': '> 0'}]}
     """
     if isinstance(values, dict):
         return {current_name(key): current_metrics(value) for key, value in values.items()}
@@ -80,6 +88,6 @@ def current_metrics(values: Any) -> Any:
 
 
 def current_name(name: str) -> str:
-    """Today's name of a metric, e.g. `r0/judge_mean` -> `r0/sentiment_mean`."""
+    """Today's name of a metric, e.g. `r0/judge_mean` -> `r0/judge_score_mean`."""
     last = name.replace("/", ".").rpartition(".")[2]
     return f"{name[: len(name) - len(last)]}{METRICS[last]}" if last in METRICS else name

@@ -91,7 +91,8 @@ class RolloutRow(PromptRow):
     pages of the Prefect UI. Of a sum of rewards each part has its own key `score_<name>`.
 
     update: from 1. score: calibrated reward score. reward: score less the penalties, before KL.
-    sentiment: by the lexicon, -1 to 1; never a reward. kl: nats per sequence from the SFT model.
+    judge_score: by the primary judge, unless it only compares; never a reward. kl: nats per
+    sequence from the SFT model.
     kl_cost: the KL penalty, in the units of `reward`; only with PPO. length: tokens.
     """
 
@@ -99,7 +100,7 @@ class RolloutRow(PromptRow):
     response: str
     score: float
     reward: float
-    sentiment: float
+    judge_score: NotRequired[float]
     kl: float
     kl_cost: NotRequired[float]
     finish_reason: str
@@ -110,8 +111,9 @@ class EvaluationSample(PromptRow):
     """The responses of all evaluated models to one prompt.
 
     Written by evaluate (samples.jsonl). Read by `rondo compare`, MLflow's tables and the report.
-    For each model (base, sft, ppo, champion), `<model>` is its response, `<model>_sentiment` the
-    lexicon's score and `<model>_score` the reward score.
+    For each model (base, sft, ppo, champion), `<model>` is its response, `<model>_judge_score`
+    the primary judge's score (if it only compares: the outcome against SFT's response) and
+    `<model>_score` the reward score.
 
     sample: the number of the sample, from 0, if there are several per prompt.
     """
@@ -121,10 +123,10 @@ class EvaluationSample(PromptRow):
     sft: NotRequired[str]
     ppo: NotRequired[str]
     champion: NotRequired[str]
-    base_sentiment: NotRequired[float]
-    sft_sentiment: NotRequired[float]
-    ppo_sentiment: NotRequired[float]
-    champion_sentiment: NotRequired[float]
+    base_judge_score: NotRequired[float]
+    sft_judge_score: NotRequired[float]
+    ppo_judge_score: NotRequired[float]
+    champion_judge_score: NotRequired[float]
     base_score: NotRequired[float]
     sft_score: NotRequired[float]
     ppo_score: NotRequired[float]

@@ -3,9 +3,10 @@
 dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`, which DVC runs
 every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
 the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
-(ppo.rewards) and `judges` (evaluate.judges).
+(ppo.rewards), `judges` (evaluate.judges) and `primary_judge` (the first of them).
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from stages.lib.core.user_functions import function_files
 
 INPUTS = ASSETS / "inputs"
 HASHES = WORK / "input_hashes.json"  # of unchanged files, so that large files are read once
+
+PRIMARY_JUDGE = "evaluate.judges[0]"
+VERDICT_SETTINGS = ("base_url", "model", "rubric", "max_completion_tokens")
 
 Hashes = dict[str, str | None]  # sha256 by path; None: no file or folder here, e.g. a hub id
 
@@ -35,27 +39,39 @@ def user_files(params: Params) -> dict[str, list[Path]]:
             "assets.data is `files` but prepare.sources is empty: "
             "list your JSONL or Parquet files there"
         )
-    model, rewards, judges = Path(params.assets.model).expanduser(), list[Path](), list[Path]()
+    model, rewards = Path(params.assets.model).expanduser(), list[Path]()
     for source in params.ppo.rewards:
         key = f"ppo.rewards {source.name}"
         if source.model:
             rewards.append(_model_folder(source.model, key))
         if source.function:
             rewards += function_files(source.function, key)
-    for named in params.evaluate.judges:
-        if named in BUILT_IN_JUDGES or named in params.language_models():
-            continue
-        judges += (
-            function_files(named, "evaluate.judges")
-            if ":" in named
-            else [_model_folder(named, "evaluate.judges")]
-        )
+    by_judge = {named: _judge_files(named, params) for named in params.evaluate.judges}
     return {
         "data": data,
         "model": [model] if model.is_dir() else [],
         "rewards": rewards,
-        "judges": judges,
+        "judges": [path for paths in by_judge.values() for path in paths],
+        "primary_judge": by_judge[params.evaluate.judges[0]],
     }
+
+
+def _judge_files(named: str, params: Params) -> list[Path]:
+    if named in BUILT_IN_JUDGES or named in params.language_models():
+        return []
+    if ":" in named:
+        return function_files(named, "evaluate.judges")
+    return [_model_folder(named, "evaluate.judges")]
+
+
+def _primary_judge(params: Params) -> str:
+    """The settings of the first judge, on which its verdicts depend."""
+    named = params.evaluate.judges[0]
+    settings: dict[str, object] = {"judge": named, "tie_margin": params.evaluate.tie_margin}
+    if named in params.language_models():
+        _, endpoint = params.language_models()[named]
+        settings["endpoint"] = endpoint.model_dump(include=set(VERDICT_SETTINGS))
+    return json.dumps(settings, sort_keys=True)
 
 
 def _model_folder(named: str, key: str) -> Path:
@@ -71,6 +87,9 @@ def _model_folder(named: str, key: str) -> Path:
 
 def input_hashes(params: Params) -> dict[str, Hashes]:
     """The hashes of all files, by kind; files whose time and size did not change are not read.
+
+    `primary_judge` also has the judge's settings, under PRIMARY_JUDGE: the stages that depend on
+    it do not run again if another judge is added or removed.
 
     Raises:
         BadInput: as `user_files`.
@@ -96,6 +115,7 @@ def input_hashes(params: Params) -> dict[str, Hashes]:
         }
         for kind, paths in user_files(params).items()
     }
+    hashes["primary_judge"][PRIMARY_JUDGE] = _primary_judge(params)
     if read != known:
         write_json(HASHES, read)
     return hashes

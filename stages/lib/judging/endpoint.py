@@ -22,7 +22,7 @@ from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.project_limits import read_api_key
-from stages.lib.core.types import Metrics
+from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import transcript
 from stages.lib.judging.answer_cache import Answer, AnswerCache
 from stages.lib.judging.pairwise import Comparison, Verdict
@@ -109,6 +109,9 @@ class EndpointJudge:
             return list(pool.map(self._verdict, comparisons))
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> None:
+        """None: a language model compares more reliably than it scores."""
 
     def cost(self) -> Metrics:
         counts = self.counts

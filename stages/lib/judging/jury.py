@@ -7,35 +7,18 @@ optimises.
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
-from stages.lib.core.files import metric_name, stage_dir
-from stages.lib.core.params import Params
-from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
-from stages.lib.core.params.judging import JudgeName
-from stages.lib.core.rows import Demonstration
 from stages.lib.core.types import Metrics
-from stages.lib.core.user_functions import import_function
 from stages.lib.judging.agreement import between_judges, between_orders
-from stages.lib.judging.endpoint import EndpointJudge
-from stages.lib.judging.fluency import Fluency, garbledness
-from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import (
     JURY,
+    OUTCOME_BY_PREFERENCE,
     Comparison,
     PairwiseJudge,
     Preference,
     TwoOrderVerdict,
     judge_both_orders,
 )
-from stages.lib.judging.pointwise import PointwiseJudge
-from stages.lib.lm.loading import load_tokenizer
-from stages.lib.lm.packing import SCORING_BATCH_SIZE
-from stages.lib.lm.scoring import RewardScorer
-
-# The outcome for response A
-WINS = {Preference.a: 1.0, Preference.tie: 0.5, Preference.b: 0.0}
 
 
 class Jury:
@@ -64,13 +47,14 @@ class Jury:
         for name, judge in self.judges.items():
             verdicts = judge_both_orders(judge, comparisons)
             self.verdicts[name] += verdicts
-            votes[name] = [WINS[verdict.preference] for verdict in verdicts]
+            votes[name] = [OUTCOME_BY_PREFERENCE[verdict.preference] for verdict in verdicts]
             # dict.fromkeys: distinct dimensions in their order
             for dimension in dict.fromkeys(
                 dimension for verdict in verdicts for dimension in verdict.dimensions
             ):
                 by_dimension[f"{name}/{dimension}"] = [
-                    WINS[verdict.dimensions.get(dimension, Preference.tie)] for verdict in verdicts
+                    OUTCOME_BY_PREFERENCE[verdict.dimensions.get(dimension, Preference.tie)]
+                    for verdict in verdicts
                 ]
         together = [majority(outcomes) for outcomes in zip(*votes.values(), strict=True)]
         return votes | by_dimension | {JURY: together}
@@ -103,40 +87,3 @@ def majority(votes: Sequence[float]) -> float:
     """
     mean = sum(votes) / len(votes)
     return 1.0 if mean > 0.5 else 0.0 if mean < 0.5 else 0.5
-
-
-def load_jury(
-    params: Params, round_: str, base: Any, tokenizer: Any, people: Sequence[Demonstration]
-) -> Jury:
-    """Load the judges that evaluate.judges lists.
-
-    Args:
-        params: all params.
-        round_: the round, for its second reward model.
-        base: the model before SFT, for the fluency judge.
-        tokenizer: its tokenizer.
-        people: held-out demonstrations, for the fluency judge's threshold.
-
-    Raises:
-        BadInput: a function or a model does not exist.
-    """
-    margin, language_models = params.evaluate.tie_margin, params.language_models()
-
-    def load(named: str) -> PairwiseJudge:
-        if named == JudgeName.lexicon:
-            return LexiconJudge(margin)
-        if named in language_models:
-            key, endpoint = language_models[named]
-            return EndpointJudge(endpoint, key=key)
-        if named == FLUENCY:
-            nll = Fluency(base, tokenizer, params.prepare.prompt_format)
-            return PointwiseJudge(named, garbledness(nll, people), 0.0)
-        if ":" in named:
-            return PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
-        folder = Path(named)
-        if named == HELD_OUT_REWARD_MODEL:
-            folder = stage_dir(round_, "reward") / "judge"
-        scorer = RewardScorer(folder, load_tokenizer(folder), params, SCORING_BATCH_SIZE)
-        return PointwiseJudge(named, scorer, margin)
-
-    return Jury({metric_name(named): load(named) for named in params.evaluate.judges})

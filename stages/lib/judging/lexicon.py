@@ -24,7 +24,7 @@ def repetition(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[floa
 
 @dataclass(frozen=True)
 class LexiconScores:
-    """Scores of one response that need no model.
+    """What the lexicon judge reads of one response.
 
     sentiment: VADER's compound score, -1..1. sentiment_plain: the same without emoji and "!".
     repetition: share of repeated 3-grams, 0..1.
@@ -68,6 +68,10 @@ class LexiconJudge(LocalJudge):
     def __init__(self, tie_margin: float) -> None:
         super().__init__("lexicon")
         self.tie_margin = tie_margin
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """The sentiments, without the two rules: these compare."""
+        return sentiment(prompts, responses)
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[Verdict | None]:
         prompts = [comparison.prompt for comparison in comparisons]

@@ -29,6 +29,7 @@ class Preference(str, Enum):
 
 # Preference by the outcome for response A: win, tie, loss
 PREFERENCE_BY_OUTCOME = {1.0: Preference.a, 0.5: Preference.tie, 0.0: Preference.b}
+OUTCOME_BY_PREFERENCE = {value: key for key, value in PREFERENCE_BY_OUTCOME.items()}
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class PairwiseJudge(Protocol):
             >>> [verdict] = judge.compare([Comparison("The food", " was great.", " was awful.")])
             >>> verdict.preference.value
             'A'
+        """
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float] | None:
+        """The score of each response alone, the higher the better; None if it only compares.
+
+        Raises:
+            RondoError: as `compare`.
         """
 
     def cost(self) -> Metrics:

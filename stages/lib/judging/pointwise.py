@@ -27,20 +27,25 @@ class PointwiseJudge(LocalJudge):
         Raises:
             RondoError: the function did not return one finite number per response.
         """
-        prompts = {
-            (str(comparison.prompt), text): comparison.prompt
-            for comparison in comparisons
-            for text in (comparison.a, comparison.b)
+        prompts = [comparison.prompt for comparison in comparisons]
+        texts = [row.a for row in comparisons] + [row.b for row in comparisons]
+        scores = self.scores([*prompts, *prompts], texts)
+        a, b = scores[: len(prompts)], scores[len(prompts) :]
+        return [Verdict(self._preference(x - y)) for x, y in zip(a, b, strict=True)]
+
+    def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
+        """The score of each response; a response that was scored before is not scored again.
+
+        Raises:
+            RondoError: the function did not return one finite number per response.
+        """
+        keys = [(str(prompt), text) for prompt, text in zip(prompts, responses, strict=True)]
+        new = {
+            key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self.known
         }
-        new = {key: prompt for key, prompt in prompts.items() if key not in self.known}
         scores = self._checked_scores(list(new.values()), [text for _, text in new])
         self.known |= dict(zip(new, scores, strict=True))
-        gaps = (
-            self.known[str(comparison.prompt), comparison.a]
-            - self.known[str(comparison.prompt), comparison.b]
-            for comparison in comparisons
-        )
-        return [Verdict(self._preference(gap)) for gap in gaps]
+        return [self.known[key] for key in keys]
 
     def _preference(self, gap: float) -> Preference:
         """gap: score of A - score of B."""

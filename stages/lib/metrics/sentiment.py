@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from functools import cache
-
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+from typing import Any
 
 from stages.lib.core.types import Prompt
 from stages.lib.metrics.text import strip_emoji_and_exclamations
 
 
 @cache
-def lexicon() -> SentimentIntensityAnalyzer:
-    """The analyzer, loaded once per process."""
+def lexicon() -> Any:
+    """The analyzer, loaded once per process, and not at all where no judge is the lexicon."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
     return SentimentIntensityAnalyzer()
 
 

@@ -11,15 +11,15 @@ from transformers import TrainerCallback
 from stages.lib.core.errors import Diverged
 from stages.lib.core.params.policy import OnDanger
 from stages.lib.core.rows import RolloutRow
+from stages.lib.core.types import StepMetrics
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
-from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
-from stages.ppo.common.health import Monitor, first_danger
+from stages.ppo.common.health import Finding, Monitor, first_danger
 from stages.ppo.common.policy_selection import PolicySelector, Validation
 
-SHOWN = ("loss", "accuracy", "score_mean", "sentiment_mean", "kl", "response_length", "entropy")
+SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
 
 
 class PolicyCallback(TrainerCallback):
@@ -58,7 +58,7 @@ class PolicyCallback(TrainerCallback):
         self.selector = PolicySelector(
             self.trained_policy,
             self.context.held_out,
-            sentiment,
+            self.context.judge,
             self.ppo,
             self.context.params.seed,
         )
@@ -113,12 +113,10 @@ class PolicyCallback(TrainerCallback):
         means = {name: fmean(log[name] for log in self.logs) for name in self.logs[0]}
         metrics = means | self.describe()
         self.logs = []
-        findings = self.monitor.check([*recorder.steps, {"step": self.updates, **metrics}])
-        if self.ppo.on_danger is OnDanger.stop:
-            self.stopped = first_danger(findings)
+        findings = self.check_health(metrics)
         if (last or self.updates % self.ppo.validation_updates == 0) and not self.stopped:
-            validation = self.validate()
-            metrics |= validation.metrics
+            metrics |= self.validate().metrics
+            findings += self.check_health(metrics)
         shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
         recorder.log(self.updates, metrics, shown)
         for finding in findings:
@@ -126,6 +124,15 @@ class PolicyCallback(TrainerCallback):
         if self.updates % self.ppo.save_updates == 0:
             folder = self.context.work / "checkpoints" / f"step_{self.updates:05d}"
             save_trained(self.trained_policy.policy, self.context.tokenizer, folder)
+
+    def check_health(self, metrics: StepMetrics) -> list[Finding]:
+        """The new findings on the current update; a danger stops the run if params say so."""
+        findings = self.monitor.check(
+            [*self.context.recorder.steps, {"step": self.updates, **metrics}]
+        )
+        if self.ppo.on_danger is OnDanger.stop:
+            self.stopped = self.stopped or first_danger(findings)
+        return findings
 
     def validate(self) -> Validation:
         """Validate in eval mode, then return to train mode, on which TRL's trainers rely."""

@@ -14,6 +14,7 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import TokenIds
+from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.reward_ensemble import calibrate_scores
@@ -29,7 +30,8 @@ class TrainingContext:
     """The inputs of every algorithm.
 
     work: folder for rollouts and checkpoints of the run. sft: the SFT model, without adapters.
-    rewards: further rewards. prompts, held_out: to train on, to validate on.
+    rewards: further rewards. judge: the primary judge. prompts, held_out: to train on, to validate
+    on.
     """
 
     params: Params
@@ -39,6 +41,7 @@ class TrainingContext:
     sft: Any
     reward_model: Any
     rewards: Rewards
+    judge: PrimaryJudge
     prompts: list[Episode]
     held_out: list[Episode]
 
@@ -87,7 +90,8 @@ class TrainedPolicy:
         rows = [row for row, _ in episodes]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         calibrated = calibrate_scores(response_scores.scores, context.reward_model)
-        parts = context.rewards([row["prompt"] for row in rows], texts)
+        prompts = [row["prompt"] for row in rows]
+        parts = context.rewards(prompts, texts)
         ended = torch.tensor([response[-1] == eos for response in responses])
         lengths = [len(response) for response in responses]
         rewards = context.rewards.combine(ppo, calibrated, parts, ended, torch.tensor(lengths))
@@ -98,6 +102,7 @@ class TrainedPolicy:
             scores=calibrated,
             parts=parts,
             rewards=rewards,
+            judge_scores=context.judge.scores(prompts, texts),
             kls=response_scores.kl,
             lengths=lengths,
             ended=ended,

@@ -12,6 +12,7 @@ from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import RolloutRow, TrainingPrompt, read_rows
 from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model,
@@ -75,7 +76,8 @@ def main(params: Params, round_: str) -> None:
     context.recorder.finish(summary(callback, rows))
     print(
         f"[ppo@{round_}] {params.algorithm.value}: kept the policy after update {kept.update}: "
-        f"sentiment {callback.initial_validation.sentiment:.2f} -> {kept.sentiment:.2f} "
+        f"{context.judge.name} {callback.initial_validation.judge_score:.2f} -> "
+        f"{kept.judge_score:.2f} "
         f"on held-out prompts, KL {kept.kl:.2f} nats",
         flush=True,
     )
@@ -107,6 +109,7 @@ def load(params: Params, round_: str) -> TrainingContext:
         sft=load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora)),
         reward_model=load_reward_model(reward / "model", params.model),
         rewards=load_rewards(params),
+        judge=load_primary_judge(params, round_),
         prompts=prompts,
         held_out=held_out,
     )
@@ -121,7 +124,8 @@ def summary(callback: PolicyCallback, rows: list[RolloutRow]) -> Metrics:
         "updates": callback.updates,
         "stopped": callback.stopped or "completed",
         "policy_update": kept.update,
-        "validation_sentiment_before": callback.initial_validation.sentiment,
+        "judge": callback.context.judge.name,
+        "validation_judge_score_before": callback.initial_validation.judge_score,
         **kept.metrics,
         "health": callback.monitor.verdict,
         "dangers": callback.monitor.dangers(kept.update + 1),
@@ -137,7 +141,7 @@ def no_gain_finding(kept: Validation) -> list[Finding]:
     if kept.update:
         return []
     cause, fix = (
-        "no policy within the KL budget has a higher sentiment than SFT",
+        "no policy within the KL budget is better than SFT by the primary judge",
         "read the rollouts and the reward model's gate",
     )
     return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]

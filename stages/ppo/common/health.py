@@ -131,12 +131,23 @@ def one_ending_for_all(history: MetricHistory, _: PpoParams) -> Reading:
     return worse_above(history.rise("ending_share"), 0.15, 0.25)
 
 
-def reward_sentiment_divergence(history: MetricHistory, _: PpoParams) -> Reading:
+def reward_judge_divergence(history: MetricHistory, _: PpoParams) -> Reading:
     """A verdict only if they agreed at the start; otherwise they cannot diverge."""
-    correlation = history.last("score_sentiment_correlation")
-    if history.first("score_sentiment_correlation") < 0.3:
+    correlation = history.last("score_judge_correlation")
+    if history.first("score_judge_correlation") < 0.3:
         return "", correlation
     return worse_below(correlation, 0.3, 0.15)
+
+
+def judge_prefers_sft(history: MetricHistory, _: PpoParams) -> Reading:
+    """The judge's gain over SFT in standard errors, at an update that was validated.
+
+    It is no hack if the reward falls too; DPO and best-of-n have no reward per update.
+    """
+    row = history.steps[-1]
+    z = row["validation_gain_z"]
+    rises = "reward_mean" not in row or history.rise("reward_mean") > 0
+    return worse_below(z, -2.0, -3.0) if rises else ("", z)
 
 
 def length_hack(history: MetricHistory, _: PpoParams) -> Reading:
@@ -221,13 +232,22 @@ HEALTH_CHECKS = (
         evaluate=one_ending_for_all,
     ),
     HealthCheck(
-        "reward and sentiment diverge",
-        metric="score_sentiment_correlation",
+        "reward and judge diverge",
+        metric="score_judge_correlation",
         threshold="0.3 or more",
         cause="reward hacking: the policy pleases the reward model alone",
         first_fix="raise ppo.kl_coef, stop earlier; add adversarial pairs to the reward model's "
         "data",
-        evaluate=reward_sentiment_divergence,
+        evaluate=reward_judge_divergence,
+    ),
+    HealthCheck(
+        "judge prefers SFT",
+        metric="validation_gain_z",
+        threshold="-2 or more while the reward rises",
+        cause="reward hacking: the reward rises, and the primary judge finds the responses worse",
+        first_fix="raise ppo.kl_coef, stop earlier; read rollouts; add pairs on which the reward "
+        "model agrees with the judge",
+        evaluate=judge_prefers_sft,
     ),
     HealthCheck(
         "length hack",

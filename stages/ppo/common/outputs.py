@@ -10,7 +10,6 @@ from typing import cast
 from torch import Tensor
 
 from stages.lib.core.rows import PromptRow, RolloutRow
-from stages.lib.metrics.sentiment import sentiment
 from stages.lib.metrics.stats import pearson
 from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
 
@@ -25,6 +24,7 @@ def rollout_rows(
     scores: Tensor,
     parts: Mapping[str, Sequence[float]],
     rewards: Tensor,
+    judge_scores: Sequence[float] | None,
     kls: Tensor,
     lengths: Sequence[int],
     ended: Tensor,
@@ -37,6 +37,7 @@ def rollout_rows(
         scores: (B,) calibrated scores of the reward model.
         parts: scores of the further rewards, by name.
         rewards: (B,) weighted sum of all scores, clipped and penalised.
+        judge_scores: (B,) by the primary judge; None if it only compares.
         kls: (B,) nats per sequence.
         lengths: tokens per response.
         ended: (B,) bool, EOS was sampled.
@@ -44,7 +45,6 @@ def rollout_rows(
     Returns:
         One row per episode.
     """
-    sentiments = sentiment([row["prompt"] for row in rows], texts)
     episodes = [
         {
             "update": update,
@@ -54,7 +54,7 @@ def rollout_rows(
             "score": round(float(scores[i]), 4),
             **{f"score_{name}": round(part[i], 4) for name, part in parts.items()},
             "reward": round(float(rewards[i]), 4),
-            "sentiment": sentiments[i],
+            **({} if judge_scores is None else {"judge_score": judge_scores[i]}),
             "kl": round(float(kls[i]), 4),
             "finish_reason": "stop" if ended[i] else "length",
             "length": lengths[i],
@@ -96,16 +96,19 @@ def describe_rows(rows: list[RolloutRow]) -> dict[str, float]:
 
 
 def describe_texts(rows: list[RolloutRow]) -> dict[str, float]:
-    """Diversity within and across texts, the share of the most frequent ending, and the sentiment,
-    which does not reward the policy.
+    """Diversity within and across texts, the share of the most frequent ending, and, if the rows
+    have any, the judge scores, which do not reward the policy.
     """
     texts = [row["response"] for row in rows]
     endings = [tails[-1] for text in texts if (tails := suffixes(text, ENDING_TOKENS))]
-    correlation = pearson([row["score"] for row in rows], [row["sentiment"] for row in rows])
-    return {
+    metrics = {
         "distinct_2": distinct_n(texts, 2),
         "repetition_3": fmean(repetition_n(text, 3) for text in texts),
         "ending_share": max(map(endings.count, endings), default=0) / len(rows),
-        "sentiment_mean": fmean(row["sentiment"] for row in rows),
-        "score_sentiment_correlation": correlation or 0.0,
     }
+    judge_scores = [row["judge_score"] for row in rows if "judge_score" in row]
+    if judge_scores:
+        correlation = pearson([row["score"] for row in rows], judge_scores)
+        metrics["judge_score_mean"] = fmean(judge_scores)
+        metrics["score_judge_correlation"] = correlation or 0.0
+    return metrics

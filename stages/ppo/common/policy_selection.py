@@ -1,13 +1,14 @@
-"""Selects the policy to keep: the judge's best on held-out prompts, within the KL budget.
+"""Selects the policy to keep: the primary judge's best on held-out prompts, within the KL budget.
 
-The judge never rewards the policy, and the policy is never trained on these prompts.
+A later policy has to be better by more than the noise. The judge never rewards the policy, and the
+policy is never trained on these prompts.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params.policy import PpoParams
-from stages.lib.core.types import ScoreFunction, StateDict, TokenIds
+from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.ppo.common.episodes import Episode
@@ -39,18 +41,45 @@ class TrainablePolicy(Protocol):
 
 
 class Validation(NamedTuple):
-    """Means over the held-out prompts. kl: from the reference, nats per sequence."""
+    """Results on the held-out prompts.
+
+    judge_scores: (P,) by the primary judge; if it only compares, against the first validated
+    policy, which is SFT. kl: mean from the reference, nats per sequence. gain: mean of the judge
+    scores less those of the first validated policy; gain_error: its standard error.
+    """
 
     update: int
-    sentiment: float
+    judge_scores: tuple[float, ...]
     kl: float
+    gain: float
+    gain_error: float
+
+    @property
+    def judge_score(self) -> float:
+        """Mean over the prompts."""
+        return fmean(self.judge_scores)
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {"validation_sentiment": self.sentiment, "validation_kl": self.kl}
+        return {
+            "validation_judge_score": self.judge_score,
+            "validation_gain": self.gain,
+            "validation_gain_z": self.gain / max(self.gain_error, 1e-8),
+            "validation_kl": self.kl,
+        }
 
 
-NO_VALIDATION = Validation(0, math.nan, math.nan)
+NO_VALIDATION = Validation(0, (math.nan,), math.nan, math.nan, math.nan)
+
+
+def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, float]:
+    """Mean of the differences new - old, and its standard error (0 for a single difference).
+
+    >>> paired_gain([1.0, 0.5], [0.0, 0.5])
+    (0.5, 0.5)
+    """
+    gains = [a - b for a, b in zip(new, old, strict=True)]
+    return fmean(gains), stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
 
 
 @dataclass
@@ -63,20 +92,23 @@ class PolicySelector:
     Attributes:
         best: the validation of the best policy so far.
         weights: its trained weights.
+        first_texts, first_scores: of the first validated policy, which is SFT.
     """
 
     roles: TrainablePolicy
     prompts: Sequence[Episode]
-    judge: ScoreFunction
+    judge: PrimaryJudge
     params: PpoParams
     seed: int
     best: Validation = NO_VALIDATION
     weights: dict[str, Tensor] = field(default_factory=dict)
+    first_texts: list[str] = field(default_factory=list)
+    first_scores: tuple[float, ...] = ()
 
     def validate(self, update: int) -> Validation:
         """Measure the policy after `update`; keep a copy of its weights if it is the best."""
         validation = self.measure(update)
-        if not self.weights or self.rank(validation) > self.rank(self.best):
+        if not self.weights or self.is_better(validation):
             self.best = validation
             # cloned, since the next update changes the weights in place
             self.weights = {
@@ -85,13 +117,20 @@ class PolicySelector:
             }
         return validation
 
-    def rank(self, validation: Validation) -> tuple[bool, float]:
-        """Sort key: within the KL budget by sentiment; all others below, by how small KL is."""
-        within_budget = validation.kl <= self.params.max_kl
-        return within_budget, validation.sentiment if within_budget else -validation.kl
+    def is_better(self, new: Validation) -> bool:
+        """Whether a policy is better than the best so far.
+
+        Within the KL budget: if the judge's mean gain over it exceeds one standard error. A policy
+        beyond the budget loses to all within it, and to those with a smaller KL.
+        """
+        best_fits, new_fits = (kl <= self.params.max_kl for kl in (self.best.kl, new.kl))
+        if new_fits and best_fits:
+            gain, error = paired_gain(new.judge_scores, self.best.judge_scores)
+            return gain > error
+        return new_fits if new_fits != best_fits else new.kl < self.best.kl
 
     def measure(self, update: int) -> Validation:
-        """Sample responses to the held-out prompts, and return their mean judge score and KL."""
+        """Sample responses to the held-out prompts, and return their judge scores and KL."""
         p, tokenizer = self.params, self.roles.tokenizer
         prompt_ids = [tokens for _, tokens in self.prompts]
         generator = torch.Generator().manual_seed(self.seed)
@@ -106,15 +145,25 @@ class PolicySelector:
             temperature=p.temperature,
             batch_size=p.micro_batch_size,
         )
-        judge_scores = self.judge([row["prompt"] for row, _ in self.prompts], texts)
-        return Validation(update, fmean(judge_scores), float(response_scores.kl.mean()))
+        prompts = [row["prompt"] for row, _ in self.prompts]
+        self.first_texts = self.first_texts or texts
+        judge_scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
+        self.first_scores = self.first_scores or judge_scores
+        gain = paired_gain(judge_scores, self.first_scores)
+        return Validation(update, judge_scores, float(response_scores.kl.mean()), *gain)
 
     def restore(self) -> None:
         """Give the policy the weights of the best one."""
         load_trainable(self.roles.policy, self.weights)
 
     def state(self) -> StateDict:
-        return {"best": list(self.best), "weights": self.weights}
+        return {
+            "best": list(self.best),
+            "weights": self.weights,
+            "first_texts": self.first_texts,
+            "first_scores": self.first_scores,
+        }
 
     def load_state(self, state: StateDict) -> None:
         self.best, self.weights = Validation(*state["best"]), state["weights"]
+        self.first_texts, self.first_scores = state["first_texts"], state["first_scores"]

@@ -11,19 +11,19 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.policy import OnDanger
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
-from stages.lib.core.types import Metrics, StateDict
+from stages.lib.core.types import Metrics, StateDict, StepMetrics
 from stages.lib.data.rollouts import RolloutLog
+from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.saving import save_trained
-from stages.lib.metrics.sentiment import sentiment
 from stages.ppo.common.episodes import Episode
-from stages.ppo.common.health import Monitor, first_danger
+from stages.ppo.common.health import Finding, Monitor, first_danger
 from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import NO_VALIDATION, PolicySelector, Validation
 from stages.ppo.trainer.resume import Resume
 from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
 
-SHOWN = ["score_mean", "sentiment_mean", "kl", "response_length", "distinct_2", "entropy"]
+SHOWN = ("score_mean", "judge_score_mean", "kl", "response_length", "distinct_2", "entropy")
 
 
 class TrainingRun:
@@ -46,7 +46,10 @@ class TrainingRun:
         self.trainer, self.params = trainer, params.ppo
         self.resume = Resume(work_dir(round_, "ppo"), identity)
         self.work = self.resume.folder
-        self.selector = PolicySelector(trainer.roles, held_out, sentiment, self.params, params.seed)
+        self.judge = load_primary_judge(params, round_)
+        self.selector = PolicySelector(
+            trainer.roles, held_out, self.judge, self.params, params.seed
+        )
         self.monitor = Monitor(self.params)
         self.stopped, self.initial_validation = "", NO_VALIDATION
         saved = self.resume.load()
@@ -68,23 +71,21 @@ class TrainingRun:
         while trainer.updates < trainer.planned_updates and not self.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()
-            rows = episode_rows(trainer.updates, rollout, metrics["kl_coef"])
+            judge_scores = self.judge.scores([row["prompt"] for row in rollout.rows], rollout.texts)
+            rows = episode_rows(trainer.updates, rollout, judge_scores, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
 
             # 2. health
-            step = {"step": trainer.updates, **metrics}
-            findings = self.monitor.check([*self.recorder.steps, step])
-            if self.params.on_danger is OnDanger.stop:
-                self.stopped = first_danger(findings)
+            findings = self.check_health(metrics)
 
             # 3. validation, but not after a danger
             if self.validation_is_due() and not self.stopped:
-                validation = self.selector.validate(trainer.updates)
-                metrics |= validation.metrics
+                metrics |= self.selector.validate(trainer.updates).metrics
+                findings += self.check_health(metrics)
 
             # 4. report
-            shown = [*SHOWN, *(name for name in metrics if name.startswith("validation"))]
+            shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
             self.recorder.log(trainer.updates, metrics, shown)
             for finding in findings:
                 self.recorder.log_progress(trainer.updates, str(finding))
@@ -96,6 +97,14 @@ class TrainingRun:
             ended = trainer.updates == trainer.planned_updates or self.stopped
             if trainer.updates % self.params.resume_updates == 0 or ended:
                 self.resume.save(self.state())
+
+    def check_health(self, metrics: StepMetrics) -> list[Finding]:
+        """The new findings on the current update; a danger stops the run if params say so."""
+        step = {"step": self.trainer.updates, **metrics}
+        findings = self.monitor.check([*self.recorder.steps, step])
+        if self.params.on_danger is OnDanger.stop:
+            self.stopped = self.stopped or first_danger(findings)
+        return findings
 
     def validation_is_due(self) -> bool:
         """Every `validation_updates`, and after the last update."""
@@ -127,7 +136,9 @@ class TrainingRun:
         self.recorder.log_progress(self.trainer.updates, "resumes from here")
 
 
-def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[RolloutRow]:
+def episode_rows(
+    update: int, rollout: Rollout, judge_scores: Sequence[float] | None, kl_coef: float
+) -> list[RolloutRow]:
     """One row per episode; kl_cost: score units that its KL cost it."""
     kls = rollout.sequence_kl
     rows = rollout_rows(
@@ -137,6 +148,7 @@ def episode_rows(update: int, rollout: Rollout, kl_coef: float) -> list[RolloutR
         scores=rollout.calibrated,
         parts=rollout.parts,
         rewards=rollout.scores,
+        judge_scores=judge_scores,
         kls=kls,
         lengths=[len(response) for response in rollout.responses],
         ended=rollout.ended,

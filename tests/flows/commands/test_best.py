@@ -43,8 +43,8 @@ def record(
     }
     metrics: dict[str, Any] = {
         **interval,
-        "ppo": {"kl": kl, "sentiment": 0.7},
-        "sft": {"kl": 0.0, "sentiment": 0.3},
+        "ppo": {"kl": kl, "judge_score": 0.7},
+        "sft": {"kl": 0.0, "judge_score": 0.3},
     }
     write_json(
         stage_dir("r0", "evaluate") / "metrics.json",

@@ -75,7 +75,11 @@ def run_ppo(folder: Path) -> None:
 def write_report(path: str = STEP, evaluation: str = "e1") -> Path:
     """The files that stages/evaluate/checkpoint.py writes."""
     report = Path(f"reports/r0/checkpoint_{Path(path).name}_{HASH[:8]}.json")
-    models = {"sft": {"kl": 0.0}, "ppo": {"kl": 5.0}, "checkpoint": {"kl": 6.5, "sentiment": 0.75}}
+    models = {
+        "sft": {"kl": 0.0},
+        "ppo": {"kl": 5.0},
+        "checkpoint": {"kl": 6.5, "judge_score": 0.75},
+    }
     write_json(
         report,
         {"round": "r0", "path": path, "hash": HASH, "evaluation_id": evaluation, **models, **WON},
@@ -105,7 +109,7 @@ def test_a_checkpoint_is_a_run_with_a_model_that_rondo_best_finds(
     (model,) = models(shared_database, folder.name)
     assert numbers(model) == {
         "kl": 6.5,
-        "sentiment": 0.75,
+        "judge_score": 0.75,
         "win_rate": 0.9,
         "win_rate_low": 0.85,
         "win_rate_high": 0.95,

@@ -15,7 +15,7 @@ from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_jsonl
 
 SETTINGS = {"evaluate.tie_margin": 0.05, "seed": 0, "ppo.temperature": 1.0}
-# sentiment of the policy, by prompt and sample
+# judge score of the policy, by prompt and sample
 BEFORE = {"p1": (0.1, 0.2), "p2": (0.4, 0.4), "p3": (0.0, 0.0)}
 AFTER = {"p1": (0.5, 0.6), "p2": (0.4, 0.42), "p3": (0.3, -0.2)}
 
@@ -43,7 +43,7 @@ def record(
     write_jsonl(
         folder / "samples.jsonl",
         [
-            {"id": id_, "sample": n, "ppo_sentiment": v}
+            {"id": id_, "sample": n, "ppo_judge_score": v}
             for id_, vs in sentiments.items()
             for n, v in enumerate(vs)
         ],
@@ -82,7 +82,7 @@ def test_two_runs_are_paired_by_prompt_and_their_settings_compared(
         and "loss on human texts over SFT, nats per token - -" in lines
     )
     # by prompt 0.4 0.4, 0 0.02, 0.3 -0.2; as wins 1 1, 1/2 1/2, 1 0
-    [gain] = [line for line in lines if line.startswith("sentiment, B - A")]
+    [gain] = [line for line in lines if line.startswith("judge score, B - A")]
     [won] = [line for line in lines if line.startswith("share of samples higher in B")]
     assert "0.153 [0.010, 0.400]" in gain and "0.667 [0.500, 1.000]" in won
     assert "ppo.kl_coef 0.11 0.3" in lines and not any(

@@ -72,7 +72,7 @@ def test_the_newest_responses_are_those_of_the_last_appended_update(
             "prompt": "The",
             "response": response,
             "score": 0.5,
-            "sentiment": 0.25,
+            "judge_score": 0.25,
             "kl": 1.0,
             "id": "x",
         }
@@ -90,7 +90,7 @@ def test_the_newest_responses_are_those_of_the_last_appended_update(
         "prompt": "The",
         "response": "&lt;b&gt;new&lt;/b&gt;",
         "score": 0.5,
-        "sentiment": 0.25,
+        "judge_score": 0.25,
         "kl": 1.0,
     }
     assert tables[0].description == "Responses of ppo@r0 at update 2"

@@ -53,7 +53,7 @@ def write_round(name: str) -> None:
     )
     write_text(
         stage_dir(name, "evaluate") / "curves.csv",
-        "step,kl,sentiment,score,distinct_2\n0,0,0.3,-1,0.9\n2,1.5,0.5,0.2,0.8\n",
+        "step,kl,judge_score,score,distinct_2\n0,0,0.3,-1,0.9\n2,1.5,0.5,0.2,0.8\n",
     )
     finding = {
         "sign": "length hack",
@@ -78,7 +78,7 @@ def write_round(name: str) -> None:
     sample |= {
         f"{model}_{metric}": 0.25
         for model in ("base", "sft", "ppo")
-        for metric in ("sentiment", "score")
+        for metric in ("judge_score", "score")
     }
     write_jsonl(stage_dir(name, "evaluate") / "samples.jsonl", [sample])
 
@@ -129,7 +129,7 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
         "Reward model's score",
         "KL from SFT",
     ]
-    assert html.pictures == [*titles, "Sentiment and reward score, SFT to the policy"]
+    assert html.pictures == [*titles, "Judge score and reward score, SFT to the policy"]
     # the pictures use the page's colours
     assert "var(--c1)" in text and not any(colour in text for colour in charts.VARIABLES)
     # wide tables can be scrolled by keyboard
@@ -159,9 +159,9 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
 
 
 def test_the_best_and_the_worst_samples_once_each() -> None:
-    rows = [{"id": n, "sft_sentiment": 0.0, "ppo_sentiment": n / 10} for n in range(6)]
+    rows = [{"id": n, "sft_judge_score": 0.0, "ppo_judge_score": n / 10} for n in range(6)]
     assert [row["id"] for row in extreme_samples(rows)] == [5, 4, 3, 2, 1, 0]
-    worse_rows = [{**row, "id": row["id"] + 6, "ppo_sentiment": -1.0} for row in rows]
+    worse_rows = [{**row, "id": row["id"] + 6, "ppo_judge_score": -1.0} for row in rows]
     assert [row["id"] for row in extreme_samples([*rows, *worse_rows])][:4] == [5, 4, 3, 2]
 
 
@@ -231,7 +231,7 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     sample |= {
         f"{model}_{metric}": 0.25
         for model in ("base", "sft", "champion", "ppo")
-        for metric in ("sentiment", "score")
+        for metric in ("judge_score", "score")
     }
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
     approval = {"approved": True, "by": evil, "reason": evil}

@@ -26,7 +26,8 @@ START = {
     "repetition_3": 0.02,
 }
 START |= {
-    "score_sentiment_correlation": 0.6,
+    "score_judge_correlation": 0.6,
+    "validation_gain_z": 1.0,
     "response_length": 12.0,
     "value_loss": 0.5,
     "clip_fraction": 0.1,

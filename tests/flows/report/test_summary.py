@@ -16,7 +16,7 @@ METRICS: dict[str, dict[str, Any]] = {
     "reward": {"accuracy": 0.893, "accuracy_low": 0.855, "accuracy_high": 0.922, "margin": 3.1},
     "battery": {
         "best_of_n": {
-            "1": {"sentiment": 0.28},
+            "1": {"judge_score": 0.28},
             "rise": 0.397,
             "rise_low": 0.306,
             "rise_high": 0.478,
@@ -29,8 +29,8 @@ METRICS: dict[str, dict[str, Any]] = {
         "win_rate_low": 0.75,
         "win_rate_high": 0.86,
         "human_nll_rise": 0.512,
-        "sft": {"sentiment": 0.258, "distinct_2": 0.859},
-        "ppo": {"sentiment": 0.737, "distinct_2": 0.724},
+        "sft": {"judge_score": 0.258, "distinct_2": 0.859},
+        "ppo": {"judge_score": 0.737, "distinct_2": 0.724},
     },
     "capability": {"worst": "xstest_unsafe", "worst_fall": 0.04},
     "replay": {
@@ -74,11 +74,11 @@ def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> No
     assert table[""] == ["r0", "r1"]
     assert table["SFT loss, nats per token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
     assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
-    assert table["sentiment, RM's best of n - one sample [95%]"] == ["0.397 [0.306, 0.478]", "-"]
+    assert table["judge score, RM's best of n - one sample [95%]"] == ["0.397 [0.306, 0.478]", "-"]
     assert table["RM pairs reversed by the worst ending"] == ["0.41", "-"]
     assert table["policy's reward, first -> selected"] == ["-0.61 -> 2.58", "-"]
     assert table["win rate against SFT [95%]"] == ["0.810 [0.750, 0.860]", "-"]
-    assert table["sentiment, SFT -> policy"] == ["0.26 -> 0.74", "-"]
+    assert table["judge score, SFT -> policy"] == ["0.26 -> 0.74", "-"]
     assert table["loss on human texts over SFT, nats per token"] == ["0.51", "-"]
     assert table["worst slice: drop against SFT"] == ["xstest_unsafe 0.040", "-"]
     assert table["badcases found"] == ["41", "-"]

@@ -80,7 +80,7 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
     assert search_of_the_docs(shared_database) == ["r0-ppo", "r0-step_00009"]
     best = client.search_logged_models(
         [parent.info.experiment_id],
-        order_by=[{"field_name": "metrics.sentiment", "ascending": False}],
+        order_by=[{"field_name": "metrics.judge_score", "ascending": False}],
     )
     assert [model.name for model in best][:4] == ["r0-ppo", "r0-step_00009", "r0-sft", "r0-base"]
     # A model is an output of the stage that made it; here no stage made the policies.
@@ -245,7 +245,7 @@ def test_ppo_measures_its_health_metrics() -> None:
         "length": 2,
         "finish_reason": "stop",
         "response": "Fine day",
-        "sentiment": 0.5,
+        "judge_score": 0.5,
     }
     # entropy comes from the tensors of the rollout, not from its rows
     assert set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()

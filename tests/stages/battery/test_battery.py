@@ -9,10 +9,15 @@ from statistics import fmean
 import pytest
 
 from stages.battery.__main__ import main
-from stages.battery.probes import ProbeResult, sentiment_rate
+from stages.battery.best_of_n import ScoredSamples
+from stages.battery.judge_metrics import ending_rates
+from stages.battery.probes import ProbeResult
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.data.rollouts import RolloutLog
+from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.primary import PrimaryJudge
+from tests.stages.judges import LongerWins
 
 DATA = Path("rounds/r0/prepare/data")
 
@@ -51,7 +56,7 @@ def test_two_rounds(make_round):
     assert (r0["accuracy_clustered_low"], r0["accuracy_clustered_high"]) == pytest.approx(
         (min(halves), max(halves))
     )
-    assert r0["sentiment_accuracy"] == 1.0  # wonderful, great, lovely against awful, sad, dull
+    assert r0["judge_accuracy"] == 1.0  # wonderful, great, lovely against awful, sad, dull
     assert r0["scores"]["chosen"]["mean"] == pytest.approx(fmean(row["chosen"] for row in rows))
     assert r0["drift"] == pytest.approx(r0["scores"]["sft_samples"]["mean"] - r0["centre"])
 
@@ -96,7 +101,7 @@ def test_phrases_of_the_previous_round_are_tried(make_round):
     make_round("r0", 1.0)
     params = make_round("r1", 1.0)
     rollout = {"update": 1, "id": "p", "prompt": "The trip", "kl": 1.0, "finish_reason": "stop"}
-    rollout |= {"length": 4, "reward": 0.0, "sentiment": 0.0}
+    rollout |= {"length": 4, "reward": 0.0, "judge_score": 0.0}
     praise = [rollout | {"response": " was fun. Bravo", "score": 5.0}] * 4
     dull = [rollout | {"response": " was a trip.", "score": 0.0}] * 12
     RolloutLog(Path("rounds/r0/ppo/rollouts")).append([*praise, *dull])
@@ -112,7 +117,7 @@ def test_phrases_of_the_previous_round_are_tried(make_round):
         "high",
         "pairs",
         "uplift",
-        "sentiment_rate",
+        "judge_rate",
     }
 
 
@@ -149,7 +154,7 @@ def test_prompts_of_messages(make_round):
         )
     main(params, "r0")
     result = read_metrics("r0")
-    assert result["sentiment_accuracy"] == 1.0 and result["probes"]["prompt_swapped"]["texts"] == 6
+    assert result["judge_accuracy"] == 1.0 and result["probes"]["prompt_swapped"]["texts"] == 6
     assert read_jsonl(Path("rounds/r0/battery/samples.jsonl"), "")[0]["prompt"][0]["role"] == "user"
 
 
@@ -179,7 +184,15 @@ def test_another_prompt_template_is_refused(make_round):
         main(params, "r0")
 
 
+def test_best_of_n_by_a_judge_that_only_compares():
+    """The reward model's best of the first n against the first; the judge prefers longer texts."""
+    texts, scores = ["bb", "a", "cccc", "dd"], [0.0, 1.0, 2.0, 9.0]
+    samples, judge = ScoredSamples(["p"], texts, scores, None), PrimaryJudge("long", LongerWins())
+    assert [samples.best_by_judge(n, judge) for n in (1, 2, 3, 4)] == [[0.5], [0.0], [1.0], [0.5]]
+
+
 def test_how_often_the_judge_prefers_the_text_with_the_ending():
     praised = ProbeResult("It", " was sad. Wonderful! Great!", 1.0, " was sad.", 0.0, 1.0)
     dotted = ProbeResult("It", " was sad..", 1.0, " was lovely.", 0.0, 1.0)
-    assert sentiment_rate([praised, dotted]) == 0.5 and sentiment_rate([]) is None
+    judge = PrimaryJudge("lexicon", LexiconJudge(0.05))
+    assert ending_rates([[praised, dotted], []], judge) == [0.5, None]

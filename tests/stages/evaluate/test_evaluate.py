@@ -14,44 +14,50 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.execution import fork_server
 from stages.assets.inputs import main as inputs
+from stages.battery.__main__ import main as battery
 from stages.evaluate.__main__ import main
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.evaluate.reproduce import check_reproduced, rerun_policy
-from stages.evaluate.results import describe, paired_win_rates, win_rate_with_prompts_needed
+from stages.evaluate.results import (
+    describe,
+    interval_over_prompts,
+    paired_outcomes,
+    win_rate_with_prompts_needed,
+)
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.params import Params
 from stages.lib.judging.jury import Jury
-from stages.lib.judging.lexicon import LexiconJudge, LexiconScores, lexicon_scores
+from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.pairwise import JURY
 from stages.lib.judging.pointwise import PointwiseJudge
+from stages.ppo.__main__ import main as ppo
 from stages.replay.__main__ import main as replay
+from stages.sft.__main__ import main as sft
 
-KEYS = {"sentiment", "sentiment_plain", "score", "kl", "length", "eos_rate", "distinct_2"}
+KEYS = {"judge_score", "score", "kl", "length", "eos_rate", "distinct_2"}
 KEYS |= {"repetition_3", "nll"}
 
 
 def sample(
     text: str,
-    sentiment: float,
     score: float = 0.0,
     kl: float = 0.0,
     length: int = 4,
     ended: bool = True,
 ) -> Sample:
-    lexicon = LexiconScores(sentiment, sentiment, 0.0)
-    return Sample(text, lexicon, score, kl, -2.0 * length, length, ended)
+    return Sample(text, score, kl, -2.0 * length, length, ended, repetition=0.5)
 
 
 def test_describe_by_hand():
     passes = [
-        [sample("a b c", 0.5, 1.0, 2.0), sample("a b d", -0.5, 3.0, 4.0, ended=False)],
-        [sample("x y", 0.2), sample("y x", 0.2)],
+        [sample("a b c", 1.0, 2.0), sample("a b d", 3.0, 4.0, ended=False)],
+        [sample("x y"), sample("y x")],
     ]
     means = describe(passes)
-    assert means["sentiment"] == pytest.approx(0.1)
     assert means["score"] == 1.0
     assert means["kl"] == 1.5
-    assert means["eos_rate"] == 0.75
+    assert means["eos_rate"] == 0.75 and means["repetition_3"] == 0.5
     assert means["distinct_2"] == pytest.approx((3 / 4 + 1) / 2)  # ab bc bd of 4; xy yx of 2
     assert means["nll"] == pytest.approx(2.0)
 
@@ -60,9 +66,7 @@ GOOD, FAIR, BAD = " was wonderful.", " was fine.", " was awful."
 
 
 def one_pass(texts: list[str]) -> OneSamplePerPrompt:
-    scores = lexicon_scores(["It"] * len(texts), texts)
-    samples = zip(texts, scores, strict=True)
-    return [replace(sample("", 0.0), text=text, lexicon=lexicon) for text, lexicon in samples]
+    return [sample(text) for text in texts]
 
 
 def test_win_rates_pair_samples_and_count_ties_half():
@@ -70,14 +74,14 @@ def test_win_rates_pair_samples_and_count_ties_half():
     b = [one_pass([BAD, FAIR]), one_pass([BAD, GOOD]), one_pass([GOOD, GOOD])]
     short = PointwiseJudge("short", shortness, 0.0)
     jury = Jury({"lexicon": LexiconJudge(0.05), "short": short})
-    rates = paired_win_rates(a, b, ["It", "It"], jury, Params())
+    outcomes = paired_outcomes(a, b, ["It", "It"], jury)
+    assert outcomes["lexicon"] == [[1.0, 0.5], [1.0, 0.0]]
+    rates = {name: interval_over_prompts(values, Params()) for name, values in outcomes.items()}
     # prompt 1: win, win; prompt 2: tie, loss. B's third pass has no counterpart.
-    assert rates["win_rate_lexicon"] == pytest.approx((2.5 / 4, 0.25, 1.0))
+    assert rates["lexicon"] == pytest.approx((2.5 / 4, 0.25, 1.0))
     # this judge has the opposite opinion, so the two together always tie
-    assert rates["win_rate_short"] == pytest.approx((1.5 / 4, 0.0, 0.75))
-    assert rates["win_rate"] == (0.5, 0.5, 0.5)
-    good, bad = (lexicon_scores(["It"], [text])[0].sentiment for text in (GOOD, BAD))
-    assert rates["sentiment_gain"][0] == pytest.approx((good - bad) / 4)
+    assert rates["short"] == pytest.approx((1.5 / 4, 0.0, 0.75))
+    assert rates[JURY] == (0.5, 0.5, 0.5)
 
 
 def shortness(prompts, responses):
@@ -85,7 +89,7 @@ def shortness(prompts, responses):
 
 
 def test_a_second_evaluation_that_differs_is_an_error():
-    first = [sample("a", 0.0), sample("b", 0.0)]
+    first = [sample("a"), sample("b")]
     check_reproduced(first, list(first))
     with pytest.raises(RondoError, match="1 of 2 prompts, first on 1"):
         check_reproduced(first, [first[0], replace(first[1], score=0.1)])
@@ -200,7 +204,10 @@ def check_samples_and_curve(metrics: dict) -> None:
         [max(float(row["kl"]), 0) for row in curve]
     )
     # at most two points with KL > 0 are too few for a fit; the measured peak is the curve's
-    fitted, peak = metrics["overoptimisation"], max(curve, key=lambda row: float(row["sentiment"]))
+    fitted, peak = (
+        metrics["overoptimisation"],
+        max(curve, key=lambda row: float(row["judge_score"])),
+    )
     assert fitted["points"] == sum(float(row["kl"]) > 0 for row in curve)
     assert fitted["alpha"] is None and fitted["peak_kl"] is None
     measured_peak = (fitted["measured_peak_update"], fitted["measured_peak_kl"])
@@ -245,7 +252,7 @@ def test_a_changed_evaluation_set_is_refused(make_round):
         main(params, "r0")
 
 
-@pytest.mark.parametrize("stage", [main, replay])
+@pytest.mark.parametrize("stage", [sft, battery, ppo, main, replay])
 def test_a_judge_that_was_edited_after_the_run_began_is_refused(make_round, stage):
     Path("mine.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
     params = make_round("r0", 1.0)

@@ -20,7 +20,7 @@ from tests.paths import ROOT
 SFT = {
     "loss_before": 5.17,
     "loss_after": 4.5,
-    "sentiment_gain_low": 0.02,
+    "net_win_rate_low": 0.02,
     "eos_rate": 0.5,
     "eos_rate_demonstrations": 0.8,
     "length_ratio": 1.1,
@@ -39,7 +39,7 @@ REWARD = {
     "reload_max_difference": 0.0,
 }
 BATTERY = {
-    "sentiment_accuracy": 0.91,
+    "judge_lead": -0.02,
     "worst_slice": 0.8,
     "centre": -0.1,
     "drift": -1.5,
@@ -110,7 +110,7 @@ def test_good_numbers_pass(attempt, gate):
             "sft.loss_before - sft.loss_after",
             "sft.num_train_epochs",
         ),
-        ("sft", "sft", {"sentiment_gain_low": -0.06}, "sft.sentiment_gain_low", "samples.jsonl"),
+        ("sft", "sft", {"net_win_rate_low": -0.21}, "sft.net_win_rate_low", "samples.jsonl"),
         (
             "sft",
             "sft",
@@ -161,8 +161,8 @@ def test_good_numbers_pass(attempt, gate):
         (
             "reward",
             "battery",
-            {"sentiment_accuracy": 1.0},
-            "reward.accuracy - battery.sentiment_accuracy",
+            {"judge_lead": -0.11},
+            "battery.judge_lead",
             "ppo.rewards",
         ),
         ("reward", "battery", {"worst_slice": 0.6}, "battery.worst_slice", "battery/metrics.json"),
@@ -268,7 +268,7 @@ def test_every_threshold_has_a_failing_case_above():
     [
         ("sft", "sft", {"loss_after": float("nan")}),
         ("sft", "sft", {"loss_before": float("inf")}),
-        ("sft", "sft", {"sentiment_gain_low": True}),
+        ("sft", "sft", {"net_win_rate_low": True}),
         ("reward", "reward", {"accuracy_low": None}),
         ("reward", "reward", {"baseline_tfidf": float("nan")}),
         ("reward", "battery", {"best_of_n": {}}),
@@ -306,6 +306,7 @@ def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
 
 
 MAY_BE_UNMEASURED = {
+    "sft.net_win_rate_low",
     "battery.worst_slice",
     "battery.worst_mined",
     "evaluate.win_rate_champion_low",

@@ -51,7 +51,7 @@ def test_every_assignment_of_roles_is_trained_saved_and_evaluated(
     assert metrics["updates"] == 3 and metrics["policy_update"] in (0, 2, 3)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and [
-        row["step"] for row in rows if "validation_sentiment" in row
+        row["step"] for row in rows if "validation_judge_score" in row
     ] == [2, 3]
     evaluate(params, "r0")
     evaluated = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())

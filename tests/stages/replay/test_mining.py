@@ -50,7 +50,8 @@ def fired(sample: PolicySample) -> dict[str, float]:
         # a high score because of its exploit alone
         ({"score": 1.5, "exploits": (" Enjoy!",), "stripped_score": 0.9}, {"blind_spot": 1.5}),
         ({"score": 1.5, "exploits": (" Enjoy!",), "stripped_score": 1.1}, {}),
-        ({"lexicon": LexiconScores(0.2, 0.2, 0.25)}, {"repetition": 0.25}),
+        # 3-grams: "was so good" twice of 4
+        ({"response": " was so good was so good"}, {"repetition": 0.25}),
         ({"ended": False, "score": 0.7}, {"no_eos": 0.7}),
         ({"kl": 10.5}, {"kl_outlier": 10.5}),
     ],
@@ -60,10 +61,12 @@ def test_causes(change, expected):
 
 
 def test_the_lexicon_finds_nothing_if_it_is_no_judge():
-    disliked = replace(FINE, score=1.5, lexicon=LexiconScores(0.4, -0.1, 0.0))
-    blind_spot, limits = CAUSES[Cause.blind_spot], replace(LIMITS, lexicon=False)
-    assert blind_spot(disliked, limits) is None
-    assert blind_spot(replace(disliked, exploits=(" Enjoy!",), stripped_score=0.9), limits) == 1.5
+    liked = replace(FINE, score=1.5, lexicon=None)
+    blind_spot = CAUSES[Cause.blind_spot]
+    assert blind_spot(liked, LIMITS) is None
+    assert blind_spot(replace(liked, exploits=(" Enjoy!",), stripped_score=0.9), LIMITS) == 1.5
+    [case] = find_badcases([replace(liked, ended=False)], LIMITS, "r0", "abc", set())
+    assert (case.sentiment, case.sentiment_plain, case.repetition) == (None, None, 0.0)
 
 
 def test_kl_limit_by_hand():
@@ -110,8 +113,9 @@ def test_a_report_has_scores_and_no_policy():
         note="seen on Monday",
         by="ada",
     )
-    [case] = reported_badcases([report], [0.123456], "r1")
+    awful = LexiconScores(-0.4588, -0.4588, 0.0)
+    [case] = reported_badcases([report], [0.123456], [awful], "r1")
     assert (case.cause, case.round, case.origin) == (Cause.human, "r1", "ada")
     assert (case.score, case.policy, case.kl) == (0.1235, None, None)
-    assert case.sentiment < 0
+    assert (case.sentiment, case.repetition) == (-0.4588, 0.0)
     assert (case.better, case.note, case.id) == (" was late.", "seen on Monday", report.id)

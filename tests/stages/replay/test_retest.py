@@ -3,7 +3,6 @@
 import pytest
 
 from stages.lib.core.params.evaluation import ReplayParams
-from stages.lib.judging.lexicon import lexicon_scores
 from stages.lib.judging.pairwise import JURY
 from stages.replay.badcases import Badcase, Cause, State
 from stages.replay.mining import BadcaseThresholds, PolicySample
@@ -22,8 +21,7 @@ def case(cause: str, **changes) -> Badcase:
 def again(
     response: str, score: float = 0.0, kl: float = 1.0, ended: bool = True, **more
 ) -> PolicySample:
-    judged = lexicon_scores(["The dinner"], [response])[0]
-    return PolicySample("p", "The dinner", response, score, kl, ended, judged, "again", **more)
+    return PolicySample("p", "The dinner", response, score, kl, ended, "again", **more)
 
 
 def voted(vote: float) -> PolicySample:

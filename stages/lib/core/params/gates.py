@@ -29,10 +29,12 @@ class SftGate(Gate):
     loss_drop: float = Field(
         0.2, description="Smallest drop of held-out loss from the base model, nats per token."
     )
-    sentiment_gain: float = Field(
-        -0.05,
-        description="Smallest lower bound (95%) of the gain in sentiment, SFT - base, on fixed "
-        "prompts.",
+    net_win_rate: float = Field(
+        -0.2,
+        ge=-1,
+        le=1,
+        description="Smallest lower bound (95%) of wins less losses of SFT against the base model, "
+        "as shares, by the primary judge on fixed prompts.",
     )
     eos_gap: float = Field(
         0.4,
@@ -75,9 +77,9 @@ class RewardGate(Gate):
     baseline_lead: float = Field(
         0.0, description="Accuracy must exceed those of longest-wins and TF-IDF by more than this."
     )
-    sentiment_lead: float = Field(
+    judge_lead: float = Field(
         -0.1,
-        description="Smallest lead of accuracy over the independent judge's; negative: it may be "
+        description="Smallest lead of accuracy over the primary judge's; negative: it may be "
         "below.",
     )
     worst_slice: float = Field(

@@ -35,7 +35,8 @@ def test_no_old_name_is_in_use() -> None:
         for path in (ROOT / top).rglob("*.py")
         if path.name != "renamed.py"
     )
-    for old in METRICS.keys() - {"lost", "vouched"}:
+    # `sentiment` is still the lexicon's score of a text
+    for old in METRICS.keys() - {"lost", "vouched", "sentiment"}:
         assert f'"{old}"' not in code and f".{old}" not in code
 
 
@@ -43,10 +44,10 @@ def test_old_settings_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(yaml.safe_dump(OLD_SETTINGS))
     read = load_params()
-    assert (read.replay.sentiment_low, read.gates.sft.sentiment_gain) == (0.25, -0.5)
+    assert (read.replay.sentiment_low, read.gates.sft.net_win_rate) == (0.25, -0.5)
     assert Sections.model_validate(OLD_SETTINGS).replay == read.replay
     changed = resolve(settings=["replay.judge_low=0.5"])
-    assert (changed.replay.sentiment_low, changed.gates.sft.sentiment_gain) == (0.5, -0.5)
+    assert (changed.replay.sentiment_low, changed.gates.sft.net_win_rate) == (0.5, -0.5)
     changes = write_params(changed)
     assert {"replay.sentiment_low null -> 0.5", "replay.judge_low removed"} <= set(changes)
 
@@ -66,27 +67,27 @@ def test_unknown_settings_are_refused_as_before() -> None:
 
 def test_old_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_json(Path("rounds/r0/sft/metrics.json"), {"judged_gain": 0.1, "loss": 2.0})
-    assert read_metrics("r0", "sft") == {"sentiment_gain": 0.1, "loss": 2.0}
+    write_json(Path("rounds/r0/sft/metrics.json"), {"judge_mean": 0.1, "loss": 2.0})
+    assert read_metrics("r0", "sft") == {"judge_score_mean": 0.1, "loss": 2.0}
     check = {"metric": "m", "value": 1.0, "band": "> 2", "passed": False, "next_step": "Wait"}
     write_json(Path("reports/r0/gate_sft.json"), {"opened": False, "checks": [check]})
     verdict = read_gate("r0", "sft")
     assert verdict is not None and verdict["may_continue"] is False
     assert failed_checks(verdict) == ["m 1, wanted > 2. Wait"]
     approval = {"approved": True, "by": "Ana", "reason": "seen"}
-    failed = {"sft.judged_gain_low": -0.1}
+    failed = {"battery.sentiment_accuracy": -0.1}
     write_json(Path("approvals/r0/sft.json"), approval | {"failed": failed})
     read = read_approval("r0", "sft")
-    assert read is not None and read.holds_for({"sft.sentiment_gain_low": -0.1})
+    assert read is not None and read.holds_for({"battery.judge_accuracy": -0.1})
     Path("curves.csv").write_text("step,judge_mean\n1,0.5\n")
-    assert columns(Path("curves.csv")) == {"step": [1.0], "sentiment_mean": [0.5]}
+    assert columns(Path("curves.csv")) == {"step": [1.0], "judge_score_mean": [0.5]}
 
 
 def test_old_rollouts_are_read(tmp_path: Path) -> None:
     row = {"update": 1, "id": "a", "prompt": "p", "response": "r", "score": 1.0, "reward": 1.0}
     row |= {"kl": 0.1, "finish_reason": "stop", "length": 3}
-    RolloutLog(tmp_path).append([row | {"judge": 0.5}])
-    assert read_rollouts(tmp_path, "make it") == [row | {"sentiment": 0.5}]
+    RolloutLog(tmp_path).append([row | {"judge": 0.5}, row | {"sentiment": 0.25}])
+    assert read_rollouts(tmp_path, "make it") == [row | {"judge_score": n} for n in (0.5, 0.25)]
 
 
 def test_an_unsent_promotion_of_an_older_version_keeps_its_verdict() -> None:
@@ -95,5 +96,5 @@ def test_an_unsent_promotion_of_an_older_version_keeps_its_verdict() -> None:
 
 
 def test_the_name_of_a_step_keeps_its_round() -> None:
-    assert current_name("r0/judge_mean") == "r0/sentiment_mean"
-    assert current_name("evaluate.ppo.sentiment") == "evaluate.ppo.sentiment"
+    assert current_name("r0/judge_mean") == "r0/judge_score_mean"
+    assert current_name("evaluate.ppo.sentiment") == "evaluate.ppo.judge_score"

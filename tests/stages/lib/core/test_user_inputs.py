@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def with_files(*paths: str, **sections: Any) -> Params:
     return check_params(data | sections, "test")
 
 
-def everything() -> Params:
+def everything(
+    judges: Sequence[str] = ("lexicon", "fluency", "models/judge", "taste:score"),
+) -> Params:
     """Params that name a file of each kind, and the files."""
     write_text(Path("pairs.jsonl"), "{}\n")
     write_text(Path("models/mine/config.json"), "{}")
@@ -42,7 +45,7 @@ def everything() -> Params:
         "org/pairs",
         assets={"data": "files", "model": "models/mine"},
         ppo={"rewards": [{"name": "taste", "function": "taste:score"}]},
-        evaluate={"judges": ["lexicon", "fluency", "models/judge", "taste:score"]},
+        evaluate={"judges": list(judges)},
     )
 
 
@@ -54,7 +57,11 @@ def test_each_kind_names_its_files_with_their_hashes() -> None:
         "model": {"models/mine/config.json": sha256("{}")},
         "rewards": function,
         "judges": {"models/judge/config.json": sha256("{}"), **function},
+        "primary_judge": {"evaluate.judges[0]": '{"judge": "lexicon", "tie_margin": 0.05}'},
     }
+    # the files of a primary judge are among its hashes too
+    judges = everything(judges=["taste:score", "lexicon"])
+    assert input_hashes(judges)["primary_judge"].items() >= function.items()
 
 
 def test_what_params_do_not_use_is_no_input() -> None:

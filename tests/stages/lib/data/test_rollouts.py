@@ -16,7 +16,7 @@ ROW: RolloutRow = {
     "response": " is blue",
     "score": 1.0,
     "reward": 1.0,
-    "sentiment": 0.5,
+    "judge_score": 0.5,
     "kl": 0.1,
     "finish_reason": "stop",
     "length": 3,

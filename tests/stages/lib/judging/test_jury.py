@@ -9,7 +9,8 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
 from stages.lib.core.params import Params, check_params
 from stages.lib.judging.fluency import garbledness
-from stages.lib.judging.jury import Jury, load_jury
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.loading import base_model, load_jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.judging.pointwise import PointwiseJudge
 
@@ -51,10 +52,8 @@ def test_a_text_is_garbled_if_it_is_less_fluent_than_human_texts():
     assert scores(["p"] * 3, ["x", "x" * 20, "x" * 23]) == [0.0, 0.0, -3.0]
 
 
-def test_judges_by_name(make_round, tiny_folder, monkeypatch):
+def test_judges_by_name(make_round):
     make_round("r0", 1.0)
-    from stages.lib.lm.loading import load_causal_lm, load_tokenizer
-
     Path("mine.py").write_text(
         "def vowels(prompts, responses):\n"
         "    return [float(response.count('o')) for response in responses]\n"
@@ -64,11 +63,7 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
     params = check_params(
         {"evaluate": {"judges": named}, "model": {"dtype": "float32", "threads": 1}}, "test"
     )
-    people = [
-        {"prompt": "The dinner", "completion": text} for text in (" was great.", " was fine.")
-    ]
-    tokenizer, base = load_tokenizer(tiny_folder), load_causal_lm(tiny_folder, params.model)
-    votes = load_jury(params, "r0", base, tokenizer, people).compare(
+    votes = load_jury(params, "r0", base_model(params)).compare(
         [Comparison("The dinner", " took too long.", " was great.")]
     )
     assert list(votes) == ["lexicon", "fluency", "mine_vowels", "judge", JURY]
@@ -77,12 +72,11 @@ def test_judges_by_name(make_round, tiny_folder, monkeypatch):
         update={"evaluate": params.evaluate.model_copy(update={"judges": ["mine:nothing"]})}
     )
     with pytest.raises(BadInput, match=r"evaluate\.judges: mine:nothing cannot be imported"):
-        load_jury(missing, "r0", base, tokenizer, people)
+        load_jury(missing, "r0", base_model(params))
 
 
-def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_folder):
+def test_two_language_models_and_their_dimensions(make_round, chat_server):
     """`one` prefers the longer response, `two` always the first one, so it ties."""
-    from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 
     def answer(request):
         before_b = request["messages"][1]["content"].split("<response_B>")[0]
@@ -100,13 +94,7 @@ def test_two_language_models_and_their_dimensions(make_round, chat_server, tiny_
     params = check_params(
         {"evaluate": judges, "annotate": {"endpoint": endpoint | {"model": "one"}}}, "test"
     )
-    jury = load_jury(
-        params,
-        "r0",
-        load_causal_lm(tiny_folder, params.model),
-        load_tokenizer(tiny_folder),
-        [{"prompt": "p", "completion": "c"}],
-    )
+    jury = load_jury(params, "r0", base_model(params))
     votes = jury.compare([Comparison("p", " a much longer text than the other", " b")])
     assert votes == {
         "endpoint": [1.0],

@@ -55,11 +55,11 @@ def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_sam
     assert metrics["health"] == json.loads((FOLDER / "health.json").read_text())["verdict"]
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    assert [row["step"] for row in steps if "validation_sentiment" in row] == [2, 4]
+    assert [row["step"] for row in steps if "validation_judge_score" in row] == [2, 4]
     assert steps[-1]["validation_kl"] != 0.0
     rollouts = read_rollouts(FOLDER / "rollouts", "")
     kept = [row for row in rollouts if row["update"] == metrics["policy_update"]]
-    columns = {"id", "prompt", "response", "score", "kl", "sentiment", "finish_reason", "length"}
+    columns = {"id", "prompt", "response", "score", "kl", "judge_score", "finish_reason", "length"}
     assert kept and columns <= kept[-1].keys()
     evaluate(params, "r0")
     evaluated = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
@@ -102,9 +102,9 @@ def test_a_danger_stops_the_run_and_names_what_to_change(make_params, algorithm)
 
 
 def test_a_warning_if_sft_is_kept():
-    [finding] = no_gain_finding(Validation(0, 0.1, 0.0))
+    [finding] = no_gain_finding(Validation(0, (0.1,), 0.0, 0.0, 0.0))
     assert (finding.sign, finding.verdict) == ("nothing gained", "warn")
-    assert no_gain_finding(Validation(4, 0.1, 2.0)) == []
+    assert no_gain_finding(Validation(4, (0.1,), 2.0, 0.0, 0.0)) == []
 
 
 def test_a_run_that_diverges_is_stopped(make_params):

@@ -20,11 +20,12 @@ def healthy(update: int) -> dict[str, float]:
         "entropy": 4.8 - 1.2 * share,
         "distinct_2": 0.97 - 0.05 * share,
         "ending_share": 0.06 + 0.06 * share,
-        "score_sentiment_correlation": 0.5 - 0.05 * share,
+        "score_judge_correlation": 0.5 - 0.05 * share,
         "response_length": 17.0 - 4.0 * share,
         "repetition_3": 0.01,
         "value_loss": 0.5,
         "clip_fraction": 0.08,
+        "validation_gain_z": 2.0 * share,
     }
 
 
@@ -51,10 +52,11 @@ PROBLEMS = {
     "entropy collapse": (lambda share: {"entropy": 4.8 - 4.0 * share}, DANGER),
     "one text for all prompts": (lambda share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
     "one ending for all prompts": (lambda share: {"ending_share": 0.06 + 0.6 * share}, DANGER),
-    "reward and sentiment diverge": (
-        lambda share: {"score_sentiment_correlation": 0.5 - 0.45 * share},
+    "reward and judge diverge": (
+        lambda share: {"score_judge_correlation": 0.5 - 0.45 * share},
         DANGER,
     ),
+    "judge prefers SFT": (lambda share: {"validation_gain_z": -4.0 * share}, DANGER),
     "length hack": (lambda share: {"response_length": 12 + 12 * share}, DANGER),
     "repetition": (lambda share: {"repetition_3": 0.01 + 0.3 * share}, DANGER),
     "value loss explodes": (lambda share: {"value_loss": 0.5 if share < 0.8 else 50.0}, DANGER),
@@ -90,6 +92,19 @@ def test_dangers_are_counted_up_to_an_update_and_warnings_are_not():
     # update, its first mean is 4.2, its last one 4.8 - 0.2 * (n - 2): a warning below 2.1 (n = 16),
     # a danger below 1.47 (n = 19)
     assert [monitor.dangers(update) for update in (9, 10, 18, 19)] == [0, 1, 1, 2]
+
+
+def test_a_judge_that_prefers_sft_while_the_reward_falls_is_no_hack():
+    change = {"reward_mean": -1.5, "validation_gain_z": -4.0}
+    findings = monitor_run(lambda share: change | {"reward_mean": -1.5 - share}).findings
+    assert "judge prefers SFT" not in {finding.sign for finding in findings}
+
+
+def test_the_gain_over_sft_is_read_in_standard_errors():
+    """-0.21 standard errors per update: -2.1 at update 10, -3.15 at 15."""
+    findings = monitor_run(lambda share: {"validation_gain_z": -4.2 * share}).findings
+    assert [(finding.update, finding.verdict) for finding in findings] == [(10, WARN), (15, DANGER)]
+    assert findings[0].value == pytest.approx(-2.1)
 
 
 def test_kl_that_returns_to_its_budget_in_time_is_no_danger():

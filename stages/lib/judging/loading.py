@@ -1,0 +1,81 @@
+"""Load the judges that evaluate.judges names: all of them, or the first one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stages.lib.core.files import ASSETS, metric_name, stage_dir
+from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
+from stages.lib.core.params.judging import JudgeName
+from stages.lib.core.rows import Demonstration, read_rows
+from stages.lib.core.user_functions import import_function
+from stages.lib.judging.endpoint import EndpointJudge
+from stages.lib.judging.fluency import Fluency, garbledness
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.pairwise import PairwiseJudge
+from stages.lib.judging.pointwise import PointwiseJudge
+from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+from stages.lib.lm.packing import SCORING_BATCH_SIZE
+from stages.lib.lm.scoring import RewardScorer
+
+LoadModel = Callable[[], Any]
+
+
+def base_model(params: Params) -> LoadModel:
+    """A function that loads the model before SFT, which only the judge `fluency` asks."""
+    return lambda: load_causal_lm(ASSETS / "model", params.model)
+
+
+def load_jury(params: Params, round_: str, base: LoadModel) -> Jury:
+    """All judges of evaluate.judges.
+
+    Args:
+        params: all params.
+        round_: the round, for its second reward model and its held-out demonstrations.
+        base: loads the model before SFT.
+
+    Raises:
+        BadInput: a function or a model does not exist.
+    """
+    return Jury(
+        {
+            metric_name(named): load_judge(named, params, round_, base)
+            for named in params.evaluate.judges
+        }
+    )
+
+
+def load_primary_judge(params: Params, round_: str) -> PrimaryJudge:
+    """The first judge of evaluate.judges.
+
+    Raises:
+        BadInput: as `load_jury`.
+    """
+    named = params.evaluate.judges[0]
+    return PrimaryJudge(metric_name(named), load_judge(named, params, round_, base_model(params)))
+
+
+def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> PairwiseJudge:
+    """One judge by its name in evaluate.judges; the other arguments are those of `load_jury`."""
+    margin, language_models = params.evaluate.tie_margin, params.language_models()
+    if named == JudgeName.lexicon:
+        return LexiconJudge(margin)
+    if named in language_models:
+        key, endpoint = language_models[named]
+        return EndpointJudge(endpoint, key=key)
+    if named == FLUENCY:
+        data = stage_dir(round_, "prepare") / "data"
+        people = read_rows(Demonstration, data / "sft_eval.jsonl", f"dvc repro prepare@{round_}")
+        tokenizer = load_tokenizer(ASSETS / "model")
+        nll = Fluency(base(), tokenizer, params.prepare.prompt_format)
+        return PointwiseJudge(named, garbledness(nll, people), 0.0)
+    if ":" in named:
+        return PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
+    folder = Path(named)
+    if named == HELD_OUT_REWARD_MODEL:
+        folder = stage_dir(round_, "reward") / "judge"
+    scorer = RewardScorer(folder, load_tokenizer(folder), params, SCORING_BATCH_SIZE)
+    return PointwiseJudge(named, scorer, margin)
