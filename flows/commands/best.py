@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import mlflow
 from mlflow.entities import LoggedModel
@@ -21,6 +22,7 @@ from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.recorder import read_metrics
+from stages.lib.core.renamed import current_name
 
 COLUMNS = (
     "run",
@@ -90,7 +92,7 @@ def read(model: LoggedModel) -> Policy:
         recorded=int(model.creation_timestamp),
         path=str((model.params or {})["path"]),
         tags=dict(model.tags or {}),
-        metrics={metric.key: float(metric.value) for metric in model.metrics or []},
+        metrics={current_name(metric.key): float(metric.value) for metric in model.metrics or []},
     )
 
 
@@ -208,9 +210,9 @@ def advice(home: Path, policies: list[Policy]) -> str:
     """Names the best policy, the location of its weights, and a policy to compare it with."""
     best = policies[0]
     line = f"Best: {best.path} of {best}, win rate {best.win_rate}"
-    # Without an interval, the win rate alone
-    if best.metrics.get("win_rate_low", best.metrics["win_rate"]) <= TIE:
-        line += ", not shown to be better than SFT"
+    if not shown_to_win(best, len(policies)):
+        highest = f" (the highest of {len(policies)} win rates)" if len(policies) > 1 else ""
+        line += f", not shown to be better than SFT{highest}"
     line += f"; {weights_location(home, best)}"
     selected = [policy for policy in policies if policy.selected][:2]
     if len(selected) < 2:
@@ -220,6 +222,19 @@ def advice(home: Path, policies: list[Policy]) -> str:
         f"{line}. To compare the two best selected policies on the same prompts: "
         f"`rondo compare {second} {first}`"
     )
+
+
+def shown_to_win(best: Policy, policies: int) -> bool:
+    """Whether the win rate of the best of so many policies is above TIE, beyond chance.
+
+    The highest of many win rates is high by chance too, so the lower half of its 95% interval is
+    widened as Bonferroni's correction would a normal one. Without an interval, the win rate alone.
+    """
+    win_rate = best.metrics["win_rate"]
+    half = win_rate - best.metrics.get("win_rate_low", win_rate)
+    normal = NormalDist()
+    widened = half * normal.inv_cdf(1 - 0.025 / policies) / normal.inv_cdf(1 - 0.025)
+    return win_rate - widened > TIE
 
 
 def weights_location(home: Path, policy: Policy) -> str:

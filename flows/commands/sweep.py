@@ -72,8 +72,7 @@ def sweep(
             if not (folder / COMPLETE).exists():
                 raise  # no point can run, e.g. because code is not committed
             # e.g. a learning rate that diverges: the others still run
-            last_line = str(point_error).strip().rpartition("\n")[2]
-            error = f"{type(point_error).__name__}: {last_line}"
+            error = f"{type(point_error).__name__}: {reason(point_error)}"
             errors.append(f"{name} ({', '.join(point)}): {error}")
             log(f"{name} failed:\n{point_error}")
         with chdir(folder):
@@ -85,14 +84,24 @@ def sweep(
     write_text(path, markdown(rows))
     log(markdown(rows))
     message = (
-        f"{len(points) - len(errors)} runs done, each on its branch runs/{run}.N; table: {path}"
+        f"runs done: {len(points) - len(errors)}, each on its branch runs/{run}.N; table: {path}"
     )
     if errors:
         failed = "\n".join(
-            [message, f"{len(errors)} runs failed; *Retry* runs them again:", *errors]
+            [message, f"runs failed: {len(errors)}; *Retry* runs them again:", *errors]
         )
         return Failed(message=failed)
     return Completed(message=message)
+
+
+def reason(error: RondoError) -> str:
+    """The line of an error that says why: the last one, but for the next step.
+
+    >>> reason(RondoError("sft@r0 ended with exit code 1:\\nNo memory\\nNext step: `dvc repro`"))
+    'No memory'
+    """
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("Next step")]
+    return lines[-1] if lines else ""
 
 
 def row(

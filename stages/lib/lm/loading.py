@@ -3,6 +3,7 @@
 Weights are safetensors, code from the hub is never run, and models are in eval mode (no dropout).
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,11 +31,23 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def setup_torch(params: Params) -> torch.device:
-    """Set threads and seed of this process; return the device to use."""
+    """Set threads, seed and GPU of this process; return the device to use."""
+    use_one_gpu()
     if params.model.threads:
         torch.set_num_threads(params.model.threads)
     torch.manual_seed(params.seed)
     return default_device()
+
+
+def use_one_gpu() -> None:
+    """Hide all GPUs but the first: a stage is one process, and TRL refuses to train on several.
+
+    Call it before anything uses CUDA, which reads the variable once.
+    """
+    if torch.cuda.device_count() > 1:
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = first
+        print(f"uses GPU {first} alone; choose another with CUDA_VISIBLE_DEVICES", flush=True)
 
 
 def default_device() -> torch.device:
@@ -49,7 +62,8 @@ def resolve_dtype(dtype: Dtype) -> torch.dtype:
     if dtype is not Dtype.auto:
         return torch.bfloat16 if dtype is Dtype.bfloat16 else torch.float32
     if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float32
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
 

@@ -168,8 +168,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def ziegler(error: float, share: float) -> float:
     """Factor on beta for a relative error of the KL, over a `share` of the horizon (Ziegler et al.
     2019, eq. 4).
+
+    The share counts as 1 at most: a batch of many horizons would else swing beta from one bound to
+    the other. So the factor is 0.8 to 1.2.
     """
-    return 1 + min(max(error, -0.2), 0.2) * share
+    return 1 + min(max(error, -0.2), 0.2) * min(share, 1.0)
 
 
 def proportional(error: float, _: float) -> float:

@@ -352,7 +352,7 @@ class PpoTrainer:
         """
         if self.params.loss_level is LossLevel.sequence:
             losses, clipped = F.sequence_policy_loss(
-                logprobs, old_logprobs, advantages, mask, self.params.cliprange
+                logprobs, old_logprobs, advantages, mask, self.params.cliprange_sequence
             )
             return losses.sum() / episodes, clipped.sum() / episodes
         losses, clipped = F.policy_loss(logprobs, old_logprobs, advantages, self.params.cliprange)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from flows import cli
+from flows.commands.best import Policy, shown_to_win
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.ended_rounds import lock_path, settings_path
 from stages.lib.core.files import stage_dir, write_json, write_text
@@ -212,3 +213,28 @@ def test_without_a_policy_the_error_names_the_next_step(
         and "none of 1 policies is under 5 nats" in error
         and "policy of one:r0: `rondo best --kl 6` shows it" in error
     )
+
+
+def test_the_best_of_many_has_to_be_better_than_chance_makes_it() -> None:
+    """Low ends 0.05 below: 1.96 standard errors, so widened to 0.0572 for 2 and 0.0787 for 50.
+
+    Normal quantiles at 1 - 0.025 / 2 and 1 - 0.025 / 50 are 2.2414 and 3.2905.
+    """
+
+    def won(win_rate: float, policies: int) -> bool:
+        metrics = {"win_rate": win_rate, "win_rate_low": win_rate - 0.05}
+        policy = Policy("run", 0, "rounds/r0/ppo/policy", {}, metrics)
+        return shown_to_win(policy, policies)
+
+    assert won(0.551, 1) and not won(0.549, 1)
+    assert won(0.558, 2) and not won(0.557, 2)
+    assert won(0.585, 50) and not won(0.583, 50)
+
+
+def test_policies_of_an_older_version_have_their_judge_score(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = {"win_rate": 0.7, "kl": 2.0, "sentiment": 0.4}
+    record(database, "old", 0.8, 5.0, md5="a", step_00009=checkpoint)
+    table = "\n".join(best(capsys)[1])
+    assert "old r0 rounds/r0/ppo/checkpoints/step_00009 0.700 2.00 0.400" in table

@@ -19,7 +19,7 @@ def test_a_sweep_runs_each_point_on_a_branch_and_compares_them(
     points = {"key": "sft.max_steps", "values": VALUES, "seeds": SEEDS, "settings": settings}
     state = execute(prefect, sweep, submit(prefect, sweep, **points))
     assert state.name == "Failed"
-    assert "2 runs done" in str(state.message) and "BadInput: rows missing" in str(state.message)
+    assert "runs done: 2" in str(state.message) and "BadInput: rows missing" in str(state.message)
     check_table(project)
     check_branches(project)
 

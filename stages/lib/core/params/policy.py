@@ -170,7 +170,15 @@ class PpoParams(ParamsSection):
     )
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
-    cliprange: float = Field(0.2, gt=0, description="Clip range of the policy's probability ratio.")
+    cliprange: float = Field(
+        0.2, gt=0, description="Clip range of the probability ratio per token."
+    )
+    cliprange_sequence: float = Field(
+        4e-4,
+        gt=0,
+        description="Clip range of the ratio per sequence to the power of 1 / length, if "
+        "`loss_level` is `sequence`.",
+    )
     loss_level: LossLevel = Field(
         LossLevel.token, description="Ratio and clip per `token`, or per `sequence` (GSPO)."
     )
@@ -189,7 +197,8 @@ class PpoParams(ParamsSection):
     kl_horizon: int = Field(
         64,
         ge=1,
-        description="Episodes over which beta adapts; use a small value for short runs.",
+        description="Episodes over which beta adapts; use a small value for short runs. Below "
+        "batch_size it has no further effect.",
     )
     max_kl: float = Field(
         7.5,
@@ -255,12 +264,17 @@ class PpoParams(ParamsSection):
     critic_lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=10))
 
     @model_validator(mode="after")
-    def batches_divide(self) -> "PpoParams":
+    def keys_agree(self) -> "PpoParams":
         if self.batch_size % self.mini_batch_size or self.mini_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of "
                 f"mini_batch_size {self.mini_batch_size}, "
                 f"and that of micro_batch_size {self.micro_batch_size}"
+            )
+        if not self.kl_coef and self.kl_control is not KlControl.fixed:
+            raise ValueError(
+                f"kl_coef 0 stays 0 with kl_control {self.kl_control.value}, which multiplies it: "
+                "set kl_control to fixed, or kl_coef above 0"
             )
         names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):

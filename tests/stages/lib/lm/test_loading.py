@@ -1,11 +1,15 @@
-"""Models whose logits are more than states times head are refused."""
+"""Models whose logits are more than states times head are refused; the GPU and dtype of a stage."""
+
+import os
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params.shared import ModelParams
-from stages.lib.lm.loading import load_causal_lm
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import Dtype, ModelParams
+from stages.lib.lm.loading import load_causal_lm, resolve_dtype, setup_torch
 
 SIZES = {
     "vocab_size": 40,
@@ -33,3 +37,27 @@ def test_logits_that_are_more_than_a_product_are_refused(tmp_path, config, key):
 def test_logits_scaled_by_one_are_accepted(tmp_path):
     AutoModelForCausalLM.from_config(GraniteConfig(**SIZES)).save_pretrained(tmp_path)
     assert load_causal_lm(tmp_path, ModelParams(dtype="float32")).config.logits_scaling == 1.0
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "used"),
+    [("", 2, "0"), ("3,1", 2, "3"), ("5", 1, "5"), ("", 1, "")],
+)
+def test_a_stage_uses_one_gpu(monkeypatch, visible, gpus, used):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if not visible:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    setup_torch(Params())
+    assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == used
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_no_emulated_bfloat16(monkeypatch, native, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: native or including_emulation,
+    )
+    assert resolve_dtype(Dtype.auto) is dtype

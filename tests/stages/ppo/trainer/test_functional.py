@@ -1,11 +1,13 @@
 """Every expected number was computed by hand (see the comments) or by a library."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from scipy.stats import entropy as scipy_entropy
 
+from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common import rewards
 from stages.ppo.trainer import functional as F
 
@@ -142,6 +144,27 @@ def test_adaptive_kl_by_hand():
     assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02)
     kl.update(0.0, episodes=10)  # error clipped to -0.2; 0.2 * 1.01 * 1.02 * 0.98 = 0.2019
     assert kl.kl_coef == pytest.approx(0.2 * 1.01 * 1.02 * 0.98)
+
+
+@pytest.mark.parametrize("episodes", [2**n for n in range(13)])
+@pytest.mark.parametrize("horizon", [1, 8, 64, 512, 4096])
+def test_adaptive_kl_approaches_its_target_without_overshooting(episodes, horizon):
+    """On a policy whose KL is 1 / beta, for any batch and horizon."""
+    controller = F.AdaptiveKLController(0.02, target=10.0, horizon=horizon)
+    kls = [50.0]
+    for _ in range(200):
+        controller.update(kls[-1], episodes)
+        kls.append(1 / controller.kl_coef)
+    assert all(later <= kl for kl, later in itertools.pairwise(kls))
+    assert kls[-1] >= 10.0 * (1 - 1e-9)
+    if episodes >= horizon / 8:
+        assert kls[-1] == pytest.approx(10.0, rel=0.05)
+
+
+def test_beta_of_zero_needs_a_fixed_controller():
+    with pytest.raises(ValueError, match="kl_coef 0 stays 0 with kl_control adaptive"):
+        PpoParams(kl_coef=0.0)
+    assert PpoParams(kl_coef=0.0, kl_control="fixed").kl_coef == 0.0
 
 
 def test_proportional_kl_by_hand():

@@ -79,6 +79,17 @@ def test_learns_in_every_configuration(make_roles, options, changes):
     assert metrics[-1]["score_mean"] > 3.0
 
 
+def test_the_sequence_level_loss_has_a_clip_range_of_its_own(roles):
+    params = PpoParams(**SETTINGS, loss_level="sequence", cliprange=9.0, cliprange_sequence=0.1)
+    trainer = PpoTrainer(roles, [({"prompt": "0"}, [5, 6])] * 32, params, 0)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, clipped = trainer.policy_loss(
+        torch.full((1, 2), 0.5), torch.zeros(1, 2), torch.ones(1, 2), mask, mask.sum(), 1
+    )
+    # the ratio is exp(0.5), clipped to 1.1
+    assert (loss.item(), clipped.item()) == (pytest.approx(-1.1), 1.0)
+
+
 def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(make_roles):
     """Mean KL (k3, which varies less) of the last five updates, in nats per sequence."""
 
