@@ -14,7 +14,7 @@ from flows.core.tables import short_hash
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
-from stages.lib.core.ended_rounds import params_of
+from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import REPORTS, write_text
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params
@@ -60,7 +60,8 @@ def write(rounds: Sequence[str]) -> Path:
 
 def pictures(results: RoundResults) -> dict[str, list[Markup]]:
     """The charts of each stage, with the thresholds of the round's own settings."""
-    params = params_of(results.name)
+    # not every round with results is in params.yaml, e.g. after a preset with fewer rounds
+    params = params_of(results.name) if has_ended(results.name) else load_params()
     return {stage: draw(results, params) for stage, draw in PICTURES.items()}
 
 

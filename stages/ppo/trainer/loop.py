@@ -75,6 +75,7 @@ class TrainingRun:
             rows = episode_rows(trainer.updates, rollout, judge_scores, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
+            del rollout  # its states would stay in memory while the next ones are computed
 
             # 2. health
             findings = self.check_health(metrics)

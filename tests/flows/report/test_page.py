@@ -7,6 +7,7 @@ from pathlib import Path
 from flows.report import charts, page
 from flows.report.round_data import extreme_samples
 from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
+from stages.lib.core.params import load_params
 from stages.replay.badcases import Badcase, Cause, Retest, ledger_path
 from tests.flows.report.reading import Page
 
@@ -140,6 +141,14 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     # ids of different pictures differ
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
+
+
+def test_a_round_that_params_do_not_have_is_shown_with_todays_thresholds(project: Path) -> None:
+    """E.g. after a preset with one round in a clone whose results have two."""
+    assert "r9" not in load_params().rounds
+    (project / "rounds/r9/ppo").mkdir(parents=True, exist_ok=True)
+    (project / "rounds/r9/ppo/curves.csv").write_text("step,kl\n1,0.0\n2,3.0\n")
+    assert "kl above budget: 7.5" in page.write(["r0", "r9"]).read_text()
 
 
 def test_before_anything_has_run(project: Path) -> None:
