@@ -21,7 +21,7 @@ from flows.execution import disk, fork_server
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
-from stages.lib.core.params.judging import Annotator, JudgeName
+from stages.lib.core.params.judging import Annotator, EndpointParams, JudgeName
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.lib.data.slices import read_slices
@@ -172,6 +172,8 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
         / rate
         + _judge_seconds(params, replay_comparisons),
     }
+    for stage, seconds in _primary_judge_seconds(params, updates).items():
+        work[stage] += seconds
     if params.annotate.annotator is Annotator.judge:
         work["annotate"] = _annotation_seconds(params, length, weights, rate)
     return Estimate(
@@ -298,10 +300,27 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> 
 
 def _judge_seconds(params: Params, compared: int) -> float:
     """Seconds that the language models of evaluate.judges take to compare, in both orders."""
-    return sum(
-        2 * compared * ANSWER_SECONDS / endpoint.concurrency
-        for _, endpoint in params.language_models().values()
-    )
+    endpoints = params.language_models().values()
+    return sum(_answer_seconds(endpoint, compared) for _, endpoint in endpoints)
+
+
+def _primary_judge_seconds(params: Params, updates: int) -> dict[str, float]:
+    """Seconds by stage that the primary judge takes to compare, if it is a language model."""
+    primary, ppo = params.evaluate.judges[0], params.ppo
+    if primary not in params.language_models():
+        return {}
+    _, endpoint = params.language_models()[primary]
+    validations = updates // ppo.validation_updates
+    compared = {
+        "sft": params.prepare.max_eval_prompts * params.sft.samples_per_prompt,
+        "battery": params.battery.pairs + params.battery.prompts * len(params.battery.best_of),
+        "ppo": validations * ppo.validation_prompts,
+    }
+    return {stage: _answer_seconds(endpoint, number) for stage, number in compared.items()}
+
+
+def _answer_seconds(endpoint: EndpointParams, compared: int) -> float:
+    return 2 * compared * ANSWER_SECONDS / endpoint.concurrency
 
 
 def _annotation_seconds(params: Params, length: float, weights: float, rate: float) -> float:

@@ -53,6 +53,15 @@ def test_language_models_that_judge_take_time() -> None:
     evaluate, replay = (judged[stage] - automatic[stage] for stage in ("evaluate", "replay"))
     assert evaluate == pytest.approx(10 * (3 * 2 + 2) * 2 * 2 / 4)
     assert replay == pytest.approx(5 * (6 + 3) * 2 * 2 / 4)
+    # as the primary judge: 10 prompts with 4 samples; 96 pairs, and 32 prompts for 3 sizes of
+    # best-of-n; 64 prompts, 5 times in 20 updates
+    for stage, comparisons in {"sft": 10 * 4, "battery": 96 + 32 * 3, "ppo": 64 * 5}.items():
+        assert judged[stage] - automatic[stage] == pytest.approx(comparisons * 2 * 2 / 4)
+    second = {"judges": ["lexicon", "endpoint"]}
+    jury = estimate.estimate(
+        params(**sizes, evaluate=second, annotate={"endpoint": endpoint}), MACHINE
+    ).seconds
+    assert jury["ppo"] == automatic["ppo"] and jury["evaluate"] == judged["evaluate"]
 
 
 def test_one_more_sample_per_prompt_and_one_more_epoch_of_pairs_add_their_flops() -> None:
