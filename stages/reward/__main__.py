@@ -29,7 +29,7 @@ from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardSco
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics, Prompt, TokenIds
 from stages.lib.data.prompts import check_template, encode, template_hash
-from stages.lib.data.splits import prompt_key
+from stages.lib.data.splits import prompt_key, shuffled
 from stages.lib.lm.loading import (
     load_sequence_classifier,
     load_tokenizer,
@@ -55,7 +55,7 @@ RELOAD_ROWS = 32
 class RewardModelTrainer:
     """Trains reward models that differ in their pairs, start and seed: the judge and the ensemble.
 
-    demonstrations: SFT demonstrations whose scores get mean 0 and standard deviation 1.
+    demonstrations: those whose scores get mean 0 and standard deviation 1.
     """
 
     params: Params
@@ -107,7 +107,11 @@ def main(params: Params, round_: str) -> None:
     labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
     labelled_rows = read_rows(PreferencePair, labelled, f"dvc repro annotate@{round_}")
     held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
-    demonstrations = read_rows(Demonstration, data / "sft_train.jsonl", made_by)
+    # held-out demonstrations: no model was trained on them, and they are the same in every round,
+    # so that the unit of the scores is. A random sample, since several sources follow each other.
+    demonstrations = shuffled(
+        read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
+    )
     trainer = RewardModelTrainer(params, tokenizer, demonstrations[:CALIBRATION_ROWS], recorder)
     chosen, rejected = (trainer.encode_side(held_out, side) for side in SIDES)
 

@@ -97,13 +97,12 @@ REWARD = (
         "battery.centre",
         "within",
         "centre",
-        "Mean score of held-out demonstrations. The reward stage sets the mean score of training "
-        "demonstrations to 0 and their standard deviation to 1. This standard deviation is the "
-        "unit of ppo.score_clip and ppo.missing_eos_penalty.",
+        "Mean score of held-out demonstrations. The reward stage sets the mean score of up to 256 "
+        "of them to 0 and their standard deviation to 1. This standard deviation is the unit of "
+        "ppo.score_clip and ppo.missing_eos_penalty.",
         "scores are not centred on demonstrations, so PPO's advantages, ppo.score_clip and "
         "ppo.missing_eos_penalty are wrong. Run `dvc repro --force reward@{round}`, which centres "
-        "the scores again. If the mean is still not near 0, the held-out demonstrations differ "
-        "from the training demonstrations",
+        "the scores again",
     ),
     Threshold(
         "battery.drift",

@@ -9,9 +9,10 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stages.lib.core.files import is_placeholder
+from stages.lib.core.files import is_placeholder, write_jsonl
 from stages.lib.core.params import check_params
 from stages.lib.core.recorder import MetricLogger
+from stages.lib.lm.scoring import RewardScorer
 from stages.reward.__main__ import main, split_judge_pairs
 from stages.reward.fit import fit, training_pairs
 from tests.paths import ROOT
@@ -88,3 +89,31 @@ def test_the_judge_is_trained_on_its_own_pairs(make_round, monkeypatch: pytest.M
     assert metrics["judge_pairs"] + metrics["train_pairs"] == 54 and metrics["judge_pairs"] > 0
     weights = [(folder / name / "model.safetensors").read_bytes() for name in ("judge", "model")]
     assert weights[0] != weights[1]
+
+
+def test_scores_are_centred_on_a_sample_of_held_out_demonstrations(
+    make_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 of them, of two sources, one after the other."""
+    params = make_round("r0", 1.0)
+    params.reward.max_steps, params.reward.per_device_train_batch_size = 2, 8
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    sources = [("Our meeting", " was great."), ("Our concert", " was a sad and dull affair.")]
+    rows = [
+        {"id": f"e-{number}", "prompt": f"{prompt} {number}", "completion": completion}
+        for (prompt, completion), size in zip(sources, (260, 140), strict=True)
+        for number in range(size)
+    ]
+    write_jsonl(Path("rounds/r0/prepare/data/sft_eval.jsonl"), rows)
+    main(params, "r0")
+    model = Path("rounds/r0/reward/model")
+    scorer = RewardScorer(model, AutoTokenizer.from_pretrained(model), params, 64)
+    scores = torch.tensor(
+        scorer([row["prompt"] for row in rows], [row["completion"] for row in rows])
+    )
+    # the mean of all is about that of a random sample of 256 (its standard error is 0.04), but not
+    # that of the first 256, which are of the first source
+    assert scores.mean().item() == pytest.approx(0.0, abs=0.12)
+    assert scores.std().item() == pytest.approx(1.0, abs=0.12)
+    assert abs(scores[:256].mean().item()) > 0.2
