@@ -23,9 +23,9 @@ SFT = (
         "to the base model's, minus the share that it finds worse; lower bound of the paired 95% "
         "interval over prompts. Both models answer the frozen prompts sft.samples_per_prompt "
         "times with the same random numbers. SFT need not be better than the base model, but "
-        "must not be worse. With 88 prompts the interval is about +-0.1, so an equally good SFT "
-        "model has a lower bound of -0.1 on average, and the threshold of -0.2 rejects one in "
-        "forty. Not measured (null) with the judge `apart`, which is trained after SFT.",
+        "must not be worse. With 88 prompts and 4 responses the interval is about +-0.08, so an "
+        "equally good SFT model has a lower bound of -0.08 on average, and above -0.17 in 39 of 40 "
+        "cases. Not measured (null) with the judge `apart`, which is trained after SFT.",
         "the responses of SFT may be worse than those of the base model: compare both in "
         "rounds/{round}/sft/samples.jsonl. Are the demonstrations (reports/{round}/data.html) "
         "texts that you want? If they are, name a judge that fits your task in evaluate.judges",
