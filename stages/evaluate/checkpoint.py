@@ -66,6 +66,7 @@ def main(params: Params, round_: str, checkpoint: str) -> Path:
     }
     for name, model in models.items():
         results.add_model(name, model, params.evaluate.samples_per_prompt)
+    results.win_rates("ppo", "sft")  # a judge that only compares scores a policy against SFT
     intervals = {
         f"{name}_{other}": interval
         for other in ("sft", "ppo")

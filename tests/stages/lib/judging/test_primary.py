@@ -10,6 +10,7 @@ import pytest
 from stages.assets.inputs import main as inputs
 from stages.battery.__main__ import main as battery
 from stages.evaluate.__main__ import main as evaluate
+from stages.evaluate.checkpoint import main as evaluate_checkpoint
 from stages.lib.core.files import read_json, read_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.rows import SIDES
@@ -136,6 +137,9 @@ def test_a_language_model_as_the_only_judge(make_round, chat_server, monkeypatch
     assert "judge_score_mean" not in metrics["ppo"]
     rows = read_jsonl(Path("rounds/r0/evaluate/samples.jsonl"), "")
     assert {row["ppo_judge_score"] for row in rows} <= {0.0, 0.5, 1.0}
+    report = read_json(evaluate_checkpoint(params, "r0", "rounds/r0/ppo/policy"), "")
+    for model in ("sft", "ppo", "checkpoint"):
+        assert 0.0 <= report[model]["judge_score"] <= 1.0
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dpo"])
