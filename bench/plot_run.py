@@ -27,7 +27,7 @@ def main(target: str) -> None:
         folder = Path("rounds", name)
         steps, curve = columns(folder / "ppo/curves.csv"), columns(folder / "evaluate/curves.csv")
         score.plot(steps["step"], steps["score_mean"], label=name)
-        kl.plot(steps["step"], steps["kl"], label=name)
+        kl.plot(steps["step"], steps["kl_per_token"], label=name)
         by_kl = sorted(zip(curve["kl"], curve["judge_score"], curve["score"], strict=True))
         distance, judge, proxy = zip(*by_kl, strict=True)
         line = against_kl.plot(distance, judge, "o-", label=f"{name}: judge score")[0]
@@ -38,11 +38,11 @@ def main(target: str) -> None:
             "label": f"{name}: reward model / 4",
         }
         against_kl.plot(distance, [value / 4 for value in proxy], "x--", **proxy_style)
-    budget = yaml.safe_load(Path("params.yaml").read_text())["ppo"]["max_kl"]
+    budget = yaml.safe_load(Path("params.yaml").read_text())["ppo"]["max_kl_per_token"]
     kl.axhline(budget, color="grey", linestyle=":", label="budget")
     for axis, title, x, y in (
         (score, "PPO: reward-model score", "update", "calibrated score"),
-        (kl, "PPO: KL from SFT", "update", "nats per sequence"),
+        (kl, "PPO: KL from SFT", "update", "nats per token"),
         (against_kl, "evaluation: judge against reward model", "KL, nats per sequence", ""),
     ):
         axis.set(title=title, xlabel=x, ylabel=y)

@@ -31,7 +31,7 @@ SWEEP = (0.0, 0.03, 0.1, 0.3)  # values of ppo.kl_coef
 # Settings of the sweep: nothing but the KL coefficient limits the distance from SFT.
 UNLIMITED = (
     "ppo.kl_control=fixed",
-    "ppo.max_kl=1000",
+    "ppo.max_kl_per_token=1000",
     "ppo.on_danger=warn",
     "ppo.total_episodes=960",
     "ppo.save_updates=5",

@@ -83,9 +83,7 @@ def curve_of(
         policy=policy,
         tokenizer=tokenizer,
         reference=FrozenModel(reference).reference,
-        sample=lambda ids, ppo, generator: sample_responses(
-            policy, tokenizer, ids, ppo, generator, len(ids)
-        ),
+        sample=lambda ids, ppo, generator: sample_responses(policy, tokenizer, ids, ppo, generator),
     )
     # not load_primary_judge: the environment of TRL's PPO lacks the libraries of other judges
     judge = PrimaryJudge("lexicon", LexiconJudge(params.evaluate.tie_margin))

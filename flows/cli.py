@@ -226,7 +226,7 @@ def add_comparison_commands(commands: Subparsers) -> None:
         "--kl",
         type=float,
         metavar="NATS",
-        help="maximum KL from SFT, in nats per sequence; default: gates.promote.max_kl",
+        help="maximum KL from SFT, in nats per token; default: gates.promote.max_kl_per_token",
     )
 
 
@@ -347,7 +347,7 @@ def best(options: argparse.Namespace) -> int:
     from flows.tracking.mlflow_store import experiment_of, registry
     from stages.lib.core.params import load_params
 
-    kl = load_params().gates.promote.max_kl if options.kl is None else options.kl
+    kl = load_params().gates.promote.max_kl_per_token if options.kl is None else options.kl
     home, here = HOME.resolve(), policies.experiments_here()
     with registry(home) as client:
         ranking = policies.policies_within_kl(experiment_of(client), kl, here)

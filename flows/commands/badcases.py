@@ -4,7 +4,6 @@ that people add.
 
 import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,7 +103,7 @@ def list_all(options: argparse.Namespace) -> int:
             case.state.value,
             "  ".join(retests),
             f"{case.score:+.2f}",
-            OUTCOMES.get(case.votes.get(JURY, math.nan), "-"),
+            OUTCOMES[case.votes[JURY]] if JURY in case.votes else "-",
             ascii(case.response)[1:-1][:SHOWN_CHARACTERS],
         )
     Console(width=180, color_system=None, markup=False).print(table)

@@ -29,7 +29,7 @@ COLUMNS = (
     "round",
     "policy",
     "win rate against SFT [95%]",
-    "KL, nats",
+    "KL, nats per token",
     "judge score",
     "seed",
     "git",
@@ -72,6 +72,12 @@ class Policy:
         return self.name == f"{self.round}-ppo"
 
     @property
+    def kl_per_token(self) -> float:
+        """KL from SFT in nats; policies of older versions have only the KL per sequence."""
+        metrics = self.metrics
+        return metrics.get("kl_per_token", metrics["kl"] / max(metrics.get("length", 0.0), 1.0))
+
+    @property
     def interval_width(self) -> float:
         high = self.metrics.get("win_rate_high", math.inf)
         return high - self.metrics.get("win_rate_low", -math.inf)
@@ -99,7 +105,7 @@ def read(model: LoggedModel) -> Policy:
 def policies_within_kl(
     experiment: str, kl: float, here: Collection[Experiment]
 ) -> list[list[Policy]]:
-    """Policies with a KL from SFT below `kl` (nats per sequence), best first.
+    """Policies with a KL from SFT below `kl` (nats per token), best first.
 
     Args:
         experiment: id of MLflow's experiment.
@@ -119,13 +125,13 @@ def policies_within_kl(
     measured = [policy for policy in policies if {"win_rate", "kl"} <= policy.metrics.keys()]
     if not measured:
         raise BadInput("MLflow has no policy that was evaluated: `rondo run` records them")
-    near = [policy for policy in measured if policy.metrics["kl"] < kl]
+    near = [policy for policy in measured if policy.kl_per_token < kl]
     if not near:
-        nearest = min(measured, key=lambda policy: policy.metrics["kl"])
+        nearest = min(measured, key=lambda policy: policy.kl_per_token)
         raise BadInput(
-            f"none of {len(measured)} policies is under {kl:g} nats of KL; "
+            f"none of {len(measured)} policies is under {kl:g} nats of KL per token; "
             f"nearest to SFT is {nearest.path} of {nearest}: "
-            f"`rondo best --kl {math.floor(nearest.metrics['kl']) + 1}` shows it"
+            f"`rondo best --kl {math.ceil(nearest.kl_per_token * 10 + 1e-9) / 10:g}` shows it"
         )
     groups: dict[Experiment, list[Policy]] = {}
     for policy in unique(near):
@@ -198,7 +204,7 @@ def table(policies: list[Policy]) -> Table:
             policy.round,
             policy.path,
             policy.win_rate,
-            f"{policy.metrics['kl']:z.2f}",
+            f"{policy.kl_per_token:z.2f}",
             f"{policy.metrics['judge_score']:.3f}" if "judge_score" in policy.metrics else "-",
             policy.tags.get("seed", "-"),
             short_hash(policy.tags.get("revision", "-")),

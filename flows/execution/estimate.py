@@ -301,7 +301,7 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> 
 def _judge_seconds(params: Params, compared: int) -> float:
     """Seconds that the language models of evaluate.judges take to compare, in both orders."""
     endpoints = params.language_models().values()
-    return sum(_answer_seconds(endpoint, compared) for _, endpoint in endpoints)
+    return sum(_answer_seconds(endpoint, 2 * compared) for _, endpoint in endpoints)
 
 
 def _primary_judge_seconds(params: Params, updates: int) -> dict[str, float]:
@@ -316,11 +316,11 @@ def _primary_judge_seconds(params: Params, updates: int) -> dict[str, float]:
         "battery": params.battery.pairs + params.battery.prompts * len(params.battery.best_of),
         "ppo": validations * ppo.validation_prompts,
     }
-    return {stage: _answer_seconds(endpoint, number) for stage, number in compared.items()}
+    return {stage: _answer_seconds(endpoint, 2 * number) for stage, number in compared.items()}
 
 
-def _answer_seconds(endpoint: EndpointParams, compared: int) -> float:
-    return 2 * compared * ANSWER_SECONDS / endpoint.concurrency
+def _answer_seconds(endpoint: EndpointParams, answers: int) -> float:
+    return answers * ANSWER_SECONDS / endpoint.concurrency
 
 
 def _annotation_seconds(params: Params, length: float, weights: float, rate: float) -> float:
@@ -333,7 +333,7 @@ def _annotation_seconds(params: Params, length: float, weights: float, rate: flo
     if config.judge is JudgeName.endpoint:
         answers = config.prompts * config.samples * (config.samples - 1)
         answers += 2 * config.agreement_pairs
-        seconds += answers * ANSWER_SECONDS / config.endpoint.concurrency
+        seconds += _answer_seconds(config.endpoint, answers)
     return seconds
 
 

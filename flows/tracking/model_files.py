@@ -27,7 +27,6 @@ SECTIONS: dict[str, Any] = {
     "prepare": {"prompt_format"},
     "ppo": {"response_length", "temperature"},
     "reward": {"max_length"},
-    "evaluate": {"batch_size"},
 }
 
 
@@ -136,8 +135,8 @@ class ModelContents:
             pairs = read_jsonl(data / "pairs_eval.jsonl", made_by)[:SCORED]
             return [{"prompt": row["prompt"], "response": row["chosen"]} for row in pairs]
         rows = read_jsonl(data / "eval_prompts.jsonl", made_by)
-        # The first batch of the evaluation: in another batch, products may round otherwise.
-        return [{"prompt": row["prompt"]} for row in rows[: self.params.evaluate.batch_size]]
+        # All prompts of the evaluation: in other batches, products may round otherwise.
+        return [{"prompt": row["prompt"]} for row in rows]
 
     def _tracked(self, path: Path, address: str) -> list[ModelFile]:
         outs = {Path(out["path"]): out["md5"] for out in read_lock(address).get("outs", [])}

@@ -155,7 +155,6 @@ def signature(files: ModelFiles) -> ModelSignature:
         "max_new_tokens": settings["ppo"]["response_length"],
         "temperature": settings["ppo"]["temperature"],
         "seed": settings["seed"] * 1000,  # that of the evaluation's first sample
-        "batch_size": settings["evaluate"]["batch_size"],
     }
     return infer_signature(DataFrame(files.examples), ["a text"], params=sampling)
 

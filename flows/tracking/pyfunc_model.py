@@ -86,8 +86,8 @@ class TextGenerator(_Model):
 
         Args:
             model_input: column `prompt`, a text or messages.
-            params: `max_new_tokens`, `temperature`, `batch_size`, and `seed`, which numbers the
-                evaluation's samples: 1000 * seed of params.yaml is its first sample.
+            params: `max_new_tokens`, `temperature`, and `seed`, which numbers the evaluation's
+                samples: 1000 * seed of params.yaml is its first sample.
         """
         import torch
 
@@ -100,7 +100,6 @@ class TextGenerator(_Model):
             response_length=sampling["max_new_tokens"],
             temperature=sampling["temperature"],
             generator=torch.Generator().manual_seed(sampling["seed"]),
-            batch_size=sampling["batch_size"],
             eos_token_id=self.tokenizer.eos_token_id,
         )
         texts: list[str] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)

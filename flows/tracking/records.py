@@ -49,6 +49,7 @@ HEALTH = (  # metrics of PPO per update that the pipeline run shows too
     "score_mean",
     "judge_score_mean",
     "kl",
+    "kl_per_token",
     "response_length",
     "distinct_2",
     "repetition_3",

@@ -31,7 +31,6 @@ from stages.lib.judging.pairwise import (
 )
 from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
-from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 
 PROMPTS_PER_PROGRESS_LINE = 16
 
@@ -180,7 +179,6 @@ def sample_responses(
         response_length=params.ppo.response_length,
         temperature=params.annotate.temperature,
         generator=torch.Generator().manual_seed(params.seed),
-        batch_size=RESPONSE_BATCH_SIZE,
         eos_token_id=tokenizer.eos_token_id,
     )
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)

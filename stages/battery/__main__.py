@@ -47,10 +47,9 @@ from stages.lib.core.rows import (
 from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
-from stages.lib.data.splits import dedupe_prompts, shuffled
+from stages.lib.data.splits import calibration_sample, dedupe_prompts, shuffled
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
-from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 
 # the metrics of the stage's last line of output
@@ -70,16 +69,17 @@ def main(params: Params, round_: str) -> None:
     for manifest in (sft / "manifest.json", reward / "manifest.json"):
         check_template(manifest, tokenizer, params.prepare.prompt_format)
     model = load_causal_lm(sft / "model", params.model)
-    scorer = RewardScorer(reward / "model", tokenizer, params, RESPONSE_BATCH_SIZE)
+    scorer = RewardScorer(reward / "model", tokenizer, params)
     held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
-    demonstrations = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
+    demonstrations = calibration_sample(
+        read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
+    )
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by)
-    rows_by_id = {
-        row["id"]: row
+    scores_by_id = {
+        row["id"]: (row["chosen"], row["rejected"])
         for row in read_rows(RewardScores, reward / "scores.jsonl", f"dvc repro reward@{round_}")
     }
-    scored = [rows_by_id[row["id"]] for row in held_out]
-    pair_scores = [(row["chosen"], row["rejected"]) for row in scored]
+    pair_scores = [scores_by_id[row["id"]] for row in held_out]
     judge = load_primary_judge(params, round_)
 
     # 2. held-out accuracy per slice, the judge's agreement with the labels, the effect of length
@@ -88,8 +88,7 @@ def main(params: Params, round_: str) -> None:
     metrics |= pair_agreement(held_out, pair_scores, judge, params)
     recorder.log_progress(1, f"worst slice {format_metric(metrics['worst_slice'])}")
 
-    # 3. what PPO starts from: the scores of SFT samples beside those of demonstrations, and
-    # whether samples that score higher are better ones
+    # 3. what PPO starts from: SFT samples beside demonstrations, and if a higher score is better
     rows = shuffled(dedupe_prompts(prompts), params.seed)[: config.prompts]
     samples = sample_and_score(model, scorer, judge, rows, max(config.best_of), params)
     scores = {

@@ -18,8 +18,6 @@ from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.stats import paired_bootstrap, pearson
 
-MAX_DEMONSTRATIONS = 256
-
 
 @dataclass(frozen=True)
 class ScoredSamples:
@@ -77,9 +75,7 @@ def sample_and_score(
     prompt_format, tokenizer = params.prepare.prompt_format, scorer.tokenizer
     prompt_ids = [encode(tokenizer, prompt, None, prompt_format)[0] for prompt in repeated]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(
-        model, tokenizer, prompt_ids, params.ppo, generator, scorer.batch_size
-    )
+    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     ended = append_eos(responses, tokenizer.eos_token_id)
     sequences = [prompt + response for prompt, response in zip(prompt_ids, ended, strict=True)]
@@ -134,11 +130,10 @@ def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples)
 
 
 def demonstration_scores(rows: list[Demonstration], scorer: RewardScorer) -> list[float]:
-    """Scores of held-out demonstrations, encoded as the reward stage does when it calibrates."""
+    """Scores of demonstrations, encoded as the reward stage does when it calibrates."""
     form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
     encoded = (
-        encode(scorer.tokenizer, row["prompt"], row["completion"], form, length)
-        for row in rows[:MAX_DEMONSTRATIONS]
+        encode(scorer.tokenizer, row["prompt"], row["completion"], form, length) for row in rows
     )
     return scorer.tokens([prompt + completion for prompt, completion in encoded])
 

@@ -28,7 +28,7 @@ def pair_agreement(
     is asked about battery.pairs of the pairs, since each is a request.
     """
     indices = list(range(len(pairs)))
-    if text_scores(pairs[:1], judge) is None:
+    if judge.only_compares:
         random.Random(params.seed).shuffle(indices)
         del indices[params.battery.pairs :]
     judged = [pairs[index] for index in indices]
@@ -47,17 +47,18 @@ def ending_rates(
     """For each ending how often the judge, too, prefers the text with it to the original.
 
     A high rate means that the text really is better, or that the ending misleads the judge as
-    well. None for each ending if the judge only compares: this would be a request per text.
+    well. None for an ending without results, and if the judge only compares: this would be a
+    request per text.
     """
-    return [_rate(ending_results, judge) for ending_results in results]
+    if judge.only_compares:
+        return [None] * len(results)
+    return [_rate(ending_results, judge) if ending_results else None for ending_results in results]
 
 
-def _rate(results: Sequence[ProbeResult], judge: PrimaryJudge) -> float | None:
+def _rate(results: Sequence[ProbeResult], judge: PrimaryJudge) -> float:
     prompts = [result.prompt for result in results]
-    texts = [result.text for result in results]
-    if not results or judge.scores(prompts, texts) is None:
-        return None
-    return fmean(judge.outcomes(prompts, texts, [result.original for result in results]))
+    texts, originals = [r.text for r in results], [r.original for r in results]
+    return fmean(judge.outcomes(prompts, texts, originals))
 
 
 def with_judge_scores(rows: Sequence[ScoredText], judge: PrimaryJudge) -> list[ScoredText]:

@@ -96,5 +96,5 @@ def sample_texts(
     ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
     sampling = params.ppo.model_copy(update={"response_length": config.response_length})
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, ids, sampling, generator, config.batch_size)
+    responses = sample_responses(model, tokenizer, ids, sampling, generator)
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

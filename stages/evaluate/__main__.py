@@ -116,7 +116,7 @@ def main(params: Params, round_: str) -> None:
         "champion_round": champion.round if champion else None,
         **NO_CHAMPION,
         **comparisons,
-        "judge": results.primary,
+        "judge": jury.primary.name,
         "jury": jury.report(),
         "overoptimisation": overoptimisation(points_by_update(curve)),
         "evaluation_id": evaluation_id(settings),

@@ -19,8 +19,6 @@ from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
 from stages.lib.metrics.text import repetition_n
 
-SCORING_BATCH = 64  # responses scored at once
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -83,9 +81,7 @@ class Evaluator:
         """
         p, eos = self.params, self.tokenizer.eos_token_id
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
-        responses = sample_responses(
-            model, self.tokenizer, self.prompt_ids, p.ppo, generator, p.evaluate.batch_size
-        )
+        responses = sample_responses(model, self.tokenizer, self.prompt_ids, p.ppo, generator)
         scored = score_responses(
             None if model is self.sft else model,  # None: KL 0, without a second forward pass
             lambda: nullcontext(self.sft),
@@ -94,7 +90,6 @@ class Evaluator:
             reward_model=self.reward,
             eos_token_id=eos,
             temperature=p.ppo.temperature,
-            batch_size=SCORING_BATCH,
         )
         scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)

@@ -35,6 +35,7 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
         "repetition_3": [s.repetition for s in samples],
     }
     means = {name: sum(column) / len(column) for name, column in values.items()}
+    means["kl_per_token"] = means["kl"] / means["length"]
     means["nll"] = -sum(s.sft_logprob for s in samples) / sum(s.length for s in samples)
     return means
 
@@ -88,7 +89,6 @@ class ModelResults:
 
     def __init__(self, evaluator: Evaluator, jury: Jury, losses: Metrics, label: str) -> None:
         self.evaluator, self.jury, self.losses, self.label = evaluator, jury, losses, label
-        self.primary = next(iter(jury.judges))
         self.samples: dict[str, list[OneSamplePerPrompt]] = {}
         self.judge_scores: dict[str, list[list[float]]] = {}
         self.metrics: dict[str, dict[str, float]] = {}
@@ -102,7 +102,7 @@ class ModelResults:
             metrics["ppl_human"] = math.exp(loss)
         if name == "ppo":
             metrics["ppl_human"] = self.evaluator.perplexity(model)
-        prompts, judge = self.evaluator.prompts, self.jury.judges[self.primary]
+        prompts, judge = self.evaluator.prompts, self.jury.primary
         scores = [judge.scores(prompts, [s.text for s in one_pass]) for one_pass in passes]
         if None not in scores:
             self.set_judge_scores(name, cast(list[list[float]], scores))
@@ -136,7 +136,7 @@ class ModelResults:
             for judge, values in outcomes.items()
         }
         if other == "sft" and name not in self.judge_scores:
-            self.set_judge_scores(name, outcomes[self.primary])
+            self.set_judge_scores(name, outcomes[self.jury.primary.name])
         if name in self.judge_scores and other in self.judge_scores:
             passes = len(outcomes[JURY])
             a, b = (self.judge_scores[key][:passes] for key in (name, other))

@@ -34,6 +34,7 @@ ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
     "score_mean",
     "judge_score_mean",
     "kl",
+    "kl_per_token",
     "entropy",
     "response_length",
     "eos_rate",
@@ -92,8 +93,8 @@ def main(params: Params, round_: str) -> None:
     print(
         f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; "
         f"kept the policy after update {kept.update}: "
-        f"{run.judge.name} {run.initial_validation.judge_score:.2f} -> {kept.judge_score:.2f} "
-        f"on held-out prompts, KL {kept.kl:.2f} nats",
+        f"{run.judge.name} {run.selector.first.judge_score:.2f} -> {kept.judge_score:.2f} "
+        f"on held-out prompts, KL {kept.kl:.2f} nats per sequence",
         flush=True,
     )
 
@@ -109,10 +110,10 @@ def summary(run: TrainingRun) -> Metrics:
         "score_mean_first": steps[0]["score_mean"],
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.params.batch_size,
-        "stopped": run.stopped or "completed",
+        "stopped": run.monitor.stopped or "completed",
         "policy_update": kept.update,
         "judge": run.judge.name,
-        "validation_judge_score_before": run.initial_validation.judge_score,
+        "validation_judge_score_before": run.selector.first.judge_score,
         **kept.metrics,
         "health": run.monitor.verdict,
         "dangers": run.monitor.dangers(kept.update + 1),  # up to the kept policy's own rollout

@@ -7,7 +7,6 @@ from stages.lib.core.files import is_placeholder, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.rows import PreferencePair, PromptRow, RewardScores, read_rows
 from stages.lib.judging.jury import Jury
-from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.replay.badcases import Badcase, State
@@ -94,9 +93,7 @@ def exploit_metrics(
         rows = read_rows(ExploitRow, path, f"dvc repro replay@{previous.name}")
         earlier = [row["suffix"] for row in rows]
     if earlier:
-        previous_scorer = RewardScorer(
-            previous / "reward/model", sampler.tokenizer, params, RESPONSE_BATCH_SIZE
-        )
+        previous_scorer = RewardScorer(previous / "reward/model", sampler.tokenizer, params)
         previous_chosen = chosen_scores(previous / "reward")
         before = pairs_flipped(earlier, held_out, previous_scorer, previous_chosen)
         after = pairs_flipped(earlier, held_out, sampler.scorer, chosen)

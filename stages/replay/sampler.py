@@ -20,7 +20,6 @@ from stages.lib.lm.loading import (
     load_policy,
     load_tokenizer,
 )
-from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import RewardScorer, score_responses
 
@@ -61,9 +60,7 @@ class Sampler:
         policy = stage_dir(round_, "ppo") / "policy"
         self.model = load_policy(sft, policy, params.model)
         self.sft_model = None if is_adapter(policy) else load_causal_lm(sft, params.model)
-        self.scorer = RewardScorer(
-            stage_dir(round_, "reward") / "model", self.tokenizer, params, RESPONSE_BATCH_SIZE
-        )
+        self.scorer = RewardScorer(stage_dir(round_, "reward") / "model", self.tokenizer, params)
 
     def policy(self, prompts: Sequence[Prompt], seed: int) -> list[ScoredResponse]:
         """One scored response of the policy per prompt."""
@@ -77,7 +74,6 @@ class Sampler:
             reward_model=self.scorer.model,
             eos_token_id=self.tokenizer.eos_token_id,
             temperature=self.params.ppo.temperature,
-            batch_size=RESPONSE_BATCH_SIZE,
         )
         scores = calibrate_scores(scored.scores, self.scorer.model).tolist()
         return [
@@ -109,7 +105,6 @@ class Sampler:
             ids,
             self.params.ppo,
             torch.Generator().manual_seed(seed),
-            RESPONSE_BATCH_SIZE,
         )
 
     def _decode(self, responses: list[TokenIds]) -> list[SampledResponse]:

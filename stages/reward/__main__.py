@@ -29,7 +29,7 @@ from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardSco
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics, Prompt, TokenIds
 from stages.lib.data.prompts import check_template, encode, template_hash
-from stages.lib.data.splits import prompt_key, shuffled
+from stages.lib.data.splits import calibration_sample, prompt_key
 from stages.lib.lm.loading import (
     load_sequence_classifier,
     load_tokenizer,
@@ -47,7 +47,6 @@ from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import hard_negatives
 from stages.reward.saving import check_reloaded, reload_difference, save_ensemble, set_calibration
 
-CALIBRATION_ROWS = 256
 RELOAD_ROWS = 32
 
 
@@ -107,12 +106,12 @@ def main(params: Params, round_: str) -> None:
     labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
     labelled_rows = read_rows(PreferencePair, labelled, f"dvc repro annotate@{round_}")
     held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
-    # held-out demonstrations: no model was trained on them, and they are the same in every round,
-    # so that the unit of the scores is. A random sample, since several sources follow each other.
-    demonstrations = shuffled(
+    # held-out: no model was trained on them, and they are the same in every round, so that the unit
+    # of the scores is
+    demonstrations = calibration_sample(
         read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
     )
-    trainer = RewardModelTrainer(params, tokenizer, demonstrations[:CALIBRATION_ROWS], recorder)
+    trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
     chosen, rejected = (trainer.encode_side(held_out, side) for side in SIDES)
 
     # 2. split off the pairs of the judge, if there is one: no prompt trains both models

@@ -5,7 +5,6 @@ from typing import Any, NotRequired, TypedDict
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
@@ -15,8 +14,7 @@ from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import PreferencePair
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import padding_free
-from stages.lib.training.trl_setup import MetricLoggerCallback, trainer_arguments
+from stages.lib.training.trl_setup import MetricLoggerCallback, run_trainer, trainer_arguments
 
 
 class TokenizedPair(TypedDict):
@@ -76,7 +74,4 @@ def fit(
         processing_class=tokenizer,
         callbacks=[MetricLoggerCallback(recorder, names, ["loss", "accuracy"])],
     )
-    trainer.remove_callback(PrinterCallback)
-    with padding_free(model):
-        trainer.train()
-    return trainer.model.eval()
+    return run_trainer(trainer)

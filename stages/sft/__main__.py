@@ -40,7 +40,6 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.saving import merge_adapter, save_model
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
@@ -216,9 +215,7 @@ def generate_responses(
         encode(tokenizer, row["prompt"], None, prompt_format, max_length)[0] for row in rows
     ]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(
-        model, tokenizer, prompt_ids, params.ppo, generator, RESPONSE_BATCH_SIZE
-    )
+    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
     return GeneratedTexts(
         tokenizer.batch_decode(responses, skip_special_tokens=True),
         [len(ids) for ids in responses],

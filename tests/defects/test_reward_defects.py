@@ -137,7 +137,7 @@ def test_a_head_that_was_saved_as_another(planted, monkeypatch):
     """
     monkeypatch.delenv(fork_server.VARIABLE)
     scorer, texts = (
-        RewardScorer(MODEL, load_tokenizer(MODEL), settings(world(), {}), 8),
+        RewardScorer(MODEL, load_tokenizer(MODEL), settings(world(), {})),
         [[5, 6, 7], [8, 9]],
     )
     before = scorer.raw(texts)

@@ -46,12 +46,13 @@ PROMOTE = (
         "change first. Read the rollouts of the updates around it in rounds/{round}/ppo/rollouts",
     ),
     Threshold(
-        "evaluate.ppo.kl",
+        "evaluate.ppo.kl_per_token",
         "<=",
-        "max_kl",
-        "KL from SFT, in nats per sequence. The reward model was trained on texts like those of "
+        "max_kl_per_token",
+        "KL from SFT, in nats per token. The reward model was trained on texts like those of "
         "SFT. Its scores are less reliable for texts that are unlike them.",
-        "the policy is too far from SFT: lower ppo.target_kl or ppo.max_kl, or raise ppo.kl_coef "
+        "the policy is too far from SFT: lower ppo.target_kl_per_token or ppo.max_kl_per_token, "
+        "or raise ppo.kl_coef "
         "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",
     ),
     Threshold(

@@ -5,6 +5,7 @@ names. docs/renamed.md is the table for users; a test compares the two.
 from collections.abc import Mapping
 from typing import Any
 
+DEFAULT_RESPONSE_LENGTH = 24  # of files that do not set ppo.response_length
 MODELS = ("base", "sft", "ppo", "champion")  # of evaluate
 
 # Keys of params.yaml, of presets, of `--set` and of the form in the Prefect UI
@@ -14,6 +15,14 @@ PARAMS = {
     "gates.reward.sentiment_lead": "gates.reward.judge_lead",
     "replay.judge_low": "replay.sentiment_low",
 }
+# Settings whose unit changed from sequences to tokens: the old value over ppo.response_length
+PER_TOKEN = {
+    "gates.promote.max_kl": "gates.promote.max_kl_per_token",
+    "ppo.max_kl": "ppo.max_kl_per_token",
+    "ppo.min_kl": "ppo.min_kl_per_token",
+    "ppo.target_kl": "ppo.target_kl_per_token",
+}
+REMOVED = ("evaluate.batch_size",)  # had no effect on results
 # Keys of the JSON files and columns of the tables in rounds/ and reports/, and tags in MLflow
 METRICS = {
     "judge_mean": "judge_score_mean",
@@ -51,7 +60,7 @@ SAMPLES = {f"{model}_sentiment": f"{model}_judge_score" for model in MODELS}
 
 
 def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested params with today's keys.
+    """A copy of nested params with today's keys, without removed ones.
 
     If an old key and its new one are both there, the old one stays, and is refused as unknown.
 
@@ -59,7 +68,8 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
     {'replay': {'sentiment_low': 0.1}}
     """
     params = dict(values)
-    for old, new in PARAMS.items():
+    tokens = (params.get("ppo") or {}).get("response_length", DEFAULT_RESPONSE_LENGTH)
+    for old, new in [*PARAMS.items(), *PER_TOKEN.items(), *((name, "") for name in REMOVED)]:
         (*path, old_key), new_key = old.split("."), new.rpartition(".")[2]
         section: Any = params
         for key in path:
@@ -69,8 +79,11 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
             section[key] = dict(inner)
             section = section[key]
         else:
-            if old_key in section and new_key not in section:
-                section[new_key] = section.pop(old_key)
+            if not new:
+                section.pop(old_key, None)
+            elif old_key in section and new_key not in section:
+                value = section.pop(old_key)
+                section[new_key] = value / tokens if old in PER_TOKEN else value
     return params
 
 

@@ -22,6 +22,7 @@ from stages.lib.data.prompts import transcript
 TRAIN = {"sft": "sft_train", "pairs": "pairs_train", "prompts": "prompts_train"}
 HELD_OUT = {"prompts": "eval_prompts", "sft": "sft_eval", "pairs": "pairs_eval"}
 DataSets = dict[str, Sequence[PromptRow]]
+CALIBRATION_ROWS = 256  # demonstrations whose scores define the unit of a reward model
 EVAL_FILES = tuple(f"{name}.jsonl" for name in HELD_OUT.values())
 
 AnyPromptRow = TypeVar("AnyPromptRow", bound=HasPrompt)
@@ -150,6 +151,11 @@ def dedupe_prompts(rows: list[AnyPromptRow]) -> list[AnyPromptRow]:
     last occurrence of their prompt, from the end.
     """
     return list({prompt_key(row["prompt"]): row for row in reversed(rows)}.values())
+
+
+def calibration_sample(demonstrations: list[AnyPromptRow], seed: int) -> list[AnyPromptRow]:
+    """At most CALIBRATION_ROWS at random: in a file, several sources follow each other."""
+    return shuffled(demonstrations, seed)[:CALIBRATION_ROWS]
 
 
 def shuffled(rows: list[AnyPromptRow], seed: int) -> list[AnyPromptRow]:

@@ -19,16 +19,19 @@ from stages.lib.judging.pairwise import (
     TwoOrderVerdict,
     judge_both_orders,
 )
+from stages.lib.judging.primary import PrimaryJudge
 
 
 class Jury:
     """Several judges, by name.
 
-    `verdicts` keeps the verdicts of each judge on all comparisons so far, for `report`.
+    `primary` is the first judge. `verdicts` keeps the verdicts of each judge on all comparisons so
+    far, for `report`.
     """
 
     def __init__(self, judges: Mapping[str, PairwiseJudge]) -> None:
         self.judges = judges
+        self.primary = PrimaryJudge(*next(iter(judges.items())))
         self.verdicts: dict[str, list[TwoOrderVerdict]] = {name: [] for name in judges}
 
     def compare(self, comparisons: Sequence[Comparison]) -> dict[str, list[float]]:

@@ -18,7 +18,6 @@ from stages.lib.judging.pairwise import PairwiseJudge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
-from stages.lib.lm.packing import SCORING_BATCH_SIZE
 from stages.lib.lm.scoring import RewardScorer
 
 LoadModel = Callable[[], Any]
@@ -77,5 +76,5 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
     folder = Path(named)
     if named == HELD_OUT_REWARD_MODEL:
         folder = stage_dir(round_, "reward") / "judge"
-    scorer = RewardScorer(folder, load_tokenizer(folder), params, SCORING_BATCH_SIZE)
+    scorer = RewardScorer(folder, load_tokenizer(folder), params)
     return PointwiseJudge(named, scorer, margin)

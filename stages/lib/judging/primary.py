@@ -34,6 +34,11 @@ class PrimaryJudge:
     def __init__(self, name: str, judge: PairwiseJudge) -> None:
         self.name, self.judge = name, judge
 
+    @property
+    def only_compares(self) -> bool:
+        """Whether the judge has no scores."""
+        return self.judge.scores([], []) is None
+
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float] | None:
         """(N,) scores of N responses, in the judge's unit; None if the judge only compares.
 

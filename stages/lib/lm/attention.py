@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -51,10 +52,29 @@ def grouped_attention(
             "model.attn_implementation `grouped` does not support sliding windows, and this "
             f"model's ({sliding_window} tokens) is shorter than the texts: set it to sdpa"
         )
+    # Computed again in the backward pass, which takes little time: the (B, heads, L, L) weights of
+    # all layers would take most of the memory of long rows.
+    states: Tensor = checkpoint(
+        _packed,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling,
+        packed,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
+    return states, None
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, packed: Packed
+) -> Tensor:
     query, key, value = (
         packed.pad(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value)
     )
-    return packed.unpad(_grouped(query, key, value, attention_mask, scaling))[None], None
+    return packed.unpad(_grouped(query, key, value, mask, scaling))[None]
 
 
 def _grouped(

@@ -15,6 +15,8 @@ from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
 
 COMPACT_BELOW = 0.75  # share of unfinished rows in a batch from which the finished ones are removed
+# Keys and values of a batch: 512 MiB on a CPU, a quarter of the memory of another device
+CPU_CACHE_BYTES, GPU_CACHE_SHARE = 1 << 29, 0.25
 
 
 @torch.no_grad()
@@ -25,10 +27,9 @@ def generate(
     response_length: int,
     temperature: float,
     generator: torch.Generator,
-    batch_size: int,
     eos_token_id: int,
 ) -> list[TokenIds]:
-    """Sample one response per prompt, without top-k or top-p.
+    """Sample one response per prompt, without top-k or top-p, in batches that fit in memory.
 
     Args:
         model: a causal language model or a PeftModel.
@@ -36,7 +37,6 @@ def generate(
         response_length: tokens per response at most.
         temperature: divides the logits.
         generator: source of random numbers, on the CPU.
-        batch_size: prompts per batch; changes speed and memory only.
         eos_token_id: the token that ends a response.
 
     Returns:
@@ -53,7 +53,6 @@ def generate(
             response_length=24,
             temperature=1.0,
             generator=torch.Generator().manual_seed(0),
-            batch_size=32,
             eos_token_id=tokenizer.eos_token_id,
         )
         text = tokenizer.decode(responses[0], skip_special_tokens=True)
@@ -62,6 +61,8 @@ def generate(
     # So responses do not depend on the batch size, two models with the same generator state see
     # the same numbers, and it is much faster than torch.multinomial on a CPU.
     uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
+    longest = max(map(len, prompt_ids), default=0) + response_length
+    batch_size = rows_per_batch(unwrap_peft(model), longest)
     responses: list[TokenIds] = []
     with cached_adapter_weights(model), model_autocast(model):
         for start in range(0, len(prompt_ids), batch_size):
@@ -78,7 +79,6 @@ def sample_responses(
     prompt_ids: Sequence[TokenIds],
     ppo: PpoParams,
     generator: torch.Generator,
-    batch_size: int,
 ) -> list[TokenIds]:
     """Sample one response per prompt with PPO's length and temperature.
 
@@ -88,14 +88,13 @@ def sample_responses(
         prompt_ids: tokens of each prompt.
         ppo: section `ppo` of params.yaml, for response_length and temperature.
         generator: source of random numbers, on the CPU.
-        batch_size: prompts per batch.
 
     Returns:
         Tokens of each response, as `generate` returns them.
 
     Example:
         generator = torch.Generator().manual_seed(params.seed)
-        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, 88)
+        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
     """
     return generate(
         model,
@@ -103,9 +102,22 @@ def sample_responses(
         response_length=ppo.response_length,
         temperature=ppo.temperature,
         generator=generator,
-        batch_size=batch_size,
         eos_token_id=tokenizer.eos_token_id,
     )
+
+
+def rows_per_batch(model: Any, tokens: int) -> int:
+    """How many rows of at most `tokens` tokens are sampled at once, by the size of their cache."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+    available = (
+        CPU_CACHE_BYTES
+        if model.device.type == "cpu"
+        else GPU_CACHE_SHARE * torch.cuda.get_device_properties(model.device).total_memory
+    )
+    return max(int(available // (per_token * tokens)), 1)
 
 
 def _generate_batch(

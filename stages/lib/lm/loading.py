@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_flash_attn_2_available
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
@@ -68,6 +69,19 @@ def resolve_dtype(dtype: Dtype) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def resolve_attention(params: ModelParams) -> str:
+    """transformers' name of the attention; `auto` is `grouped` on a CPU.
+
+    On a GPU it is FlashAttention-2 if that is installed and the dtype is bfloat16, else `sdpa`.
+    """
+    if params.attn_implementation != "auto":
+        return params.attn_implementation
+    if not torch.cuda.is_available():
+        return "grouped"
+    flash = is_flash_attn_2_available() and resolve_dtype(params.dtype) is torch.bfloat16
+    return "flash_attention_2" if flash else "sdpa"
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, with padding on the left.
 
@@ -106,7 +120,7 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
     model, loading_info = kind.from_pretrained(
         path,
         dtype=resolve_dtype(params.dtype),
-        attn_implementation=params.attn_implementation,
+        attn_implementation=resolve_attention(params),
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,

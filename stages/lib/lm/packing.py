@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from stages.lib.core.types import TokenIds
 
-# Rows per forward pass if no setting gives it. Another size can change the last bits of a product.
-RESPONSE_BATCH_SIZE = 128  # responses sampled, or scored together with others
-SCORING_BATCH_SIZE = 64  # texts scored
+# Tokens per forward pass without gradients, padding included, on a CPU and on other devices.
+# Another number can change the last bits of a product.
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1 << 12, 1 << 15
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def hidden_states(
 ) -> Tensor:
     """Run the layers of a model, without the head (vocabulary or score).
 
-    With `grouped` attention the rows run end to end; only attention separates them. With other
-    implementations they are padded.
+    With `grouped` attention and FlashAttention-2 the rows run end to end; only attention separates
+    them. With other implementations they are padded.
 
     Args:
         model: a transformers model or a PeftModel.
@@ -163,9 +163,9 @@ def hidden_states(
     caching = {"past_key_values": cache, "use_cache": cache is not None}
     with model_autocast(model):
         if supports_packing(trunk):
-            return trunk(
-                **packed_inputs(packed, trunk.dtype, name, tokens) | caching
-            ).last_hidden_state[0]
+            return trunk(**packed_inputs(trunk, packed, name, tokens) | caching).last_hidden_state[
+                0
+            ]
         mask = packed.pad(torch.ones_like(packed.input_ids))
         return packed.unpad(
             trunk(**{name: packed.pad(tokens)}, attention_mask=mask, **caching).last_hidden_state
@@ -197,7 +197,7 @@ def padding_free(model: Any) -> Iterator[None]:
 
     The rows are laid end to end; the hidden states come back padded with zeros. Calls that are
     packed already or continue from a cache, as in this project's sampling and scoring, are not
-    changed. Does nothing if the model's attention is not `grouped`.
+    changed. Does nothing if the model's attention cannot run rows end to end.
     """
     trunk = unwrap_peft(model).base_model
     masks: list[Tensor | None] = []  # of the calls in progress; None for a call left unchanged
@@ -215,7 +215,7 @@ def padding_free(model: Any) -> Iterator[None]:
             ids.device,
         )
         masks.append(mask)
-        return (), packed_inputs(packed, trunk.dtype, "input_ids", packed.input_ids)
+        return (), packed_inputs(trunk, packed, "input_ids", packed.input_ids)
 
     def after(_: Any, args: Any, output: Any) -> Any:
         if (mask := masks.pop()) is None:
@@ -242,30 +242,33 @@ def padding_free(model: Any) -> Iterator[None]:
 
 def supports_packing(trunk: Any) -> bool:
     """Whether the attention of these layers can run rows end to end."""
-    return trunk.config._attn_implementation == "grouped"
+    return trunk.config._attn_implementation in ("grouped", "flash_attention_2")
 
 
-def packed_inputs(packed: Packed, dtype: torch.dtype, name: str, tokens: Tensor) -> dict[str, Any]:
+def packed_inputs(trunk: Any, packed: Packed, name: str, tokens: Tensor) -> dict[str, Any]:
     """Arguments for layers that support packing.
 
     Args:
+        trunk: the layers.
         packed: the rows.
-        dtype: dtype of the mask.
         name: argument name of `tokens`, `input_ids` or `inputs_embeds`.
         tokens: (M,) tokens, or (M, H) states.
     """
-    width = max(packed.lengths)
+    inputs = {
+        name: tokens[None],
+        "position_ids": packed.position_ids[None],
+        "attention_mask": None,
+        "packed": packed,
+        "use_cache": False,
+    }
+    if trunk.config._attn_implementation == "flash_attention_2":
+        return inputs  # without a mask it finds the rows by their positions
+    width, dtype = max(packed.lengths), trunk.dtype
     # Attention pads rows on the right, where a causal mask hides the pads: no padding mask needed.
     causal = torch.full(
         (1, 1, width, width), torch.finfo(dtype).min, dtype=dtype, device=tokens.device
     ).triu(1)
-    return {
-        name: tokens[None],
-        "position_ids": packed.position_ids[None],
-        "attention_mask": causal,
-        "packed": packed,
-        "use_cache": False,
-    }
+    return inputs | {"attention_mask": causal}
 
 
 def flatten_states(packed: Packed, states: Tensor) -> Tensor:
@@ -276,7 +279,19 @@ def flatten_states(packed: Packed, states: Tensor) -> Tensor:
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
 
 
-def batches_by_length(lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of rows in batches of similar length, so that attention pads little."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    return (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+def batches_by_tokens(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
+    """Indices of rows in batches for passes without gradients.
+
+    Rows of a batch have similar lengths, so that attention pads little. A batch has at most
+    CPU_BATCH_TOKENS or GPU_BATCH_TOKENS tokens with its padding, or one row.
+    """
+    limit = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        # rows come by length, so this one is the longest of its batch
+        if batch and (len(batch) + 1) * lengths[index] > limit:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

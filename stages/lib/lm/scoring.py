@@ -7,8 +7,7 @@ everything that evaluation and PPO need to know about sampled responses (`score_
 Shapes: B responses, M tokens of all rows, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,20 +19,16 @@ from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.lm.loading import load_reward_model
-from stages.lib.lm.logprobs import response_logprobs
+from stages.lib.lm.logprobs import Reference, compare_states, response_logprobs
 from stages.lib.lm.packing import (
-    SCORING_BATCH_SIZE,
     Packed,
-    batches_by_length,
+    batches_by_tokens,
     hidden_states,
     pack,
     unwrap_peft,
 )
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
-
-# Opens a context with the model as it was before PPO, e.g. with its adapter switched off
-Reference = Callable[[], AbstractContextManager[Any]]
 
 
 def score_head(model: Any, hidden: Tensor) -> Tensor:
@@ -59,28 +54,22 @@ def last_scores(model: Any, packed: Packed, entering: Tensor | None, first: int)
 
 
 @torch.no_grad()
-def member_scores(
-    model: Any, sequences: Sequence[TokenIds], *, batch_size: int = SCORING_BATCH_SIZE
-) -> Tensor:
+def member_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
     """(B,) raw scores of one reward model, float32 on the CPU.
 
     They are read at each sequence's last token, which should be EOS, as in training.
     """
-    scores = torch.empty(len(sequences))
-    for batch in batches_by_length([len(s) for s in sequences], batch_size):
-        packed = pack([sequences[i] for i in batch], [[] for _ in batch], unwrap_peft(model).device)
+    scores, device = torch.empty(len(sequences)), unwrap_peft(model).device
+    for batch in batches_by_tokens([len(s) for s in sequences], device):
+        packed = pack([sequences[i] for i in batch], [[] for _ in batch], device)
         states = hidden_states(model, packed)[packed.last]
         scores[torch.tensor(batch)] = score_head(model, states).cpu()
     return scores
 
 
-def reward_scores(
-    model: Any, sequences: Sequence[TokenIds], *, batch_size: int = SCORING_BATCH_SIZE
-) -> Tensor:
+def reward_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
     """(B,) raw scores of a reward model or its ensemble; see `member_scores`."""
-    return ensemble_scores(
-        model, lambda member: member_scores(member, sequences, batch_size=batch_size)
-    )
+    return ensemble_scores(model, lambda member: member_scores(member, sequences))
 
 
 class RewardScorer:
@@ -90,12 +79,11 @@ class RewardScorer:
         path: folder of the reward model.
         tokenizer: its tokenizer.
         params: all params, for the model's dtype and the prompt format.
-        batch_size: sequences per forward pass.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, params: Params, batch_size: int) -> None:
+    def __init__(self, path: Path, tokenizer: Any, params: Params) -> None:
         self.model = load_reward_model(path, params.model)
-        self.tokenizer, self.params, self.batch_size = tokenizer, params, batch_size
+        self.tokenizer, self.params = tokenizer, params
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         """Calibrated score per response."""
@@ -116,12 +104,12 @@ class RewardScorer:
 
     def raw(self, sequences: Sequence[TokenIds]) -> Tensor:
         """(B,) scores before calibration."""
-        return reward_scores(self.model, sequences, batch_size=self.batch_size)
+        return reward_scores(self.model, sequences)
 
     def scores_per_member(self, sequences: Sequence[TokenIds]) -> Tensor:
         """(K, B) calibrated scores of each of the K members of an ensemble."""
         scores = [
-            calibrate_scores(member_scores(member, sequences, batch_size=self.batch_size), member)
+            calibrate_scores(member_scores(member, sequences), member)
             for member in ensemble_members(self.model)
         ]
         return torch.stack(scores)
@@ -130,8 +118,11 @@ class RewardScorer:
 class ResponseScores(NamedTuple):
     """Scores of B responses, each a (B,) float32 tensor on the CPU.
 
-    kl: log-ratio of policy to reference, nats per sequence. ref_logprobs: log-probability under the
-    reference, nats per sequence. scores: raw scores of the reward model.
+    kl: KL of the policy to the reference, nats per sequence: the sum over the response's tokens of
+    the exact KL of the two distributions that the token was sampled from. Its mean is an unbiased
+    estimate of the KL of sequences, with less variance than that of log-ratios, and is never
+    negative. ref_logprobs: log-probability under the reference, nats per sequence. scores: raw
+    scores of the reward model.
     """
 
     kl: Tensor
@@ -149,7 +140,6 @@ def score_responses(
     reward_model: Any = None,
     eos_token_id: int,
     temperature: float,
-    batch_size: int,
 ) -> ResponseScores:
     """Score sampled responses: KL to the reference, and the reward model's score.
 
@@ -163,7 +153,6 @@ def score_responses(
         reward_model: a reward model or its ensemble; None: no scores.
         eos_token_id: appended, for the reward model, to a response that was cut off.
         temperature: divides the logits of policy and reference, as in sampling.
-        batch_size: responses per forward pass.
 
     Returns:
         The scores. `kl` is 0 without a policy, and `scores` are 0 without a reward model.
@@ -180,7 +169,6 @@ def score_responses(
             reward_model=reward_model,
             eos_token_id=tokenizer.eos_token_id,
             temperature=1.0,
-            batch_size=32,
         )
         mean_kl = scores.kl.mean().item()  # nats per sequence
     """
@@ -193,19 +181,21 @@ def score_responses(
         ]
         common, device = num_shared_layers(*models), unwrap_peft(model).device
     lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-    for batch in batches_by_length(lengths, batch_size):
+    for batch in batches_by_tokens(lengths, device):
         packed = pack(
             [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, eos_token_id
         )
         # The reference runs all layers; the others start from the states that enter layer `common`.
         with reference() as model:
-            hidden, [entering] = forward_layers(model, packed, keep=[common])
-            ref_logprobs = policy_logprobs = response_logprobs(model, packed, hidden, temperature)
+            ref_hidden, [entering] = forward_layers(model, packed, keep=[common])
+            if policy is None:
+                ref_logprobs = response_logprobs(model, packed, ref_hidden, temperature)
         start = entering if common else None
         if policy:
             hidden, _ = forward_layers(policy, packed, start, common)
-            policy_logprobs = response_logprobs(policy, packed, hidden, temperature)
-        results.kl[batch] = (policy_logprobs - ref_logprobs).sum(1).cpu()
+            compared = compare_states(policy, reference, packed, hidden, ref_hidden, temperature)
+            ref_logprobs = compared.ref_logprobs
+            results.kl[batch] = compared.kl.sum(1).cpu()
         results.ref_logprobs[batch] = ref_logprobs.sum(1).cpu()
         if reward_model:
             results.scores[batch] = ensemble_scores(

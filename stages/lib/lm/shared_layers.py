@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from stages.lib.lm.packing import Packed, flatten_states, hidden_states, pack, unwrap_peft
 
@@ -24,6 +25,20 @@ class IdentityLayer(torch.nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
+
+
+class CheckpointedLayer(torch.nn.Module):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # the layers have no dropout
+        return checkpoint(
+            self.layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
 
 
 def find_layers(model: Any) -> tuple[torch.nn.Module, str, torch.nn.ModuleList]:
@@ -104,6 +119,7 @@ def forward_layers(
     entering: Tensor | None = None,
     first: int = 0,
     keep: Sequence[int] = (),
+    gradient_checkpointing: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run a model, or its layers from `first` on.
 
@@ -113,25 +129,28 @@ def forward_layers(
         entering: (M, H) states that enter layer `first`; None: start from the tokens.
         first: number of the first layer to run, if `entering` is given.
         keep: numbers of layers whose entering states are returned, too.
+        gradient_checkpointing: keep only the states between layers for the backward pass.
 
     Returns:
         (M, H) last hidden states, and the (M, H) states that enter each layer of `keep`.
     """
     skipped = 0 if entering is None else first
-    with _without_lower_layers(model, skipped), _record_inputs(model, keep) as inputs:
+    with (
+        _with_layers(model, skipped, gradient_checkpointing),
+        _record_inputs(model, keep) as inputs,
+    ):
         states = hidden_states(model, packed, entering)
         return states, [flatten_states(packed, inputs[number]) for number in keep]
 
 
 @contextmanager
-def _without_lower_layers(model: Any, first: int) -> Iterator[None]:
-    """Within this context, the layers below `first` do nothing."""
+def _with_layers(model: Any, first: int, gradient_checkpointing: bool) -> Iterator[None]:
+    """Within this context, the layers below `first` do nothing, and the others may be
+    checkpointed.
+    """
     holder, name, layers = find_layers(model)
-    setattr(
-        holder,
-        name,
-        torch.nn.ModuleList([*(IdentityLayer() for _ in range(first)), *layers[first:]]),
-    )
+    upper = map(CheckpointedLayer, layers[first:]) if gradient_checkpointing else layers[first:]
+    setattr(holder, name, torch.nn.ModuleList([*(IdentityLayer() for _ in range(first)), *upper]))
     try:
         yield
     finally:

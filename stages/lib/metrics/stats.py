@@ -73,6 +73,22 @@ def paired_bootstrap(
     return mean, float(low), float(high)
 
 
+def ratio_of_sums(
+    numerators: Sequence[float], denominators: Sequence[float]
+) -> tuple[float, float]:
+    """Sum of the numerators over the sum of the denominators, with its standard error over the
+    pairs (Cochran 1977, eq. 2.39); the error of one pair is 0.
+
+    >>> ratio_of_sums([1.0, 3.0], [2.0, 2.0])
+    (1.0, 0.5)
+    """
+    x, y = np.array(numerators, dtype=float), np.array(denominators, dtype=float)
+    ratio, n = float(x.sum() / y.sum()), len(x)
+    if n < 2:
+        return ratio, 0.0
+    return ratio, float(np.sqrt(((x - ratio * y) ** 2).sum() * n / (n - 1)) / y.sum())
+
+
 def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | None:
     """Number of prompts at which a win rate's interval would exclude 0.5, if the rate stays.
 

@@ -7,6 +7,15 @@ not the tokens of a language model.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from statistics import fmean
+
+import numpy as np
+from scipy.stats import hypergeom
+
+# So many n-grams of all texts, and words of one text, that the numbers of few short texts and of
+# many long ones mean the same.
+NGRAMS_DRAWN = 200
+WINDOW_WORDS = 50
 
 # One token each: an emoji with its modifiers and the emoji joined to it, an emoticon, a run of one
 # punctuation mark.
@@ -35,18 +44,34 @@ def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
 
 
 def distinct_n(texts: Iterable[str], n: int) -> float:
-    """Distinct n-grams as a share of all n-grams of the texts (Li et al. 2016).
+    """Distinct n-grams as a share of n-grams of the texts (Li et al. 2016), expected for a draw of
+    NGRAMS_DRAWN (or all, if they are fewer) without replacement (rarefaction, Hurlbert 1971).
 
-    Low if the texts share a template; 0 if there are no n-grams.
+    The share of all n-grams would fall with the number and the length of the texts. Low if the
+    texts share a template; 0 if there are no n-grams.
     """
-    grams = [gram for text in texts for gram in ngrams(tokens(text), n)]
-    return len(set(grams)) / len(grams) if grams else 0.0
+    counts = Counter(gram for text in texts for gram in ngrams(tokens(text), n))
+    total = counts.total()
+    if not total:
+        return 0.0
+    drawn = min(total, NGRAMS_DRAWN)
+    # by how often an n-gram occurs: the number of such n-grams, each absent from the draw or not
+    occurrences, numbers = np.array(sorted(Counter(counts.values()).items())).T
+    present = 1 - hypergeom.pmf(0, total, occurrences, drawn)
+    return float((numbers * present).sum() / drawn)
 
 
 def repetition_n(text: str, n: int) -> float:
-    """Share of a text's n-grams that occur earlier in it; 0 for a text shorter than n."""
-    grams = ngrams(tokens(text), n)
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    """Share of n-grams that occur earlier in the same WINDOW_WORDS words, mean over the windows of
+    a text; 0 for a text shorter than n.
+
+    The share of a whole text would rise with its length.
+    """
+    words = tokens(text)
+    last = max(len(words) - WINDOW_WORDS, 0)
+    starts = sorted({*range(0, last, WINDOW_WORDS), last})
+    windows = (ngrams(words[start : start + WINDOW_WORDS], n) for start in starts)
+    return fmean(1 - len(set(grams)) / len(grams) if grams else 0.0 for grams in windows)
 
 
 def strip_emoji_and_exclamations(text: str) -> str:

@@ -6,13 +6,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_callback import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from stages.lib.core.types import TokenIds
-from stages.lib.lm.logprobs import selective_log_softmax
-from stages.lib.lm.packing import padding_free, unwrap_peft
+from stages.lib.lm.logprobs import logprobs_from_states
+from stages.lib.lm.packing import unwrap_peft
+from stages.lib.training.trl_setup import run_trainer
 
 TokenizedDemonstrations = tuple[
     list[TokenIds], list[TokenIds]
@@ -49,16 +49,14 @@ def train_on_completions(
         processing_class=tokenizer,
         callbacks=[callback],
     )
-    trainer.remove_callback(PrinterCallback)
-    with padding_free(model):
-        trainer.train()
-    return trainer.model.eval()
+    return run_trainer(trainer)
 
 
 class ResponseTrainer(SFTTrainer):
     """TRL's loss (NLL per response token), with logits for response tokens only.
 
     TRL itself does this only with Triton; otherwise it computes logits of prompts and padding, too.
+    The logits never exist as a whole, as with TRL's own loss.
     Not for models that change logits after the head, which `load_causal_lm` refuses.
     """
 
@@ -77,6 +75,7 @@ class ResponseTrainer(SFTTrainer):
                 attention_mask=inputs["attention_mask"],
                 use_cache=False,
             )
-            logits = inner.get_output_embeddings()(states.last_hidden_state[:, :-1][is_response])
+            response_states = states.last_hidden_state[:, :-1][is_response]
+            logprobs = logprobs_from_states(inner, response_states, labels[is_response])
         tokens = is_response.sum() if num_items_in_batch is None else num_items_in_batch
-        return -selective_log_softmax(logits, labels[is_response]).sum() / tokens
+        return -logprobs.sum() / tokens

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 
 from stages.lib.core.files import is_placeholder
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.loading import resolve_dtype
+from stages.lib.lm.packing import padding_free, unwrap_peft
 
 
 def initial_checkpoint(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
@@ -60,7 +62,7 @@ def trainer_arguments(
         "train_sampling_strategy": "group_by_length",
         "bf16": bf16 and cuda,
         "use_cpu": not cuda,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": train.gradient_checkpointing,
         "dataloader_pin_memory": cuda,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -68,6 +70,31 @@ def trainer_arguments(
         "report_to": [],
         "disable_tqdm": True,
     }
+
+
+class NoEmbeddingGradients(TrainerCallback):
+    """Ends the backward pass at the lowest adapter.
+
+    With gradient checkpointing, TRL and transformers let gradients reach the embeddings, which only
+    reentrant checkpoints need.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        unwrap_peft(kwargs["model"]).disable_input_require_grads()
+
+
+def run_trainer(trainer: Trainer) -> Any:
+    """Train with one of TRL's trainers, without its printed metrics and without padding.
+
+    Returns:
+        The trained model in eval mode.
+    """
+    trainer.remove_callback(PrinterCallback)
+    unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
+    trainer.add_callback(NoEmbeddingGradients)
+    with padding_free(trainer.model):
+        trainer.train()
+    return trainer.model.eval()
 
 
 class MetricLoggerCallback(TrainerCallback):

@@ -36,6 +36,7 @@ def train(context: TrainingContext) -> PolicyCallback:
     train_params = TrainParams(
         **params.best_of_n.model_dump(exclude={"n"}),
         max_steps=params.ppo.max_steps,
+        gradient_checkpointing=params.ppo.gradient_checkpointing,
         max_length=params.prepare.max_prompt_tokens + params.ppo.response_length,
     )
     arguments = trainer_arguments(

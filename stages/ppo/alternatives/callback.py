@@ -9,14 +9,12 @@ import torch
 from transformers import TrainerCallback
 
 from stages.lib.core.errors import Diverged
-from stages.lib.core.params.policy import OnDanger
 from stages.lib.core.rows import RolloutRow
-from stages.lib.core.types import StepMetrics
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm.saving import save_trained
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
-from stages.ppo.common.health import Finding, Monitor, first_danger
+from stages.ppo.common.health import Monitor
 from stages.ppo.common.policy_selection import PolicySelector, Validation
 
 SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
@@ -32,14 +30,11 @@ class PolicyCallback(TrainerCallback):
 
     Attributes:
         selector: remembers the best policy so far.
-        initial_validation: of the policy before training.
         initial_rows: rollout rows of the policy before training, which is SFT.
-        stopped: the sign of danger that ended the run early, or "".
     """
 
     trained_policy: TrainedPolicy
     selector: PolicySelector
-    initial_validation: Validation
     initial_rows: list[RolloutRow]
 
     def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
@@ -47,7 +42,7 @@ class PolicyCallback(TrainerCallback):
         self.algorithm = context.params.algorithm.value
         self.names, self.steps, self.updates = names, steps, 0
         self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
-        self.monitor, self.stopped = Monitor(self.ppo, f"{self.algorithm}.beta"), ""
+        self.monitor = Monitor(self.ppo, f"{self.algorithm}.beta")
         self.rollouts = RolloutLog(context.work / "rollouts")
         shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
         self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
@@ -62,7 +57,7 @@ class PolicyCallback(TrainerCallback):
             self.ppo,
             self.context.params.seed,
         )
-        self.initial_validation = self.selector.validate(0)
+        self.selector.validate(0)
         self.initial_rows = self.sample_rows(0)
 
     def sample_rows(self, update: int) -> list[RolloutRow]:
@@ -105,7 +100,7 @@ class PolicyCallback(TrainerCallback):
             self.context.recorder.total_steps = state.max_steps // self.steps
             self.updates += 1
             self.end_update(last=state.global_step == state.max_steps)
-            control.should_training_stop |= bool(self.stopped)
+            control.should_training_stop |= bool(self.monitor.stopped)
 
     def end_update(self, last: bool) -> None:
         """Health, validation if it is due, metrics and checkpoint, as after an update of PPO."""
@@ -113,10 +108,13 @@ class PolicyCallback(TrainerCallback):
         means = {name: fmean(log[name] for log in self.logs) for name in self.logs[0]}
         metrics = means | self.describe()
         self.logs = []
-        findings = self.check_health(metrics)
-        if (last or self.updates % self.ppo.validation_updates == 0) and not self.stopped:
-            metrics |= self.validate().metrics
-            findings += self.check_health(metrics)
+        step = {"step": self.updates, **metrics}
+        findings = self.monitor.check([*recorder.steps, step])
+        due = last or self.updates % self.ppo.validation_updates == 0
+        if due and not self.monitor.stopped:
+            validation = self.validate().metrics
+            metrics |= validation
+            findings += self.monitor.check([*recorder.steps, step | validation])
         shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
         recorder.log(self.updates, metrics, shown)
         for finding in findings:
@@ -124,15 +122,6 @@ class PolicyCallback(TrainerCallback):
         if self.updates % self.ppo.save_updates == 0:
             folder = self.context.work / "checkpoints" / f"step_{self.updates:05d}"
             save_trained(self.trained_policy.policy, self.context.tokenizer, folder)
-
-    def check_health(self, metrics: StepMetrics) -> list[Finding]:
-        """The new findings on the current update; a danger stops the run if params say so."""
-        findings = self.monitor.check(
-            [*self.context.recorder.steps, {"step": self.updates, **metrics}]
-        )
-        if self.ppo.on_danger is OnDanger.stop:
-            self.stopped = self.stopped or first_danger(findings)
-        return findings
 
     def validate(self) -> Validation:
         """Validate in eval mode, then return to train mode, on which TRL's trainers rely."""

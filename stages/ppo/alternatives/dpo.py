@@ -6,7 +6,6 @@ Training needs neither the reward model nor samples of the policy.
 from typing import Any, TypedDict
 
 from datasets import Dataset
-from transformers.trainer_callback import PrinterCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -18,8 +17,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config
-from stages.lib.lm.packing import padding_free
-from stages.lib.training.trl_setup import trainer_arguments
+from stages.lib.training.trl_setup import run_trainer, trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
 
@@ -45,8 +43,7 @@ def train(context: TrainingContext) -> PolicyCallback:
     callback = PolicyCallback(context, NAMES)
     trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
     callback.begin(trainer.model)
-    with padding_free(trainer.model):
-        trainer.train()
+    run_trainer(trainer)
     return callback
 
 
@@ -58,6 +55,7 @@ def make_trainer(
     train_params = TrainParams(
         **params.dpo.model_dump(exclude={"beta"}),
         max_steps=params.ppo.max_steps,
+        gradient_checkpointing=params.ppo.gradient_checkpointing,
         max_length=params.reward.max_length,
     )
     arguments = trainer_arguments(
@@ -73,7 +71,6 @@ def make_trainer(
         # a config, since of a ready PeftModel TRL would keep a copy as the reference
         peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
     )
-    trainer.remove_callback(PrinterCallback)
     return trainer
 
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers.trainer_callback import PrinterCallback
 
 from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
-from stages.lib.lm.packing import padding_free
-from stages.lib.training.trl_setup import trainer_arguments
+from stages.lib.training.trl_setup import run_trainer, trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
 from stages.ppo.common.episodes import planned_updates
@@ -100,6 +98,7 @@ def config_kwargs(
         per_device_train_batch_size=ppo.micro_batch_size,
         gradient_accumulation_steps=ppo.mini_batch_size // ppo.micro_batch_size,
         max_steps=planned_updates(ppo) * steps,
+        gradient_checkpointing=ppo.gradient_checkpointing,
         lora=ppo.lora,
     )
     arguments = trainer_arguments(
@@ -137,7 +136,6 @@ def build_trainer(
         # a config, since of a ready PeftModel TRL would keep a copy as the reference
         peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
     )
-    trainer.remove_callback(PrinterCallback)
     trainer.policy_callback = callback
     return trainer
 
@@ -146,6 +144,5 @@ def run(trainer: Any) -> PolicyCallback:
     """Train with a trainer of `build_trainer`; returns its callback."""
     callback: OnlineCallback = trainer.policy_callback
     callback.begin(trainer.model)
-    with padding_free(trainer.model):
-        trainer.train()
+    run_trainer(trainer)
     return callback

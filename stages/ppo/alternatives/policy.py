@@ -16,7 +16,6 @@ from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.generation import sample_responses
-from stages.lib.lm.packing import RESPONSE_BATCH_SIZE
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
 from stages.ppo.common.episodes import Episode
@@ -68,9 +67,7 @@ class TrainedPolicy:
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
         """One response per prompt by the current policy."""
-        return sample_responses(
-            self.policy, self.tokenizer, prompt_ids, ppo, generator, RESPONSE_BATCH_SIZE
-        )
+        return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator)
 
     def score(
         self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
@@ -85,7 +82,6 @@ class TrainedPolicy:
             reward_model=context.reward_model,
             eos_token_id=eos,
             temperature=ppo.temperature,
-            batch_size=RESPONSE_BATCH_SIZE,
         )
         rows = [row for row, _ in episodes]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)

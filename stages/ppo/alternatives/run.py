@@ -76,9 +76,9 @@ def main(params: Params, round_: str) -> None:
     context.recorder.finish(summary(callback, rows))
     print(
         f"[ppo@{round_}] {params.algorithm.value}: kept the policy after update {kept.update}: "
-        f"{context.judge.name} {callback.initial_validation.judge_score:.2f} -> "
+        f"{context.judge.name} {callback.selector.first.judge_score:.2f} -> "
         f"{kept.judge_score:.2f} "
-        f"on held-out prompts, KL {kept.kl:.2f} nats",
+        f"on held-out prompts, KL {kept.kl:.2f} nats per sequence",
         flush=True,
     )
 
@@ -122,10 +122,10 @@ def summary(callback: PolicyCallback, rows: list[RolloutRow]) -> Metrics:
         **describe_rows(rows),
         "score_mean_first": fmean(row["score"] for row in callback.initial_rows),
         "updates": callback.updates,
-        "stopped": callback.stopped or "completed",
+        "stopped": callback.monitor.stopped or "completed",
         "policy_update": kept.update,
         "judge": callback.context.judge.name,
-        "validation_judge_score_before": callback.initial_validation.judge_score,
+        "validation_judge_score_before": callback.selector.first.judge_score,
         **kept.metrics,
         "health": callback.monitor.verdict,
         "dangers": callback.monitor.dangers(kept.update + 1),

@@ -10,11 +10,12 @@ template for all) and in the correlation of the reward model with a second score
 signs for both.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 
-from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.policy import OnDanger, PpoParams
 from stages.lib.core.types import Metrics, StepMetrics
 
 WINDOW = 5
@@ -97,19 +98,19 @@ def worse_below(value: float, warn: float, danger: float) -> Reading:
 
 
 def kl_above_budget(history: MetricHistory, params: PpoParams) -> Reading:
-    """The whole of the last `kl_patience` updates is above the budget, since KL swings by some nats
-    from rollout to rollout.
+    """The whole of the last `kl_patience` updates is above the budget, since KL swings from
+    rollout to rollout.
     """
-    recent = [row["kl"] for row in history.steps[-params.kl_patience :]]
-    above = len(recent) == params.kl_patience and min(recent) > params.max_kl
+    recent = [row["kl_per_token"] for row in history.steps[-params.kl_patience :]]
+    above = len(recent) == params.kl_patience and min(recent) > params.max_kl_per_token
     return (DANGER if above else ""), recent[-1]
 
 
 def no_movement(history: MetricHistory, params: PpoParams) -> Reading:
     """The learning rate is still small during the warm-up, so these updates do not count."""
-    recent = [row["kl"] for row in history.steps[-params.kl_patience :]]
+    recent = [row["kl_per_token"] for row in history.steps[-params.kl_patience :]]
     too_early = len(history.steps) < params.kl_patience + params.warmup_updates
-    moved = too_early or max(recent) >= params.min_kl
+    moved = too_early or max(recent) >= params.min_kl_per_token
     return ("" if moved else DANGER), recent[-1]
 
 
@@ -150,10 +151,15 @@ def judge_prefers_sft(history: MetricHistory, _: PpoParams) -> Reading:
     return worse_below(z, -2.0, -3.0) if rises else ("", z)
 
 
-def length_hack(history: MetricHistory, _: PpoParams) -> Reading:
-    """Longer responses are a problem only if the reward rises with them."""
+def length_hack(history: MetricHistory, params: PpoParams) -> Reading:
+    """Longer responses are a problem only if the reward rises with them, and if they take up more
+    of `response_length`: a tenth of it for a warning, a quarter for a danger.
+    """
     ratio = history.ratio("response_length")
-    return worse_above(ratio, 1.3, 1.6) if history.rise("reward_mean") > 0 else ("", ratio)
+    share = history.rise("response_length") / params.response_length
+    if history.rise("reward_mean") <= 0 or share <= 0.1:
+        return "", ratio
+    return worse_above(ratio, 1.3, 1.6 if share > 0.25 else math.inf)
 
 
 def repetition(history: MetricHistory, _: PpoParams) -> Reading:
@@ -182,8 +188,8 @@ def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
 HEALTH_CHECKS = (
     HealthCheck(
         "kl above budget",
-        metric="kl",
-        threshold="at most ppo.max_kl nats per sequence",
+        metric="kl_per_token",
+        threshold="at most ppo.max_kl_per_token nats",
         cause="the policy drifts from the reference faster than beta holds it",
         first_fix="raise ppo.kl_coef, lower ppo.learning_rate",
         evaluate=kl_above_budget,
@@ -191,8 +197,8 @@ HEALTH_CHECKS = (
     ),
     HealthCheck(
         "no movement",
-        metric="kl",
-        threshold="above ppo.min_kl nats per sequence",
+        metric="kl_per_token",
+        threshold="above ppo.min_kl_per_token nats",
         cause="the policy stays at the reference",
         first_fix="raise ppo.learning_rate, lower ppo.kl_coef",
         evaluate=no_movement,
@@ -252,7 +258,7 @@ HEALTH_CHECKS = (
     HealthCheck(
         "length hack",
         metric="response_length, last / first",
-        threshold="1.3 or less while the score rises",
+        threshold="1.3 or less while the score rises, or less than a tenth of ppo.response_length",
         cause="the reward model pays for length",
         first_fix="raise ppo.length_penalty, balance the lengths of chosen and rejected",
         evaluate=length_hack,
@@ -292,11 +298,6 @@ HEALTH_CHECKS = (
 )
 
 
-def first_danger(findings: Sequence[Finding]) -> str:
-    """The sign of the first danger among the findings, or ""."""
-    return next((finding.sign for finding in findings if finding.verdict == DANGER), "")
-
-
 class Monitor:
     """Reads the history after each update; each sign is reported at most once as a warning and
     once as a danger. Signs of columns that the metrics do not have are left out.
@@ -331,6 +332,13 @@ class Monitor:
                 new.append(finding)
         self.findings += new
         return new
+
+    @property
+    def stopped(self) -> str:
+        """The sign of the danger that ends the run, or "" (always, with `ppo.on_danger: warn`)."""
+        if self.params.on_danger is not OnDanger.stop:
+            return ""
+        return next((finding.sign for finding in self.findings if finding.verdict == DANGER), "")
 
     def dangers(self, update: int) -> int:
         """The number of dangers found up to `update`."""

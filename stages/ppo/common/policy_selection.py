@@ -20,6 +20,7 @@ from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
+from stages.lib.metrics.stats import ratio_of_sums
 from stages.ppo.common.episodes import Episode
 
 
@@ -44,13 +45,16 @@ class Validation(NamedTuple):
     """Results on the held-out prompts.
 
     judge_scores: (P,) by the primary judge; if it only compares, against the first validated
-    policy, which is SFT. kl: mean from the reference, nats per sequence. gain: mean of the judge
+    policy, which is SFT. kl: mean from the reference, nats per sequence. kl_per_token: nats, with
+    its standard error. gain: mean of the judge
     scores less those of the first validated policy; gain_error: its standard error.
     """
 
     update: int
     judge_scores: tuple[float, ...]
     kl: float
+    kl_per_token: float
+    kl_per_token_se: float
     gain: float
     gain_error: float
 
@@ -66,10 +70,12 @@ class Validation(NamedTuple):
             "validation_gain": self.gain,
             "validation_gain_z": self.gain / max(self.gain_error, 1e-8),
             "validation_kl": self.kl,
+            "validation_kl_per_token": self.kl_per_token,
+            "validation_kl_per_token_se": self.kl_per_token_se,
         }
 
 
-NO_VALIDATION = Validation(0, (math.nan,), math.nan, math.nan, math.nan)
+NO_VALIDATION = Validation(0, (math.nan,), *[math.nan] * 5)
 
 
 def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, float]:
@@ -92,7 +98,8 @@ class PolicySelector:
     Attributes:
         best: the validation of the best policy so far.
         weights: its trained weights.
-        first_texts, first_scores: of the first validated policy, which is SFT.
+        first: the first validation, which is of SFT.
+        first_texts: the responses of SFT.
     """
 
     roles: TrainablePolicy
@@ -102,8 +109,8 @@ class PolicySelector:
     seed: int
     best: Validation = NO_VALIDATION
     weights: dict[str, Tensor] = field(default_factory=dict)
+    first: Validation = NO_VALIDATION
     first_texts: list[str] = field(default_factory=list)
-    first_scores: tuple[float, ...] = ()
 
     def validate(self, update: int) -> Validation:
         """Measure the policy after `update`; keep a copy of its weights if it is the best."""
@@ -121,13 +128,17 @@ class PolicySelector:
         """Whether a policy is better than the best so far.
 
         Within the KL budget: if the judge's mean gain over it exceeds one standard error. A policy
-        beyond the budget loses to all within it, and to those with a smaller KL.
+        beyond the budget loses to all within it, and to those with a smaller KL. The budget holds
+        for a KL of one standard error more, since it is measured on a few prompts.
         """
-        best_fits, new_fits = (kl <= self.params.max_kl for kl in (self.best.kl, new.kl))
+        best_fits, new_fits = (
+            validation.kl_per_token + validation.kl_per_token_se <= self.params.max_kl_per_token
+            for validation in (self.best, new)
+        )
         if new_fits and best_fits:
             gain, error = paired_gain(new.judge_scores, self.best.judge_scores)
             return gain > error
-        return new_fits if new_fits != best_fits else new.kl < self.best.kl
+        return new_fits if new_fits != best_fits else new.kl_per_token < self.best.kl_per_token
 
     def measure(self, update: int) -> Validation:
         """Sample responses to the held-out prompts, and return their judge scores and KL."""
@@ -143,14 +154,17 @@ class PolicySelector:
             responses,
             eos_token_id=tokenizer.eos_token_id,
             temperature=p.temperature,
-            batch_size=p.micro_batch_size,
         )
         prompts = [row["prompt"] for row, _ in self.prompts]
-        self.first_texts = self.first_texts or texts
-        judge_scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
-        self.first_scores = self.first_scores or judge_scores
-        gain = paired_gain(judge_scores, self.first_scores)
-        return Validation(update, judge_scores, float(response_scores.kl.mean()), *gain)
+        reference_texts = self.first_texts or texts
+        scores = tuple(self.judge.scores_against(prompts, texts, reference_texts))
+        gain = paired_gain(scores, self.first.judge_scores if self.first_texts else scores)
+        kls = response_scores.kl.tolist()
+        kl_per_token = ratio_of_sums(kls, [len(response) for response in responses])
+        validation = Validation(update, scores, fmean(kls), *kl_per_token, *gain)
+        if not self.first_texts:
+            self.first, self.first_texts = validation, texts
+        return validation
 
     def restore(self) -> None:
         """Give the policy the weights of the best one."""
@@ -161,9 +175,9 @@ class PolicySelector:
             "best": list(self.best),
             "weights": self.weights,
             "first_texts": self.first_texts,
-            "first_scores": self.first_scores,
+            "first": list(self.first),
         }
 
     def load_state(self, state: StateDict) -> None:
         self.best, self.weights = Validation(*state["best"]), state["weights"]
-        self.first_texts, self.first_scores = state["first_texts"], state["first_scores"]
+        self.first, self.first_texts = Validation(*state["first"]), state["first_texts"]

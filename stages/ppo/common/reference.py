@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from stages.lib.lm.loading import adapter_disabled
-from stages.lib.lm.packing import Packed, hidden_states
+from stages.lib.lm.packing import Packed
 from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapters
 
 
@@ -42,15 +42,21 @@ class SharedTrunk:
     computed once per rollout.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, gradient_checkpointing: bool = False) -> None:
+        self.model, self.gradient_checkpointing = model, gradient_checkpointing
         self.first_trained_layer: int | None = num_layers_below_adapters(model)
 
     def reference(self) -> AbstractContextManager[Any]:
         return adapter_disabled(self.model)
 
     def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
-        return forward_layers(self.model, packed, entering, self.first_trained_layer or 0)[0]
+        return forward_layers(
+            self.model,
+            packed,
+            entering,
+            self.first_trained_layer or 0,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )[0]
 
 
 class FrozenModel:
@@ -68,14 +74,20 @@ class FrozenModel:
 class WholeModel(FrozenModel):
     """A model with all weights trained, and a frozen copy of it from before training."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, gradient_checkpointing: bool = False) -> None:
         super().__init__(copy.deepcopy(model))
-        self.model = model
+        self.model, self.gradient_checkpointing = model, gradient_checkpointing
 
     def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
-        return hidden_states(self.model, packed)
+        return forward_layers(
+            self.model, packed, gradient_checkpointing=self.gradient_checkpointing
+        )[0]
 
 
-def reference_view(model: Any) -> ReferenceView:
-    """The view that fits the model: adapters switched off, or a frozen copy."""
-    return SharedTrunk(model) if isinstance(model, PeftModel) else WholeModel(model)
+def reference_view(model: Any, gradient_checkpointing: bool = False) -> ReferenceView:
+    """The view that fits the model: adapters switched off, or a frozen copy.
+
+    gradient_checkpointing: of the passes of `trained_states`.
+    """
+    kind = SharedTrunk if isinstance(model, PeftModel) else WholeModel
+    return kind(model, gradient_checkpointing)

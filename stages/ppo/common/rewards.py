@@ -110,7 +110,7 @@ def model_reward(folder: Path, params: Params) -> ScoreFunction:
     """Scores by a reward model with its own tokenizer; calibrated if its config has a calibration
     (`mean`, `std`).
     """
-    scorer = RewardScorer(folder, load_tokenizer(folder), params, params.ppo.micro_batch_size)
+    scorer = RewardScorer(folder, load_tokenizer(folder), params)
     if hasattr(scorer.model.config, "mean"):
         return scorer
     return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()

@@ -193,7 +193,7 @@ class AdaptiveKLController:
 
     Args:
         kl_coef: initial beta, score units per nat.
-        target: nats per sequence.
+        target: nats per token.
         horizon: episodes.
         rule: the factor on beta, from the relative error and the share of the horizon.
     """
@@ -209,6 +209,6 @@ class AdaptiveKLController:
         self.min_kl_coef = kl_coef
 
     def update(self, kl: float, episodes: int) -> None:
-        """Change beta after `episodes` whose mean KL was `kl` nats per sequence."""
+        """Change beta after `episodes` whose KL was `kl` nats per token."""
         factor = self.rule(kl / self.target - 1, episodes / self.horizon)
         self.kl_coef = max(self.kl_coef * factor, self.min_kl_coef)

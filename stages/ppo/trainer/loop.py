@@ -8,17 +8,16 @@ from collections.abc import Sequence
 
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
-from stages.lib.core.params.policy import OnDanger
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
-from stages.lib.core.types import Metrics, StateDict, StepMetrics
+from stages.lib.core.types import Metrics, StateDict
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.saving import save_trained
 from stages.ppo.common.episodes import Episode
-from stages.ppo.common.health import Finding, Monitor, first_danger
+from stages.ppo.common.health import Monitor
 from stages.ppo.common.outputs import describe_texts, rollout_rows
-from stages.ppo.common.policy_selection import NO_VALIDATION, PolicySelector, Validation
+from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.trainer.resume import Resume
 from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
@@ -31,8 +30,6 @@ class TrainingRun:
 
     Attributes:
         selector: remembers the best policy so far.
-        initial_validation: of the policy before the first update.
-        stopped: the sign of danger that ended the run early, or "".
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class TrainingRun:
             trainer.roles, held_out, self.judge, self.params, params.seed
         )
         self.monitor = Monitor(self.params)
-        self.stopped, self.initial_validation = "", NO_VALIDATION
         saved = self.resume.load()
         if not saved:
             # rollouts of a run that was killed before it saved a state
@@ -67,8 +63,8 @@ class TrainingRun:
         """Run all updates, until the last one or until a danger stops the run."""
         trainer = self.trainer
         if not trainer.updates:
-            self.initial_validation = self.selector.validate(0)
-        while trainer.updates < trainer.planned_updates and not self.stopped:
+            self.selector.validate(0)
+        while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()
             judge_scores = self.judge.scores([row["prompt"] for row in rollout.rows], rollout.texts)
@@ -78,12 +74,14 @@ class TrainingRun:
             del rollout  # its states would stay in memory while the next ones are computed
 
             # 2. health
-            findings = self.check_health(metrics)
+            step = {"step": trainer.updates, **metrics}
+            findings = self.monitor.check([*self.recorder.steps, step])
 
             # 3. validation, but not after a danger
-            if self.validation_is_due() and not self.stopped:
-                metrics |= self.selector.validate(trainer.updates).metrics
-                findings += self.check_health(metrics)
+            if self.validation_is_due() and not self.monitor.stopped:
+                validation = self.selector.validate(trainer.updates).metrics
+                metrics |= validation
+                findings += self.monitor.check([*self.recorder.steps, step | validation])
 
             # 4. report
             shown = [name for name in metrics if name in SHOWN or name.startswith("validation")]
@@ -95,17 +93,9 @@ class TrainingRun:
             if trainer.updates % self.params.save_updates == 0:
                 folder = self.work / "checkpoints" / f"step_{trainer.updates:05d}"
                 save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
-            ended = trainer.updates == trainer.planned_updates or self.stopped
+            ended = trainer.updates == trainer.planned_updates or self.monitor.stopped
             if trainer.updates % self.params.resume_updates == 0 or ended:
                 self.resume.save(self.state())
-
-    def check_health(self, metrics: StepMetrics) -> list[Finding]:
-        """The new findings on the current update; a danger stops the run if params say so."""
-        step = {"step": self.trainer.updates, **metrics}
-        findings = self.monitor.check([*self.recorder.steps, step])
-        if self.params.on_danger is OnDanger.stop:
-            self.stopped = self.stopped or first_danger(findings)
-        return findings
 
     def validation_is_due(self) -> bool:
         """Every `validation_updates`, and after the last update."""
@@ -119,18 +109,14 @@ class TrainingRun:
         return {
             "trainer": self.trainer.state(),
             "selector": self.selector.state(),
-            "initial_validation": list(self.initial_validation),
             "steps": self.recorder.steps,
             "rollouts": self.rollouts.position,
-            "stopped": self.stopped,
         }
 
     def load_state(self, state: StateDict) -> None:
         """Continue from a state, whose metrics and rollouts the logs already contain."""
         self.trainer.load_state(state["trainer"])
         self.selector.load_state(state["selector"])
-        self.initial_validation = Validation(*state["initial_validation"])
-        self.stopped = state["stopped"]
         # the monitor has no state of its own: it reads the history again, update by update
         for number in range(len(self.recorder.steps)):
             self.monitor.check(self.recorder.steps[: number + 1])

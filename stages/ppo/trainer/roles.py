@@ -25,7 +25,12 @@ from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
-from stages.lib.lm.logprobs import response_logits, response_logprobs, selective_log_softmax
+from stages.lib.lm.logprobs import (
+    TokenStatistics,
+    compare_states,
+    response_entropies,
+    response_logprobs,
+)
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import Packed, hidden_states
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
@@ -35,14 +40,16 @@ from stages.ppo.common.reference import FrozenModel, ReferenceView, reference_vi
 from stages.ppo.common.rewards import Rewards, load_rewards
 
 
-class PolicyCriticOutput(NamedTuple):
-    """The outputs of policy and critic on responses, with gradients: logprobs (nats) and values
-    (B, T), raw logits (N, V).
+class ReferenceOutput(NamedTuple):
+    """The reference's outputs, without gradients.
+
+    hidden: (M, H) last states. policy_states: per row the states that enter the policy's first
+    trained layer. shared: (M, H) states after the layers shared with the reward model.
     """
 
-    logprobs: Tensor
-    logits: Tensor
-    values: Tensor
+    hidden: Tensor
+    policy_states: list[Tensor]
+    shared: Tensor
 
 
 class ValueHead(torch.nn.Linear):
@@ -70,7 +77,8 @@ class Roles:
 
     reward_model: set only if the critic is a ValueHead; otherwise the critic without its training
     is the reward model. rewards: further rewards. engine: samples in place of
-    stages/lib/lm/generation.py, if set.
+    stages/lib/lm/generation.py, if set. gradient_checkpointing: compute activations again in the
+    backward pass.
     """
 
     policy: Any
@@ -79,10 +87,12 @@ class Roles:
     reward_model: Any = None
     rewards: Rewards = field(default_factory=Rewards)
     engine: SamplingEngine | None = None
+    gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        self.policy_view = reference_view(self.policy)
-        self.critic_view = None if self.reward_model else reference_view(self.critic)
+        recompute = self.gradient_checkpointing
+        self.policy_view = reference_view(self.policy, recompute)
+        self.critic_view = None if self.reward_model else reference_view(self.critic, recompute)
         self.reward_view = self.critic_view or FrozenModel(self.reward_model)
         with (
             self.policy_view.reference() as reference,
@@ -94,65 +104,65 @@ class Roles:
     def sample(
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
-        """One response per prompt by the current policy, in one batch."""
+        """One response per prompt by the current policy."""
         if self.engine:
             return self.engine.sample(prompt_ids, generator)
-        return sample_responses(
-            self.policy, self.tokenizer, prompt_ids, ppo, generator, len(prompt_ids)
-        )
+        return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator)
 
     def reference(self) -> AbstractContextManager[Any]:
         """A context in which the policy is as it was before training."""
         return self.policy_view.reference()
 
-    def policy_and_critic(
-        self,
-        packed: Packed,
-        policy_states: Sequence[Tensor],
-        critic_states: Sequence[Tensor],
-        temperature: float,
-    ) -> PolicyCriticOutput:
-        """Run the trained layers of policy and critic.
+    def policy_hidden(self, packed: Packed, policy_states: Sequence[Tensor]) -> Tensor:
+        """(M, H) last states of the policy, with gradients: run its trained layers.
 
         Args:
             packed: B prompts with their responses.
-            policy_states: per row, the states from `ref_logprobs`.
-            critic_states: per row, the states from `raw_scores`.
-            temperature: divides the logits, as in sampling.
+            policy_states: per row, the states from `run_reference`.
         """
-        hidden = self.policy_view.trained_states(packed, torch.cat([*policy_states]))
-        logits = response_logits(self.policy, packed, hidden)
-        if self.critic_view:
-            critic_hidden = self.critic_view.trained_states(packed, torch.cat([*critic_states]))
-            # the critic starts as the reward head, so its values have the units of the scores
-            values = self.calibrate(score_head(self.critic, critic_hidden[packed.predicts]))
+        return self.policy_view.trained_states(packed, torch.cat([*policy_states]))
+
+    def logprobs(self, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
+        """(B, T) log-probabilities in nats, with gradients, from (M, H) states of the policy."""
+        return response_logprobs(self.policy, packed, hidden, temperature)
+
+    def entropies(self, packed: Packed, hidden: Tensor, temperature: float) -> Tensor:
+        """(B, T) entropies in nats, with gradients, from (M, H) states of the policy."""
+        return response_entropies(self.policy, packed, hidden, temperature)
+
+    def values(
+        self, packed: Packed, critic_states: Sequence[Tensor], policy_hidden: Tensor
+    ) -> Tensor:
+        """(B, T) values of response tokens, with gradients: run the trained layers of the critic.
+
+        Args:
+            packed: B prompts with their responses.
+            critic_states: per row, the states from `raw_scores`.
+            policy_hidden: (M, H) last states of the policy, which a ValueHead reads.
+        """
+        if self.critic_view is None:
+            values = self.critic(policy_hidden[packed.predicts])
         else:
-            values = self.critic(hidden[packed.predicts])
-        return PolicyCriticOutput(
-            packed.to_rows(selective_log_softmax(logits, packed.targets, temperature)),
-            logits,
-            packed.to_rows(values),
-        )
+            hidden = self.critic_view.trained_states(packed, torch.cat([*critic_states]))
+            # the critic starts as the reward head, so its values have the units of the scores
+            values = self.calibrate(score_head(self.critic, hidden[packed.predicts]))
+        return packed.to_rows(values)
 
     @torch.no_grad()
-    def ref_logprobs(
-        self, packed: Packed, temperature: float
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Run the reference.
-
-        Returns:
-            (B, T) log-probabilities in nats; per row the states that enter the policy's first
-            trained layer; (M, H) states after the layers shared with the reward model, for
-            `raw_scores`.
-        """
+    def run_reference(self, packed: Packed) -> ReferenceOutput:
+        """Run the layers of the reference."""
+        keep = [self.num_shared_layers, *layers_to_keep(self.policy_view)]
         with self.policy_view.reference() as reference:
-            hidden, [shared, *entering] = forward_layers(
-                reference, packed, keep=[self.num_shared_layers, *layers_to_keep(self.policy_view)]
-            )
-            logprobs = response_logprobs(reference, packed, hidden, temperature)
-        return logprobs, split_rows(packed, entering), shared
+            hidden, [shared, *entering] = forward_layers(reference, packed, keep=keep)
+        return ReferenceOutput(hidden, split_rows(packed, entering), shared)
 
-    # not used in training: `check_initial_ratio` compares it with `policy_and_critic`
+    def compare(
+        self, packed: Packed, hidden: Tensor, ref_hidden: Tensor, temperature: float
+    ) -> TokenStatistics:
+        """(B, T) statistics of response tokens, from (M, H) last states of policy and reference."""
+        return compare_states(self.policy, self.reference, packed, hidden, ref_hidden, temperature)
+
+    # not used in training: `check_initial_ratio` compares it with `logprobs`
     @torch.no_grad()
     def whole_logprobs(self, packed: Packed, temperature: float) -> Tensor:
         """(B, T) log-probabilities under the policy, computed through all of its layers."""
@@ -162,7 +172,7 @@ class Roles:
 
     @torch.no_grad()
     def raw_scores(self, packed: Packed, shared: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Run the reward model or its ensemble, from the `shared` states of `ref_logprobs`.
+        """Run the reward model or its ensemble, from the `shared` states of `run_reference`.
 
         Returns:
             (B,) raw scores; per row the states that enter the critic's first trained layer.
@@ -229,4 +239,5 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
         reward_model=None if critic_is_reward_model else reward_model,
         rewards=load_rewards(params),
         engine=engine,
+        gradient_checkpointing=ppo.gradient_checkpointing,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import TokenIds
+from stages.lib.metrics.stats import ratio_of_sums
 from stages.ppo.trainer import functional as F
 
 
@@ -21,7 +22,8 @@ class RoleOutputs(NamedTuple):
     """The outputs of the four roles on some episodes, without gradients.
 
     raw_scores: (B,) of the reward model, which reads the response closed by EOS. logprobs,
-    entropies, ref_logprobs: (B, T) nats. values: (B, T). mask: (B, T) bool, true on response
+    entropies, ref_logprobs: (B, T) nats. kl: (B, T) nats, exact KL of the policy to the reference
+    at each token. values: (B, T). mask: (B, T) bool, true on response
     tokens; the other (B, T) fields are 0 outside it. policy_states, critic_states: per episode,
     (L, H) states below the adapters, which are the same in every epoch.
     """
@@ -30,6 +32,7 @@ class RoleOutputs(NamedTuple):
     logprobs: Tensor
     entropies: Tensor
     ref_logprobs: Tensor
+    kl: Tensor
     values: Tensor
     mask: Tensor
     policy_states: list[Tensor]
@@ -58,6 +61,7 @@ class Rollout:
     logprobs: Tensor
     entropies: Tensor
     ref_logprobs: Tensor
+    kl: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
@@ -67,8 +71,11 @@ class Rollout:
 
     @property
     def sequence_kl(self) -> Tensor:
-        """(B,) KL estimate (k1), nats per sequence."""
-        return (F.kl_k1(self.logprobs, self.ref_logprobs) * self.mask).sum(1)
+        """(B,) KL of the policy to the reference, nats per sequence: the sum over the response.
+
+        Its mean estimates the KL of sequences without bias, with less variance than log-ratios.
+        """
+        return self.kl.sum(1)
 
 
 def concat_outputs(micro_batches: list[RoleOutputs]) -> RoleOutputs:
@@ -88,19 +95,21 @@ def concat_padded(parts: list[Any]) -> Any:
 
 
 def describe(rollout: Rollout) -> dict[str, float]:
-    """Metrics of a rollout: scores, KL (nats per sequence), entropy (nats per token), length
-    (tokens), critic.
+    """Metrics of a rollout: scores, KL (nats per sequence; nats per token with its standard error),
+    entropy (nats per token), length (tokens), critic.
     """
-    kl_k3 = F.kl_k3(rollout.logprobs, rollout.ref_logprobs) * rollout.mask
+    lengths = rollout.mask.sum(1).tolist()
+    kl_per_token, kl_per_token_se = ratio_of_sums(rollout.sequence_kl.tolist(), lengths)
     return {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()} | {
         "score_mean": float(rollout.calibrated.mean()),
         "score_std": float(rollout.calibrated.std()),
         "reward_mean": float(rollout.scores.mean()),
         "reward_std": float(rollout.scores.std()),
         "kl": float(rollout.sequence_kl.mean()),
-        "kl_k3": float(kl_k3.sum(1).mean()),
+        "kl_per_token": kl_per_token,
+        "kl_per_token_se": kl_per_token_se,
         "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
-        "response_length": float(rollout.mask.sum(1).float().mean()),
+        "response_length": fmean(lengths),
         "eos_rate": float(rollout.ended.float().mean()),
         "explained_variance": F.explained_variance(rollout.values, rollout.returns, rollout.mask),
         "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),

@@ -1,6 +1,7 @@
 """One PPO update: sample prompts, generate, score, reference KL, advantages, update."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,13 +9,12 @@ from torch import Tensor
 from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import KlControl, LossLevel, PpoParams
 from stages.lib.core.types import StateDict, TokenIds
-from stages.lib.lm.logprobs import entropy_from_logits
 from stages.lib.lm.packing import Packed, pack, unwrap_peft
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 from stages.ppo.trainer.resume import random_state, set_random_state
-from stages.ppo.trainer.roles import PolicyCriticOutput, Roles
+from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.rollout import RoleOutputs, Rollout, concat_outputs, concat_padded, describe
 
 KL_RULES = {
@@ -23,6 +23,16 @@ KL_RULES = {
     KlControl.fixed: F.fixed,
 }
 Indices = range | list[int]
+
+
+class RolloutPass(NamedTuple):
+    """The rollout's forward pass with gradients: (M, H) last states of the policy, (B, T)
+    log-probabilities and values.
+    """
+
+    hidden: Tensor
+    logprobs: Tensor
+    values: Tensor
 
 
 class PpoTrainer:
@@ -41,9 +51,12 @@ class PpoTrainer:
         self.order: list[int] = []  # indices of the prompts that come next
         self.updates = 0
         # the rollout's own forward pass with gradients, until the first optimizer step has used it
-        self.rollout_pass: PolicyCriticOutput | None = None
+        self.rollout_pass: RolloutPass | None = None
         self.kl_controller = F.AdaptiveKLController(
-            params.kl_coef, params.target_kl, params.kl_horizon, KL_RULES[params.kl_control]
+            params.kl_coef,
+            params.target_kl_per_token,
+            params.kl_horizon,
+            KL_RULES[params.kl_control],
         )
         self.planned_updates = planned_updates(params)
         # policy and critic have rates of their own, and their gradients are clipped separately
@@ -78,7 +91,7 @@ class PpoTrainer:
         metrics = describe(rollout) | {"kl_coef": self.kl_controller.kl_coef}
         # 6. update
         metrics |= self.optimize(rollout)
-        self.kl_controller.update(metrics["kl"], len(rollout.rows))
+        self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))
         self.updates += 1
         return rollout, metrics
 
@@ -176,19 +189,24 @@ class PpoTrainer:
         keep_gradients: keep the pass of policy and critic for the first optimizer step.
         """
         roles, temperature = self.roles, self.params.temperature
-        ref_logprobs, policy_states, shared = roles.ref_logprobs(packed, temperature)
-        raw_scores, critic_states = roles.raw_scores(packed, shared)
+        reference = roles.run_reference(packed)
+        raw_scores, critic_states = roles.raw_scores(packed, reference.shared)
         with torch.set_grad_enabled(keep_gradients):
-            output = roles.policy_and_critic(packed, policy_states, critic_states, temperature)
-        self.rollout_pass = output if keep_gradients else None
+            hidden = roles.policy_hidden(packed, reference.policy_states)
+            values = roles.values(packed, critic_states, hidden)
+            if keep_gradients:
+                logprobs = roles.logprobs(packed, hidden, temperature)
+                self.rollout_pass = RolloutPass(hidden, logprobs, values)
+        statistics = roles.compare(packed, hidden, reference.hidden, temperature)
         return RoleOutputs(
             raw_scores=raw_scores,
-            logprobs=output.logprobs.detach(),
-            entropies=packed.to_rows(entropy_from_logits(output.logits.detach(), temperature)),
-            ref_logprobs=ref_logprobs,
-            values=output.values.detach(),
+            logprobs=statistics.logprobs,
+            entropies=statistics.entropies,
+            ref_logprobs=statistics.ref_logprobs,
+            kl=statistics.kl,
+            values=values.detach(),
             mask=packed.response_mask,
-            policy_states=policy_states,
+            policy_states=reference.policy_states,
             critic_states=critic_states,
         )
 
@@ -257,7 +275,7 @@ class PpoTrainer:
             )
 
     def optimizer_step(
-        self, rollout: Rollout, mini_batch: list[int], rollout_pass: PolicyCriticOutput | None
+        self, rollout: Rollout, mini_batch: list[int], rollout_pass: RolloutPass | None
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch; returns its metrics.
 
@@ -283,11 +301,12 @@ class PpoTrainer:
         self,
         rollout: Rollout,
         micro_batch: Indices,
-        rollout_pass: PolicyCriticOutput | None,
+        rollout_pass: RolloutPass | None,
         tokens: Tensor,
         episodes: int,
     ) -> dict[str, Tensor]:
-        """Accumulate the gradients of a micro-batch.
+        """Accumulate the gradients of a micro-batch: of the policy, then of the critic, so that the
+        activations of only one of them are in memory.
 
         Args:
             rollout, micro_batch: the episodes.
@@ -305,28 +324,32 @@ class PpoTrainer:
             column[micro_batch, :width]
             for column in (rollout.logprobs, rollout.values, rollout.advantages, rollout.returns)
         )
-        output = rollout_pass or self.roles.policy_and_critic(
-            packed,
-            [rollout.policy_states[i] for i in micro_batch],
-            [rollout.critic_states[i] for i in micro_batch],
-            p.temperature,
-        )
+        roles = self.roles
+        if rollout_pass:
+            hidden, logprobs, values = rollout_pass
+        else:
+            hidden = roles.policy_hidden(packed, [rollout.policy_states[i] for i in micro_batch])
+            logprobs = roles.logprobs(packed, hidden, p.temperature)
         policy_loss, clip_fraction = self.policy_loss(
-            output.logprobs, old_logprobs, advantages, mask, tokens, episodes
+            logprobs, old_logprobs, advantages, mask, tokens, episodes
         )
-        entropy_bonus = (
-            p.entropy_coef * entropy_from_logits(output.logits, p.temperature).sum() / tokens
-            if p.entropy_coef
-            else 0.0
-        )
+        loss = policy_loss
+        if p.entropy_coef:
+            entropies = roles.entropies(packed, hidden, p.temperature)
+            loss = loss - p.entropy_coef * entropies.sum() / tokens
+        if roles.critic_view:  # else the critic is a head on the policy: one backward pass for both
+            loss.backward()
+            loss = torch.zeros_like(loss)
+        if not rollout_pass:
+            values = roles.values(packed, [rollout.critic_states[i] for i in micro_batch], hidden)
         token_value_loss, value_clipped = F.value_loss(
-            output.values, old_values, returns, p.cliprange_value
+            values, old_values, returns, p.cliprange_value
         )
         value_loss = (token_value_loss * mask).sum() / tokens
-        (policy_loss - entropy_bonus + p.vf_coef * value_loss).backward()
+        (loss + p.vf_coef * value_loss).backward()
         for optimizer in self.optimizers:
             optimizer.accumulate_grads()
-        new_logprobs = output.logprobs.detach()
+        new_logprobs = logprobs.detach()
         ratio = (new_logprobs - old_logprobs).exp()
         shares = {
             "policy_loss": policy_loss,

@@ -70,7 +70,10 @@ def test_every_check_has_a_curve_and_fires_on_one_side_of_its_bound_only(
 def test_bounds_by_hand() -> None:
     columns, checks = run("kl", 3.0), {check.name: check for check in HEALTH_CHECKS}
     bounds = {name: policy_curves.bound(check, columns, PPO) for name, check in checks.items()}
-    assert bounds["kl above budget"] == PPO.max_kl and bounds["no movement"] == PPO.min_kl
+    assert (
+        bounds["kl above budget"] == PPO.max_kl_per_token
+        and bounds["no movement"] == PPO.min_kl_per_token
+    )
     assert bounds["entropy collapse"] == pytest.approx(2.0)  # half of 4
     assert bounds["length hack"] == pytest.approx(15.6)  # 1.3 times 12
     assert bounds["one ending for all prompts"] == pytest.approx(0.35)  # 0.15 more than 0.2
@@ -84,7 +87,7 @@ def test_bounds_by_hand() -> None:
     collapse, nine_updates = checks["entropy collapse"], {k: v[:9] for k, v in climbing.items()}
     assert policy_curves.bound(collapse, climbing, PPO) == pytest.approx(2.5)
     assert policy_curves.bound(collapse, nine_updates, PPO) is None
-    assert policy_curves.bound(checks["kl above budget"], {}, PPO) == PPO.max_kl
+    assert policy_curves.bound(checks["kl above budget"], {}, PPO) == PPO.max_kl_per_token
 
 
 def results() -> RoundResults:

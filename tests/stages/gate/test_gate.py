@@ -229,7 +229,7 @@ def test_good_numbers_pass(attempt, gate):
             "evaluate",
             {"ppo": EVALUATE["ppo"] | {"kl": 8.1}},
             "evaluate.ppo.kl",
-            "ppo.target_kl",
+            "ppo.target_kl_per_token",
         ),
         (
             "promote",

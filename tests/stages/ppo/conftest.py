@@ -33,6 +33,7 @@ def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
         related: bool = False,
         mean: float = 0.0,
         std: float = 1.0,
+        gradient_checkpointing: bool = False,
     ) -> Roles:
         policy, reward = tiny_lm(spread=0.3), tiny_reward_model()
         if related:
@@ -47,6 +48,7 @@ def make_roles(tiny_lm, tiny_reward_model) -> Callable[..., Roles]:
             else add_adapters(reward, lora, "SEQ_CLS").eval(),
             tokenizer=ByteTokenizer(),
             reward_model=reward if value_head else None,
+            gradient_checkpointing=gradient_checkpointing,
         )
 
     return make

@@ -17,7 +17,7 @@ SHORT = {
     "micro_batch_size": 2,
     "total_episodes": 12,
     "save_updates": 2,
-    "max_kl": 1000.0,
+    "max_kl_per_token": 1000.0,
 }
 
 
@@ -73,7 +73,7 @@ def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not
     params = with_ppo(
         make_round("r0", 1.0),
         on_danger="stop",
-        min_kl=999.0,
+        min_kl_per_token=999.0,
         kl_patience=patience,
         warmup_updates=0,
     )

@@ -110,7 +110,6 @@ class EvaluateParams(ParamsSection):
     checkpoint_samples_per_prompt: int = Field(
         1, ge=1, description="Responses per prompt for intermediate PPO checkpoints."
     )
-    batch_size: int = Field(88, ge=1, description="Sequences generated per batch.")
     tie_margin: float = Field(
         0.05, ge=0, description="Score differences up to this count as a tie."
     )

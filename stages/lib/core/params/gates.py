@@ -165,9 +165,12 @@ class PromoteGate(Gate):
         ge=0,
         description="Most dangers that PPO's health monitor found up to the selected policy.",
     )
-    max_kl: float = Field(8.0, gt=0, description="Largest KL from SFT, nats per sequence.")
+    max_kl_per_token: float = Field(0.6, gt=0, description="Largest KL from SFT, nats per token.")
     distinct_2: float = Field(
-        0.65, ge=0, le=1, description="Smallest share of distinct 2-grams across prompts."
+        0.65,
+        ge=0,
+        le=1,
+        description="Smallest expected share of distinct 2-grams among 200 across prompts.",
     )
     repetition_rise: float = Field(
         0.05, ge=0, description="Largest rise of the share of repeated 3-grams over SFT's."

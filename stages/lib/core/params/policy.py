@@ -137,6 +137,11 @@ class PpoParams(ParamsSection):
         description="Episodes per forward pass; divides mini_batch_size. Changes memory, not "
         "results.",
     )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Compute the activations of each layer again in the backward pass: much less "
+        "memory per token, a third more computation.",
+    )
     total_episodes: int = Field(640, ge=2, description="Episodes of the whole run.")
     max_steps: int | None = Field(
         None, ge=1, description="Updates at most, for smoke runs; null: no limit."
@@ -185,14 +190,16 @@ class PpoParams(ParamsSection):
     cliprange_value: float = Field(0.2, gt=0, description="Clip range of the critic's values.")
     vf_coef: float = Field(0.1, ge=0, description="Weight of the value loss.")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    kl_coef: float = Field(0.11, ge=0, description="Initial KL coefficient (beta).")
+    kl_coef: float = Field(
+        0.11, ge=0, description="Initial KL coefficient (beta), score units per nat."
+    )
     kl_control: KlControl = Field(
         KlControl.adaptive,
         description="`adaptive`: Ziegler et al. 2019; `proportional`: by the relative error; "
         "`fixed`: constant beta.",
     )
-    target_kl: float = Field(
-        6.5, gt=0, description="KL that the controller aims at, nats per sequence."
+    target_kl_per_token: float = Field(
+        0.45, gt=0, description="KL that the controller aims at, nats per token."
     )
     kl_horizon: int = Field(
         64,
@@ -200,20 +207,21 @@ class PpoParams(ParamsSection):
         description="Episodes over which beta adapts; use a small value for short runs. Below "
         "batch_size it has no further effect.",
     )
-    max_kl: float = Field(
-        7.5,
+    max_kl_per_token: float = Field(
+        0.55,
         gt=0,
-        description="KL budget, nats per sequence. Above it for `kl_patience` updates the run "
-        "stops.",
+        description="KL budget, nats per token. Above it for `kl_patience` updates the run stops.",
     )
-    min_kl: float = Field(
-        0.01,
+    min_kl_per_token: float = Field(
+        0.0005,
         ge=0,
-        description="Nats per sequence. Below it for `kl_patience` updates after warm-up the "
-        "policy does not move: the run stops.",
+        description="Nats per token. Below it for `kl_patience` updates after warm-up the policy "
+        "does not move: the run stops.",
     )
     kl_patience: int = Field(
-        5, ge=1, description="Updates in a row outside of min_kl..max_kl that count."
+        5,
+        ge=1,
+        description="Updates in a row outside of min_kl_per_token..max_kl_per_token that count.",
     )
     whiten_rewards: bool = Field(
         False, description="Divide token rewards by their standard deviation (no mean shift)."
@@ -251,7 +259,8 @@ class PpoParams(ParamsSection):
     validation_updates: int = Field(
         4,
         ge=1,
-        description="Updates between validations; the best policy within `max_kl` is selected.",
+        description="Updates between validations; the best policy within `max_kl_per_token` is "
+        "selected.",
     )
     on_danger: OnDanger = Field(
         OnDanger.stop,

@@ -55,9 +55,9 @@ class ModelParams(ParamsSection):
         description="`auto`: bfloat16 if the processor multiplies it fast, else float32.",
     )
     attn_implementation: str = Field(
-        "grouped",
-        description="`grouped` is fastest on a CPU; `sdpa` or `flash_attention_2` on a GPU; "
-        "`eager` if neither runs.",
+        "auto",
+        description="`auto`: `grouped` on a CPU; on a GPU `flash_attention_2` if it is installed, "
+        "else `sdpa`. Or the name of another implementation of transformers, e.g. `eager`.",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads; null: all cores, or OMP_NUM_THREADS."
@@ -69,6 +69,11 @@ class TrainParams(ParamsSection):
     per_device_train_batch_size: int = Field(ge=1, description="Rows per forward pass.")
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="Batches per optimiser step: less memory for the same step."
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Compute the activations of each layer again in the backward pass: much less "
+        "memory per token, a third more computation.",
     )
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
     max_steps: int | None = Field(

@@ -20,7 +20,11 @@ from stages.lib.core.renamed import METRICS, PARAMS, current_name
 from stages.lib.data.rollouts import RolloutLog, read_rollouts
 from tests.paths import ROOT
 
-OLD_SETTINGS = {"replay": {"judge_low": 0.25}, "gates": {"sft": {"judged_gain": -0.5}}}
+OLD_SETTINGS = {
+    "replay": {"judge_low": 0.25},
+    "gates": {"sft": {"judged_gain": -0.5}},
+    "evaluate": {"batch_size": 8},
+}
 
 
 def test_the_table_for_users_has_all_names() -> None:

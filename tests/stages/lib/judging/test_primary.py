@@ -152,7 +152,7 @@ def test_a_run_stops_at_the_validation_at_which_the_judge_prefers_sft(make_round
         "    return [float(response in KNOWN) for response in responses]\n"
     )
     changes = {"max_steps": 14, "validation_updates": 12, "learning_rate": 0.01, "kl_coef": 0.01}
-    changes |= {"kl_control": "fixed", "max_kl": 1000.0, "target_kl": 500.0}
+    changes |= {"kl_control": "fixed", "max_kl_per_token": 1000.0, "target_kl_per_token": 500.0}
     params = with_judges(
         make_round("r0", 1.0),
         ["loyal_judge:score"],

@@ -7,6 +7,7 @@ from statistics import mode
 import pytest
 import torch
 
+from stages.lib.lm import generation, packing
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.scoring import reward_scores
@@ -22,14 +23,15 @@ def by_hand(model, prompt, response):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 14, 4096])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])
 def test_logprobs_do_not_depend_on_batch_padding_or_order(
-    tiny_lm, dtype, tolerance, batch_size, order
+    tiny_lm, monkeypatch, dtype, tolerance, tokens, order
 ):
+    monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", tokens)
     model = tiny_lm().to(dtype)
     prompts, responses = [PROMPTS[i] for i in order], [RESPONSES[i] for i in order]
-    logprobs = token_logprobs(model, prompts, responses, batch_size=batch_size)
+    logprobs = token_logprobs(model, prompts, responses)
     for row, prompt, response in zip(logprobs, prompts, responses, strict=True):
         assert row.tolist() == pytest.approx(by_hand(model, prompt, response), abs=tolerance)
 
@@ -59,21 +61,35 @@ def test_scores_are_read_at_the_last_token(tiny_reward_model):
     model = tiny_reward_model()
     sequences = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     expected = [model(torch.tensor([s])).logits.item() for s in sequences]
-    assert reward_scores(model, sequences, batch_size=3).tolist() == pytest.approx(
-        expected, abs=1e-5
-    )
+    assert reward_scores(model, sequences).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm):
-    model = tiny_lm()
-    runs = [
-        generate(
-            model, PROMPTS, **SETTINGS, batch_size=size, generator=torch.Generator().manual_seed(3)
-        )
-        for size in (1, 2, 4, 4)
-    ]
+def sample(model, prompts, seed=3, **changes):
+    generator = torch.Generator().manual_seed(seed)
+    return generate(model, prompts, **(SETTINGS | changes), generator=generator)
+
+
+def test_generation_is_reproducible_and_independent_of_the_batch(tiny_lm, monkeypatch):
+    model, runs = tiny_lm(), []
+    row_bytes = cache_bytes(model, max(map(len, PROMPTS)) + SETTINGS["response_length"])
+    for rows in (1, 2, 4, 4):
+        monkeypatch.setattr(generation, "CPU_CACHE_BYTES", rows * row_bytes)
+        runs.append(sample(model, PROMPTS))
     assert runs[0] == runs[1] == runs[2] == runs[3]
     assert all(2 not in response[:-1] for response in runs[0])
+
+
+def cache_bytes(model, tokens):
+    """Bytes of the cache that transformers fills with one row of so many tokens."""
+    layers = model(torch.full((1, tokens), 5), use_cache=True).past_key_values.layers
+    return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_batches_are_as_large_as_the_cache_may_be(shape, monkeypatch):
+    model = build(SHAPES[shape], "eager")
+    monkeypatch.setattr(generation, "CPU_CACHE_BYTES", 3 * cache_bytes(model, 20))
+    assert [generation.rows_per_batch(model, n) for n in (20, 21, 10, 1000)] == [3, 2, 6, 1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,25 +122,12 @@ def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, a
         rows.append(tokens)
     eos = mode(token for tokens in rows for token in tokens[1:4])
     expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in rows]
-    settings = SETTINGS | {"eos_token_id": eos}
-    assert (
-        generate(
-            model, prompts, **settings, batch_size=10, generator=torch.Generator().manual_seed(3)
-        )
-        == expected
-    )
+    assert sample(model, prompts, eos_token_id=eos) == expected
 
 
 def test_first_token_is_sampled_with_the_models_probabilities(tiny_lm):
     model, draws = tiny_lm(), 4000
-    settings = SETTINGS | {"response_length": 1}
-    first = generate(
-        model,
-        [PROMPTS[0]] * draws,
-        **settings,
-        batch_size=1000,
-        generator=torch.Generator().manual_seed(0),
-    )
+    first = sample(model, [PROMPTS[0]] * draws, seed=0, response_length=1)
     shares = torch.bincount(torch.tensor([r[0] for r in first]), minlength=40) / draws
     expected = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
     # each of 40 binomial shares is within 4 standard errors: sqrt(.25 / 4000) * 4

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, ModelParams
+from stages.lib.lm import loading
 from stages.lib.lm.loading import load_causal_lm, resolve_dtype, setup_torch
 
 SIZES = {
@@ -61,3 +62,19 @@ def test_auto_is_no_emulated_bfloat16(monkeypatch, native, dtype):
         lambda including_emulation=True: native or including_emulation,
     )
     assert resolve_dtype(Dtype.auto) is dtype
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "dtype", "expected"),
+    [
+        (False, True, "bfloat16", "grouped"),
+        (True, True, "bfloat16", "flash_attention_2"),
+        (True, True, "float32", "sdpa"),  # FlashAttention has no float32
+        (True, False, "bfloat16", "sdpa"),
+    ],
+)
+def test_attention_by_device(monkeypatch, cuda, installed, dtype, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: installed)
+    assert loading.resolve_attention(ModelParams(dtype=dtype)) == expected
+    assert loading.resolve_attention(ModelParams(attn_implementation="eager")) == "eager"

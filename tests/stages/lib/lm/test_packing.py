@@ -5,8 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import MistralConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stages.lib.core.errors import BadInput
+from stages.lib.lm import packing
 from stages.lib.lm.packing import append_eos, hidden_states, pack, padding_free
 from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build
 
@@ -62,6 +64,33 @@ def test_states_and_gradients_are_those_of_single_rows(shape, attention):
         torch.testing.assert_close(packed_weight.grad, single_weight.grad, rtol=1e-3, atol=1e-3)
 
 
+def varlen_attention(module, query, key, value, attention_mask, scaling, position_ids=None, **_):
+    """What FlashAttention-2 computes for one row without a mask, written plainly: a causal softmax
+    per run of positions that starts at 0.
+    """
+    assert attention_mask is None and len(query) == 1
+    run = (position_ids[0] == 0).cumsum(0)
+    visible = (run[:, None] == run) & (position_ids[0][:, None] >= position_ids[0])
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+    weights = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, float("-inf"))
+    return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flash_attention_finds_the_rows_by_their_positions(shape, monkeypatch):
+    """FlashAttention-2 itself needs a GPU; a stand-in shows what it is given."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", varlen_attention)
+    packing, alone = build(SHAPES[shape], "eager"), build(SHAPES[shape], "eager")
+    packing.config._attn_implementation = "flash_attention_2"
+    states = hidden_states(packing, pack(PROMPTS, RESPONSES, CPU))
+    single = [
+        alone.base_model(torch.tensor([p + r])).last_hidden_state[0]
+        for p, r in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    torch.testing.assert_close(states, torch.cat(single))
+
+
 def test_a_sliding_window_shorter_than_the_texts_is_refused():
     model = build(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4))
     with pytest.raises(BadInput, match="sdpa"):
@@ -92,3 +121,17 @@ def test_a_padded_batch_of_a_trainer_runs_without_its_padding(shape, mask):
     assert widths == [(1, 6), (2, 4)]
     for padding_free_value, padded_value in zip(*results, strict=True):
         torch.testing.assert_close(padding_free_value, padded_value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches"),
+    [
+        (4096, [[1, 3, 0, 2]]),
+        (8, [[1, 3, 0], [2]]),  # 3 rows of 2 tokens at most, then one of 9
+        (4, [[1, 3], [0], [2]]),
+        (1, [[1], [3], [0], [2]]),
+    ],
+)
+def test_batches_hold_so_many_tokens_with_their_padding(monkeypatch, limit, batches):
+    monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", limit)
+    assert list(packing.batches_by_tokens([2 if limit != 4 else 3, 1, 9, 1], CPU)) == batches

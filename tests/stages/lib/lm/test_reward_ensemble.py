@@ -55,7 +55,7 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
         attach_ensemble(first, others),
         pytest.approx([0.5 + 2.0 * x for x in expected[reduce]], abs=1e-5),
     )
-    assert reward_scores(model, WHOLE, batch_size=2).tolist() == wanted
+    assert reward_scores(model, WHOLE).tolist() == wanted
     # evaluation and PPO get the same scores
     lm = tiny_lm()
     results = score_responses(
@@ -66,7 +66,6 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
         reward_model=model,
         eos_token_id=2,
         temperature=1.0,
-        batch_size=2,
     )
     assert results.scores.tolist() == wanted
 
@@ -102,7 +101,7 @@ def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
         if scores["id"] == row["id"]
     ]
     assert scores["chosen"] == pytest.approx((a + b) / 2, abs=1e-3)
-    scorer = RewardScorer(MODEL, tokenizer, params, 8)
+    scorer = RewardScorer(MODEL, tokenizer, params)
     assert scorer.scores_per_member([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx(
         [a, b], abs=1e-4
     )

@@ -74,3 +74,27 @@ def test_nothing_is_shared_if_positions_would_be_added_twice(config):
     model = build(config, "eager")
     assert num_layers_below_adapters(model) == 3
     assert num_shared_layers(model, copy.deepcopy(model)) == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("shape", KINDS)
+def test_checkpointed_layers_keep_less_and_have_the_same_gradients(shape, first):
+    model = with_adapters(build(KINDS[shape]), top_layers=2)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    with torch.no_grad():
+        _, [entering] = forward_layers(model, PACKED, keep=[first])
+    kept, gradients = [], []
+    for checkpointed in (False, True):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(tensor.numel()) or tensor,
+            lambda tensor: tensor,
+        ):
+            states, _ = forward_layers(
+                model, PACKED, entering, first, gradient_checkpointing=checkpointed
+            )
+        kept.append(sum(saved))
+        gradients.append(torch.autograd.grad(states.square().sum(), weights))
+    assert kept[1] < kept[0] / 4
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, checkpointed)

@@ -14,7 +14,7 @@ SHORT = {
     "micro_batch_size": 2,
     "total_episodes": 16,
     "save_updates": 2,
-    "max_kl": 1000.0,
+    "max_kl_per_token": 1000.0,
 }
 
 

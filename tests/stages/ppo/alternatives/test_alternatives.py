@@ -87,7 +87,7 @@ def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params,
 @pytest.mark.parametrize("algorithm", ["rloo", "grpo"])
 def test_a_danger_stops_the_run_and_names_what_to_change(make_params, algorithm):
     params = make_params(
-        algorithm, SECTIONS[algorithm], kl_patience=3, min_kl=100.0, validation_updates=2
+        algorithm, SECTIONS[algorithm], kl_patience=3, min_kl_per_token=100.0, validation_updates=2
     )
     main(params, "r0")
     metrics, health = (

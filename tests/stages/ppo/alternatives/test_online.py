@@ -68,7 +68,7 @@ def test_tokens_rewards_logprobs_and_advantages(trainer):
     # rewards: calibrated scores of tokens closed by EOS, clipped to 0.1, less 0.25 without EOS
     eos = context.tokenizer.eos_token_id
     closed = [response if response[-1] == eos else [*response, eos] for response in responses]
-    scorer = RewardScorer(Path("rounds/r0/reward/model"), context.tokenizer, context.params, 8)
+    scorer = RewardScorer(Path("rounds/r0/reward/model"), context.tokenizer, context.params)
     scores = scorer.tokens([p + c for p, c in zip(prompts, closed, strict=True)])
     rewards = [
         max(-0.1, min(0.1, score)) - 0.25 * (response[-1] != eos)

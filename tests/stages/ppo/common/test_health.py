@@ -5,18 +5,18 @@ import pytest
 from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import DANGER, HEALTH_CHECKS, WARN, Monitor
 
-PARAMS = PpoParams(max_kl=8.0, min_kl=0.01, kl_patience=5, warmup_updates=2)
+PARAMS = PpoParams(max_kl_per_token=0.5, min_kl_per_token=0.001, kl_patience=5, warmup_updates=2)
 UPDATES = 20
 
 
 def healthy(update: int) -> dict[str, float]:
-    """The score rises, KL rises to 6, all else drifts a little, as in the default run."""
+    """The score rises, KL rises to 0.4, all else drifts a little, as in the default run."""
     share = update / UPDATES
     return {
         "step": update,
         "reward_mean": -1.5 + 2.0 * share,
         "reward_std": 1.2,
-        "kl": 6.0 * share,
+        "kl_per_token": 0.4 * share,
         "entropy": 4.8 - 1.2 * share,
         "distinct_2": 0.97 - 0.05 * share,
         "ending_share": 0.06 + 0.06 * share,
@@ -46,8 +46,8 @@ def test_a_healthy_run_has_no_findings():
 
 # by the sign that reports it: the changed metrics, and the worst verdict
 PROBLEMS = {
-    "kl above budget": (lambda share: {"kl": 12 * share}, DANGER),
-    "no movement": (lambda share: {"kl": 0.001}, DANGER),
+    "kl above budget": (lambda share: {"kl_per_token": 0.8 * share}, DANGER),
+    "no movement": (lambda share: {"kl_per_token": 0.0005}, DANGER),
     "reward does not move": (lambda share: {"reward_mean": -1.5}, WARN),
     "entropy collapse": (lambda share: {"entropy": 4.8 - 4.0 * share}, DANGER),
     "one text for all prompts": (lambda share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
@@ -109,7 +109,7 @@ def test_the_gain_over_sft_is_read_in_standard_errors():
 
 def test_kl_that_returns_to_its_budget_in_time_is_no_danger():
     def spikes(share):
-        return {"kl": 9.0 if round(share * UPDATES) % 5 else 7.0}
+        return {"kl_per_token": 0.6 if round(share * UPDATES) % 5 else 0.4}
 
     assert monitor_run(spikes).findings == []
 
@@ -127,8 +127,8 @@ def test_a_length_that_grows_without_the_score_is_no_hack():
 
 
 def test_signs_of_missing_metrics_are_left_out_and_the_fix_names_the_kl_key():
-    monitor = Monitor(PpoParams(max_kl=1.0, kl_patience=2), kl_key="rloo.beta")
-    steps = [{"step": step, "kl": 2.0} for step in range(1, 21)]
+    monitor = Monitor(PpoParams(max_kl_per_token=1.0, kl_patience=2), kl_key="rloo.beta")
+    steps = [{"step": step, "kl_per_token": 2.0} for step in range(1, 21)]
     assert [(finding.sign, finding.first_fix) for finding in monitor.check(steps)] == [
         ("kl above budget", "raise rloo.beta, lower ppo.learning_rate")
     ]

@@ -44,6 +44,14 @@ KINDS = {
     "adapters": {"lora": LoraParams(r=4, top_layers=1)},
     "adapters on shared layers": {"lora": LoraParams(r=4, top_layers=1), "related": True},
     "all weights": {"lora": LoraParams(r=0)},
+    "gradient checkpointing": {
+        "lora": LoraParams(r=4, top_layers=1),
+        "gradient_checkpointing": True,
+    },
+    "all weights, gradient checkpointing": {
+        "lora": LoraParams(r=0),
+        "gradient_checkpointing": True,
+    },
     "value head": {"lora": LoraParams(r=4, top_layers=1), "value_head": True},
 }
 Episodes = list[tuple[TokenIds, TokenIds]]  # prompts and responses

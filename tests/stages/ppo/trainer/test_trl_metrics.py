@@ -34,16 +34,14 @@ def step(make_roles, shift):
     trainer = PpoTrainer(make_roles(lora=LoraParams(r=4, top_layers=1)), prompts, PARAMS, seed=0)
     rollout = trainer.rollout(trainer.sample_prompts())
 
-    @torch.no_grad()
-    def policy_output():
-        return trainer.roles.policy_and_critic(
-            trainer.pack_episodes(rollout.prompts, rollout.responses, range(8)),
-            rollout.policy_states,
-            rollout.critic_states,
-            1.0,
-        )
+    packed = trainer.pack_episodes(rollout.prompts, rollout.responses, range(8))
 
-    logits = policy_output().logits
+    @torch.no_grad()
+    def logits():
+        hidden = trainer.roles.policy_hidden(packed, rollout.policy_states)
+        return trainer.roles.policy.get_output_embeddings()(hidden[packed.predicts])
+
+    sampled_logits = logits()
     shift(trainer.roles.policy, 0.3)
     shift(trainer.roles.critic, 0.3)
     for optimizer in trainer.optimizers:
@@ -53,8 +51,12 @@ def step(make_roles, shift):
         trainer.params = PARAMS.model_copy(update={"micro_batch_size": micro_batch_size})
         return trainer.optimizer_step(rollout, list(range(8)), None)
 
+    new_logprobs = logits().log_softmax(-1).gather(1, packed.targets[:, None])[:, 0]
     return SimpleNamespace(
-        rollout=rollout, logits=logits, new_logprobs=policy_output().logprobs, metrics=metrics
+        rollout=rollout,
+        logits=sampled_logits,
+        new_logprobs=packed.to_rows(new_logprobs),
+        metrics=metrics,
     )
 
 

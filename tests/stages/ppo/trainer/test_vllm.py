@@ -68,7 +68,6 @@ def sample(model, ids, length, temperature, seed, eos):
         response_length=length,
         temperature=temperature,
         generator=generator,
-        batch_size=len(ids),
         eos_token_id=eos,
     )
 

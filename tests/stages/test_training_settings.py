@@ -1,0 +1,79 @@
+"""Settings that every stage that trains has to follow: they change memory and time, not results."""
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from stages.lib.core.params import Params, check_params
+from tests.paths import ROOT
+
+TRAINING = ["sft", "reward", "ppo", "dpo", "rloo", "grpo", "best_of_n"]
+SHORT = {
+    "batch_size": 4,
+    "mini_batch_size": 4,
+    "micro_batch_size": 4,
+    "max_steps": 1,
+    "num_ppo_epochs": 1,
+    "on_danger": "warn",
+    "validation_prompts": 1,
+}
+
+
+@pytest.fixture
+def train(make_round, monkeypatch):
+    """A function that trains one step, with or without gradient checkpointing, and returns how
+    often a layer ran in training, and how often gradients passed through its input.
+    """
+    params = make_round("r0", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    calls: list[tuple[bool, bool]] = []
+    forward = LlamaAttention.forward
+
+    def counted(self, hidden_states, *args, **kwargs):
+        calls.append((torch.is_grad_enabled(), hidden_states.requires_grad))
+        return forward(self, hidden_states, *args, **kwargs)
+
+    def run(name: str, gradient_checkpointing: bool) -> list[int]:
+        changed = with_settings(params, name, gradient_checkpointing)
+        Path("params.yaml").write_text(yaml.safe_dump(changed.model_dump(mode="json")))
+        stage = name if name in ("sft", "reward") else "ppo"
+        if stage == "ppo":
+            shutil.rmtree("rounds/r0/ppo", ignore_errors=True)
+        shutil.rmtree(".rondo", ignore_errors=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaAttention, "forward", counted)
+            calls.clear()
+            importlib.import_module(f"stages.{stage}.__main__").main(changed, "r0")
+        return [sum(column) for column in zip(*calls, strict=True)]
+
+    return run
+
+
+def with_settings(params: Params, name: str, gradient_checkpointing: bool) -> Params:
+    values = params.model_dump()
+    algorithm = "ppo" if name in ("sft", "reward") else name
+    values["algorithm"] = algorithm
+    values["ppo"] |= SHORT
+    for section in ("sft", "reward"):
+        values[section] |= {"max_steps": 1, "per_device_train_batch_size": 4}
+    section = name if name in ("sft", "reward") else "ppo"
+    values[section]["gradient_checkpointing"] = gradient_checkpointing
+    return check_params(values, "test")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_gradient_checkpointing_computes_layers_twice(train, name):
+    """And gradients do not pass below the lowest adapter, where TRL would let them.
+
+    TRL's trainers that sample switch that on again after each rollout.
+    """
+    plain, checkpointed = train(name, False), train(name, True)
+    assert plain[1] > 0
+    assert checkpointed[0] == 2 * plain[0]
+    if name not in ("rloo", "grpo"):
+        assert checkpointed[1] == 2 * plain[1]
