@@ -74,8 +74,9 @@ class Policy:
     @property
     def kl_per_token(self) -> float:
         """KL from SFT in nats; policies of older versions have only the KL per sequence."""
-        metrics = self.metrics
-        return metrics.get("kl_per_token", metrics["kl"] / max(metrics.get("length", 0.0), 1.0))
+        if "kl_per_token" in self.metrics:
+            return self.metrics["kl_per_token"]
+        return self.metrics["kl"] / max(self.metrics.get("length", 0.0), 1.0)
 
     @property
     def interval_width(self) -> float:

@@ -98,8 +98,8 @@ def bound(check: HealthCheck, curves: Curves, params: PpoParams) -> float | None
 
 
 def threshold_value(threshold: str, params: PpoParams) -> float:
-    """The number in a threshold: `at most ppo.max_kl nats` names a key of params.yaml, `0.75 or
-    more` contains the number.
+    """The number in a threshold: `at most ppo.max_kl_per_token nats` names a key of
+    params.yaml, `0.75 or more` contains the number.
     """
     match = re.search(r"ppo\.(\w+)|-?[\d.]+", threshold)
     assert match, threshold

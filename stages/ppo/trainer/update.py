@@ -349,14 +349,13 @@ class PpoTrainer:
         (loss + p.vf_coef * value_loss).backward()
         for optimizer in self.optimizers:
             optimizer.accumulate_grads()
-        new_logprobs = logprobs.detach()
-        ratio = (new_logprobs - old_logprobs).exp()
+        ratio = (logprobs.detach() - old_logprobs).exp()
         shares = {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "clip_fraction": clip_fraction,
             "value_clip_fraction": (value_clipped * mask).sum() / tokens,
-            "approx_kl": (F.kl_k3(old_logprobs, new_logprobs) * mask).sum() / tokens,
+            "approx_kl": (F.kl_k3(old_logprobs, logprobs) * mask).sum() / tokens,
             "ratio_mean": (ratio * mask).sum() / tokens,
         }
         return {name: share.detach() for name, share in shares.items()}

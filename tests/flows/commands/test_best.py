@@ -44,7 +44,7 @@ def record(
     }
     metrics: dict[str, Any] = {
         **interval,
-        "ppo": {"kl": kl, "judge_score": 0.7},
+        "ppo": {"kl": 24 * kl, "kl_per_token": kl, "judge_score": 0.7},
         "sft": {"kl": 0.0, "judge_score": 0.3},
     }
     write_json(
@@ -85,17 +85,20 @@ def best(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
 def test_policies_of_all_runs_best_first_under_a_kl(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    near, far = {"win_rate": 0.9, "kl": 7.9}, {"win_rate": 0.95, "kl": 8.1}
-    record(database, "one", 0.8, 5.0, md5="a", step_00009=near, step_00018=far)
-    record(database, "two", 0.85, 6.0, md5="b")
+    near, far = (
+        {"win_rate": 0.9, "kl": 14.2, "kl_per_token": 0.59},
+        {"win_rate": 0.95, "kl": 14.6, "kl_per_token": 0.61},
+    )
+    record(database, "one", 0.8, 0.5, md5="a", step_00009=near, step_00018=far)
+    record(database, "two", 0.85, 0.55, md5="b")
     # the same policies as those of `one`
-    record(database, "three", 0.8, 5.0, md5="a", step_00009=near, step_00018=far)
-    code, lines, _ = best(capsys)  # gates.promote.max_kl is 8
+    record(database, "three", 0.8, 0.5, md5="a", step_00009=near, step_00018=far)
+    code, lines, _ = best(capsys)  # gates.promote.max_kl_per_token is 0.6
     assert code == 0 and lines[0].startswith("run round policy win rate against SFT [95%] KL")
     assert lines[2:5] == [
-        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 7.90 - 7 c0ffeec0-dirty",
-        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 6.00 0.700 7 c0ffeec0-dirty",
-        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 5.00 0.700 7 c0ffeec0-dirty",
+        "three r0 rounds/r0/ppo/checkpoints/step_00009 0.900 0.59 - 7 c0ffeec0-dirty",
+        "two r0 rounds/r0/ppo/policy 0.850 [0.800, 0.900] 0.55 0.700 7 c0ffeec0-dirty",
+        "three r0 rounds/r0/ppo/policy 0.800 [0.750, 0.850] 0.50 0.700 7 c0ffeec0-dirty",
     ]
     assert lines[5] == (
         "Best: rounds/r0/ppo/checkpoints/step_00009 of three:r0, win rate 0.900; "
@@ -104,8 +107,8 @@ def test_policies_of_all_runs_best_first_under_a_kl(
         "To compare the two best selected policies on the same prompts: "
         "`rondo compare three:r0 two:r0`"
     )
-    assert [line.split()[0] for line in best(capsys, "--kl", "5.5")[1][2:-1]] == ["three"]
-    assert [line.split()[3] for line in best(capsys, "--kl", "9")[1][2:-1]] == [
+    assert [line.split()[0] for line in best(capsys, "--kl", "0.53")[1][2:-1]] == ["three"]
+    assert [line.split()[3] for line in best(capsys, "--kl", "0.7")[1][2:-1]] == [
         "0.950",
         "0.900",
         "0.850",
@@ -116,9 +119,9 @@ def test_policies_of_all_runs_best_first_under_a_kl(
 def test_each_evaluation_has_its_own_table_the_newest_first(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(database, "one", 0.9, 5.0, md5="a")
-    record(database, "two", 0.8, 5.0, md5="b", evaluation="e2")
-    record(database, "three", 0.7, 5.0, md5="a", evaluation="e2")
+    record(database, "one", 0.9, 0.5, md5="a")
+    record(database, "two", 0.8, 0.5, md5="b", evaluation="e2")
+    record(database, "three", 0.7, 0.5, md5="a", evaluation="e2")
     lines = best(capsys)[1]
     assert [
         line.split()[0] for line in lines if line.startswith(("Evaluation ", "one", "two", "three"))
@@ -138,7 +141,7 @@ def test_the_table_of_this_folder_is_first_even_if_another_run_is_newer(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """E.g. after one run of the tiny preset in a worktree of its own."""
-    record(database, "default", 0.869, 5.0, md5="a")
+    record(database, "default", 0.869, 0.5, md5="a")
     metrics = (stage_dir("r0", "evaluate") / "metrics.json").read_text()
     record(database, "tiny", 0.5, 0.0, md5="b", evaluation="t", preset="tiny")
     write_text(stage_dir("r0", "evaluate") / "metrics.json", metrics)
@@ -168,8 +171,8 @@ def test_the_table_of_this_folder_is_first_even_if_another_run_is_newer(
 def test_policies_of_another_base_model_have_a_table_of_their_own(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(database, "one", 0.9, 5.0, md5="a", base="m1")
-    record(database, "two", 0.8, 5.0, md5="b", base="m2")
+    record(database, "one", 0.9, 0.5, md5="a", base="m1")
+    record(database, "two", 0.8, 0.5, md5="b", base="m2")
     lines = best(capsys)[1]
     assert [line.split()[0] for line in lines if line.startswith(("Evaluation", "one", "two"))] == [
         *("Evaluation", "two"),
@@ -180,10 +183,10 @@ def test_policies_of_another_base_model_have_a_table_of_their_own(
 def test_the_location_of_the_best_weights(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(database, "one", 0.9, 5.0, md5="a")
+    record(database, "one", 0.9, 0.5, md5="a")
     write_text(Path("rounds/r0/ppo/policy/adapter.bin"), "here")
     assert best(capsys)[1][-1].endswith("its weights are in rounds/r0/ppo/policy")
-    record(database, "two", 0.8, 5.0, md5="b")  # the weights in this folder are its now
+    record(database, "two", 0.8, 0.5, md5="b")  # the weights in this folder are its now
     assert "`git log -S apolicy -- dvc.lock rounds`" in best(capsys)[1][-1]
     for command in (
         ["init", "-q"],
@@ -206,12 +209,12 @@ def test_without_a_policy_the_error_names_the_next_step(
         and error
         == "rondo: BadInput: MLflow has no policy that was evaluated: `rondo run` records them\n"
     )
-    record(database, "one", 0.9, 5.2, md5="a")
-    code, _, error = best(capsys, "--kl", "5")
+    record(database, "one", 0.9, 0.52, md5="a")
+    code, _, error = best(capsys, "--kl", "0.5")
     assert (
         code == 2
-        and "none of 1 policies is under 5 nats" in error
-        and "policy of one:r0: `rondo best --kl 6` shows it" in error
+        and "none of 1 policies is under 0.5 nats" in error
+        and "policy of one:r0: `rondo best --kl 0.6` shows it" in error
     )
 
 
@@ -231,10 +234,10 @@ def test_the_best_of_many_has_to_be_better_than_chance_makes_it() -> None:
     assert won(0.585, 50) and not won(0.583, 50)
 
 
-def test_policies_of_an_older_version_have_their_judge_score(
+def test_policies_of_an_older_version_have_their_judge_score_and_kl_per_token(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = {"win_rate": 0.7, "kl": 2.0, "sentiment": 0.4}
-    record(database, "old", 0.8, 5.0, md5="a", step_00009=checkpoint)
+    checkpoint = {"win_rate": 0.7, "kl": 2.0, "length": 8.0, "sentiment": 0.4}
+    record(database, "old", 0.8, 0.5, md5="a", step_00009=checkpoint)
     table = "\n".join(best(capsys)[1])
-    assert "old r0 rounds/r0/ppo/checkpoints/step_00009 0.700 2.00 0.400" in table
+    assert "old r0 rounds/r0/ppo/checkpoints/step_00009 0.700 0.25 0.400" in table

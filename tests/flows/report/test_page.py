@@ -128,7 +128,7 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
         "Appended ending reverses a correct pair",
         "Accuracy by kind of pair",
         "Reward model's score",
-        "KL from SFT",
+        "KL from SFT per sequence",
     ]
     assert html.pictures == [*titles, "Judge score and reward score, SFT to the policy"]
     # the pictures use the page's colours
@@ -147,8 +147,8 @@ def test_a_round_that_params_do_not_have_is_shown_with_todays_thresholds(project
     """E.g. after a preset with one round in a clone whose results have two."""
     assert "r9" not in load_params().rounds
     (project / "rounds/r9/ppo").mkdir(parents=True, exist_ok=True)
-    (project / "rounds/r9/ppo/curves.csv").write_text("step,kl\n1,0.0\n2,3.0\n")
-    assert "kl above budget: 7.5" in page.write(["r0", "r9"]).read_text()
+    (project / "rounds/r9/ppo/curves.csv").write_text("step,kl_per_token\n1,0.0\n2,0.3\n")
+    assert "kl above budget: 0.55" in page.write(["r0", "r9"]).read_text()
 
 
 def test_before_anything_has_run(project: Path) -> None:

@@ -18,6 +18,7 @@ EPSILON = 0.001
 # Healthy values of a run; a test changes those of its last updates
 START = {
     "kl": 3.0,
+    "kl_per_token": 0.25,
     "reward_mean": -1.5,
     "reward_std": 0.8,
     "entropy": 4.0,

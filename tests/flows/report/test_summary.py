@@ -225,9 +225,9 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
         "next_step": "Look.",
     }
     far = {
-        "metric": "evaluate.ppo.kl",
-        "value": 9.0,
-        "threshold": "<= 8",
+        "metric": "evaluate.ppo.kl_per_token",
+        "value": 0.9,
+        "threshold": "<= 0.6",
         "passed": False,
         "next_step": "Nearer.",
     }
@@ -235,9 +235,10 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
     write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
     write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
     below_champion = "evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look."
+    too_far = "evaluate.ppo.kl_per_token 0.9, wanted <= 0.6. Nearer."
     assert summary.verdict_lines(["r0", "r1"]) == [
         f"r0: not promoted, the champion stays: {below_champion}",
-        f"r1: PPO is at fault: {below_champion}; evaluate.ppo.kl 9, wanted <= 8. Nearer.",
+        f"r1: PPO is at fault: {below_champion}; {too_far}",
     ]
 
 

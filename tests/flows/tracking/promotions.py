@@ -17,7 +17,7 @@ from stages.lib.core.params import check_params
 GOOD = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9, "human_nll_rise": 0.5}
 GOOD |= {
     "sft": {"repetition_3": 0.0, "eos_rate": 0.7},
-    "ppo": {"kl": 5.0, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.9},
+    "ppo": {"kl_per_token": 0.4, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.9},
 }
 CHAMPION = {
     "win_rate_champion": 0.57,

@@ -50,7 +50,11 @@ def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database:
         "evaluate.win_rate": "0.8",
         "evaluate.win_rate_champion_high": "0.63",
     }
-    tags |= {"evaluate.win_rate_low": "0.7", "evaluate.ppo.kl": "5.0", "ppo.dangers": "0.0"}
+    tags |= {
+        "evaluate.win_rate_low": "0.7",
+        "evaluate.ppo.kl_per_token": "0.4",
+        "ppo.dangers": "0.0",
+    }
     tags |= {"evaluate.ppo.repetition_3 - evaluate.sft.repetition_3": "0.0"}
     assert champion.tags.items() >= tags.items()
     assert previous.tags["evaluate.win_rate_champion_low"] == "null"

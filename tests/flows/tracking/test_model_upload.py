@@ -50,7 +50,7 @@ MADE = ("sft@r0", "reward@r0", "ppo@r0")
 ALL = ("r0-ppo", "r0-reward", "r0-sft", "r0-step_00002", "r0-step_00004")
 EVALUATION = {
     "sft": {"kl": 0.0, "repetition_3": 0.0, "eos_rate": 0.7},
-    "ppo": {"kl": 5.0, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.9},
+    "ppo": {"kl_per_token": 0.4, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.9},
     "checkpoints": {"step_00002": {"kl": 2.0}, "step_00004": {"kl": 5.0}},
     **dict.fromkeys(("win_rate", "win_rate_low", "win_rate_high"), 0.8),
     **dict.fromkeys(("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")),

@@ -52,11 +52,12 @@ def sample(
 def test_describe_by_hand():
     passes = [
         [sample("a b c", 1.0, 2.0), sample("a b d", 3.0, 4.0, ended=False)],
-        [sample("x y"), sample("y x")],
+        [sample("x y", length=2), sample("y x")],
     ]
     means = describe(passes)
     assert means["score"] == 1.0
     assert means["kl"] == 1.5
+    assert means["kl_per_token"] == pytest.approx(6 / 14)
     assert means["eos_rate"] == 0.75 and means["repetition_3"] == 0.5
     assert means["distinct_2"] == pytest.approx((3 / 4 + 1) / 2)  # ab bc bd of 4; xy yx of 2
     assert means["nll"] == pytest.approx(2.0)

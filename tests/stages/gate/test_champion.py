@@ -19,7 +19,7 @@ GOOD = {
         "win_rate_champion_low": None,
         "human_nll_rise": 0.5,
         "sft": {"repetition_3": 0.0, "eos_rate": 0.7},
-        "ppo": {"kl": 5.0, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.8},
+        "ppo": {"kl_per_token": 0.4, "distinct_2": 0.8, "repetition_3": 0.0, "eos_rate": 0.8},
     },
     "ppo": {"dangers": 0},
     "replay": {"regressed": 0},

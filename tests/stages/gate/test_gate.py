@@ -55,7 +55,7 @@ EVALUATE = {
     "win_rate_champion_low": 0.38,
     "human_nll_rise": 0.5,
     "sft": {"repetition_3": 0.03, "eos_rate": 0.7},
-    "ppo": {"kl": 6.3, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65},
+    "ppo": {"kl_per_token": 0.26, "distinct_2": 0.72, "repetition_3": 0.06, "eos_rate": 0.65},
 }
 METRICS = {
     "sft": {"sft": SFT},
@@ -227,8 +227,8 @@ def test_good_numbers_pass(attempt, gate):
         (
             "promote",
             "evaluate",
-            {"ppo": EVALUATE["ppo"] | {"kl": 8.1}},
-            "evaluate.ppo.kl",
+            {"ppo": EVALUATE["ppo"] | {"kl_per_token": 0.61}},
+            "evaluate.ppo.kl_per_token",
             "ppo.target_kl_per_token",
         ),
         (

@@ -167,7 +167,7 @@ class PromoteGate(Gate):
     )
     max_kl_per_token: float = Field(0.6, gt=0, description="Largest KL from SFT, nats per token.")
     distinct_2: float = Field(
-        0.65,
+        0.7,
         ge=0,
         le=1,
         description="Smallest expected share of distinct 2-grams among 200 across prompts.",

@@ -16,7 +16,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
 from stages.lib.core.params import Params, check_params, load_params
 from stages.lib.core.recorder import read_metrics
-from stages.lib.core.renamed import METRICS, PARAMS, current_name
+from stages.lib.core.renamed import METRICS, PARAMS, PER_TOKEN, current_name
 from stages.lib.data.rollouts import RolloutLog, read_rollouts
 from tests.paths import ROOT
 
@@ -29,7 +29,7 @@ OLD_SETTINGS = {
 
 def test_the_table_for_users_has_all_names() -> None:
     table = re.findall(r"\| `(\S+)` \| `(\S+)` \|", (ROOT / "docs/renamed.md").read_text())
-    assert table == [*PARAMS.items(), *METRICS.items()]
+    assert table == [*PARAMS.items(), *PER_TOKEN.items(), *METRICS.items()]
 
 
 def test_no_old_name_is_in_use() -> None:
@@ -54,6 +54,20 @@ def test_old_settings_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (changed.replay.sentiment_low, changed.gates.sft.net_win_rate) == (0.5, -0.5)
     changes = write_params(changed)
     assert {"replay.sentiment_low null -> 0.5", "replay.judge_low removed"} <= set(changes)
+
+
+def test_old_budgets_of_a_sequence_are_divided_by_the_response_length() -> None:
+    old = {
+        "ppo": {"max_kl": 8.0, "target_kl": 4.0, "min_kl": 0.5},
+        "gates": {"promote": {"max_kl": 12.0}},
+    }
+    long = old | {"ppo": old["ppo"] | {"response_length": 16}}
+    for values, tokens in ((old, 24), (long, 16)):
+        read = check_params(values, "params.yaml")
+        budgets = read.ppo.max_kl_per_token, read.ppo.target_kl_per_token
+        assert budgets == (8 / tokens, 4 / tokens)
+        assert read.ppo.min_kl_per_token == 0.5 / tokens
+        assert read.gates.promote.max_kl_per_token == 12 / tokens
 
 
 def test_an_old_setting_beside_its_new_one_is_refused() -> None:

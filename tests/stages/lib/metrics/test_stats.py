@@ -13,6 +13,7 @@ from stages.lib.metrics.stats import (
     partial_correlation,
     pearson,
     prompts_needed,
+    ratio_of_sums,
     wilson_interval,
 )
 
@@ -85,6 +86,15 @@ def test_prompts_needed_by_hand():
 )
 def test_no_number_of_prompts_if_decided_or_at_one_half(rate: float, low: float, high: float):
     assert prompts_needed(100, rate, low, high) is None
+
+
+def test_ratio_of_sums_by_hand():
+    # residuals 2 - 0.6 * 4 and 1 - 0.6 * 1: -0.4 and 0.4; sqrt(0.32 * 2 / 1) / 5
+    assert ratio_of_sums([2.0, 1.0], [4.0, 1.0]) == pytest.approx((0.6, 0.16))
+    assert ratio_of_sums([3.0], [2.0]) == (1.5, 0.0)
+    # of equal denominators: the standard error of the mean
+    values = [1.0, 2.0, 4.0, 3.0]
+    assert ratio_of_sums(values, [1.0] * 4) == pytest.approx((2.5, stats.sem(values)))
 
 
 def test_calibration_by_hand():

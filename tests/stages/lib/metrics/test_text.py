@@ -41,6 +41,25 @@ def test_distinct_is_counted_across_texts():
     assert distinct_n(["a"], 2) == 0.0
 
 
+def test_distinct_is_the_share_among_200_drawn():
+    # 200 words, each twice. A word is absent from a draw of 200 with (200 * 199) / (400 * 399)
+    words = [f"w{number}" for number in range(200)]
+    assert distinct_n([" ".join(words)] * 2, 1) == pytest.approx(1 - 39800 / 159600)
+    assert distinct_n([" ".join(words)], 1) == 1.0
+    # one word is in every draw, and a fifth of the other 500
+    assert distinct_n(["a " * 500, " ".join(f"w{n}" for n in range(500))], 1) == pytest.approx(
+        101 / 200
+    )
+
+
+def test_repetition_is_counted_within_50_words():
+    words = [f"w{number}" for number in range(50)]
+    assert repetition_n(" ".join(words * 2), 3) == 0.0
+    assert repetition_n("x " * 10 + " ".join(words[:40]), 3) == pytest.approx(7 / 48)
+    # the last window ends with the text: words 0 to 50 and 10 to 60
+    assert repetition_n("x " * 10 + " ".join(words), 3) == pytest.approx(7 / 96)
+
+
 def test_emoji_emoticons_and_exclamation_marks_are_removed():
     assert (
         strip_emoji_and_exclamations("Great! 😃 Enjoy ❤️!! :) at 5:30 =P") == "Great Enjoy at 5:30"

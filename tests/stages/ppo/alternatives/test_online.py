@@ -35,11 +35,11 @@ def trainer(request, make_params, shift):
     return trainer
 
 
-def response_logprobs(model, prompt, response):
-    """Log-probability of each response token, by transformers' logits and the temperature."""
+def all_logprobs(model, prompt, response):
+    """(T, V) at each response token, by transformers' logits and the temperature."""
     states = model.base_model(torch.tensor([prompt + response])).last_hidden_state
     logits = model.lm_head(states)[0, len(prompt) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1)[range(len(response)), response]
+    return logits.log_softmax(-1)
 
 
 def unpadded(outputs: dict, part: str) -> list[list[int]]:
@@ -81,19 +81,24 @@ def test_tokens_rewards_logprobs_and_advantages(trainer):
     # log-probabilities are those of transformers' logits, divided by the temperature
     model, episodes = trainer.model.get_base_model(), list(zip(prompts, responses, strict=True))
     with torch.no_grad():
-        policy_logprobs = [response_logprobs(model, *episode) for episode in episodes]
+        policy = [all_logprobs(model, *episode) for episode in episodes]
         with trainer.model.disable_adapter():
-            ref_logprobs = [response_logprobs(model, *episode) for episode in episodes]
-    kls = [float((p - q).sum()) for p, q in zip(policy_logprobs, ref_logprobs, strict=True)]
+            ref = [all_logprobs(model, *episode) for episode in episodes]
+    kls = [float((p.exp() * (p - q)).sum()) for p, q in zip(policy, ref, strict=True)]
     assert [row["kl"] for row in callback.rows] == pytest.approx(kls, abs=1e-3)
-    assert max(map(abs, kls)) > 0.1
+    assert min(kls) > 0.1
+    policy_logprobs, ref_logprobs = (
+        [rows[range(len(tokens)), tokens] for rows, tokens in zip(side, responses, strict=True)]
+        for side in (policy, ref)
+    )
+    k1 = [float((p - q).sum()) for p, q in zip(policy_logprobs, ref_logprobs, strict=True)]
 
     # advantages of two responses to one prompt. RLOO: the difference of their rewards less KL.
     # GRPO: the distances of the rewards from their mean, standardised
     if "old_logps" in outputs:
         sums = [float(logprobs.sum()) for logprobs in policy_logprobs]
         assert outputs["old_logps"].tolist() == pytest.approx(sums, abs=1e-3)
-        a, b, c, d = (reward - BETA * kl for reward, kl in zip(rewards, kls, strict=True))
+        a, b, c, d = (reward - BETA * kl for reward, kl in zip(rewards, k1, strict=True))
         expected = [a - b, b - a, c - d, d - c]
     else:
         for column, expected_logprobs in (
@@ -155,7 +160,9 @@ def test_gradients_are_those_of_the_papers(trainer):
     losses = []
     prompts, responses = unpadded(outputs, "prompt"), unpadded(outputs, "completion")
     for row, advantage in enumerate(outputs["advantages"].tolist()):
-        logprobs = response_logprobs(model.get_base_model(), prompts[row], responses[row])
+        response = responses[row]
+        rows = all_logprobs(model.get_base_model(), prompts[row], response)
+        logprobs = rows[range(len(response)), response]
         if "old_logps" in outputs:
             losses.append(-advantage * logprobs.sum())  # the gradient of r is that of log p
         else:

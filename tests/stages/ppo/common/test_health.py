@@ -126,6 +126,15 @@ def test_a_length_that_grows_without_the_score_is_no_hack():
     assert {finding.sign for finding in monitor.findings} == {"reward does not move"}
 
 
+@pytest.mark.parametrize(("response_length", "verdict"), [(24, DANGER), (60, WARN), (160, "")])
+def test_a_length_hack_takes_up_a_share_of_the_response_length(response_length, verdict):
+    """From 12.6 tokens to 22.8 (means of 5 updates): 10.2 more, 42%, 17% and 6%."""
+    params = PARAMS.model_copy(update={"response_length": response_length})
+    monitor = monitor_run(lambda share: {"response_length": 12 + 12 * share}, params)
+    verdicts = [finding.verdict for finding in monitor.findings]
+    assert (verdicts or [""])[-1] == verdict
+
+
 def test_signs_of_missing_metrics_are_left_out_and_the_fix_names_the_kl_key():
     monitor = Monitor(PpoParams(max_kl_per_token=1.0, kl_patience=2), kl_key="rloo.beta")
     steps = [{"step": step, "kl_per_token": 2.0} for step in range(1, 21)]

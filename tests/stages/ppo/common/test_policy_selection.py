@@ -76,6 +76,18 @@ def test_if_none_is_within_the_budget_the_nearest_is_kept(selector, shift):
     assert selector.best.update == 0
 
 
+def test_the_budget_holds_for_a_kl_of_one_standard_error_more(selector, shift):
+    shift(selector.roles.policy, 0.01)
+    far = selector.measure(0)
+    assert far.kl_per_token_se > 0
+    middle = far.kl_per_token + far.kl_per_token_se / 2
+    for budget, update in ((middle, 0), (middle + far.kl_per_token_se, 1)):
+        selector.params = selector.params.model_copy(update={"max_kl_per_token": budget})
+        selector.best = far._replace(kl_per_token=0.0, kl_per_token_se=0.0)
+        better = far._replace(update=1, judge_scores=tuple(s + 1 for s in far.judge_scores))
+        assert (1 if selector.is_better(better) else 0) == update
+
+
 def test_a_gain_within_its_standard_error_keeps_the_earlier_policy(selector, shift):
     """24 gains with the mean 0.1: half are 0.6 and half -0.4, so their error is 0.104; and half are
     0.59 and half -0.39, error 0.102; the others are 0.5 and -0.3, error 0.083.

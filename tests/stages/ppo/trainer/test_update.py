@@ -102,6 +102,27 @@ def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(make_roles):
     assert last_kl(beta=0.0) > 10
 
 
+def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
+    """The rule has kl / target - 1 and the share of the horizon; here it doubles beta."""
+    params = PpoParams(
+        **(SETTINGS | {"kl_control": "adaptive", "kl_horizon": 64, "total_episodes": 96}),
+        kl_coef=0.1,
+        target_kl_per_token=0.5,
+    )
+    prompts = [({"id": str(i), "prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)]
+    trainer, calls = PpoTrainer(roles, prompts, params, seed=0), []
+    trainer.kl_controller.rule = lambda *arguments: calls.append(arguments) or 2.0
+    metrics = []
+    for _ in range(3):
+        rollout, row = trainer.step()
+        kl, tokens = rollout.sequence_kl.sum().item(), sum(map(len, rollout.responses))
+        assert row["kl_per_token"] == pytest.approx(kl / tokens)
+        metrics.append(row)
+    assert calls == [(row["kl_per_token"] / 0.5 - 1, 0.5) for row in metrics]
+    assert [row["kl_coef"] for row in metrics] == [0.1, 0.2, 0.4]
+    assert metrics[-1]["kl_per_token"] > 0 and metrics[-1]["kl"] > metrics[-1]["kl_per_token"]
+
+
 def test_first_update_starts_at_ratio_one_and_kl_zero(roles):
     first = run(roles, total_episodes=32, num_ppo_epochs=1)[0]
     assert first["kl"] == 0.0
