@@ -42,6 +42,7 @@ from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
 from stages.lib.core.user_inputs import user_files
+from stages.lib.data.lengths import check_lengths
 from stages.replay.badcases import report_path
 
 PRESETS = Path(__file__).parents[2] / "presets"
@@ -160,8 +161,8 @@ def resolve(
         ended: rounds that the run leaves as they are; they are not in its params.
 
     Raises:
-        BadInput: an unknown preset or key, a value out of range, a missing model, function or
-            earlier round, or no round that has not ended.
+        BadInput: an unknown preset or key, a value out of range, lengths that do not fit together,
+            a missing model, function or earlier round, or no round that has not ended.
 
     Example:
         >>> resolve("smoke", 1, ["ppo.kl_coef=0.1"]).ppo.kl_coef
@@ -199,6 +200,7 @@ def resolve(
         if entry.previous not in (START, *(f"rounds/{key}" for key in (*params.rounds, *ended))):
             raise BadInput(f"rounds.{name}.previous is {entry.previous}: there is no such round")
     user_files(params)  # raises if a model or function is missing
+    check_lengths(params)
     return params
 
 

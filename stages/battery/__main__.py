@@ -70,16 +70,11 @@ def main(params: Params, round_: str) -> None:
         check_template(manifest, tokenizer, params.prepare.prompt_format)
     model = load_causal_lm(sft / "model", params.model)
     scorer = RewardScorer(reward / "model", tokenizer, params)
-    held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
     demonstrations = calibration_sample(
         read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
     )
     prompts = read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by)
-    scores_by_id = {
-        row["id"]: (row["chosen"], row["rejected"])
-        for row in read_rows(RewardScores, reward / "scores.jsonl", f"dvc repro reward@{round_}")
-    }
-    pair_scores = [scores_by_id[row["id"]] for row in held_out]
+    held_out, pair_scores = scored_pairs(data, reward, round_)
     judge = load_primary_judge(params, round_)
 
     # 2. held-out accuracy per slice, the judge's agreement with the labels, the effect of length
@@ -137,6 +132,22 @@ def main(params: Params, round_: str) -> None:
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {format_metric(metrics[name])}" for name in SUMMARY)
     print(f"[battery@{round_}] {summary}", flush=True)
+
+
+def scored_pairs(
+    data: Path, reward: Path, round_: str
+) -> tuple[list[PreferencePair], list[tuple[float, float]]]:
+    """Held-out pairs, and their calibrated scores (chosen, rejected).
+
+    The reward stage leaves out pairs that are longer than reward.max_length.
+    """
+    pairs = read_rows(PreferencePair, data / "pairs_eval.jsonl", f"dvc repro prepare@{round_}")
+    scores = {
+        row["id"]: (row["chosen"], row["rejected"])
+        for row in read_rows(RewardScores, reward / "scores.jsonl", f"dvc repro reward@{round_}")
+    }
+    scored = [pair for pair in pairs if pair["id"] in scores]
+    return scored, [scores[pair["id"]] for pair in scored]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from stages.battery.metrics import best_of_n, mean_and_std
 from stages.lib.core.params import Params
 from stages.lib.core.rows import Demonstration, PromptRow
 from stages.lib.core.types import Metrics, Prompt
+from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.generation import sample_responses
@@ -131,11 +132,8 @@ def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples)
 
 def demonstration_scores(rows: list[Demonstration], scorer: RewardScorer) -> list[float]:
     """Scores of demonstrations, encoded as the reward stage does when it calibrates."""
-    form, length = scorer.params.prepare.prompt_format, scorer.params.reward.max_length
-    encoded = (
-        encode(scorer.tokenizer, row["prompt"], row["completion"], form, length) for row in rows
-    )
-    return scorer.tokens([prompt + completion for prompt, completion in encoded])
+    tokenized = tokenize_fitting(scorer.tokenizer, rows, ["completion"], scorer.params, "reward")
+    return scorer.tokens(tokenized.texts("completion"))
 
 
 def _mean(values: list[float]) -> float:

@@ -11,6 +11,7 @@ import torch
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
+from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model, load_tokenizer
@@ -57,12 +58,10 @@ class Evaluator:
         self.prompts = [row["prompt"] for row in self.rows]
         self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
         self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
-        self.people = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
-        human_ids = [
-            self.encode(row["prompt"], row["completion"], max_length=params.sft.max_length)
-            for row in self.people
-        ]
-        self.human = [prompt for prompt, _ in human_ids], [text for _, text in human_ids]
+        people = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
+        human = tokenize_fitting(self.tokenizer, people, ["completion"], params, "sft")
+        self.people = human.rows
+        self.human = human.prompts, human.responses["completion"]
         self.sft = load_causal_lm(self.sft_path, params.model)
         self.reward = load_reward_model(self.reward_path, params.model)
 

@@ -25,10 +25,16 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
-from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, Side, read_rows
+from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Metrics, Prompt, TokenIds
-from stages.lib.data.prompts import check_template, encode, template_hash
+from stages.lib.core.types import Metrics
+from stages.lib.data.lengths import (
+    TokenizedRows,
+    check_lengths,
+    report_overlong,
+    tokenize_fitting,
+)
+from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import calibration_sample, prompt_key
 from stages.lib.lm.loading import (
     load_sequence_classifier,
@@ -62,61 +68,55 @@ class RewardModelTrainer:
     demonstrations: list[Demonstration]
     recorder: MetricLogger
 
-    def encode_side(self, pairs: list[PreferencePair], side: Side) -> list[TokenIds]:
-        """The token ids of the prompts and the chosen or rejected responses, which end with EOS."""
-        return self.encode((pair["prompt"], pair[side]) for pair in pairs)
+    def tokenize(self, pairs: list[PreferencePair]) -> TokenizedRows[PreferencePair]:
+        """The pairs that fit into reward.max_length, with their tokens."""
+        return tokenize_fitting(self.tokenizer, pairs, SIDES, self.params, "reward")
 
-    def encode(self, texts: Iterable[tuple[Prompt, str]]) -> list[TokenIds]:
-        """The token ids of (prompt, response); each response ends with EOS."""
-        prompt_format = self.params.prepare.prompt_format
-        max_length = self.params.reward.max_length
-        encoded = (
-            encode(self.tokenizer, prompt, response, prompt_format, max_length)
-            for prompt, response in texts
-        )
-        return [prompt + response for prompt, response in encoded]
+    def read(self, stage: str, name: str) -> TokenizedRows[PreferencePair]:
+        """The pairs of a file of another stage; prints how many are too long."""
+        label, round_ = self.recorder.label, self.recorder.round
+        path = stage_dir(round_, stage) / f"data/{name}.jsonl"
+        rows = read_rows(PreferencePair, path, f"dvc repro {stage}@{round_}")
+        tokenized = self.tokenize(rows)
+        report_overlong(label, tokenized.overlong, len(rows), "reward", self.params)
+        return tokenized
 
     def train(self, rows: list[PreferencePair], start: Path, continues: bool, seed: int) -> Any:
         """Train one reward model on the pairs `rows`; returns it merged and calibrated."""
         params = self.params
-        chosen, rejected = (self.encode_side(rows, side) for side in SIDES)
-        pairs = training_pairs(rows, chosen, rejected)
+        tokenized = self.tokenize(rows)
+        pairs = training_pairs(tokenized.rows, *map(tokenized.texts, SIDES))
         torch.manual_seed(seed)  # of the new score head and the adapters
         model = load_sequence_classifier(
             start, training_model_params(params.model, params.reward.lora)
         )
         model = fit(model, self.tokenizer, pairs, params, seed, self.recorder, continues)
         model = merge_adapter(model, resolve_dtype(params.model.dtype))
-        demonstration_ids = self.encode(
-            (row["prompt"], row["completion"]) for row in self.demonstrations
+        demonstrations = tokenize_fitting(
+            self.tokenizer, self.demonstrations, ["completion"], params, "reward"
         )
-        return set_calibration(model, reward_scores(model, demonstration_ids))
+        return set_calibration(model, reward_scores(model, demonstrations.texts("completion")))
 
 
 def main(params: Params, round_: str) -> None:
     """Train, calibrate and measure the reward model of a round."""
     # 1. data: pairs as tokens; every text ends with EOS, where the score is read
     setup_torch(params)
-    folder, data = stage_dir(round_, "reward"), stage_dir(round_, "prepare") / "data"
+    check_lengths(params)
+    folder = stage_dir(round_, "reward")
     recorder = MetricLogger("reward", round_)
-    made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     sft = stage_dir(round_, "sft")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
-    labelled = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
-    labelled_rows = read_rows(PreferencePair, labelled, f"dvc repro annotate@{round_}")
-    held_out = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
-    # held-out: no model was trained on them, and they are the same in every round, so that the unit
-    # of the scores is
-    demonstrations = calibration_sample(
-        read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
-    )
+    demonstrations = calibration_demonstrations(round_, params.seed)
     trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
-    chosen, rejected = (trainer.encode_side(held_out, side) for side in SIDES)
+    labelled = trainer.read("annotate", "pairs_train")
+    held_out = trainer.read("prepare", "pairs_eval")
+    chosen, rejected = map(held_out.texts, SIDES)
 
     # 2. split off the pairs of the judge, if there is one: no prompt trains both models
     train_rows, judge_rows = split_judge_pairs(
-        labelled_rows, params.reward.judge_share, params.seed
+        labelled.rows, params.reward.judge_share, params.seed
     )
 
     # 3. train the judge and the members of the ensemble (usually one), from the SFT model or from
@@ -157,8 +157,10 @@ def main(params: Params, round_: str) -> None:
         "train_pairs": len(train_rows),
         "hard_negatives": len(negatives),
         "judge_pairs": len(judge_rows),
-        "baseline_longest": longest_wins_accuracy(held_out),
-        "baseline_tfidf": tfidf_accuracy(train_rows, held_out, params.seed),
+        "overlong": labelled.overlong,
+        "overlong_held_out": held_out.overlong,
+        "baseline_longest": longest_wins_accuracy(held_out.rows),
+        "baseline_tfidf": tfidf_accuracy(train_rows, held_out.rows, params.seed),
         "score_mean": model.config.mean,
         "score_std": model.config.std,
         "reload_max_difference": difference,
@@ -166,13 +168,21 @@ def main(params: Params, round_: str) -> None:
     }
 
     # 7. write scores, calibration, manifest and metrics
-    scores = score_rows(held_out, model, chosen_scores, rejected_scores)
+    scores = score_rows(held_out.rows, model, chosen_scores, rejected_scores)
     facts = {
         "template_hash": template_hash(tokenizer, params.prepare.prompt_format),
         "started_from": str(start),
         "calibration": {"mean": model.config.mean, "std": model.config.std},
     }
     write_outputs(scores, calibration_bins, facts, metrics, params.seed, recorder)
+
+
+def calibration_demonstrations(round_: str, seed: int) -> list[Demonstration]:
+    """Held-out demonstrations: no model was trained on them, and they are the same in every round,
+    so that the unit of the scores is.
+    """
+    path = stage_dir(round_, "prepare") / "data/sft_eval.jsonl"
+    return calibration_sample(read_rows(Demonstration, path, f"dvc repro prepare@{round_}"), seed)
 
 
 def write_outputs(

@@ -26,8 +26,13 @@ from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import TokenIds
 from stages.lib.core.user_inputs import check_unchanged
+from stages.lib.data.lengths import (
+    TokenizedRows,
+    check_lengths,
+    report_overlong,
+    tokenize_fitting,
+)
 from stages.lib.data.prompts import encode, template_hash
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.generation import sample_responses
@@ -82,15 +87,15 @@ def main(params: Params, round_: str) -> None:
     # 1. data: demonstrations as tokens, prompts and responses apart
     setup_torch(params)
     check_unchanged("primary_judge", params)
+    check_lengths(params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
     recorder = MetricLogger("sft", round_)
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
-    train_rows, held_out_rows = (
-        read_rows(Demonstration, data / f"sft_{part}.jsonl", made_by) for part in ("train", "eval")
+    train, held_out = (
+        tokenize(tokenizer, data / f"sft_{part}.jsonl", params, round_)
+        for part in ("train", "eval")
     )
-    train = tokenize(tokenizer, train_rows, params)
-    held_out = tokenize(tokenizer, held_out_rows, params)
     prompt_rows = [
         row
         for row in read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
@@ -100,6 +105,7 @@ def main(params: Params, round_: str) -> None:
     # 2. the base model before training: the same one in every round, so that rounds are comparable
     base_model = load_causal_lm(ASSETS / "model", params.model)
     base = measure(base_model, tokenizer, held_out, prompt_rows, params)
+    del base_model  # its memory is for training
 
     # 3. train, from the base model or from the previous round's SFT model
     previous = Path(params.rounds[round_].previous) / "sft" / "model"
@@ -112,15 +118,17 @@ def main(params: Params, round_: str) -> None:
     save_model(model, tokenizer, folder / "model")
     saved_model = load_causal_lm(folder / "model", params.model)
     sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
-    demonstrations = truncate_demonstrations(held_out_rows, held_out[1], params.ppo.response_length)
-    training_texts = (row["completion"] for row in train_rows)
+    demonstrations = truncate_demonstrations(held_out, params.ppo.response_length)
+    training_texts = (row["completion"] for row in train.rows)
     outcomes = judge_responses(prompt_rows, base.responses, sft.responses, params, round_)
     metrics = {
         **compare_losses(base, sft),
         **net_win_rate(outcomes, params),
         **compare_with_demonstrations(sft.responses, demonstrations, training_texts),
-        "train_rows": len(train[0]),
-        "train_tokens": sum(map(len, train[0])) + sum(map(len, train[1])),
+        "train_rows": len(train.rows),
+        "train_tokens": sum(map(len, train.texts("completion"))),
+        "overlong": train.overlong,
+        "overlong_held_out": held_out.overlong,
         "steps": len(recorder.steps),
     }
 
@@ -158,21 +166,24 @@ def write_outputs(
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration], params: Params
-) -> TokenizedDemonstrations:
-    """The token ids of the demonstrations: (prompts, completions)."""
-    prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
-    encoded = [
-        encode(tokenizer, row["prompt"], row["completion"], prompt_format, max_length)
-        for row in rows
-    ]
-    return [prompt for prompt, _ in encoded], [completion for _, completion in encoded]
+    tokenizer: PreTrainedTokenizerBase, path: Path, params: Params, round_: str
+) -> TokenizedRows[Demonstration]:
+    """The demonstrations of a file that fit into sft.max_length, with their tokens."""
+    rows = read_rows(Demonstration, path, f"dvc repro prepare@{round_}")
+    tokenized = tokenize_fitting(tokenizer, rows, ["completion"], params, "sft")
+    report_overlong(f"sft@{round_}", tokenized.overlong, len(rows), "sft", params)
+    return tokenized
+
+
+def demonstration_ids(rows: TokenizedRows[Demonstration]) -> TokenizedDemonstrations:
+    """Token ids: (prompts, completions)."""
+    return rows.prompts, rows.responses["completion"]
 
 
 def fit(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    train: TokenizedDemonstrations,
+    train: TokenizedRows[Demonstration],
     params: Params,
     recorder: MetricLogger,
     continues: bool,
@@ -184,19 +195,23 @@ def fit(
     names = {name: name for name in ("loss", "grad_norm", "learning_rate")}
     model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
     return completion_only.train_on_completions(
-        model, tokenizer, train, arguments, MetricLoggerCallback(recorder, names, ["loss"])
+        model,
+        tokenizer,
+        demonstration_ids(train),
+        arguments,
+        MetricLoggerCallback(recorder, names, ["loss"]),
     )
 
 
 def measure(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    held_out: TokenizedDemonstrations,
+    held_out: TokenizedRows[Demonstration],
     prompt_rows: list[PromptRow],
     params: Params,
 ) -> ModelResults:
     """The loss on held-out demonstrations, and responses to prompts."""
-    nll = mean_nll(model, held_out)
+    nll = mean_nll(model, demonstration_ids(held_out))
     return ModelResults(nll, generate_responses(model, tokenizer, prompt_rows, params))
 
 
@@ -224,15 +239,15 @@ def generate_responses(
 
 
 def truncate_demonstrations(
-    rows: list[Demonstration], completions: list[TokenIds], response_length: int
+    rows: TokenizedRows[Demonstration], response_length: int
 ) -> GeneratedTexts:
     """Demonstrations, with lengths and ends as if cut after `response_length` tokens.
 
     A model's responses are cut there too, so that their lengths and EOS rates are comparable.
     """
-    lengths = [len(ids) for ids in completions]
+    lengths = [len(completion) for completion in rows.responses["completion"]]
     return GeneratedTexts(
-        [row["completion"] for row in rows],
+        [row["completion"] for row in rows.rows],
         [min(length, response_length) for length in lengths],
         [length <= response_length for length in lengths],
     )

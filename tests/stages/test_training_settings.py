@@ -1,6 +1,7 @@
 """Settings that every stage that trains has to follow: they change memory and time, not results."""
 
 import importlib
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 import yaml
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
 from tests.paths import ROOT
 
@@ -77,3 +80,30 @@ def test_gradient_checkpointing_computes_layers_twice(train, name):
     assert checkpointed[0] == 2 * plain[0]
     if name not in ("rloo", "grpo"):
         assert checkpointed[1] == 2 * plain[1]
+
+
+@pytest.mark.parametrize(("section", "files"), [("sft", "sft"), ("reward", "pairs")])
+def test_texts_that_do_not_fit_are_left_out_and_counted(make_round, monkeypatch, section, files):
+    """One more text in the training and in the held-out set, each longer than max_length."""
+    params = make_round("r0", 1.0)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = Path("rounds/r0/prepare/data")
+    for part, copies in (("train", 2), ("eval", 1)):
+        path = folder / f"{files}_{part}.jsonl"
+        rows = read_jsonl(path, "")
+        long = rows[0] | {"completion": " was fine" * 40, "chosen": " was fine" * 40}
+        write_jsonl(path, rows + [long | {"id": f"long-{n}"} for n in range(copies)])
+    shutil.copy(folder / "pairs_train.jsonl", "rounds/r0/annotate/data")
+    changed = with_settings(params, section, False)
+    Path("params.yaml").write_text(yaml.safe_dump(changed.model_dump(mode="json")))
+    importlib.import_module(f"stages.{section}.__main__").main(changed, "r0")
+    metrics = json.loads(Path(f"rounds/r0/{section}/metrics.json").read_text())
+    assert (metrics["overlong"], metrics["overlong_held_out"]) == (2, 1)
+
+
+@pytest.mark.parametrize("section", ["sft", "reward"])
+def test_lengths_that_do_not_fit_together_end_the_stage_before_it_trains(make_round, section):
+    params = make_round("r0", 1.0)
+    changed = check_params(params.model_dump() | {section: {"max_length": 20}}, "test")
+    with pytest.raises(BadInput, match=rf"{section}\.max_length is 20"):
+        importlib.import_module(f"stages.{section}.__main__").main(changed, "r0")

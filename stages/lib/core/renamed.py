@@ -68,7 +68,8 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
     {'replay': {'sentiment_low': 0.1}}
     """
     params = dict(values)
-    tokens = (params.get("ppo") or {}).get("response_length", DEFAULT_RESPONSE_LENGTH)
+    ppo = params.get("ppo")
+    tokens = ppo.get("response_length") if isinstance(ppo, Mapping) else None
     for old, new in [*PARAMS.items(), *PER_TOKEN.items(), *((name, "") for name in REMOVED)]:
         (*path, old_key), new_key = old.split("."), new.rpartition(".")[2]
         section: Any = params
@@ -83,8 +84,16 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
                 section.pop(old_key, None)
             elif old_key in section and new_key not in section:
                 value = section.pop(old_key)
-                section[new_key] = value / tokens if old in PER_TOKEN else value
+                section[new_key] = per_token(value, tokens) if old in PER_TOKEN else value
     return params
+
+
+def per_token(value: Any, tokens: Any) -> Any:
+    """A setting per sequence, divided by the response length; what is no number stays as it is,
+    and is refused under its new name.
+    """
+    numbers = isinstance(value, int | float) and isinstance(tokens, int | None)
+    return value / (tokens or DEFAULT_RESPONSE_LENGTH) if numbers else value
 
 
 def current_metrics(values: Any) -> Any:

@@ -7,6 +7,7 @@ so that a prompt has the same tokens in training, generation and scoring.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import PreferencePair, Side
-from stages.lib.core.types import Prompt
+from stages.lib.core.types import Prompt, TokenIds
 
 ENDING_TOKENS = 16  # room for an appended ending, so that max_length does not cut it off
 ROLES = {"system": "System", "user": "Human", "assistant": "Assistant"}
@@ -77,13 +78,10 @@ def encode(
         prompt: a text, or messages.
         response: the response without EOS, as it follows the rendered prompt; None for none.
         prompt_format: how the prompt becomes text.
-        max_length: tokens of both together at most; None: no limit. The response is cut at its end
-            and then has no EOS. The prompt is cut at its start, but only as far as the response
-            needs to get a quarter of max_length.
+        max_length: tokens of both together at most; None: no limit. See `cut_to`.
 
     Returns:
-        (prompt_ids, response_ids). response_ids ends with EOS, unless it was cut; it is empty if
-        `response` is None.
+        (prompt_ids, response_ids). response_ids ends with EOS; it is empty if `response` is None.
 
     Raises:
         BadInput: the format is `chat` and the tokenizer has no chat template.
@@ -97,7 +95,7 @@ def encode(
         >>> encode(Letters(), "abc", "de", PromptFormat.plain)
         ([1, 2, 3], [4, 5, 0])
         >>> encode(Letters(), "abc", "de", PromptFormat.plain, max_length=5)
-        ([1, 2, 3], [4, 5])
+        ([1, 2, 3], [4, 0])
     """
     prompt_ids: list[int] = tokenizer(
         render_prompt(tokenizer, prompt, prompt_format), add_special_tokens=False
@@ -110,9 +108,23 @@ def encode(
         ]
     if max_length is None:
         return prompt_ids, response_ids
-    # A cut prompt keeps its end, which the response continues; a cut response keeps its start.
-    prompt_ids = prompt_ids[-(max_length - min(len(response_ids), max_length // 4)) :]
-    return prompt_ids, response_ids[: max_length - len(prompt_ids)]
+    prompt_ids, [response_ids] = cut_to(max_length, prompt_ids, [response_ids])
+    return prompt_ids, response_ids
+
+
+def cut_to(
+    max_length: int, prompt: TokenIds, responses: Sequence[TokenIds]
+) -> tuple[TokenIds, list[TokenIds]]:
+    """Cut a prompt and each of its responses to `max_length` tokens together.
+
+    A response keeps its start and its last token, EOS. The prompt keeps its end, which the
+    responses continue; it is cut only as far as the longest response needs to get a quarter of
+    max_length.
+    """
+    longest = max(map(len, responses))
+    prompt = prompt[-(max_length - min(longest, max_length // 4)) :]
+    room = max_length - len(prompt)
+    return prompt, [ids if len(ids) <= room else ids[: room - 1] + ids[-1:] for ids in responses]
 
 
 def template_hash(tokenizer: Any, prompt_format: PromptFormat) -> str:

@@ -12,9 +12,9 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.rows import PreferencePair, Side, read_rows
+from stages.lib.core.rows import SIDES, PreferencePair, read_rows
 from stages.lib.core.types import TokenIds
-from stages.lib.data.prompts import encode
+from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config
 from stages.lib.training.trl_setup import run_trainer, trainer_arguments
@@ -93,34 +93,21 @@ def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list
     params = context.params
     held_out = {prompt_key(row["prompt"]) for row, _ in context.held_out}
 
-    def encode_side(row: PreferencePair, side: Side) -> tuple[TokenIds, TokenIds]:
-        return encode(
-            context.tokenizer,
-            row["prompt"],
-            row[side],
-            params.prepare.prompt_format,
-            params.reward.max_length,
-        )
-
-    pairs: list[TokenizedPair] = []
-    for row in rows:
-        if prompt_key(row["prompt"]) in held_out:
-            continue
-        chosen_prompt, chosen = encode_side(row, "chosen")
-        rejected_prompt, rejected = encode_side(row, "rejected")
-        # the prompt is truncated to make room for a long response; both sides get the shorter one
-        prompt = min(chosen_prompt, rejected_prompt, key=len)
-        pairs.append(
-            {
-                "prompt_ids": prompt,
-                "chosen_ids": chosen,
-                "rejected_ids": rejected,
-                "length": len(prompt) + max(len(chosen), len(rejected)),
-            }
-        )
-    if not pairs:
+    training_rows = [row for row in rows if prompt_key(row["prompt"]) not in held_out]
+    if not training_rows:
         raise BadInput(
             f"all {len(rows)} pairs are of held-out prompts: lower ppo.validation_prompts, "
             "or add pairs"
         )
-    return pairs
+    pairs = tokenize_fitting(context.tokenizer, training_rows, SIDES, params, "reward")
+    return [
+        {
+            "prompt_ids": prompt,
+            "chosen_ids": chosen,
+            "rejected_ids": rejected,
+            "length": len(prompt) + max(len(chosen), len(rejected)),
+        }
+        for prompt, chosen, rejected in zip(
+            pairs.prompts, *(pairs.responses[side] for side in SIDES), strict=True
+        )
+    ]

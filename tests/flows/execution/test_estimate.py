@@ -15,11 +15,11 @@ def params(**sections: dict[str, object]) -> Params:
 
 
 def test_sft_time_is_four_flops_per_weight_and_token() -> None:
-    """10 steps of 16 rows of 64 / 3 tokens (a third of max_length), 135e6 weights, 4 FLOP each, at
-    0.24 of 1e12 FLOP/s.
+    """10 steps of 16 rows of 96 / 4 tokens (a quarter of max_length), 135e6 weights, 4 FLOP each,
+    at 0.27 of 1e12 FLOP/s.
     """
     lora = estimate.estimate(params(sft={"max_steps": 10, "lora": {"top_layers": None}}), MACHINE)
-    expected = 10 * 16 * 64 / 3 * 135e6 * 4 / 0.24e12
+    expected = 10 * 16 * 96 / 4 * 135e6 * 4 / 0.27e12
     assert lora.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(expected, rel=1e-6)
     full = estimate.estimate(params(sft={"max_steps": 10, "lora": {"r": 0}}), MACHINE)
     assert full.seconds["sft"] - estimate.STAGE_SECONDS == pytest.approx(1.5 * expected, rel=1e-6)
@@ -67,7 +67,7 @@ def test_language_models_that_judge_take_time() -> None:
 def test_one_more_sample_per_prompt_and_one_more_epoch_of_pairs_add_their_flops() -> None:
     """Best-of-n: 483 prompts, each sample 6 + 24 tokens at 2 FLOP generated (0.28) and read twice
     (0.7). DPO: 1195 pairs in steps of 16, two texts per pair, at 2 FLOP forward and 2 for the
-    adapted half (0.24), read once by the reference."""
+    adapted half (0.27), read once by the reference."""
 
     def seconds(**sections: object) -> float:
         return estimate.estimate(params(**sections), MACHINE).seconds["ppo"]
@@ -78,7 +78,7 @@ def test_one_more_sample_per_prompt_and_one_more_epoch_of_pairs_add_their_flops(
     one, two = (
         seconds(algorithm="dpo", dpo={"num_train_epochs": epochs}, ppo=lora) for epochs in (1, 2)
     )
-    flops = (149 - 74) * 16 * 2 * 30 * 135e6 * (3 / 0.24 + 2 / 0.7)
+    flops = (149 - 74) * 16 * 2 * 30 * 135e6 * (3 / 0.27 + 2 / 0.7)
     assert two - one == pytest.approx(flops / 1e12)
     assert seconds(algorithm="rloo", ppo=lora) > seconds(ppo={**lora, "num_ppo_epochs": 1})
 

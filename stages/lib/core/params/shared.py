@@ -64,6 +64,13 @@ class ModelParams(ParamsSection):
     )
 
 
+class Overlong(str, Enum):
+    """What happens to a training text that is longer than max_length."""
+
+    drop = "drop"
+    close = "close"
+
+
 class TrainParams(ParamsSection):
     learning_rate: float = Field(gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(ge=1, description="Rows per forward pass.")
@@ -83,7 +90,12 @@ class TrainParams(ParamsSection):
         0.1, ge=0, le=1, description="Share of the steps over which the learning rate rises."
     )
     max_length: int = Field(
-        64, ge=8, description="Tokens of prompt and response; longer rows are cut."
+        96, ge=8, description="Tokens of prompt, response and EOS; see `overlong`."
+    )
+    overlong: Overlong = Field(
+        Overlong.drop,
+        description="Rows longer than max_length: `drop` leaves them out and counts them; `close` "
+        "cuts the response and ends it with EOS.",
     )
     lora: LoraParams = Field(default_factory=LoraParams)
     init_from: InitFrom = Field(

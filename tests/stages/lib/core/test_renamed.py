@@ -70,6 +70,12 @@ def test_old_budgets_of_a_sequence_are_divided_by_the_response_length() -> None:
         assert read.gates.promote.max_kl_per_token == 12 / tokens
 
 
+def test_an_old_budget_that_is_no_number_is_refused_under_its_new_name() -> None:
+    for ppo in ({"max_kl": "far"}, {"max_kl": 8.0, "response_length": "long"}):
+        with pytest.raises(BadInput, match=r"ppo\.(max_kl_per_token|response_length)"):
+            check_params({"ppo": ppo}, "params.yaml")
+
+
 def test_an_old_setting_beside_its_new_one_is_refused() -> None:
     settings = {"replay": {"judge_low": 0.25, "sentiment_low": 0.0}}
     with pytest.raises(BadInput, match=r"replay\.judge_low: Extra inputs"):
