@@ -40,20 +40,20 @@ STEPS: dict[str, Callable[[Params, str], None]] = {
 }
 SETTINGS: dict[str, Any] = {
     "assets": {"model": "tiny", "data": "files"},
-    "prepare": {"max_eval_prompts": 40},
+    "prepare": {"max_eval_prompts": 40, "max_prompt_tokens": 31},
     "model": {"dtype": "float32", "threads": 1},
     "sft": {
         "learning_rate": 3e-3,
         "per_device_train_batch_size": 32,
         "num_train_epochs": 8,
-        "max_length": 48,
+        "max_length": 64,
         "lora": {"r": 0},
     },
     "reward": {
         "learning_rate": 2e-3,
         "per_device_train_batch_size": 32,
         "num_train_epochs": 8,
-        "max_length": 48,
+        "max_length": 64,
         "lora": {"r": 0},
     },
     "ppo": {"response_length": 16},

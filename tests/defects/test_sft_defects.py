@@ -44,11 +44,16 @@ def test_demonstrations_of_what_the_judge_dislikes(planted):
     assert "SFT may be worse than those of the base model" in stop.message
 
 
-def test_demonstrations_that_are_cut_off_before_they_end(planted):
-    """sft.max_length leaves no room for the end of any training text; held-out ones are short."""
-    stop = planted(
-        "assets", demonstrations(lambda text: text + text + text + text), sft={"max_length": 32}
-    )
+def test_demonstrations_that_are_too_long(planted):
+    """sft.max_length leaves no room for any training text; held-out ones are short."""
+    stop = planted("assets", demonstrations(lambda text: text * 8), sft={"max_length": 48})
+    assert stop.step == "sft" and "rows are longer than sft.max_length (48" in stop.message
+    assert "sft.overlong" in stop.message
+
+
+def test_demonstrations_without_an_end(planted):
+    """All are cut at the length of the longest, and the model learns to write on until there."""
+    stop = planted("assets", demonstrations(lambda text: text * 8), sft={"overlong": "close"})
     assert stop.step == "gate_sft" and "sft.eos_rate_demonstrations - sft.eos_rate" in stop.failed
     assert "responses do not end" in stop.message and "sft.max_length" in stop.message
 
@@ -93,6 +98,7 @@ def test_a_few_training_texts_learnt_by_heart(planted):
         {**row, "completion": texts[number % 6]}
         for number, row in enumerate(world()["train_texts.jsonl"])
     ]
-    stop = planted("assets", {"train_texts.jsonl": rows}, ppo={"response_length": 32})
+    lengths = {"sft": {"max_length": 96}, "ppo": {"response_length": 32}}
+    stop = planted("assets", {"train_texts.jsonl": rows}, **lengths)
     assert stop.step == "gate_sft" and "sft.memorised - sft.memorised_demonstrations" in stop.failed
     assert "SFT recites training texts" in stop.message

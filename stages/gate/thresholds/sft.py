@@ -39,7 +39,7 @@ SFT = (
         "share of responses that end within this limit. If responses do not end, PPO trains on "
         "cut-off texts, which the reward model has never seen.",
         "responses do not end: PPO would learn on cut-off texts. Check that demonstrations fit "
-        "into sft.max_length (a longer demonstration loses its EOS). Raise sft.num_train_epochs "
+        "into sft.max_length (metrics.json: overlong). Raise sft.num_train_epochs "
         "or ppo.response_length",
     ),
     Threshold(
