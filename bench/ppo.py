@@ -95,6 +95,7 @@ def main() -> None:
     rate = machine.rates[estimate.dtype_of(params, machine)]
     roles = load_roles(params, SFT, REWARD)
     roles.tokenizer.eos_token = NEVER_SAMPLED
+    unwrap_peft(roles.policy).generation_config.eos_token_id = None
     prompts, _ = episodes(params, roles.tokenizer)
     trainer, clock, updates = PpoTrainer(roles, prompts, params.ppo, params.seed), Clock(), []
     for phase, owner, name in (

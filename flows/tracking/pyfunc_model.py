@@ -91,6 +91,7 @@ class TextGenerator(_Model):
         """
         import torch
 
+        from stages.lib.lm.end_tokens import end_tokens
         from stages.lib.lm.generation import generate
 
         sampling = params or {}
@@ -100,7 +101,7 @@ class TextGenerator(_Model):
             response_length=sampling["max_new_tokens"],
             temperature=sampling["temperature"],
             generator=torch.Generator().manual_seed(sampling["seed"]),
-            eos_token_id=self.tokenizer.eos_token_id,
+            ends=end_tokens(self.model, self.tokenizer),
         )
         texts: list[str] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return texts

@@ -29,6 +29,7 @@ from stages.lib.judging.pairwise import (
     TwoOrderVerdict,
     judge_both_orders,
 )
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 
@@ -173,13 +174,14 @@ def sample_responses(
     prompt_ids = [
         encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts
     ]
+    model = load_causal_lm(stage_dir(round_, "sft") / "model", params.model)
     response_ids = generate(
-        load_causal_lm(stage_dir(round_, "sft") / "model", params.model),
+        model,
         [ids for ids in prompt_ids for _ in range(samples)],
         response_length=params.ppo.response_length,
         temperature=params.annotate.temperature,
         generator=torch.Generator().manual_seed(params.seed),
-        eos_token_id=tokenizer.eos_token_id,
+        ends=end_tokens(model, tokenizer),
     )
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     return [texts[start : start + samples] for start in range(0, len(texts), samples)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +34,7 @@ SMOLLM2_LICENCE = (
     " (Hugging Face TB, Apache-2.0)."
 )
 TINY_LICENCE = "A randomly initialised Llama for tests; no licence needed."
+TURN = "A turn of the assistant."  # to find what ends it in a chat template
 MAX_VOCABULARY = 512  # tokens of the tiny model
 # ChatML
 CHAT_TEMPLATE = (
@@ -67,8 +69,13 @@ def write_model(params: Params, folder: Path) -> None:
 
 
 def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
-    """Save model and tokenizer, with a pad token that is not eos: a trainer masks padding, so with
-    pad == eos the policy would never learn to stop.
+    """Save model and tokenizer, with all tokens that end a response in generation_config.json.
+
+    The pad token is not eos: a trainer masks padding, so with pad == eos the policy would never
+    learn to stop.
+
+    Raises:
+        BadInput: the tokenizer has no eos_token.
     """
     if tokenizer.eos_token_id is None:
         raise BadInput(
@@ -80,6 +87,7 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
         tokenizer.pad_token = spare_token(tokenizer)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
+    ends = end_token_ids(model, tokenizer)
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -87,11 +95,42 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
     }
     for key, value in ids.items():
         setattr(model.config, key, value)
-    model.generation_config = GenerationConfig(**ids)
+    model.generation_config = GenerationConfig(
+        **ids | {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    )
     model.config._name_or_path = ""  # else the output would contain the source folder
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "LICENCE.txt").write_text(licence + "\n")
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a response, the tokenizer's EOS first.
+
+    Further ones are those of the model's generation_config, and the special token that follows an
+    assistant's message in the chat template: instruct models may have learnt only the latter.
+    """
+    configured = model.generation_config.eos_token_id
+    ids = [tokenizer.eos_token_id]
+    ids += [configured] if isinstance(configured, int) else configured or []
+    if tokenizer.chat_template:
+        ids += turn_end(tokenizer)
+    return list(dict.fromkeys(ids))
+
+
+def turn_end(tokenizer: Any) -> list[int]:
+    """The special token that follows an assistant's message in the chat template, if any."""
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": TURN}]
+    try:
+        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TemplateError:  # the stage that renders prompts with this template reports it
+        return []
+    _, turn, after = rendered.rpartition(TURN)
+    following = tokenizer(after, add_special_tokens=False).input_ids[:1] if turn else []
+    special = tokenizer.all_special_ids + [
+        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+    ]
+    return [token for token in following if token in special]
 
 
 def spare_token(tokenizer: Any) -> str:

@@ -13,8 +13,8 @@ from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
-from stages.lib.lm.packing import append_eos
 from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
 from stages.lib.metrics.stats import paired_bootstrap, pearson
@@ -70,7 +70,9 @@ def sample_and_score(
     samples_per_prompt: int,
     params: Params,
 ) -> ScoredSamples:
-    """Sample and score as PPO does: the reward model reads the sampled tokens, closed by EOS."""
+    """Sample and score as PPO does: the reward model reads the sampled tokens, which end with the
+    canonical end token.
+    """
     prompts = [row["prompt"] for row in rows]
     repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
     prompt_format, tokenizer = params.prepare.prompt_format, scorer.tokenizer
@@ -78,8 +80,11 @@ def sample_and_score(
     generator = torch.Generator().manual_seed(params.seed)
     responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    ended = append_eos(responses, tokenizer.eos_token_id)
-    sequences = [prompt + response for prompt, response in zip(prompt_ids, ended, strict=True)]
+    ends = end_tokens(model, tokenizer)
+    sequences = [
+        prompt + ends.close(response)
+        for prompt, response in zip(prompt_ids, responses, strict=True)
+    ]
     disagreement = None
     if len(ensemble_members(scorer.model)) > 1:
         disagreement = float(scorer.scores_per_member(sequences).std(0).mean())

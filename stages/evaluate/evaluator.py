@@ -13,6 +13,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model, load_tokenizer
 from stages.lib.lm.logprobs import token_logprobs
@@ -78,7 +79,7 @@ class Evaluator:
         Each number has its own random stream, so that it can be repeated alone
         (stages/evaluate/reproduce.py).
         """
-        p, eos = self.params, self.tokenizer.eos_token_id
+        p, ends = self.params, end_tokens(self.sft, self.tokenizer)
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
         responses = sample_responses(model, self.tokenizer, self.prompt_ids, p.ppo, generator)
         scored = score_responses(
@@ -87,13 +88,13 @@ class Evaluator:
             self.prompt_ids,
             responses,
             reward_model=self.reward,
-            eos_token_id=eos,
+            ends=ends,
             temperature=p.ppo.temperature,
         )
         scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Sample(text, score, kl, logprob, len(tokens), tokens[-1] == eos, repetition_n(text, 3))
+            Sample(text, score, kl, logprob, len(tokens), ends.end(tokens), repetition_n(text, 3))
             for text, score, kl, logprob, tokens in zip(
                 texts,
                 scores,

@@ -12,6 +12,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.judging.fluency import Fluency
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
     adapter_disabled,
@@ -26,7 +27,7 @@ from stages.lib.lm.scoring import RewardScorer, score_responses
 
 @dataclass(frozen=True)
 class SampledResponse:
-    """One response. ended: whether EOS was sampled."""
+    """One response. ended: whether an end token was sampled."""
 
     text: str
     ended: bool
@@ -72,7 +73,7 @@ class Sampler:
             ids,
             responses,
             reward_model=self.scorer.model,
-            eos_token_id=self.tokenizer.eos_token_id,
+            ends=end_tokens(self.model, self.tokenizer),
             temperature=self.params.ppo.temperature,
         )
         scores = calibrate_scores(scored.scores, self.scorer.model).tolist()
@@ -109,8 +110,9 @@ class Sampler:
 
     def _decode(self, responses: list[TokenIds]) -> list[SampledResponse]:
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        ends = end_tokens(self.model, self.tokenizer)
         return [
-            SampledResponse(text, tokens[-1] == self.tokenizer.eos_token_id)
+            SampledResponse(text, ends.end(tokens))
             for text, tokens in zip(texts, responses, strict=True)
         ]
 

@@ -35,6 +35,7 @@ from stages.lib.data.lengths import (
 )
 from stages.lib.data.prompts import encode, template_hash
 from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
     load_causal_lm,
@@ -231,10 +232,11 @@ def generate_responses(
     ]
     generator = torch.Generator().manual_seed(params.seed)
     responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
+    ends = end_tokens(model, tokenizer)
     return GeneratedTexts(
         tokenizer.batch_decode(responses, skip_special_tokens=True),
         [len(ids) for ids in responses],
-        [ids[-1] == tokenizer.eos_token_id for ids in responses],
+        [ends.end(ids) for ids in responses],
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.types import TokenIds
+from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
 
@@ -27,7 +28,7 @@ def generate(
     response_length: int,
     temperature: float,
     generator: torch.Generator,
-    eos_token_id: int,
+    ends: EndTokens,
 ) -> list[TokenIds]:
     """Sample one response per prompt, without top-k or top-p, in batches that fit in memory.
 
@@ -37,10 +38,11 @@ def generate(
         response_length: tokens per response at most.
         temperature: divides the logits.
         generator: source of random numbers, on the CPU.
-        eos_token_id: the token that ends a response.
+        ends: the tokens that end a response.
 
     Returns:
-        Tokens of each response, in the order of the prompts. EOS is kept if it was sampled.
+        Tokens of each response, in the order of the prompts. An end token is kept if it was
+        sampled.
 
     Raises:
         BadInput: the model has a sliding window that is shorter than a prompt, and attention is
@@ -53,7 +55,7 @@ def generate(
             response_length=24,
             temperature=1.0,
             generator=torch.Generator().manual_seed(0),
-            eos_token_id=tokenizer.eos_token_id,
+            ends=end_tokens(model, tokenizer),
         )
         text = tokenizer.decode(responses[0], skip_special_tokens=True)
     """
@@ -68,7 +70,7 @@ def generate(
         for start in range(0, len(prompt_ids), batch_size):
             rows = slice(start, start + batch_size)
             responses += _generate_batch(
-                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, eos_token_id
+                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends
             )
     return responses
 
@@ -84,7 +86,7 @@ def sample_responses(
 
     Args:
         model: a causal language model or a PeftModel.
-        tokenizer: its tokenizer, for EOS.
+        tokenizer: its tokenizer.
         prompt_ids: tokens of each prompt.
         ppo: section `ppo` of params.yaml, for response_length and temperature.
         generator: source of random numbers, on the CPU.
@@ -102,7 +104,7 @@ def sample_responses(
         response_length=ppo.response_length,
         temperature=ppo.temperature,
         generator=generator,
-        eos_token_id=tokenizer.eos_token_id,
+        ends=end_tokens(model, tokenizer),
     )
 
 
@@ -121,13 +123,18 @@ def rows_per_batch(model: Any, tokens: int) -> int:
 
 
 def _generate_batch(
-    model: Any, prompt_ids: Sequence[TokenIds], uniforms: Tensor, temperature: float, eos: int
+    model: Any,
+    prompt_ids: Sequence[TokenIds],
+    uniforms: Tensor,
+    temperature: float,
+    ends: EndTokens,
 ) -> list[TokenIds]:
     device, head = model.device, model.get_output_embeddings()
     prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
     mask = prompts.pad(torch.ones_like(prompts.input_ids))  # of the tokens in the cache
     positions, uniforms = mask.sum(1, keepdim=True), uniforms.to(device)
-    sampled = torch.full(uniforms.shape, eos, device=device)
+    sampled = torch.full(uniforms.shape, ends.eos, device=device)
+    end_ids = torch.tensor(ends.ids, device=device)
     rows = torch.arange(len(prompt_ids), device=device)  # the rows still in the batch
     unfinished = torch.ones_like(rows, dtype=torch.bool)
     states, cache = prefill(model, prompts)
@@ -135,9 +142,9 @@ def _generate_batch(
         # (B, H), not the (B, 1, H) view of logits_to_keep: that one is multiplied row by row, each
         # time with a copy of the vocabulary
         token = _draw(head(states).float(), temperature, uniforms[rows, step])
-        token = token.masked_fill(~unfinished, eos)
+        token = token.masked_fill(~unfinished, ends.eos)
         sampled[rows, step] = token
-        unfinished = unfinished & (token != eos)
+        unfinished = unfinished & ~torch.isin(token, end_ids)
         remaining = int(unfinished.sum())
         if not remaining or step == uniforms.shape[1] - 1:
             break
@@ -156,7 +163,7 @@ def _generate_batch(
             use_cache=True,
         ).last_hidden_state[:, 0]
         positions = positions + 1
-    return [_until_eos(row, eos) for row in sampled.tolist()]
+    return [ends.cut(row) for row in sampled.tolist()]
 
 
 def _draw(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
@@ -172,8 +179,3 @@ def _draw(logits: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
     ).squeeze(-1)
     # After rounding, a uniform close to 1 may reach the last cumulative value.
     return token.clamp(max=logits.shape[-1] - 1)
-
-
-def _until_eos(tokens: TokenIds, eos: int) -> TokenIds:
-    """The tokens up to the first EOS, included."""
-    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens

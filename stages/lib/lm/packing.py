@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from stages.lib.core.types import TokenIds
+from stages.lib.lm.end_tokens import EndTokens
 
 # Tokens per forward pass without gradients, padding included, on a CPU and on other devices.
 # Another number can change the last bits of a product.
@@ -29,6 +30,7 @@ class Packed:
     lengths: tokens per row.
     padded_index: (M,) index of each token in (B, L) rows padded on the right, flattened.
     predicts: (N,) index of the token before each response token, whose logits predict it.
+    targets: (N,) response tokens of all rows, as they were sampled.
     response_mask: (B, T) bool, true for tokens of a response.
     last: (B,) index of each row's last token.
     """
@@ -38,13 +40,9 @@ class Packed:
     lengths: list[int]
     padded_index: Tensor
     predicts: Tensor
+    targets: Tensor
     response_mask: Tensor
     last: Tensor
-
-    @property
-    def targets(self) -> Tensor:
-        """(N,) response tokens of all rows."""
-        return self.input_ids[self.predicts + 1]
 
     def to_rows(self, flat: Tensor) -> Tensor:
         """Arrange (N,) values of response tokens as (B, T), with zeros after a response's end."""
@@ -68,7 +66,7 @@ def pack(
     prompt_ids: Sequence[TokenIds],
     response_ids: Sequence[TokenIds],
     device: torch.device,
-    eos_token_id: int | None = None,
+    ends: EndTokens | None = None,
 ) -> Packed:
     """Lay prompts with their responses end to end.
 
@@ -76,15 +74,17 @@ def pack(
         prompt_ids: tokens of each prompt, at least one.
         response_ids: tokens of each response; [] for none.
         device: device of the tensors.
-        eos_token_id: if given, a response without EOS gets one. The model reads it, because a
-            reward model is read at EOS, but it is not a response token: no log-probability.
+        ends: if given, every row ends with the canonical end token, because a reward model is read
+            there. Appended to a response that was cut off, it is not a response token: no
+            log-probability. In place of another end token that was sampled, it changes no
+            log-probability, since no other token follows.
 
     Returns:
         The rows, in order.
 
     Raises:
         ValueError: the numbers of prompts and responses differ.
-        IndexError: there are no rows, or a response is empty and `eos_token_id` is given.
+        IndexError: there are no rows, or a response is empty and `ends` is given.
 
     Example:
         >>> packed = pack([[5, 6], [7]], [[8], [9, 2]], torch.device("cpu"))
@@ -93,17 +93,17 @@ def pack(
         >>> packed.predicts.tolist(), packed.last.tolist()
         ([1, 3, 4], [2, 5])
     """
-    closed = response_ids if eos_token_id is None else append_eos(response_ids, eos_token_id)
+    closed = response_ids if ends is None else [ends.close(ids) for ids in response_ids]
     rows = [prompt + response for prompt, response in zip(prompt_ids, closed, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     response_lengths = torch.tensor([len(response) for response in response_ids])
     appended = torch.tensor([len(response) for response in closed]) - response_lengths
-    ends, row = lengths.cumsum(0), torch.arange(len(rows)).repeat_interleave(lengths)
-    index = torch.arange(int(ends[-1]))
-    positions = index - (ends - lengths)[row]
+    row_ends, row = lengths.cumsum(0), torch.arange(len(rows)).repeat_interleave(lengths)
+    index = torch.arange(int(row_ends[-1]))
+    positions = index - (row_ends - lengths)[row]
     # Tokens to the end of the response, this one included: a token before a response token has at
     # least 2 of them, and at most one more than the response is long.
-    remaining = (ends - appended)[row] - index
+    remaining = (row_ends - appended)[row] - index
     predicts = (remaining > 1) & (remaining <= response_lengths[row] + 1)
     longest = torch.arange(int(response_lengths.max()))
     return Packed(
@@ -112,20 +112,14 @@ def pack(
         lengths=lengths.tolist(),
         padded_index=(row * int(lengths.max()) + positions).to(device),
         predicts=index[predicts].to(device),
+        targets=torch.tensor(
+            [token for response in response_ids for token in response],
+            dtype=torch.long,
+            device=device,
+        ),
         response_mask=(longest < response_lengths[:, None]).to(device),
-        last=(ends - 1).to(device),
+        last=(row_ends - 1).to(device),
     )
-
-
-def append_eos(response_ids: Sequence[TokenIds], eos_token_id: int) -> list[TokenIds]:
-    """Each response with EOS at its end, whether or not it was sampled.
-
-    Reward models are trained to be read at EOS.
-
-    Raises:
-        IndexError: a response is empty.
-    """
-    return [ids if ids[-1] == eos_token_id else [*ids, eos_token_id] for ids in response_ids]
 
 
 def unwrap_peft(model: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
+from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import load_reward_model
 from stages.lib.lm.logprobs import Reference, compare_states, response_logprobs
 from stages.lib.lm.packing import (
@@ -138,7 +139,7 @@ def score_responses(
     response_ids: Sequence[TokenIds],
     *,
     reward_model: Any = None,
-    eos_token_id: int,
+    ends: EndTokens,
     temperature: float,
 ) -> ResponseScores:
     """Score sampled responses: KL to the reference, and the reward model's score.
@@ -151,7 +152,7 @@ def score_responses(
         prompt_ids: tokens of each prompt.
         response_ids: tokens of each response, at least one, as `generate` returns them.
         reward_model: a reward model or its ensemble; None: no scores.
-        eos_token_id: appended, for the reward model, to a response that was cut off.
+        ends: the tokens that end a response; the reward model reads the canonical one.
         temperature: divides the logits of policy and reference, as in sampling.
 
     Returns:
@@ -167,7 +168,7 @@ def score_responses(
             prompt_ids,
             response_ids,
             reward_model=reward_model,
-            eos_token_id=tokenizer.eos_token_id,
+            ends=end_tokens(policy, tokenizer),
             temperature=1.0,
         )
         mean_kl = scores.kl.mean().item()  # nats per sequence
@@ -183,7 +184,7 @@ def score_responses(
     lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
     for batch in batches_by_tokens(lengths, device):
         packed = pack(
-            [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, eos_token_id
+            [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, ends
         )
         # The reference runs all layers; the others start from the states that enter layer `common`.
         with reference() as model:

@@ -15,6 +15,7 @@ from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import TokenIds
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
@@ -73,14 +74,15 @@ class TrainedPolicy:
         self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
     ) -> ScoredRollouts:
         """Score the policy's responses: reward model, further rewards, KL."""
-        context, ppo, eos = self.context, self.context.params.ppo, self.tokenizer.eos_token_id
+        context, ppo = self.context, self.context.params.ppo
+        ends = end_tokens(self.policy, self.tokenizer)
         response_scores = score_responses(
             self.policy,
             self.reference,
             [tokens for _, tokens in episodes],
             responses,
             reward_model=context.reward_model,
-            eos_token_id=eos,
+            ends=ends,
             temperature=ppo.temperature,
         )
         rows = [row for row, _ in episodes]
@@ -88,7 +90,7 @@ class TrainedPolicy:
         calibrated = calibrate_scores(response_scores.scores, context.reward_model)
         prompts = [row["prompt"] for row in rows]
         parts = context.rewards(prompts, texts)
-        ended = torch.tensor([response[-1] == eos for response in responses])
+        ended = torch.tensor([ends.end(response) for response in responses])
         lengths = [len(response) for response in responses]
         rewards = context.rewards.combine(ppo, calibrated, parts, ended, torch.tensor(lengths))
         scored_rows = rollout_rows(

@@ -40,7 +40,7 @@ def rollout_rows(
         judge_scores: (B,) by the primary judge; None if it only compares.
         kls: (B,) nats per sequence.
         lengths: tokens per response.
-        ended: (B,) bool, EOS was sampled.
+        ended: (B,) bool, an end token was sampled.
 
     Returns:
         One row per episode.

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.lib.metrics.stats import ratio_of_sums
@@ -152,7 +153,7 @@ class PolicySelector:
             self.roles.reference,
             prompt_ids,
             responses,
-            eos_token_id=tokenizer.eos_token_id,
+            ends=end_tokens(self.roles.policy, tokenizer),
             temperature=p.temperature,
         )
         prompts = [row["prompt"] for row, _ in self.prompts]

@@ -68,7 +68,7 @@ class Rewards:
             ppo: weights, clip range and penalties.
             calibrated: (B,) calibrated scores of the reward stage's model.
             parts: what calling this object returned.
-            ended: (B,) bool, EOS was sampled.
+            ended: (B,) bool, an end token was sampled.
             lengths: (B,) tokens per response.
 
         Returns:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
+from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
 from stages.lib.lm.logprobs import (
@@ -100,6 +101,11 @@ class Roles:
         ):
             # layers that reference and reward model share: these run once for both
             self.num_shared_layers = num_shared_layers(reference, *ensemble_members(reward_model))
+
+    @property
+    def ends(self) -> EndTokens:
+        """The tokens that end a response."""
+        return end_tokens(self.policy, self.tokenizer)
 
     def sample(
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator

@@ -39,14 +39,25 @@ class RoleOutputs(NamedTuple):
     critic_states: list[Tensor]
 
 
+class RolloutPass(NamedTuple):
+    """The rollout's forward pass with gradients: (M, H) last states of the policy, (B, T)
+    log-probabilities and values.
+    """
+
+    hidden: Tensor
+    logprobs: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One rollout of B episodes. Fields that are not explained here are those of `RoleOutputs`.
 
     rows: the prompts' rows. prompts, responses: tokens per episode. texts: the responses decoded.
-    ended: (B,) bool, EOS was sampled. parts: scores of the further rewards, by name. calibrated:
-    (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the weighted sum of
-    calibrated and parts, clipped and penalised. advantages (whitened), returns: (B, T).
+    ended: (B,) bool, an end token was sampled. parts: scores of the further rewards, by name.
+    calibrated: (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the
+    weighted sum of calibrated and parts, clipped and penalised. advantages (whitened), returns:
+    (B, T).
     """
 
     rows: list[TrainingPrompt]

@@ -1,7 +1,6 @@
 """One PPO update: sample prompts, generate, score, reference KL, advantages, update."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,14 @@ from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 from stages.ppo.trainer.resume import random_state, set_random_state
 from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.rollout import RoleOutputs, Rollout, concat_outputs, concat_padded, describe
+from stages.ppo.trainer.rollout import (
+    RoleOutputs,
+    Rollout,
+    RolloutPass,
+    concat_outputs,
+    concat_padded,
+    describe,
+)
 
 KL_RULES = {
     KlControl.adaptive: F.ziegler,
@@ -23,16 +29,6 @@ KL_RULES = {
     KlControl.fixed: F.fixed,
 }
 Indices = range | list[int]
-
-
-class RolloutPass(NamedTuple):
-    """The rollout's forward pass with gradients: (M, H) last states of the policy, (B, T)
-    log-probabilities and values.
-    """
-
-    hidden: Tensor
-    logprobs: Tensor
-    values: Tensor
 
 
 class PpoTrainer:
@@ -112,7 +108,7 @@ class PpoTrainer:
         # 2. generate
         responses = roles.sample(prompts, p, self.generator)
         texts = roles.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        ended = torch.tensor([r[-1] == roles.tokenizer.eos_token_id for r in responses])
+        ended = torch.tensor([roles.ends.end(response) for response in responses])
 
         # Reward model, reference, policy and critic run together per micro-batch, since the layers
         # that they share run once. If one micro-batch is the whole batch, its pass also serves the
@@ -213,13 +209,13 @@ class PpoTrainer:
     def pack_episodes(
         self, prompts: list[TokenIds], responses: list[TokenIds], indices: Indices
     ) -> Packed:
-        """The chosen episodes, each closed by EOS, where the reward model reads its score."""
+        """The chosen episodes, which end with EOS, where the reward model reads its score."""
         device = next(self.roles.policy.parameters()).device
         return pack(
             [prompts[i] for i in indices],
             [responses[i] for i in indices],
             device,
-            self.roles.tokenizer.eos_token_id,
+            self.roles.ends,
         )
 
     def micro_batches(self, indices: Indices) -> Iterator[Indices]:

@@ -18,6 +18,7 @@ from trl.import_utils import is_vllm_available
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.types import TokenIds
+from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.packing import unwrap_peft
 
 
@@ -75,12 +76,14 @@ class VllmEngine:
             temperature=ppo.temperature,
             max_completion_length=ppo.response_length,
             logprobs=None,  # the trainer's own forward pass computes them exactly
-            # the tokenizer's EOS ends a response, not others of the model's generation_config
-            generation_kwargs={"ignore_eos": True, "stop_token_ids": [tokenizer.eos_token_id]},
+            generation_kwargs={
+                "ignore_eos": True,
+                "stop_token_ids": end_tokens(policy, tokenizer).ids,
+            },
         )
 
     def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
-        """One response per prompt by the current policy; EOS is kept if it was sampled."""
+        """One response per prompt by the current policy; an end token is kept if it was sampled."""
         self.generation.sync_weights()
         _, responses, _, _ = self.generation.generate(prompt_ids, images=None, num_generations=1)
         return [list(response) for response in responses]

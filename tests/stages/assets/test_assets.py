@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -75,6 +76,31 @@ def test_a_local_model_gets_a_pad_token_that_is_not_eos(tmp_path: Path) -> None:
     assert str(tmp_path) not in "".join(
         path.read_text() for path in (tmp_path / "out").glob("*.json")
     )
+
+
+@pytest.mark.parametrize(
+    ("configured", "template", "expected"),
+    [
+        (2, None, 2),
+        (None, None, 2),
+        ([0, 2], None, [2, 0]),  # as Qwen2.5-Instruct
+        # an instruct model whose turn ends with another token than eos_token, as Gemma 3
+        (2, "{{ messages[-1].content }}<|im_start|>\n", [2, 1]),
+        (2, "{{ messages[-1].content }}</s> and so on", 2),  # text, no special token
+        (2, "{{ raise_exception('no assistant') }}", 2),
+    ],
+)
+def test_all_end_tokens_of_a_local_model_are_written(
+    tmp_path: Path, configured: Any, template: str | None, expected: Any
+) -> None:
+    model, tokenizer = tiny_model(0)
+    model.generation_config.eos_token_id, tokenizer.chat_template = configured, template
+    model.save_pretrained(tmp_path / "mine")
+    tokenizer.save_pretrained(tmp_path / "mine")
+    write_model(params(model=str(tmp_path / "mine")), tmp_path / "out")
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written["eos_token_id"] == expected
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 2
 
 
 def test_spare_token_prefers_a_token_of_the_vocabulary() -> None:

@@ -2,18 +2,19 @@
 probabilities.
 """
 
-from statistics import mode
+from collections import Counter
 
 import pytest
 import torch
 
 from stages.lib.lm import generation, packing
+from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.scoring import reward_scores
 from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, build, with_adapters
 
-SETTINGS = {"response_length": 6, "temperature": 1.0, "eos_token_id": 2}
+SETTINGS = {"response_length": 6, "temperature": 1.0, "ends": EndTokens(2)}
 
 
 def by_hand(model, prompt, response):
@@ -120,9 +121,14 @@ def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, a
                 )
             tokens.append(int((below <= uniform).sum()))
         rows.append(tokens)
-    eos = mode(token for tokens in rows for token in tokens[1:4])
-    expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in rows]
-    assert sample(model, prompts, eos_token_id=eos) == expected
+    (eos, _), (other, _) = Counter(token for tokens in rows for token in tokens[1:4]).most_common(2)
+    for ends in (EndTokens(eos), EndTokens(eos, (other,))):
+        expected = [
+            tokens[: next((i for i, t in enumerate(tokens) if t in ends.ids), len(tokens)) + 1]
+            for tokens in rows
+        ]
+        assert sample(model, prompts, ends=ends) == expected
+    assert {row[-1] for row in expected if len(row) < 6} == {eos, other}
 
 
 def test_first_token_is_sampled_with_the_models_probabilities(tiny_lm):

@@ -9,7 +9,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stages.lib.core.errors import BadInput
 from stages.lib.lm import packing
-from stages.lib.lm.packing import append_eos, hidden_states, pack, padding_free
+from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.packing import hidden_states, pack, padding_free
 from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ def test_pack_by_hand():
 
 
 def test_an_appended_eos_is_read_but_not_predicted():
-    packed = pack([[5, 6], [7]], [[8], [9, 2]], CPU, eos_token_id=2)
+    packed = pack([[5, 6], [7]], [[8], [9, 2]], CPU, EndTokens(2))
     assert packed.input_ids.tolist() == [5, 6, 8, 2, 7, 9, 2]
     assert packed.lengths == [4, 3]
     assert packed.predicts.tolist() == [1, 4, 5]
@@ -42,8 +43,13 @@ def test_an_appended_eos_is_read_but_not_predicted():
     assert packed.last.tolist() == [3, 6]
 
 
-def test_every_response_ends_with_one_eos():
-    assert append_eos([[7, 8], [7, 2], [2]], eos_token_id=2) == [[7, 8, 2], [7, 2], [2]]
+def test_the_canonical_end_token_is_read_in_place_of_another_that_is_predicted():
+    packed = pack([[5, 6], [7]], [[8, 9], [9, 2]], CPU, EndTokens(2, (9,)))
+    assert packed.input_ids.tolist() == [5, 6, 8, 2, 7, 9, 2]
+    assert packed.lengths == [4, 3]
+    assert packed.predicts.tolist() == [1, 2, 4, 5]
+    assert packed.targets.tolist() == [8, 9, 9, 2]
+    assert packed.last.tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params.shared import Reduce
+from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import load_reward_model, load_sequence_classifier, load_tokenizer
 from stages.lib.lm.reward_ensemble import attach_ensemble, ensemble_members
 from stages.lib.lm.scoring import RewardScorer, reward_scores, score_responses
@@ -64,7 +65,7 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
         PROMPTS,
         RESPONSES,
         reward_model=model,
-        eos_token_id=2,
+        ends=EndTokens(2),
         temperature=1.0,
     )
     assert results.scores.tolist() == wanted

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
+from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.ppo.trainer.update import PpoTrainer
 
 PPO = PpoParams(
     batch_size=8, mini_batch_size=8, micro_batch_size=8, response_length=6, use_vllm=True
 )
+ENDS = [2, 9, 10, 11]
 PROMPTS = [[5 + i, 6, 7][: 1 + i % 3] for i in range(8)]
 
 
@@ -46,10 +48,15 @@ class StandIn:
         # a seed would be the same for every prompt
         assert not hasattr(sampling_params, "seed")
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
-        [eos] = sampling_params.stop_token_ids
+        ends = sampling_params.stop_token_ids
         self.seed += 1
         responses = sample(
-            self.model, ids, sampling_params.max_tokens, sampling_params.temperature, self.seed, eos
+            self.model,
+            ids,
+            sampling_params.max_tokens,
+            sampling_params.temperature,
+            self.seed,
+            ends,
         )
         return [
             SimpleNamespace(
@@ -60,7 +67,7 @@ class StandIn:
         ]
 
 
-def sample(model, ids, length, temperature, seed, eos):
+def sample(model, ids, length, temperature, seed, ends):
     generator = torch.Generator().manual_seed(seed)
     return generate(
         model,
@@ -68,7 +75,7 @@ def sample(model, ids, length, temperature, seed, eos):
         response_length=length,
         temperature=temperature,
         generator=generator,
-        eos_token_id=eos,
+        ends=EndTokens(ends[0], tuple(ends[1:])),
     )
 
 
@@ -102,6 +109,7 @@ def roles(make_roles, shift, tiny_lm, tmp_path, vllm):
     roles = make_roles(lora=LoraParams(r=4, top_layers=1))
     tiny_lm(spread=0.3).save_pretrained(tmp_path)
     roles.policy.get_base_model().name_or_path = str(tmp_path)
+    roles.policy.generation_config.eos_token_id = ENDS
     shift(roles.policy, 0.1)
     roles.engine = vllm(roles.policy, roles.tokenizer, PPO)
     return roles
@@ -112,7 +120,7 @@ def test_it_samples_from_the_current_policy(roles, shift):
     sampled = []
     for seed in (1, 2):
         responses = roles.sample(PROMPTS, PPO, torch.Generator())
-        assert responses == sample(roles.policy, PROMPTS, 6, 1.0, seed, 2)
+        assert responses == sample(roles.policy, PROMPTS, 6, 1.0, seed, ENDS)
         sampled.append(responses)
         assert all(
             torch.equal(weight, before[name]) for name, weight in roles.policy.state_dict().items()
@@ -130,9 +138,9 @@ def test_an_update_on_its_samples(roles):
     trainer.updates = 1  # before the first update, policy and reference would have to agree
     before = copy.deepcopy(roles.policy)
     rollout, _ = trainer.step()
-    assert rollout.responses == sample(before, rollout.prompts, 6, 1.0, 1, 2)
+    assert rollout.responses == sample(before, rollout.prompts, 6, 1.0, 1, ENDS)
     after = roles.sample(PROMPTS, PPO, torch.Generator())
-    assert after == sample(roles.policy, PROMPTS, 6, 1.0, 2, 2)
+    assert after == sample(roles.policy, PROMPTS, 6, 1.0, 2, ENDS)
 
 
 def test_without_vllm_the_next_step_is_named(roles, vllm, monkeypatch):
