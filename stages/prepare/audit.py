@@ -9,7 +9,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams
 from stages.lib.core.rows import HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
-from stages.lib.data.prompts import render_prompt
+from stages.lib.data.prompts import render_prompt, with_bos
 from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
@@ -160,7 +160,7 @@ def prompt_lengths(
             add_special_tokens=False,
             return_attention_mask=False,
         )
-        yield from map(len, encoded.input_ids)
+        yield from (len(with_bos(tokenizer, ids)) for ids in encoded.input_ids)
 
 
 def full_text(row: Mapping[str, object]) -> str:

@@ -65,7 +65,7 @@ def tokenize_fitting(
             overlong += 1
             if train.overlong is Overlong.drop:
                 continue
-            prompt, texts = cut_to(train.max_length, prompt, texts)
+            prompt, texts = cut_to(tokenizer, train.max_length, prompt, texts)
         kept.append(row)
         prompts.append(prompt)
         for column, text in zip(columns, texts, strict=True):

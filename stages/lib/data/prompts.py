@@ -2,12 +2,14 @@
 
 A prompt is a string, which the response continues, or a list of {role, content} messages.
 `prepare.prompt_format` decides how both become text. Prompt and response are tokenised separately,
-so that a prompt has the same tokens in training, generation and scoring.
+so that a prompt has the same tokens in training, generation and scoring. Its first token is BOS if
+the tokenizer itself begins texts with BOS (Llama, Gemma, OPT).
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,30 @@ def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -
     return rendered
 
 
+@lru_cache(maxsize=8)
+def begins_with_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer begins texts with BOS, as in the pretraining of its model."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("x").input_ids[:1] == [bos]
+
+
+def with_bos(tokenizer: Any, prompt_ids: list[int]) -> list[int]:
+    """The tokens of a prompt, with exactly one BOS if the tokenizer begins texts with BOS.
+
+    Some chat templates render BOS themselves.
+    """
+    bos = tokenizer.bos_token_id
+    return (
+        [bos, *prompt_ids] if begins_with_bos(tokenizer) and prompt_ids[:1] != [bos] else prompt_ids
+    )
+
+
+def text_with_bos(tokenizer: Any, text: str) -> str:
+    """`with_bos` for the text of a prompt, for programs that tokenise without special tokens."""
+    bos = tokenizer.bos_token
+    return bos + text if begins_with_bos(tokenizer) and not text.startswith(bos) else text
+
+
 def encode(
     tokenizer: Any,
     prompt: Prompt,
@@ -89,7 +115,7 @@ def encode(
     Example:
         >>> from types import SimpleNamespace
         >>> class Letters:  # a tokenizer whose tokens are letters; 0 is EOS
-        ...     eos_token_id = 0
+        ...     bos_token_id, eos_token_id = None, 0
         ...     def __call__(self, text, add_special_tokens):
         ...         return SimpleNamespace(input_ids=[ord(letter) - 96 for letter in text])
         >>> encode(Letters(), "abc", "de", PromptFormat.plain)
@@ -97,9 +123,8 @@ def encode(
         >>> encode(Letters(), "abc", "de", PromptFormat.plain, max_length=5)
         ([1, 2, 3], [4, 0])
     """
-    prompt_ids: list[int] = tokenizer(
-        render_prompt(tokenizer, prompt, prompt_format), add_special_tokens=False
-    ).input_ids
+    rendered = render_prompt(tokenizer, prompt, prompt_format)
+    prompt_ids = with_bos(tokenizer, tokenizer(rendered, add_special_tokens=False).input_ids)
     response_ids: list[int] = []
     if response is not None:
         response_ids = [
@@ -108,21 +133,23 @@ def encode(
         ]
     if max_length is None:
         return prompt_ids, response_ids
-    prompt_ids, [response_ids] = cut_to(max_length, prompt_ids, [response_ids])
+    prompt_ids, [response_ids] = cut_to(tokenizer, max_length, prompt_ids, [response_ids])
     return prompt_ids, response_ids
 
 
 def cut_to(
-    max_length: int, prompt: TokenIds, responses: Sequence[TokenIds]
+    tokenizer: Any, max_length: int, prompt: TokenIds, responses: Sequence[TokenIds]
 ) -> tuple[TokenIds, list[TokenIds]]:
     """Cut a prompt and each of its responses to `max_length` tokens together.
 
     A response keeps its start and its last token, EOS. The prompt keeps its end, which the
-    responses continue; it is cut only as far as the longest response needs to get a quarter of
-    max_length.
+    responses continue, and BOS, if the tokenizer begins texts with it; it is cut only as far as
+    the longest response needs to get a quarter of max_length.
     """
-    longest = max(map(len, responses))
-    prompt = prompt[-(max_length - min(longest, max_length // 4)) :]
+    room = max_length - min(max(map(len, responses)), max_length // 4)
+    if len(prompt) > room:
+        start = prompt[:1] if begins_with_bos(tokenizer) else []
+        prompt = start + prompt[len(prompt) - room + len(start) :]
     room = max_length - len(prompt)
     return prompt, [ids if len(ids) <= room else ids[: room - 1] + ids[-1:] for ids in responses]
 

@@ -21,7 +21,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
 from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.core.user_functions import check_scores, import_function
-from stages.lib.data.prompts import render_prompt
+from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 
@@ -136,7 +136,8 @@ def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
 
     def reward(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
         rendered = [
-            render_prompt(tokenizer, prompt, params.prepare.prompt_format) for prompt in prompts
+            text_with_bos(tokenizer, render_prompt(tokenizer, prompt, params.prepare.prompt_format))
+            for prompt in prompts
         ]
         query = [prompt + response for prompt, response in zip(rendered, responses, strict=True)]
         try:

@@ -3,6 +3,7 @@
 The tiny tokenizer was not trained on `Z` and `Q`, so each is one token.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,16 @@ import pytest
 
 from stages.assets.base_model import tiny_model
 from stages.lib.core.errors import BadInput
+from stages.lib.core.params.data import PrepareParams
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.data.prompts import check_template, encode, render_prompt, template_hash
+from stages.lib.data.prompts import (
+    check_template,
+    encode,
+    render_prompt,
+    template_hash,
+    text_with_bos,
+)
+from stages.prepare.audit import prompt_lengths
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
 TALK = [
@@ -91,6 +100,46 @@ def test_encode_cuts_to_max_length_12(
         kept_prompt == prompt
     )  # cut on the left
     assert response is None or response_ids[-1] == tokenizer.eos_token_id
+
+
+def test_prompts_begin_with_bos_if_the_tokenizer_begins_texts_with_it(bos_tokenizer: Any) -> None:
+    with_bos = bos_tokenizer("The dinner was").input_ids
+    assert with_bos[0] == bos_tokenizer.bos_token_id
+    response = bos_tokenizer(" good", add_special_tokens=False).input_ids
+    expected = (with_bos, [*response, bos_tokenizer.eos_token_id])
+    assert encode(bos_tokenizer, "The dinner was", " good", PLAIN) == expected
+    assert list(prompt_lengths(["The dinner was"], bos_tokenizer, PrepareParams())) == [
+        len(with_bos)
+    ]
+    assert text_with_bos(bos_tokenizer, "The dinner was") == "<|begin|>The dinner was"
+
+
+@pytest.mark.parametrize("rendered_by_the_template", [False, True])
+def test_chat_prompts_have_exactly_one_bos(
+    bos_tokenizer: Any, rendered_by_the_template: bool
+) -> None:
+    tokenizer = copy.deepcopy(bos_tokenizer)
+    if rendered_by_the_template:
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    rendered = render_prompt(bos_tokenizer, "Hi", CHAT)
+    prompt_ids, _ = encode(tokenizer, "Hi", None, CHAT)
+    assert prompt_ids == bos_tokenizer(rendered).input_ids
+    assert prompt_ids.count(tokenizer.bos_token_id) == 1
+    assert text_with_bos(tokenizer, render_prompt(tokenizer, "Hi", CHAT)) == "<|begin|>" + rendered
+
+
+def test_a_cut_prompt_keeps_its_bos(bos_tokenizer: Any) -> None:
+    bos, z = bos_tokenizer.bos_token_id, bos_tokenizer.convert_tokens_to_ids("Z")
+    prompt_ids, response_ids = encode(bos_tokenizer, "Q" + "Z" * 20, "QQQQQQ", PLAIN, 12)
+    assert (prompt_ids, len(response_ids)) == ([bos, *[z] * 8], 3)
+    assert encode(bos_tokenizer, "Z" * 11, None, PLAIN, 12)[0] == [bos, *[z] * 11]
+
+
+def test_a_tokenizer_that_does_not_begin_texts_with_its_bos_adds_none(tokenizer: Any) -> None:
+    assert tokenizer.bos_token == "<|im_start|>"
+    ids = tokenizer("The dinner was", add_special_tokens=False).input_ids
+    assert encode(tokenizer, "The dinner was", None, PLAIN) == (ids, [])
+    assert text_with_bos(tokenizer, "The dinner was") == "The dinner was"
 
 
 def test_template_hash_depends_on_format_and_template(tokenizer: Any) -> None:

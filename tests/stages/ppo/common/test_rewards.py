@@ -120,6 +120,15 @@ def test_a_reward_model_over_http(address, make_round):
     }
 
 
+def test_a_server_gets_texts_that_begin_with_bos(address, make_round, bos_tokenizer):
+    """OpenRLHF's servers tokenise without special tokens."""
+    params = with_rewards(make_round("r0", 1.0), {"name": "far", "url": address})
+    Path("assets/model").unlink()  # a link to the model of all tests
+    bos_tokenizer.save_pretrained("assets/model")
+    load_rewards(params)(PROMPTS[:1], RESPONSES[:1])
+    assert Server.requests[0]["query"] == ["<|begin|>The day was good."]
+
+
 def test_an_unreachable_server_is_named(address, make_round, monkeypatch):
     monkeypatch.setattr(rewards_module, "TRIES", 2)
     Server.failures = 99
