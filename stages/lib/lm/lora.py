@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from stages.lib.core.params.shared import LoraParams
 
@@ -170,7 +171,7 @@ def lora_config(params: LoraParams, task_type: str, model: PreTrainedModel) -> P
                 {
                     name.rpartition(".")[2]
                     for name, module in model.base_model.named_modules()
-                    if isinstance(module, torch.nn.Linear)
+                    if isinstance(module, torch.nn.Linear | Conv1D)
                 }
             )
     return with_fused_linear(

@@ -89,7 +89,7 @@ def num_shared_layers(*models: Any) -> int:
             return 0
         pairs = zip(find_layers(first)[2][:same], find_layers(other)[2][:same], strict=True)
         same = next((i for i, (a, b) in enumerate(pairs) if not _equal(a, b)), same)
-    return same if same and _can_start_from_states(first, same) else 0
+    return same if same and can_start_from_states(first, same) else 0
 
 
 def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -104,8 +104,11 @@ def _equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _can_start_from_states(model: Any, first: int) -> bool:
-    """Whether the layers from `first` on give the whole model's result, on a probe."""
+def can_start_from_states(model: Any, first: int) -> bool:
+    """Whether the layers from `first` on give the whole model's result, on a probe.
+
+    Not those of GPT-2 and OPT, which add position embeddings to the states that they start from.
+    """
     row = pack([[1, 2, 3]], [[]], unwrap_peft(model).device)
     whole, [entering] = forward_layers(model, row, keep=[first])
     return torch.allclose(

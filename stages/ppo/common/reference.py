@@ -12,7 +12,11 @@ from torch import Tensor
 
 from stages.lib.lm.loading import adapter_disabled
 from stages.lib.lm.packing import Packed
-from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapters
+from stages.lib.lm.shared_layers import (
+    can_start_from_states,
+    forward_layers,
+    num_layers_below_adapters,
+)
 
 
 class ReferenceView(Protocol):
@@ -39,22 +43,24 @@ class SharedTrunk:
     """A PeftModel, with adapters from `first_trained_layer` on.
 
     The frozen layers below give the same states for both roles and in every epoch, so they are
-    computed once per rollout.
+    computed once per rollout. A model that cannot start from their states runs as a whole.
     """
 
     def __init__(self, model: Any, gradient_checkpointing: bool = False) -> None:
         self.model, self.gradient_checkpointing = model, gradient_checkpointing
-        self.first_trained_layer: int | None = num_layers_below_adapters(model)
+        below = num_layers_below_adapters(model)
+        self.first_trained_layer = below if can_start_from_states(model, below) else None
 
     def reference(self) -> AbstractContextManager[Any]:
         return adapter_disabled(self.model)
 
     def trained_states(self, packed: Packed, entering: Tensor) -> Tensor:
+        first = self.first_trained_layer
         return forward_layers(
             self.model,
             packed,
-            entering,
-            self.first_trained_layer or 0,
+            None if first is None else entering,
+            first or 0,
             gradient_checkpointing=self.gradient_checkpointing,
         )[0]
 

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
 )
@@ -28,6 +30,28 @@ SHAPES = {
     "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2),
     "gpt_neox": GPTNeoXConfig(**SIZES),
 }
+# They add position embeddings to the states that their layers start from
+POSITIONS_ADDED = {
+    "gpt2": GPT2Config(
+        vocab_size=40,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=2,
+    ),
+    "opt": OPTConfig(
+        vocab_size=40,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        init_std=0.2,
+    ),
+}
+ALL_SHAPES = SHAPES | POSITIONS_ADDED
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
 

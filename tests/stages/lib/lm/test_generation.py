@@ -12,7 +12,7 @@ from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.scoring import reward_scores
-from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, build, with_adapters
+from tests.stages.lib.lm.shapes import ALL_SHAPES, PROMPTS, RESPONSES, build, with_adapters
 
 SETTINGS = {"response_length": 6, "temperature": 1.0, "ends": EndTokens(2)}
 
@@ -86,14 +86,14 @@ def cache_bytes(model, tokens):
     return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_batches_are_as_large_as_the_cache_may_be(shape, monkeypatch):
-    model = build(SHAPES[shape], "eager")
+    model = build(ALL_SHAPES[shape], "eager")
     monkeypatch.setattr(generation, "CPU_CACHE_BYTES", 3 * cache_bytes(model, 20))
     assert [generation.rows_per_batch(model, n) for n in (20, 21, 10, 1000)] == [3, 2, 6, 1]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 @pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
 @pytest.mark.parametrize("adapters", [False, True])
 def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, adapters):
@@ -101,9 +101,9 @@ def test_generation_is_the_whole_forward_pass_token_by_token(shape, attention, a
     become tokens by hand.
     """
     model = (
-        with_adapters(build(SHAPES[shape], attention))
+        with_adapters(build(ALL_SHAPES[shape], attention))
         if adapters
-        else build(SHAPES[shape], attention)
+        else build(ALL_SHAPES[shape], attention)
     )
     prompts = PROMPTS * 4
     uniforms = torch.rand(len(prompts), 6, generator=torch.Generator().manual_seed(3)).tolist()

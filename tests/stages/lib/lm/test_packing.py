@@ -11,7 +11,8 @@ from stages.lib.core.errors import BadInput
 from stages.lib.lm import packing
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.packing import hidden_states, pack, padding_free
-from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build
+from stages.lib.lm.shared_layers import find_layers
+from tests.stages.lib.lm.shapes import ALL_SHAPES, PROMPTS, RESPONSES, SHAPES, SIZES, build
 
 CPU = torch.device("cpu")
 
@@ -52,10 +53,10 @@ def test_the_canonical_end_token_is_read_in_place_of_another_that_is_predicted()
     assert packed.last.tolist() == [3, 6]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 @pytest.mark.parametrize("attention", ["grouped", "eager", "sdpa"])
 def test_states_and_gradients_are_those_of_single_rows(shape, attention):
-    packing, alone = build(SHAPES[shape], attention), build(SHAPES[shape], "eager")
+    packing, alone = build(ALL_SHAPES[shape], attention), build(ALL_SHAPES[shape], "eager")
     states = hidden_states(packing, pack(PROMPTS, RESPONSES, CPU))
     single = [
         alone.base_model(torch.tensor([p + r])).last_hidden_state[0]
@@ -83,11 +84,11 @@ def varlen_attention(module, query, key, value, attention_mask, scaling, positio
     return (weights.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_flash_attention_finds_the_rows_by_their_positions(shape, monkeypatch):
     """FlashAttention-2 itself needs a GPU; a stand-in shows what it is given."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", varlen_attention)
-    packing, alone = build(SHAPES[shape], "eager"), build(SHAPES[shape], "eager")
+    packing, alone = build(ALL_SHAPES[shape], "eager"), build(ALL_SHAPES[shape], "eager")
     packing.config._attn_implementation = "flash_attention_2"
     states = hidden_states(packing, pack(PROMPTS, RESPONSES, CPU))
     single = [
@@ -103,16 +104,15 @@ def test_a_sliding_window_shorter_than_the_texts_is_refused():
         hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, "gpt2"])
 @pytest.mark.parametrize(
     "mask", [[[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 1, 0, 0], [1, 1, 1, 1]]], ids=["left", "right"]
 )
 def test_a_padded_batch_of_a_trainer_runs_without_its_padding(shape, mask):
-    model, ids, real = build(SHAPES[shape]), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
+    model, ids, real = build(ALL_SHAPES[shape]), torch.arange(4, 12).view(2, 4), torch.tensor(mask)
     widths: list[torch.Size] = []
-    next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))[
-        0
-    ].register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[:2]))
+    *_, layers = find_layers(model)
+    layers[0].register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[:2]))
     results = []
     for context in (padding_free(model), nullcontext()):
         model.zero_grad()

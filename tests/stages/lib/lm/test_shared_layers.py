@@ -4,11 +4,19 @@ import copy
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, GPT2Config, OPTConfig
+from transformers import Gemma3TextConfig
 
 from stages.lib.lm.packing import hidden_states, pack
 from stages.lib.lm.shared_layers import forward_layers, num_layers_below_adapters, num_shared_layers
-from tests.stages.lib.lm.shapes import PROMPTS, RESPONSES, SHAPES, SIZES, build, with_adapters
+from tests.stages.lib.lm.shapes import (
+    POSITIONS_ADDED,
+    PROMPTS,
+    RESPONSES,
+    SHAPES,
+    SIZES,
+    build,
+    with_adapters,
+)
 
 CPU = torch.device("cpu")
 PACKED = pack(PROMPTS[:3], RESPONSES[:3], CPU)
@@ -55,23 +63,9 @@ def test_one_different_weight_ends_the_shared_layers():
     assert num_shared_layers(model, other) == 0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPT2Config(vocab_size=40, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
-        OPTConfig(
-            vocab_size=40,
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            word_embed_proj_dim=32,
-            init_std=0.2,
-        ),
-    ],
-)
-def test_nothing_is_shared_if_positions_would_be_added_twice(config):
-    model = build(config, "eager")
+@pytest.mark.parametrize("shape", POSITIONS_ADDED)
+def test_nothing_is_shared_if_positions_would_be_added_twice(shape):
+    model = build(POSITIONS_ADDED[shape], "eager")
     assert num_layers_below_adapters(model) == 3
     assert num_shared_layers(model, copy.deepcopy(model)) == 0
 
