@@ -22,6 +22,7 @@ from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged, input_hashes
 from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
 from stages.ppo.common.episodes import make_episodes
@@ -46,6 +47,8 @@ ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
 def main(params: Params, round_: str) -> None:
     check_unchanged("rewards", params)
     check_unchanged("primary_judge", params)
+    # as before SFT: with shorter texts then, SFT did not have to run again
+    check_lengths(stage_dir(round_, "sft") / "model", params)
     if params.algorithm is not Algorithm.ppo:
         # imported here: TRL takes seconds to import, and PPO does not need it
         from stages.ppo.alternatives.run import main as alternative

@@ -37,6 +37,7 @@ from stages.lib.data.prompts import encode, template_hash
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
+from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_tokenizer,
@@ -89,6 +90,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     check_unchanged("primary_judge", params)
     check_lengths(params)
+    check_model_lengths(ASSETS / "model", params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
     recorder = MetricLogger("sft", round_)
     made_by = f"dvc repro prepare@{round_}"

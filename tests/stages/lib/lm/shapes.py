@@ -8,6 +8,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -51,7 +52,9 @@ POSITIONS_ADDED = {
         init_std=0.2,
     ),
 }
-ALL_SHAPES = SHAPES | POSITIONS_ADDED
+# Windows as long as the longest texts of the tests: 5 tokens of a prompt and 6 of a response
+SLIDING = {"mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=11)}
+ALL_SHAPES = SHAPES | POSITIONS_ADDED | SLIDING
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 RESPONSES = [[20, 21, 2], [22, 23, 24, 25], [26], [27, 28]]
 

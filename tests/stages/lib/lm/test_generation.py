@@ -12,7 +12,15 @@ from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.scoring import reward_scores
-from tests.stages.lib.lm.shapes import ALL_SHAPES, PROMPTS, RESPONSES, build, with_adapters
+from tests.stages.lib.lm.shapes import (
+    ALL_SHAPES,
+    POSITIONS_ADDED,
+    PROMPTS,
+    RESPONSES,
+    SHAPES,
+    build,
+    with_adapters,
+)
 
 SETTINGS = {"response_length": 6, "temperature": 1.0, "ends": EndTokens(2)}
 
@@ -86,7 +94,7 @@ def cache_bytes(model, tokens):
     return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("shape", ALL_SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *POSITIONS_ADDED])
 def test_batches_are_as_large_as_the_cache_may_be(shape, monkeypatch):
     model = build(ALL_SHAPES[shape], "eager")
     monkeypatch.setattr(generation, "CPU_CACHE_BYTES", 3 * cache_bytes(model, 20))
