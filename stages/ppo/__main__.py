@@ -27,6 +27,7 @@ from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
+from stages.ppo.common.reference import check_reference_files
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
@@ -59,6 +60,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
+    check_reference_files(sft)
     roles = load_roles(params, sft / "model", reward / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
@@ -89,6 +91,7 @@ def main(params: Params, round_: str) -> None:
         seed=params.seed,
         inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
+        reference=run.reference,
     )
     metrics = summary(run)
     run.recorder.finish(metrics)

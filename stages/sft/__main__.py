@@ -47,7 +47,7 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.saving import merge_adapter, save_model
+from stages.lib.lm.saving import merge_adapter, save_model, saved_weights_hash
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import TokenizedDemonstrations
@@ -160,6 +160,7 @@ def write_outputs(
         inputs=[data / "sft_train.jsonl", data / "sft_eval.jsonl"],
         template_hash=template_sha256,
         started_from=str(start),
+        weights=saved_weights_hash(folder / "model"),
     )
     recorder.finish(metrics)
     loss = f"{metrics['loss_before']:.3f} -> {metrics['loss_after']:.3f} nats per token"

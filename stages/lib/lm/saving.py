@@ -1,9 +1,10 @@
 """Saving of trained models to folders, and copies of trained weights in memory.
 
-In order: merging an adapter into its model; saving an adapter, a whole model or a head; reading and
-writing the trainable weights of a model in memory.
+In order: merging an adapter into its model; saving an adapter, a whole model or a head; hashes of
+weights; reading and writing the trainable weights of a model in memory.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
-from stages.lib.core.files import read_json, write_json
+from stages.lib.core.files import file_hash, read_json, write_json
+from stages.lib.lm.packing import unwrap_peft
 
 
 def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
@@ -53,6 +55,24 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def saved_weights_hash(folder: Path) -> str:
+    """sha256 of the names and contents of a folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    hashes = "".join(f"{file.name} {file_hash(file)}\n" for file in files)
+    return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+def weights_hash(model: Any) -> str:
+    """sha256 of a model's weights in memory, without adapters: their names, types and numbers."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(unwrap_peft(model).state_dict().items()):
+        if "lora_" not in name:
+            title = f"{name.replace('.base_layer', '')} {weight.dtype} {[*weight.shape]}"
+            digest.update(title.encode())
+            digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:

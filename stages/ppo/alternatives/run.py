@@ -20,7 +20,7 @@ from stages.lib.lm.loading import (
     setup_torch,
     training_model_params,
 )
-from stages.lib.lm.saving import save_trained
+from stages.lib.lm.saving import save_trained, weights_hash
 from stages.ppo.alternatives import best_of_n, dpo, grpo, rloo
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
@@ -28,6 +28,7 @@ from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.health import WARN, Finding
 from stages.ppo.common.outputs import describe_rows, publish_outputs
 from stages.ppo.common.policy_selection import Validation
+from stages.ppo.common.reference import check_reference_files, check_reference_weights
 from stages.ppo.common.rewards import load_rewards
 
 ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
@@ -43,10 +44,12 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
     context = load(params, round_)
-    tokenizer = context.tokenizer
+    tokenizer, reference = context.tokenizer, weights_hash(context.sft)
 
     # 2. train
     callback = ALGORITHMS[params.algorithm](context)
+    with callback.trained_policy.reference() as model:
+        check_reference_weights(model, reference, "after training")
 
     # 3. the policy that the judge prefers among those within the KL budget, and its rollouts
     callback.selector.restore()
@@ -72,6 +75,7 @@ def main(params: Params, round_: str) -> None:
         inputs=[prompts_path(round_), *pairs, sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         algorithm=params.algorithm.value,
+        reference=reference,
     )
     context.recorder.finish(summary(callback, rows))
     print(
@@ -94,6 +98,7 @@ def load(params: Params, round_: str) -> TrainingContext:
         BadInput: SFT or reward model were made with another rendering of prompts.
     """
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
+    check_reference_files(sft)
     tokenizer = load_tokenizer(sft / "model")
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)

@@ -1,17 +1,22 @@
 """A trained model and its state before training: policy and reference, critic and reward model.
 
-With adapters both are one set of weights; without, the model before training is a frozen copy.
+With adapters both are one set of weights; without, the model before training is a frozen copy. The
+policy always starts as the reference, which is the round's SFT model.
 """
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 from peft import PeftModel
 from torch import Tensor
 
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import read_json
 from stages.lib.lm.loading import adapter_disabled
 from stages.lib.lm.packing import Packed
+from stages.lib.lm.saving import saved_weights_hash, weights_hash
 from stages.lib.lm.shared_layers import (
     can_start_from_states,
     forward_layers,
@@ -97,3 +102,42 @@ def reference_view(model: Any, gradient_checkpointing: bool = False) -> Referenc
     """
     kind = SharedTrunk if isinstance(model, PeftModel) else WholeModel
     return kind(model, gradient_checkpointing)
+
+
+def check_reference_files(sft: Path) -> None:
+    """Check that the reference's files are those that the SFT stage wrote.
+
+    Args:
+        sft: the stage's folder. Manifests of older versions record no hash of weights.
+
+    Raises:
+        BadInput: the weights in sft/model have another hash than that in sft/manifest.json.
+    """
+    path = sft / "manifest.json"
+    expected = read_json(path, f"dvc repro sft@{sft.parent.name}").get("weights")
+    actual = saved_weights_hash(sft / "model")
+    if expected not in (None, actual):
+        raise BadInput(
+            f"{sft / 'model'}: the weights of the reference have sha256 {actual}, but {path} "
+            f"records {expected}; run `dvc checkout`, or `dvc repro sft@{sft.parent.name}`"
+        )
+
+
+def check_reference_weights(model: Any, expected: str, when: str) -> None:
+    """Check the weights of the reference in memory.
+
+    Args:
+        model: the reference, or the policy whose adapter is switched off.
+        expected: their `weights_hash` when training started.
+        when: what has happened since, for the message.
+
+    Raises:
+        RondoError: they have another hash.
+    """
+    if (actual := weights_hash(model)) != expected:
+        raise RondoError(
+            f"ppo: {when}, the weights of the reference have sha256 {actual}, but training started "
+            f"with {expected}: KL would be measured from another model. Next: run the stage with "
+            "the model.dtype and the sft/model it started with, or delete its work folder to start "
+            "again"
+        )

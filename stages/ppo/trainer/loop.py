@@ -13,11 +13,12 @@ from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import Metrics, StateDict
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.judging.loading import load_primary_judge
-from stages.lib.lm.saving import save_trained
+from stages.lib.lm.saving import save_trained, weights_hash
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector
+from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.trainer.resume import Resume
 from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
@@ -30,6 +31,7 @@ class TrainingRun:
 
     Attributes:
         selector: remembers the best policy so far.
+        reference: hash of the reference's weights, which must stay the same until the end.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class TrainingRun:
             trainer.roles, held_out, self.judge, self.params, params.seed
         )
         self.monitor = Monitor(self.params)
+        with trainer.roles.reference() as reference:
+            self.reference = weights_hash(reference)
         saved = self.resume.load()
         if not saved:
             # rollouts of a run that was killed before it saved a state
@@ -96,6 +100,15 @@ class TrainingRun:
             ended = trainer.updates == trainer.planned_updates or self.monitor.stopped
             if trainer.updates % self.params.resume_updates == 0 or ended:
                 self.resume.save(self.state())
+        self.check_reference(self.reference, "after the last update")
+
+    def check_reference(self, expected: str, when: str) -> None:
+        """
+        Raises:
+            RondoError: the hash of the reference's weights is not `expected`.
+        """
+        with self.trainer.roles.reference() as reference:
+            check_reference_weights(reference, expected, when)
 
     def validation_is_due(self) -> bool:
         """Every `validation_updates`, and after the last update."""
@@ -107,6 +120,7 @@ class TrainingRun:
     def state(self) -> StateDict:
         """Everything that the rest of the run and its outputs depend on, for `load_state`."""
         return {
+            "reference": self.reference,
             "trainer": self.trainer.state(),
             "selector": self.selector.state(),
             "steps": self.recorder.steps,
@@ -114,7 +128,12 @@ class TrainingRun:
         }
 
     def load_state(self, state: StateDict) -> None:
-        """Continue from a state, whose metrics and rollouts the logs already contain."""
+        """Continue from a state, whose metrics and rollouts the logs already contain.
+
+        Raises:
+            RondoError: the reference has other weights than the one of the state.
+        """
+        self.check_reference(state["reference"], "after the resume")
         self.trainer.load_state(state["trainer"])
         self.selector.load_state(state["selector"])
         # the monitor has no state of its own: it reads the history again, update by update
