@@ -42,7 +42,9 @@ CHAT_TEMPLATE = (
     " + message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-USUAL_PADS = ("<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
+# The first is reserved for this in Llama 3.1 and later
+USUAL_PADS = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
+VOCABULARY_MULTIPLE = 64  # matrix products with an odd number of columns are slower on a GPU
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
@@ -86,7 +88,7 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         tokenizer.pad_token = spare_token(tokenizer)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer))
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
     ends = end_token_ids(model, tokenizer)
     ids = {
         "bos_token_id": tokenizer.bos_token_id,

@@ -89,7 +89,8 @@ def main(params: Params, round_: str) -> None:
     policy_metrics = metrics["ppo"] | with_interval("win_rate", win_rate)
     metrics |= dict.fromkeys(same_as_policy, policy_metrics)
     curve[selected_update] = curve_point(metrics["ppo"], win_rate[0])
-    check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_))
+    device = evaluator.sft.device
+    check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), device)
 
     # 5. the champion, if there is one
     champion = load_champion(round_)

@@ -5,9 +5,12 @@ JSON list.
 """
 
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
+
+import torch
 
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.lib.core.errors import RondoError
@@ -15,6 +18,10 @@ from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params import Params, check_params
 from stages.lib.lm.loading import setup_torch
+
+# Of two evaluations on a GPU: the share of texts that may differ, and the difference of numbers of
+# equal texts, in standard deviations (score) and nats; bfloat16 has 8 bits
+MAX_OTHER_TEXTS, TOLERANCE = 0.05, 0.05
 
 
 def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
@@ -35,17 +42,27 @@ def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
     return [Sample(**row) for row in rows]
 
 
-def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt) -> None:
+def check_reproduced(
+    first: OneSamplePerPrompt, second: OneSamplePerPrompt, device: torch.device
+) -> None:
     """Check that two evaluations of one policy are equal.
 
-    The same weights in the same batches have to give the same bits.
+    On a CPU the same weights in the same batches have to give the same bits. On a GPU some sums
+    have no fixed order (torch.cumsum among them), so that a token may rarely be another one: a
+    small share of texts may differ, and the numbers of the others only have to be close.
 
     Raises:
-        RondoError: a text, score or KL differs.
+        RondoError: a text, score or KL differs, or on a GPU more than MAX_OTHER_TEXTS of the texts
+            or a number by more than TOLERANCE.
     """
-    differing = [index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
+    pairs = list(zip(first, second, strict=True))
+    differing = [index for index, (a, b) in enumerate(pairs) if a != b]
+    if device.type != "cpu":
+        others = [index for index in differing if not same_response(*pairs[index])]
+        if len(others) <= MAX_OTHER_TEXTS * len(pairs):
+            differing = [i for i in differing if i not in others and not are_close(*pairs[i])]
     if differing:
-        a, b = first[differing[0]], second[differing[0]]
+        a, b = pairs[differing[0]]
         raise RondoError(
             f"evaluate: in a fresh process the policy differs on {len(differing)} of "
             f"{len(first)} prompts, first on {differing[0]}: "
@@ -53,6 +70,18 @@ def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt) -> N
             f"{b.text!r} (score {b.score:.4f}, KL {b.kl:.4f}). "
             "Look for a source of randomness without a seed, or files that changed meanwhile"
         )
+
+
+def same_response(a: Sample, b: Sample) -> bool:
+    return (a.text, a.length, a.ended) == (b.text, b.length, b.ended)
+
+
+def are_close(a: Sample, b: Sample) -> bool:
+    """Whether score, KL and log-probability differ by at most TOLERANCE, absolute or relative."""
+    return all(
+        math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        for x, y in ((a.score, b.score), (a.kl, b.kl), (a.sft_logprob, b.sft_logprob))
+    )
 
 
 def main(round_: str, settings: Path) -> None:

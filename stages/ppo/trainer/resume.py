@@ -45,14 +45,17 @@ class Resume:
 
 
 def random_state() -> StateDict:
-    """The state of every global generator, since a library may draw from any of them."""
+    """The state of every global generator, since a library may draw from any of them.
+
+    Of the GPUs only the one in use: the run may resume on a machine that has another number.
+    """
     version, words, gauss_next = random.getstate()
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
         "python": [version, list(words), gauss_next],
         "numpy": [kind, [int(key) for key in keys], position, has_gauss, gauss],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
@@ -63,5 +66,5 @@ def set_random_state(state: StateDict) -> None:
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -111,6 +111,28 @@ def test_spare_token_prefers_a_token_of_the_vocabulary() -> None:
     assert spare_token(tokenizer) == "<|pad|>"
 
 
+def test_a_reserved_pad_token_is_used() -> None:
+    tokenizer = tiny_model(0)[1]
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|finetune_right_pad_id|>"]})
+    assert spare_token(tokenizer) == "<|finetune_right_pad_id|>"
+
+
+def test_a_vocabulary_that_must_grow_becomes_a_multiple_of_64(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(0)
+    assert model.config.vocab_size == len(tokenizer) == 435
+    tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_tokens(["<pad>"])
+    model.save_pretrained(tmp_path / "mine")
+    tokenizer.save_pretrained(tmp_path / "mine")
+    old = load_file(tmp_path / "mine/model.safetensors")["model.embed_tokens.weight"]
+    write_model(params(model=str(tmp_path / "mine")), tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    embeddings = load_file(tmp_path / "out/model.safetensors")["model.embed_tokens.weight"]
+    assert config["vocab_size"] == 448 and embeddings.shape == (448, 64)
+    assert torch.equal(embeddings[:435], old.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [("pytorch_model.bin", r"no \*\.safetensors"), ("model.safetensors", "cannot load")],

@@ -85,15 +85,40 @@ def test_win_rates_pair_samples_and_count_ties_half():
     assert rates[JURY] == (0.5, 0.5, 0.5)
 
 
+CPU = torch.device("cpu")
+
+
 def shortness(prompts, responses):
     return [-float(len(response)) for response in responses]
 
 
 def test_a_second_evaluation_that_differs_is_an_error():
     first = [sample("a"), sample("b")]
-    check_reproduced(first, list(first))
-    with pytest.raises(RondoError, match="1 of 2 prompts, first on 1"):
-        check_reproduced(first, [first[0], replace(first[1], score=0.1)])
+    check_reproduced(first, list(first), CPU)
+    for number in ("score", "kl", "sft_logprob"):
+        other = replace(first[1], **{number: getattr(first[1], number) + 1e-7})
+        with pytest.raises(RondoError, match="1 of 2 prompts, first on 1"):
+            check_reproduced(first, [first[0], other], CPU)
+
+
+def test_on_a_gpu_a_few_texts_may_differ_and_numbers_a_little():
+    first, gpu = [sample(f"a {number}", 1.0, 2.0) for number in range(40)], torch.device("cuda")
+    others = [replace(one, text="b", score=9.0) for one in first]
+    check_reproduced(first, others[:2] + first[2:], gpu)  # 5%
+    with pytest.raises(RondoError, match="3 of 40 prompts, first on 0"):
+        check_reproduced(first, others[:3] + first[3:], gpu)
+    for change in (
+        {"length": first[0].length + 1},
+        {"ended": False},
+    ):  # other tokens, though the text is the same
+        with pytest.raises(RondoError, match="40 of 40 prompts"):
+            check_reproduced(first, [replace(one, **change) for one in first], gpu)
+    for number, value in (("score", 1.0), ("kl", 2.0), ("sft_logprob", first[0].sft_logprob)):
+        close, far = value * 1.04, value * 1.06
+        check_reproduced(first, [replace(one, **{number: close}) for one in first], gpu)
+        changed = [*first[:7], replace(first[7], **{number: far}), *first[8:]]
+        with pytest.raises(RondoError, match="1 of 40 prompts, first on 7"):
+            check_reproduced(first, changed, gpu)
 
 
 def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round, monkeypatch):
@@ -105,7 +130,7 @@ def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round, monkeypatch
     shutil.copytree(other, "rounds/r0/ppo/policy", dirs_exist_ok=True)
     message = r"in a fresh process the policy differs on 2 of 2 prompts, first on 0: .*score.*KL"
     with pytest.raises(RondoError, match=message):
-        check_reproduced(first, rerun_policy(params, "r0"))
+        check_reproduced(first, rerun_policy(params, "r0"), CPU)
 
 
 def with_ppo(params: Params, **changes: object) -> Params:
