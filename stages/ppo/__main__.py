@@ -49,7 +49,7 @@ def main(params: Params, round_: str) -> None:
     check_unchanged("rewards", params)
     check_unchanged("primary_judge", params)
     # as before SFT: with shorter texts then, SFT did not have to run again
-    check_lengths(stage_dir(round_, "sft") / "model", params)
+    check_model_lengths(stage_dir(round_, "sft") / "model", params)
     if params.algorithm is not Algorithm.ppo:
         # imported here: TRL takes seconds to import, and PPO does not need it
         from stages.ppo.alternatives.run import main as alternative

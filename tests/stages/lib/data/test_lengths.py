@@ -18,6 +18,7 @@ class Letters:
     """a is 1, b is 2, ..."""
 
     eos_token_id = EOS
+    bos_token_id = None
 
     def __call__(self, text: str, add_special_tokens: bool) -> Any:
         return SimpleNamespace(input_ids=[ord(letter) - 96 for letter in text])
