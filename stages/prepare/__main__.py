@@ -37,7 +37,16 @@ from stages.lib.data.splits import (
     evaluation_hash,
 )
 from stages.lib.dedup.contamination import check_no_leaks, leaks_by_set
-from stages.prepare.audit import BAD, CONTRADICTION, EXACT, LEAK, NEAR, TIE, Audit
+from stages.prepare.audit import (
+    ANOTHER_SPEAKER,
+    BAD,
+    CONTRADICTION,
+    EXACT,
+    LEAK,
+    NEAR,
+    TIE,
+    Audit,
+)
 from stages.prepare.merge_replay import merge_replay
 from stages.prepare.report import render_report
 from stages.prepare.shortcuts import languages, lengths, shortcuts
@@ -205,6 +214,7 @@ def metrics(audit: Audit, sets: DataSets, replayed: dict[str, int]) -> dict[str,
     causes = {
         "rows_bad": BAD,
         "ties": TIE,
+        "another_speaker": ANOTHER_SPEAKER,
         "contradictions": CONTRADICTION,
         "exact_duplicates": EXACT,
         "near_duplicates": NEAR,

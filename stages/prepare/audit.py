@@ -18,6 +18,7 @@ from stages.prepare.formats import Located, SourceRow, excerpt, row_excerpt
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
 TOKENIZER_BATCH_SIZE = 1000  # prompts per call of the tokenizer
 BAD, TIE, CONTRADICTION, LEAK = "bad row", "tie", "contradiction", "leak"
+ANOTHER_SPEAKER = "another speaker"
 EXACT, NEAR = "exact duplicate", "near duplicate"
 LONG, SHARED_PROMPT = "prompt longer than prepare.max_prompt_tokens", "prompt is held out"
 

@@ -7,10 +7,11 @@ explicit prompt or with one that chosen and rejected share; and Anthropic's tran
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any, NotRequired, TypedDict, final
 
+from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import HasPrompt, PairTexts, responses_of
 from stages.lib.core.types import Prompt, Row
@@ -25,6 +26,9 @@ ROLE_MARKERS = (
     *("\n\nHuman:", "\n\nAssistant:", "<|im_start|>", "<|im_end|>"),
     *("[INST]", "[/INST]", "### Instruction:", "### Response:"),
 )
+# At the start of a line: the turn of another speaker ("Assistant: Human: And you?"), frequent in
+# public preference data. A prompt that is one text may contain them: it is formatted by its author.
+SPEAKER_MARKER = re.compile(r"^[ \t]*((?:Human|Assistant|User|System|AI|Bot)[ \t]*:)", re.MULTILINE)
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 EXCERPT_CHARACTERS = 200
 SAME = "chosen and rejected are the same"
@@ -56,6 +60,10 @@ class Defect(Exception):
     """A reason why a row cannot be used."""
 
 
+class AnotherSpeaker(Defect):
+    """A turn that contains the marker of another speaker's turn."""
+
+
 class Tie(Defect):
     """A pair in which neither text is better."""
 
@@ -84,7 +92,10 @@ def form(raw: Any) -> str:
 
 
 def normalise(
-    raw: Any, prompt_format: PromptFormat, special_tokens: frozenset[str] = frozenset()
+    raw: Any,
+    prompt_format: PromptFormat,
+    special_tokens: frozenset[str] = frozenset(),
+    speaker_markers: SpeakerMarkers = SpeakerMarkers.drop,
 ) -> Row:
     """Normalise a source row to {prompt, completion} or {prompt, chosen, rejected}.
 
@@ -92,12 +103,14 @@ def normalise(
         raw: the row as read, of any type.
         prompt_format: decides the shape of the texts (see `shape`).
         special_tokens: of the tokenizer; no text may contain one.
+        speaker_markers: whether a turn may contain the marker of another speaker.
 
     Returns:
         The normalised row, with `margin` if the source row has one.
 
     Raises:
         Defect: the row cannot be used; the message is the reason. Tie: neither text is better.
+            AnotherSpeaker: with `drop`, a turn contains the marker of another speaker.
 
     Example:
         >>> normalise({"chosen": "It is blue", "rejected": "It is red"}, PromptFormat.plain)
@@ -131,6 +144,8 @@ def normalise(
     margin = read_margin(raw) if "chosen" in names else {}
     if len({" ".join(response.split()) for response in responses}) < len(responses):
         raise Tie(SAME)
+    if speaker_markers is SpeakerMarkers.drop:
+        check_speakers(prompt, dict(zip(names, responses, strict=True)))
     prompt, *responses = shape(prompt, *responses, prompt_format=prompt_format)
     return {"prompt": prompt, **dict(zip(names, responses, strict=True)), **margin}
 
@@ -183,6 +198,22 @@ def check_text(text: str, name: str) -> None:
                 f"{name} contains the role marker {marker.strip()}: cut the text there, or split it"
                 " into turns"
             )
+
+
+def check_speakers(prompt: Prompt, responses: Mapping[str, str]) -> None:
+    """Check that no turn of a conversation, and no response, contains another speaker's marker."""
+    turns = (
+        dict[str, str]()
+        if isinstance(prompt, str)
+        else {
+            f"turn {number} of the prompt": message["content"]
+            for number, message in enumerate(prompt, 1)
+        }
+    )
+    turns |= {f"`{name}`": response for name, response in responses.items()}
+    for name, text in turns.items():
+        if match := SPEAKER_MARKER.search(text):
+            raise AnotherSpeaker(f"another speaker: {name} has a line that begins with {match[1]}")
 
 
 def check_characters(text: str, name: str) -> None:

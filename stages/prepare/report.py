@@ -11,6 +11,8 @@ EXAMPLES_PER_CAUSE = 5
 EXPLANATIONS = {
     "bad row": "cannot be read as a demonstration or a pair; correct the row",
     "tie": "the pair names no better text, so a reward model can learn nothing from it",
+    "another speaker": "a turn has a line that begins with a speaker's marker, e.g. `Human:`: two"
+    " turns in one, or a dialogue as an answer (prepare.speaker_markers)",
     "contradiction": "another pair prefers the other one of the same two texts: one of the pairs"
     " must be wrong, so both are dropped",
     "exact duplicate": "equals an earlier row, ignoring case and white space",

@@ -23,8 +23,9 @@ from stages.lib.data.splits import (
     prompt_key,
 )
 from stages.lib.dedup.duplicates import near_groups
-from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit
+from stages.prepare.audit import ANOTHER_SPEAKER, BAD, SHARED_PROMPT, TIE, Audit
 from stages.prepare.formats import (
+    AnotherSpeaker,
     Defect,
     SourceDemonstration,
     SourcePair,
@@ -91,7 +92,7 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
 def read_rows(
     sources: list[SourceParams], config: PrepareParams, special_tokens: frozenset[str], audit: Audit
 ) -> list[SourceRow]:
-    """Read and normalise the rows of all sources; bad rows and ties are recorded in the audit."""
+    """Read and normalise the rows of all sources; those with a Defect are recorded in the audit."""
     rows: list[SourceRow] = []
     for source in sources:
         for location, raw in read_source(source, config.max_rows):
@@ -99,13 +100,19 @@ def read_rows(
             try:
                 if isinstance(raw, Defect):
                     raise raw
-                texts = normalise(raw, config.prompt_format, special_tokens)
+                texts = normalise(raw, config.prompt_format, special_tokens, config.speaker_markers)
                 origin = {"where": location, "source": source.path, "use": source.use}
                 rows.append(cast(SourceRow, texts | origin))
             except Defect as defect:
-                cause = TIE if isinstance(defect, Tie) else BAD
-                audit.record_drop(cause, location, raw_text(raw), reason=str(defect))
+                audit.record_drop(cause_of(defect), location, raw_text(raw), reason=str(defect))
     return rows
+
+
+def cause_of(defect: Defect) -> str:
+    """The cause under which the audit counts a defect; only bad rows can end the stage."""
+    if isinstance(defect, AnotherSpeaker):
+        return ANOTHER_SPEAKER
+    return TIE if isinstance(defect, Tie) else BAD
 
 
 def freeze_eval_prompts(sets: DataSets, max_prompts: int, seed: int) -> DataSets:

@@ -4,8 +4,17 @@ from typing import Any
 
 import pytest
 
+from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
-from stages.prepare.formats import Defect, Tie, excerpt, form, normalise, row_excerpt
+from stages.prepare.formats import (
+    AnotherSpeaker,
+    Defect,
+    Tie,
+    excerpt,
+    form,
+    normalise,
+    row_excerpt,
+)
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
 
@@ -255,6 +264,34 @@ def test_formats_under_chat(raw: dict[str, Any], expected: dict[str, Any]) -> No
 def test_defects(raw: Any, reason: str) -> None:
     with pytest.raises(Defect, match=reason):
         normalise(raw, PLAIN, frozenset({"<eos>"}))
+
+
+SPEAKERS = [
+    ({**SKY, "chosen": " Human: And you?"}, "`chosen` has a line that begins with Human:"),
+    ({**SKY, "rejected": " red.\nUser : Why?"}, "`rejected` has a line that begins with User :"),
+    ({"prompt": [user("a"), assistant("Human: b"), user("c")], "completion": "d"}, "turn 2 of"),
+    (
+        {
+            "chosen": "\n\nHuman: a\n\nAssistant: Human: b",
+            "rejected": "\n\nHuman: a\n\nAssistant: c",
+        },
+        "`chosen` has a line that begins with Human:",
+    ),
+]
+
+
+@pytest.mark.parametrize(("raw", "reason"), SPEAKERS)
+def test_turns_with_another_speaker_are_refused_or_kept(raw: dict[str, Any], reason: str) -> None:
+    with pytest.raises(AnotherSpeaker, match=f"^another speaker: .*{reason}"):
+        normalise(raw, PLAIN)
+    assert normalise(raw, PLAIN, speaker_markers=SpeakerMarkers.keep)
+
+
+def test_markers_inside_a_line_and_in_a_prompt_that_is_one_text_are_no_speakers() -> None:
+    inside = {**SKY, "chosen": " as the User: field says", "rejected": " Humans: all of them"}
+    prompt = {"prompt": "User: Sky?\nAssistant:", "completion": " Blue."}
+    for raw in (inside, prompt):
+        assert normalise(raw, PLAIN) == raw
 
 
 @pytest.mark.parametrize(

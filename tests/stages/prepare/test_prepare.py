@@ -182,6 +182,19 @@ def test_every_bad_row_is_reported_with_its_line(tiny_params: MakeParams) -> Non
     assert (counts["rows_read"], counts["rows_bad"], counts["exact_duplicates"]) == (23, 2, 1)
 
 
+@pytest.mark.parametrize(("speaker_markers", "dropped"), [("drop", 3), ("keep", 0)])
+def test_turns_with_another_speaker_are_dropped_and_counted_by_line(
+    tiny_params: MakeParams, speaker_markers: str, dropped: int
+) -> None:
+    """They are no bad rows, of which more than max_bad_share would stop the stage."""
+    rows = [*PAIRS[:4], *(pair(number, chosen=f"Human: {number}") for number in (4, 5, 6))]
+    sources = {"mine.jsonl": [*rows, *PAIRS[7:]]}
+    main(tiny_params(sources, max_bad_share=0.0, speaker_markers=speaker_markers), "r0")
+    audit = read("rounds/r0/prepare/data/audit.json")["dropped"].get("another speaker", [])
+    assert [row["where"] for row in audit] == [f"mine.jsonl:{n}" for n in (5, 6, 7)][:dropped]
+    assert read("rounds/r0/prepare/metrics.json")["another_speaker"] == dropped
+
+
 def test_too_many_bad_rows_stop_the_stage(tiny_params: MakeParams) -> None:
     sources = {"mine.jsonl": [*PAIRS[:18], pair(18, rejected=7), pair(19, margin=-1)]}
     reasons = r"mine\.jsonl:19: `rejected` is int.*mine\.jsonl:20: `margin` is -1"

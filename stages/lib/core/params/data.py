@@ -1,5 +1,6 @@
 """Sections of params.yaml for rounds and data: `rounds`, `assets`, `prepare`."""
 
+from enum import Enum
 from typing import Annotated
 
 from pydantic import Field
@@ -48,6 +49,13 @@ class SourceParams(ParamsSection):
     )
 
 
+class SpeakerMarkers(str, Enum):
+    """What happens to a row of which a turn contains the marker of another speaker."""
+
+    drop = "drop"
+    keep = "keep"
+
+
 class PrepareParams(ParamsSection):
     sources: list[SourceParams] = Field(
         default_factory=list, description="The user's own data; used if assets.data is `files`."
@@ -83,6 +91,11 @@ class PrepareParams(ParamsSection):
         gt=0,
         le=1,
         description="Jaccard similarity of word 3-grams above which a row counts as a duplicate.",
+    )
+    speaker_markers: SpeakerMarkers = Field(
+        SpeakerMarkers.drop,
+        description="Rows of which a turn has a line that begins with a speaker's marker, e.g. "
+        "`Human:`: `drop` and count them, or `keep` them, e.g. if answers contain dialogues.",
     )
     max_prompt_tokens: int = Field(
         64, ge=1, description="Longer prompts are dropped and counted (tokens)."
