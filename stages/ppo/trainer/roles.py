@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
@@ -39,6 +40,10 @@ from stages.lib.lm.scoring import last_scores, score_head
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 from stages.ppo.common.reference import FrozenModel, ReferenceView, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
+
+# Mean |log-ratio| per token of an engine's samples. Rounding in bfloat16 gives a few hundredths of
+# a nat, weights of another policy more.
+MAX_SAMPLER_LOG_RATIO = 0.1
 
 
 class ReferenceOutput(NamedTuple):
@@ -65,7 +70,12 @@ class ValueHead(torch.nn.Linear):
 
 
 class SamplingEngine(Protocol):
-    """Samples responses in place of stages/lib/lm/generation.py."""
+    """Samples responses in place of stages/lib/lm/generation.py.
+
+    logprobs: of all tokens that were sampled last, in nats, response by response.
+    """
+
+    logprobs: list[float]
 
     def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
         """One response per prompt by the current policy."""
@@ -114,6 +124,30 @@ class Roles:
         if self.engine:
             return self.engine.sample(prompt_ids, generator)
         return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator)
+
+    def sampler_log_ratio(self, logprobs: Tensor, mask: Tensor) -> float | None:
+        """Mean |log p_engine - log p| of the tokens sampled last, in nats; None without an engine.
+
+        Args:
+            logprobs: (B, T) log-probabilities p of the sampled tokens under the policy.
+            mask: (B, T) bool, true on response tokens.
+
+        Raises:
+            RondoError: it is above MAX_SAMPLER_LOG_RATIO, or not a number.
+        """
+        if self.engine is None:
+            return None
+        sampled = torch.tensor(self.engine.logprobs, device=logprobs.device)
+        gap = float((sampled - logprobs[mask]).abs().mean())
+        if not gap <= MAX_SAMPLER_LOG_RATIO:
+            raise RondoError(
+                f"ppo.use_vllm: log-probabilities of vLLM and of the trainer differ by {gap:.3g} "
+                f"nats per token (at most {MAX_SAMPLER_LOG_RATIO}), so the rollout is not of the "
+                "policy that is trained. Next: check that vLLM received all weights (its log) and "
+                "runs with model.dtype; a server needs `--logprobs-mode processed_logprobs` if "
+                "ppo.temperature is not 1; or set ppo.use_vllm to false"
+            )
+        return gap
 
     def reference(self) -> AbstractContextManager[Any]:
         """A context in which the policy is as it was before training."""
@@ -232,7 +266,7 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
         # imported here: TRL takes seconds to import, and only vLLM needs it
         from stages.ppo.trainer.vllm import VllmEngine
 
-        engine = VllmEngine(policy, tokenizer, ppo)
+        engine = VllmEngine(policy, tokenizer, params)
     # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     critic_is_reward_model = ppo.critic is Critic.reward

@@ -57,7 +57,7 @@ class Rollout:
     ended: (B,) bool, an end token was sampled. parts: scores of the further rewards, by name.
     calibrated: (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the
     weighted sum of calibrated and parts, clipped and penalised. advantages (whitened), returns:
-    (B, T).
+    (B, T). sampler_log_ratio: see `Roles`.
     """
 
     rows: list[TrainingPrompt]
@@ -76,6 +76,7 @@ class Rollout:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    sampler_log_ratio: float | None
     mask: Tensor
     policy_states: list[Tensor]
     critic_states: list[Tensor]
@@ -111,18 +112,27 @@ def describe(rollout: Rollout) -> dict[str, float]:
     """
     lengths = rollout.mask.sum(1).tolist()
     kl_per_token, kl_per_token_se = ratio_of_sums(rollout.sequence_kl.tolist(), lengths)
-    return {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()} | {
-        "score_mean": float(rollout.calibrated.mean()),
-        "score_std": float(rollout.calibrated.std()),
-        "reward_mean": float(rollout.scores.mean()),
-        "reward_std": float(rollout.scores.std()),
-        "kl": float(rollout.sequence_kl.mean()),
-        "kl_per_token": kl_per_token,
-        "kl_per_token_se": kl_per_token_se,
-        "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
-        "response_length": fmean(lengths),
-        "eos_rate": float(rollout.ended.float().mean()),
-        "explained_variance": F.explained_variance(rollout.values, rollout.returns, rollout.mask),
-        "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
-        "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
-    }
+    gap = rollout.sampler_log_ratio
+    engine = {} if gap is None else {"sampler_log_ratio": gap}
+    parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
+    return (
+        engine
+        | parts
+        | {
+            "score_mean": float(rollout.calibrated.mean()),
+            "score_std": float(rollout.calibrated.std()),
+            "reward_mean": float(rollout.scores.mean()),
+            "reward_std": float(rollout.scores.std()),
+            "kl": float(rollout.sequence_kl.mean()),
+            "kl_per_token": kl_per_token,
+            "kl_per_token_se": kl_per_token_se,
+            "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
+            "response_length": fmean(lengths),
+            "eos_rate": float(rollout.ended.float().mean()),
+            "explained_variance": F.explained_variance(
+                rollout.values, rollout.returns, rollout.mask
+            ),
+            "value_mean": float(F.masked_mean(rollout.values, rollout.mask)),
+            "return_mean": float(F.masked_mean(rollout.returns, rollout.mask)),
+        }
+    )

@@ -149,6 +149,7 @@ class PpoTrainer:
             scores=scores,
             advantages=F.whiten(advantages, outputs.mask),
             returns=returns,
+            sampler_log_ratio=roles.sampler_log_ratio(outputs.logprobs, outputs.mask),
             **outputs._asdict(),
         )
 

@@ -5,7 +5,9 @@ Its speed is not measured; the tests use a stand-in for vLLM, which needs a GPU
 (tests/stages/ppo/trainer/test_vllm.py).
 """
 
+import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params import Params
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.packing import unwrap_peft
@@ -56,11 +58,12 @@ class VllmEngine:
     rates the policy that samples lags behind the one that is trained.
     """
 
-    def __init__(self, policy: Any, tokenizer: Any, ppo: PpoParams) -> None:
+    def __init__(self, policy: Any, tokenizer: Any, params: Params) -> None:
         """
         Raises:
             BadInput: vLLM is not installed.
         """
+        ppo, self.logprobs = params.ppo, list[float]()
         if not is_vllm_available():
             raise BadInput(
                 "ppo.use_vllm: vLLM is not installed; `pip install 'trl[vllm]'` on a machine with "
@@ -75,7 +78,10 @@ class VllmEngine:
             gpu_memory_utilization=ppo.vllm_gpu_memory_utilization,
             temperature=ppo.temperature,
             max_completion_length=ppo.response_length,
-            logprobs=None,  # the trainer's own forward pass computes them exactly
+            # by default vLLM reserves memory for texts as long as the model's context
+            max_model_length=params.prepare.max_prompt_tokens + ppo.response_length,
+            # of the sampled tokens; the trainer computes its own, and only compares them with these
+            logprobs=0,
             generation_kwargs={
                 "ignore_eos": True,
                 "stop_token_ids": end_tokens(policy, tokenizer).ids,
@@ -85,5 +91,9 @@ class VllmEngine:
     def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
         """One response per prompt by the current policy; an end token is kept if it was sampled."""
         self.generation.sync_weights()
-        _, responses, _, _ = self.generation.generate(prompt_ids, images=None, num_generations=1)
+        _, responses, logprobs, _ = self.generation.generate(
+            prompt_ids, images=None, num_generations=1
+        )
+        # TRL gives a list per token, with None for NaN
+        self.logprobs = [math.nan if x is None else x for [x] in chain.from_iterable(logprobs)]
         return [list(response) for response in responses]
