@@ -89,16 +89,12 @@ def test_a_few_training_texts_learnt_by_heart(planted):
         "seven",
         "eight",
         "nine",
-        "ten",
-        "eleven",
-        "twelve",
     ]
     texts = [" " + " ".join(words[start:] + words[:start]) + "." for start in range(6)]
     rows = [
         {**row, "completion": texts[number % 6]}
         for number, row in enumerate(world()["train_texts.jsonl"])
     ]
-    lengths = {"sft": {"max_length": 96}, "ppo": {"response_length": 32}}
-    stop = planted("assets", {"train_texts.jsonl": rows}, **lengths)
+    stop = planted("assets", {"train_texts.jsonl": rows}, ppo={"response_length": 32})
     assert stop.step == "gate_sft" and "sft.memorised - sft.memorised_demonstrations" in stop.failed
     assert "SFT recites training texts" in stop.message
