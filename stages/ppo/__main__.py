@@ -30,7 +30,8 @@ from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
-ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
+# judge_score_mean: unless the judge only compares; reward_failed_share: with ppo.rewards
+ROLLOUT_METRICS = (
     "score_mean",
     "judge_score_mean",
     "kl",
@@ -40,6 +41,7 @@ ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
     "eos_rate",
     "kl_coef",
     "explained_variance",
+    "reward_failed_share",
 )
 
 

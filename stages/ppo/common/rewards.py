@@ -5,54 +5,48 @@ Each gives one number per response. PPO's score is the weighted sum of all rewar
 logged under its name.
 """
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import requests
 import torch
-from requests.adapters import HTTPAdapter
 from torch import Tensor
-from urllib3.util import Retry
 
-from stages.lib.core.errors import RondoError
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
-from stages.lib.core.types import Prompt, ScoreFunction
-from stages.lib.core.user_functions import check_scores, import_function
+from stages.lib.core.types import Prompt, ScoreFunction, StateDict
+from stages.lib.core.user_functions import import_function
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
-
-TRIES, TIMEOUT_SECONDS = 5, 180  # as in OpenRLHF
+from stages.ppo.common.reward_results import (
+    RewardFunction,
+    RewardInputs,
+    RewardResult,
+    RewardResults,
+    all_failed,
+    read_results,
+)
+from stages.ppo.common.reward_server import RewardServer
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The reward functions and their weights, by name.
+    """The reward functions and their weights, by name."""
 
-    Example:
-        >>> rewards = Rewards({"length": lambda prompts, texts: [len(texts[0])]}, {"length": -0.1})
-        >>> rewards(["The day"], [" ended."])
-        {'length': [7]}
-    """
-
-    sources: Mapping[str, ScoreFunction] = field(default_factory=dict)
+    sources: Mapping[str, RewardFunction] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
 
-    def __call__(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
-    ) -> dict[str, list[float]]:
-        """Scores of the responses, by the name of the reward.
+    def __call__(self, inputs: RewardInputs) -> RewardResults:
+        """The results of all rewards.
 
         Raises:
-            RondoError: a reward does not return one finite number per response.
+            RewardsFailed: another model than at the start is behind a server's address.
         """
-        scores = {name: reward(prompts, responses) for name, reward in self.sources.items()}
-        for name, numbers in scores.items():
-            check_scores(numbers, len(responses), f"ppo.rewards {name}")
-        return scores
+        results = {name: reward(inputs) for name, reward in self.sources.items()}
+        return RewardResults(len(inputs.texts), results)
 
     def combine(
         self,
@@ -62,12 +56,12 @@ class Rewards:
         ended: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        """The scores that the policy is trained on.
+        """The scores that the policy is trained on, of B responses none of whose rewards failed.
 
         Args:
             ppo: weights, clip range and penalties.
             calibrated: (B,) calibrated scores of the reward stage's model.
-            parts: what calling this object returned.
+            parts: (B,) scores of the further rewards, by name.
             ended: (B,) bool, EOS was sampled.
             lengths: (B,) tokens per response.
 
@@ -87,6 +81,19 @@ class Rewards:
             free_length=ppo.free_length,
         )
 
+    def state(self) -> StateDict:
+        """The models that the servers stated, by the name of the reward, for `load_state`."""
+        return {
+            name: list(source.models)
+            for name, source in self.sources.items()
+            if isinstance(source, RewardServer)
+        }
+
+    def load_state(self, state: StateDict) -> None:
+        for name, source in self.sources.items():
+            if isinstance(source, RewardServer):
+                source.models = list(state[name])
+
 
 def load_rewards(params: Params) -> Rewards:
     """The rewards of `ppo.rewards`."""
@@ -97,63 +104,57 @@ def load_rewards(params: Params) -> Rewards:
     )
 
 
-def load(source: RewardSource, params: Params) -> ScoreFunction:
+def load(source: RewardSource, params: Params) -> RewardFunction:
     """The function, model or server of one reward."""
     if source.function:
-        return import_function(source.function, f"ppo.rewards {source.name}")
+        key = f"ppo.rewards {source.name}"
+        return FunctionReward(import_function(source.function, key))
     if source.model:
-        return model_reward(Path(source.model), params)
-    return remote_reward(source, params)
+        return ModelReward(Path(source.model), params)
+    tokenizer = load_tokenizer(ASSETS / "model")
+
+    # the server gets rendered texts, in the template of the base model
+    def render(prompt: Prompt) -> str:
+        return render_prompt(tokenizer, prompt, params.prepare.prompt_format)
+
+    return RewardServer(source.name, str(source.url), render)
 
 
-def model_reward(folder: Path, params: Params) -> ScoreFunction:
+@dataclass(frozen=True)
+class FunctionReward:
+    """Scores by the user's own function."""
+
+    function: ScoreFunction
+
+    def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
+        try:
+            return read_results(self.function(inputs.prompts, inputs.texts), len(inputs.texts))
+        # the user's code may raise anything
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            return all_failed(
+                len(inputs.texts),
+                f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})",
+            )
+
+
+class ModelReward:
     """Scores by a reward model with its own tokenizer; calibrated if its config has a calibration
     (`mean`, `std`).
     """
-    scorer = RewardScorer(folder, load_tokenizer(folder), params)
-    if hasattr(scorer.model.config, "mean"):
-        return scorer
-    return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()
 
+    def __init__(self, folder: Path, params: Params) -> None:
+        self.scorer = RewardScorer(folder, load_tokenizer(folder), params)
 
-def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
-    """OpenRLHF's protocol: POST {query: whole texts, prompts, labels}, response {rewards: [...]}.
+    def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
+        return read_results(self.scores(inputs.prompts, inputs.texts), len(inputs.texts))
 
-    The returned function raises:
-        RondoError: no rewards after TRIES tries; the run can be resumed.
-    """
-    # the server gets rendered texts, in the template of the base model
-    session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
-    retry = Retry(
-        total=TRIES - 1,
-        backoff_factor=1,
-        allowed_methods=["POST"],
-        status_forcelist=[429, 500, 502, 503, 504],
-    )
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry))
-    url = str(source.url)
-
-    def reward(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        rendered = [
-            render_prompt(tokenizer, prompt, params.prepare.prompt_format) for prompt in prompts
-        ]
-        query = [prompt + response for prompt, response in zip(rendered, responses, strict=True)]
-        try:
-            response = session.post(
-                url,
-                json={"query": query, "prompts": rendered, "labels": [None] * len(query)},
-                timeout=TIMEOUT_SECONDS,
-            )
-            response.raise_for_status()
-            return [float(score) for score in response.json()["rewards"]]
-        except (requests.RequestException, KeyError, TypeError, ValueError) as error:
-            raise RondoError(
-                f"ppo.rewards {source.name}: {url} gave no rewards after {TRIES} tries ({error}); "
-                "start it and run the stage again, which resumes from its last update"
-            ) from None
-
-    return reward
+    def scores(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+        scorer = self.scorer
+        if hasattr(scorer.model.config, "mean"):
+            return scorer(prompts, texts)
+        raw: list[float] = scorer.raw(scorer.encode(prompts, texts)).tolist()
+        return raw
 
 
 def shape_scores(

@@ -38,15 +38,26 @@ class RoleOutputs(NamedTuple):
     policy_states: list[Tensor]
     critic_states: list[Tensor]
 
+    def select(self, episodes: list[int]) -> "RoleOutputs":
+        """The outputs on some of the episodes, by index."""
+        columns: Any = (
+            [column[i] for i in episodes] if isinstance(column, list) else column[episodes]
+            for column in self
+        )
+        return RoleOutputs(*columns)
+
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout of B episodes. Fields that are not explained here are those of `RoleOutputs`.
+    """One rollout of B episodes, without those whose rewards failed. Fields that are not explained
+    here are those of `RoleOutputs`.
 
     rows: the prompts' rows. prompts, responses: tokens per episode. texts: the responses decoded.
-    ended: (B,) bool, EOS was sampled. parts: scores of the further rewards, by name. calibrated:
-    (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the weighted sum of
-    calibrated and parts, clipped and penalised. advantages (whitened), returns: (B, T).
+    ended: (B,) bool, EOS was sampled. parts: scores of the further rewards, by name. failed_share:
+    share of the sampled episodes that was left out. failures: one line per reward and reason.
+    calibrated: (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the
+    weighted sum of calibrated and parts, clipped and penalised. advantages (whitened), returns:
+    (B, T).
     """
 
     rows: list[TrainingPrompt]
@@ -55,6 +66,8 @@ class Rollout:
     texts: list[str]
     ended: Tensor
     parts: dict[str, list[float]]
+    failed_share: float
+    failures: list[str]
     raw_scores: Tensor
     calibrated: Tensor
     scores: Tensor
@@ -100,7 +113,10 @@ def describe(rollout: Rollout) -> dict[str, float]:
     """
     lengths = rollout.mask.sum(1).tolist()
     kl_per_token, kl_per_token_se = ratio_of_sums(rollout.sequence_kl.tolist(), lengths)
-    return {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()} | {
+    parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
+    if parts:
+        parts["reward_failed_share"] = rollout.failed_share
+    return parts | {
         "score_mean": float(rollout.calibrated.mean()),
         "score_std": float(rollout.calibrated.std()),
         "reward_mean": float(rollout.scores.mean()),

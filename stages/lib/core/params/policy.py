@@ -243,6 +243,13 @@ class PpoParams(ParamsSection):
         default_factory=list,
         description="Further rewards; each is logged and added with its weight.",
     )
+    max_failed_rewards: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Responses whose further rewards failed are left out; the run stops if they "
+        "are more than this share of a rollout.",
+    )
     critic: Critic = Field(
         Critic.reward,
         description="`reward`: a copy of the reward model with its own weights; `policy`: a value "
