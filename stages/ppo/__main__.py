@@ -64,6 +64,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. prompts: some are held out, to compare policies on
     rows = read_rows(TrainingPrompt, data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
+    roles.rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 

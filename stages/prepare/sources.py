@@ -24,6 +24,7 @@ from stages.lib.data.splits import (
 )
 from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import BAD, SHARED_PROMPT, TIE, Audit
+from stages.prepare.columns import read_columns, share_columns
 from stages.prepare.formats import (
     Defect,
     SourceDemonstration,
@@ -83,7 +84,8 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
             with_id(row, "prompt", "completion", "source") for row in demonstrations
         ]
         sets[f"prompts_{part}"] = [
-            with_id(row, "prompt", "source") for row in reversed(dedupe_prompts(part_rows))
+            with_id(row, "prompt", "source", "columns")
+            for row in reversed(dedupe_prompts(part_rows))
         ]
     return freeze_eval_prompts(sets, config.max_eval_prompts, params.seed)
 
@@ -101,10 +103,12 @@ def read_rows(
                     raise raw
                 texts = normalise(raw, config.prompt_format, special_tokens)
                 origin = {"where": location, "source": source.path, "use": source.use}
-                rows.append(cast(SourceRow, texts | origin))
+                columns = read_columns(raw, config.columns)
+                rows.append(cast(SourceRow, texts | origin | columns))
             except Defect as defect:
                 cause = TIE if isinstance(defect, Tie) else BAD
                 audit.record_drop(cause, location, raw_text(raw), reason=str(defect))
+    share_columns(rows, config.columns)
     return rows
 
 

@@ -41,6 +41,26 @@ class RewardInputs:
         )
 
     @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The further columns of the rows (`prepare.columns`); None where a row has no value."""
+        by_row = [row.get("columns", {}) for row in self.rows]
+        names = dict.fromkeys(name for columns in by_row for name in columns)
+        return {name: [columns.get(name) for columns in by_row] for name in names}
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """`stop` if EOS was sampled, else `length`."""
+        return ["stop" if ended else "length" for ended in self.ended]
+
+    @property
+    def arguments(self) -> dict[str, list[Any]]:
+        """What a function can have beside prompts and responses, one value per response."""
+        return self.columns | {
+            "finish_reasons": self.finish_reasons,
+            "token_counts": list(self.lengths),
+        }
+
+    @property
     def prompts(self) -> list[Prompt]:
         return [row["prompt"] for row in self.rows]
 

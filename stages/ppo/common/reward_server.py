@@ -75,12 +75,15 @@ class RewardServer:
 
     def request(self, inputs: RewardInputs) -> dict[str, Any]:
         """The body of a request; an id is unique within it."""
-        prompts = [self.render(prompt) for prompt in inputs.prompts]
+        prompts, columns = [self.render(prompt) for prompt in inputs.prompts], inputs.columns
         return {
             "query": [prompt + text for prompt, text in zip(prompts, inputs.texts, strict=True)],
             "prompts": prompts,
-            "labels": [None] * len(prompts),
+            "labels": columns.get("label", [None] * len(prompts)),
             "ids": [f"{row['id']}#{index}" for index, row in enumerate(inputs.rows)],
+            "columns": columns,
+            "finish_reasons": inputs.finish_reasons,
+            "token_counts": list(inputs.lengths),
         }
 
     def check_model(self, model: Any) -> None:

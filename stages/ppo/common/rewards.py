@@ -5,7 +5,6 @@ Each gives one number per response. PPO's score is the weighted sum of all rewar
 logged under its name.
 """
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +15,18 @@ from torch import Tensor
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
-from stages.lib.core.types import Prompt, ScoreFunction, StateDict
+from stages.lib.core.rows import TrainingPrompt
+from stages.lib.core.types import Prompt, StateDict
 from stages.lib.core.user_functions import import_function
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
+from stages.ppo.common.reward_functions import FunctionReward
 from stages.ppo.common.reward_results import (
     RewardFunction,
     RewardInputs,
     RewardResult,
     RewardResults,
-    all_failed,
     read_results,
 )
 from stages.ppo.common.reward_server import RewardServer
@@ -47,6 +47,16 @@ class Rewards:
         """
         results = {name: reward(inputs) for name, reward in self.sources.items()}
         return RewardResults(len(inputs.texts), results)
+
+    def check_columns(self, rows: Sequence[TrainingPrompt]) -> None:
+        """
+        Raises:
+            BadInput: a function requires a column that no training prompt has.
+        """
+        columns = {name for row in rows for name in row.get("columns", {})}
+        for source in self.sources.values():
+            if isinstance(source, FunctionReward):
+                source.check_columns(columns)
 
     def combine(
         self,
@@ -108,7 +118,7 @@ def load(source: RewardSource, params: Params) -> RewardFunction:
     """The function, model or server of one reward."""
     if source.function:
         key = f"ppo.rewards {source.name}"
-        return FunctionReward(import_function(source.function, key))
+        return FunctionReward(import_function(source.function, key), key)
     if source.model:
         return ModelReward(Path(source.model), params)
     tokenizer = load_tokenizer(ASSETS / "model")
@@ -118,24 +128,6 @@ def load(source: RewardSource, params: Params) -> RewardFunction:
         return render_prompt(tokenizer, prompt, params.prepare.prompt_format)
 
     return RewardServer(source.name, str(source.url), render)
-
-
-@dataclass(frozen=True)
-class FunctionReward:
-    """Scores by the user's own function."""
-
-    function: ScoreFunction
-
-    def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
-        try:
-            return read_results(self.function(inputs.prompts, inputs.texts), len(inputs.texts))
-        # the user's code may raise anything
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            return all_failed(
-                len(inputs.texts),
-                f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})",
-            )
 
 
 class ModelReward:

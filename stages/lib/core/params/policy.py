@@ -109,7 +109,7 @@ class RewardSource(ParamsSection):
         None,
         pattern=r"^[\w.]+:\w+$",
         description="`module:name` of `reward(prompts, responses) -> list[float]` in the "
-        "project's folder.",
+        "project's folder; docs/ppo.md lists further parameters.",
     )
     url: str | None = Field(
         None,

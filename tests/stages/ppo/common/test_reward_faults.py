@@ -190,7 +190,9 @@ def test_an_update_is_that_of_the_episodes_that_are_left(make_roles, value_head,
 
     def updated(prompts, **changes):
         roles = make_roles(lora=LoraParams(r=4), value_head=value_head)
-        roles.rewards = Rewards({"length": FunctionReward(reward)}, {"length": 0.1})
+        roles.rewards = Rewards(
+            {"length": FunctionReward(reward, "ppo.rewards mine")}, {"length": 0.1}
+        )
         roles.engine = GivenResponses()
         trainer = PpoTrainer(
             roles,
@@ -220,7 +222,7 @@ def test_a_function_that_raises_is_named_with_its_line():
         raise KeyError("answer")
 
     inputs = RewardInputs([PROMPTS[0][0]], ["5"], [True], [1])
-    [result] = FunctionReward(reward)(inputs)
+    [result] = FunctionReward(reward, "ppo.rewards mine")(inputs)
     assert isinstance(result, FailedReward)
     assert result.reason.startswith("KeyError: 'answer' (") and __file__ in result.reason
 

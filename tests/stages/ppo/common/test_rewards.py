@@ -101,6 +101,9 @@ def test_a_reward_model_over_http(server, make_round):
             "prompts": PROMPTS,
             "labels": [None, None],
             "ids": ["a:1#0", "a:2#1"],
+            "columns": {},
+            "finish_reasons": ["stop", "length"],
+            "token_counts": [3, 5],
         }
     ]
 
