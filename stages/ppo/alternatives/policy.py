@@ -90,6 +90,7 @@ class TrainedPolicy:
             [response[-1] == eos for response in responses],
             [len(response) for response in responses],
         )
+        further_rewards = context.rewards.start(inputs)  # servers work during the forward passes
         response_scores = score_responses(
             self.policy,
             self.reference,
@@ -99,7 +100,7 @@ class TrainedPolicy:
             eos_token_id=eos,
             temperature=ppo.temperature,
         )
-        results = context.rewards(inputs)
+        results = further_rewards()
         results.check_share(ppo.max_failed_rewards)
         for failure in results.failures:
             context.recorder.log_progress(update, failure)

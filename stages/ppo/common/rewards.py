@@ -5,9 +5,12 @@ Each gives one number per response. PPO's score is the weighted sum of all rewar
 logged under its name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -40,13 +43,33 @@ class Rewards:
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, inputs: RewardInputs) -> RewardResults:
-        """The results of all rewards.
+        """The results of all rewards; raises what the function from `start` raises."""
+        return self.start(inputs)()
 
-        Raises:
-            RewardsFailed: another model than at the start is behind a server's address.
+    def start(self, inputs: RewardInputs) -> Callable[[], RewardResults]:
+        """Send the requests to servers, which work while the caller runs its models.
+
+        Returns:
+            A function that waits for the servers, runs functions and models, and returns all
+            results. It raises RewardsFailed if another model than at the start is behind a server's
+            address.
         """
-        results = {name: reward(inputs) for name, reward in self.sources.items()}
-        return RewardResults(len(inputs.texts), results)
+        # Functions stay in this thread: their time limits may need signals, which only the main
+        # thread gets.
+        replies = {
+            name: in_thread(partial(source, inputs))
+            for name, source in self.sources.items()
+            if isinstance(source, RewardServer)
+        }
+
+        def results() -> RewardResults:
+            by_name = {
+                name: replies[name].result() if name in replies else source(inputs)
+                for name, source in self.sources.items()
+            }
+            return RewardResults(len(inputs.texts), by_name)
+
+        return results
 
     def check_columns(self, rows: Sequence[TrainingPrompt]) -> None:
         """
@@ -103,6 +126,22 @@ class Rewards:
         for name, source in self.sources.items():
             if isinstance(source, RewardServer):
                 source.models = list(state[name])
+
+
+def in_thread(function: Callable[[], list[RewardResult]]) -> "Future[list[RewardResult]]":
+    """Call a function in a thread of its own; the future has its result or its exception."""
+    future: Future[list[RewardResult]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        # raised where the result is read
+        except BaseException as error:
+            future.set_exception(error)
+
+    # a daemon, so that a failed run does not wait for the tries of its last request
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def load_rewards(params: Params) -> Rewards:

@@ -116,6 +116,7 @@ class PpoTrainer:
             ended=[response[-1] == roles.tokenizer.eos_token_id for response in responses],
             lengths=[len(response) for response in responses],
         )
+        further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
         # Reward model, reference, policy and critic run together per micro-batch, since the layers
         # that they share run once. If one micro-batch is the whole batch, its pass also serves the
@@ -130,7 +131,7 @@ class PpoTrainer:
 
         # 3. score: the reward model's calibrated score and the further rewards; an episode whose
         # rewards failed is left out
-        results = roles.rewards(inputs)
+        results = further_rewards()
         results.check_share(p.max_failed_rewards)
         if len(kept := results.kept) < len(batch):
             self.rollout_pass = None  # it is one pass of all episodes

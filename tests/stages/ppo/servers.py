@@ -16,6 +16,7 @@ class LengthServer(ThreadingHTTPServer):
         spoil: what becomes of a good reply.
         requests: the bodies so far.
         model: what replies state as their model.
+        received: a request has come.
         answering: replies wait until it is set.
     """
 
@@ -27,6 +28,7 @@ class LengthServer(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.model, self.answering = "length-1", threading.Event()
         self.answering.set()
+        self.received = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/get_reward"
 
 
@@ -36,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(body)
+        self.server.received.set()
         self.server.answering.wait()
         reply = self.server.spoil(
             {

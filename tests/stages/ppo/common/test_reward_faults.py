@@ -13,8 +13,9 @@ from stages.ppo.common import reward_server
 from stages.ppo.common.reward_results import FailedReward, RewardInputs, RewardResults
 from stages.ppo.common.reward_server import RewardServer
 from stages.ppo.common.rewards import FunctionReward, Rewards
+from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.update import PpoTrainer, split_evenly
-from tests.stages.ppo.servers import length_server
+from tests.stages.ppo.servers import LengthServer, length_server
 
 SETTINGS = {
     "batch_size": 8,
@@ -244,3 +245,37 @@ def test_one_failed_reward_of_several_leaves_the_response_out():
 def test_no_share_allows_a_rollout_without_any_reward():
     with pytest.raises(RewardsFailed):
         RewardResults(1, {"a": [FailedReward("no")]}).check_share(1.0)
+
+
+class WaitingRoles(Roles):
+    """Its reward model scores only when the request to the server has come, which is answered only
+    after that.
+    """
+
+    server: LengthServer
+
+    def raw_scores(self, packed, shared):
+        assert self.server.received.wait(20), "no request before the forward passes"
+        assert not self.server.answering.is_set()
+        scores = super().raw_scores(packed, shared)
+        self.server.answering.set()
+        return scores
+
+
+def test_requests_overlap_with_the_forward_passes(server, make_roles, monkeypatch):
+    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 60)
+    roles = make_roles(WaitingRoles, lora=LoraParams(r=4))
+    roles.server = server
+    roles.rewards = Rewards({"far": RewardServer("far", server.url, str)}, {"far": 0.1})
+    server.answering.clear()
+    rollout, _ = PpoTrainer(roles, PROMPTS, PpoParams(**SETTINGS), seed=0).step()
+    assert rollout.parts["far"] == [len(query) for query in server.requests[0]["query"]]
+
+
+def test_functions_run_in_the_main_thread():
+    def in_main_thread(prompts, texts):
+        return [float(threading.current_thread() is threading.main_thread())]
+
+    rewards = Rewards({"mine": FunctionReward(in_main_thread, "key")}, {"mine": 1.0})
+    inputs = RewardInputs([PROMPTS[0][0]], ["5"], [True], [1])
+    assert rewards(inputs).parts == {"mine": [1.0]}
