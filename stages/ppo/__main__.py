@@ -32,7 +32,8 @@ from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
 
-ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
+# judge_score_mean: unless the judge only compares; reward_failed_share: with ppo.rewards
+ROLLOUT_METRICS = (
     "score_mean",
     "judge_score_mean",
     "kl",
@@ -42,6 +43,7 @@ ROLLOUT_METRICS = (  # judge_score_mean: unless the judge only compares
     "eos_rate",
     "kl_coef",
     "explained_variance",
+    "reward_failed_share",
 )
 
 
@@ -67,6 +69,7 @@ def main(params: Params, round_: str) -> None:
 
     # 2. prompts: some are held out, to compare policies on
     rows = read_rows(TrainingPrompt, data / "prompts_train.jsonl", f"dvc repro prepare@{round_}")
+    roles.rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
 

@@ -13,7 +13,7 @@ from typing import Any, NotRequired, TypedDict, final
 
 from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
-from stages.lib.core.rows import HasPrompt, PairTexts, responses_of
+from stages.lib.core.rows import Columns, HasPrompt, PairTexts, responses_of
 from stages.lib.core.types import Prompt, Row
 from stages.lib.data.prompts import ROLES, transcript
 
@@ -41,6 +41,7 @@ class Located(TypedDict):
 class NormalisedRow(Located, HasPrompt):
     source: str  # the path of its file, or the hub id
     use: str  # `train` or `eval`
+    columns: NotRequired[Columns]
 
 
 @final

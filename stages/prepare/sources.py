@@ -24,6 +24,7 @@ from stages.lib.data.splits import (
 )
 from stages.lib.dedup.duplicates import near_groups
 from stages.prepare.audit import ANOTHER_SPEAKER, BAD, SHARED_PROMPT, TIE, Audit
+from stages.prepare.columns import read_columns, share_columns
 from stages.prepare.formats import (
     AnotherSpeaker,
     Defect,
@@ -84,7 +85,8 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
             with_id(row, "prompt", "completion", "source") for row in demonstrations
         ]
         sets[f"prompts_{part}"] = [
-            with_id(row, "prompt", "source") for row in reversed(dedupe_prompts(part_rows))
+            with_id(row, "prompt", "source", "columns")
+            for row in reversed(dedupe_prompts(part_rows))
         ]
     return freeze_eval_prompts(sets, config.max_eval_prompts, params.seed)
 
@@ -102,9 +104,11 @@ def read_rows(
                     raise raw
                 texts = normalise(raw, config.prompt_format, special_tokens, config.speaker_markers)
                 origin = {"where": location, "source": source.path, "use": source.use}
-                rows.append(cast(SourceRow, texts | origin))
+                columns = read_columns(raw, config.columns)
+                rows.append(cast(SourceRow, texts | origin | columns))
             except Defect as defect:
                 audit.record_drop(cause_of(defect), location, raw_text(raw), reason=str(defect))
+    share_columns(rows, config.columns)
     return rows
 
 

@@ -19,6 +19,12 @@ class Diverged(RondoError):
     """A loss, gradient or score is not finite. The optimiser step was not applied."""
 
 
+class RewardsFailed(RondoError):
+    """A reward of `ppo.rewards` failed for too many responses, or another model is now behind its
+    address. No update was made from its results.
+    """
+
+
 class GateFailed(RondoError):
     """A quality gate failed. The message contains the numbers and the next step."""
 

@@ -30,6 +30,9 @@ class PromptRow(HasPrompt):
     id: str
 
 
+Columns = dict[str, object]  # values of JSON by the name of the column
+
+
 class TrainingPrompt(PromptRow):
     """A prompt that a model may train on.
 
@@ -37,10 +40,12 @@ class TrainingPrompt(PromptRow):
     replay.
 
     source: the data file or data set that the row is from; `replay` if an earlier round's replay
-    made it. badcase: the badcase or exploit that it was made against.
+    made it. badcase: the badcase or exploit that it was made against. columns: further columns of
+    the data (`prepare.columns`), which rewards get; only in prompts_train.jsonl.
     """
 
     source: NotRequired[str]
+    columns: NotRequired[Columns]
     badcase: NotRequired[str]
 
 

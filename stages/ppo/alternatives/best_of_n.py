@@ -51,17 +51,20 @@ def train(context: TrainingContext) -> PolicyCallback:
 def choose(policy: TrainedPolicy, context: TrainingContext) -> BestOfN:
     """Sample n responses per prompt from the untrained policy and keep the best rewarded ones.
 
-    A response that did not end is trained on without EOS, as it was sampled.
+    A prompt of which all rewards failed is left out. A response that did not end is trained on
+    without EOS, as it was sampled.
     """
     n = context.params.best_of_n.n
     episodes = [episode for episode in context.prompts for _ in range(n)]
     generator = torch.Generator().manual_seed(context.params.seed)
     responses = policy.sample([tokens for _, tokens in episodes], context.params.ppo, generator)
-    rows, rewards = policy.score(0, episodes, responses)
-    best = [
-        max(range(start, start + n), key=lambda index: rewards[index])
+    scored = policy.score(0, episodes, responses)
+    rewards = {index: reward for index, reward in enumerate(scored.rewards) if reward is not None}
+    groups = (
+        [index for index in range(start, start + n) if index in rewards]
         for start in range(0, len(episodes), n)
-    ]
+    )
+    best = [max(group, key=rewards.__getitem__) for group in groups if group]
     return BestOfN(
-        [episodes[index][1] for index in best], [responses[index] for index in best], rows
+        [episodes[index][1] for index in best], [responses[index] for index in best], scored.rows
     )

@@ -8,13 +8,12 @@ import torch
 from datasets import Dataset
 
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
 from stages.lib.training.trl_setup import run_trainer, trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
-from stages.ppo.alternatives.policy import TrainingContext
+from stages.ppo.alternatives.policy import ScoredRollouts, TrainingContext
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.outputs import describe_rows
 
@@ -27,7 +26,12 @@ class OnlineCallback(PolicyCallback):
     """A PolicyCallback that also samples and rewards responses for the trainer.
 
     An update is all optimizer steps on one batch of samples, as in PPO.
+
+    Attributes:
+        scored: the rollout rows and rewards of the current update.
     """
+
+    scored: ScoredRollouts
 
     def __init__(self, context: TrainingContext) -> None:
         ppo = context.params.ppo
@@ -42,7 +46,6 @@ class OnlineCallback(PolicyCallback):
         self.tokens = {
             text: tokens for text, (_, tokens) in zip(self.texts, context.prompts, strict=True)
         }
-        self.rows: list[RolloutRow] = []  # rollout rows of the current update
 
     def prompt_tokens(self, prompts: Sequence[str]) -> list[TokenIds]:
         """The tokens of rendered prompts."""
@@ -54,22 +57,28 @@ class OnlineCallback(PolicyCallback):
 
     def reward(
         self, completion_ids: list[TokenIds], prompt_index: list[int], **_: Any
-    ) -> list[float]:
+    ) -> list[float | None]:
         """TRL's reward function: the same rewards as in PPO.
 
-        prompt_index: of each response's prompt in `context.prompts`, a column of the dataset.
+        prompt_index: of each response's prompt in `context.prompts`, a column of the dataset. A
+        response with None has the advantage 0, and the others of its prompt are compared without it
+        (TRL).
         """
         episodes = [self.context.prompts[index] for index in prompt_index]
-        self.rows, rewards = self.trained_policy.score(self.updates + 1, episodes, completion_ids)
-        self.rollouts.append(self.rows)
-        return rewards
+        self.scored = self.trained_policy.score(self.updates + 1, episodes, completion_ids)
+        self.rollouts.append(self.scored.rows)
+        return self.scored.rewards
 
     def describe(self) -> dict[str, float]:
-        rewards = [row["reward"] for row in self.rows]
-        return describe_rows(self.rows) | {
+        rows = self.scored.rows
+        rewards = [row["reward"] for row in rows]
+        metrics = describe_rows(rows) | {
             "reward_mean": fmean(rewards),
             "reward_std": pstdev(rewards),
         }
+        if self.context.rewards.sources:
+            metrics["reward_failed_share"] = self.scored.failed_share
+        return metrics
 
 
 class CustomSamplingMixin:

@@ -22,6 +22,7 @@ from stages.lib.lm.scoring import score_responses
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.reference import reference_view
+from stages.ppo.common.reward_results import RewardInputs
 from stages.ppo.common.rewards import Rewards
 
 
@@ -47,10 +48,15 @@ class TrainingContext:
 
 
 class ScoredRollouts(NamedTuple):
-    """B rollout rows, and the rewards that PPO would be given, not rounded."""
+    """The rollout rows of the responses whose rewards are known, and for each of the B responses
+    the reward that PPO would be given, not rounded; None: a further reward failed.
+
+    failed_share: share of the B responses without a reward.
+    """
 
     rows: list[RolloutRow]
-    rewards: list[float]
+    rewards: list[float | None]
+    failed_share: float
 
 
 class TrainedPolicy:
@@ -73,9 +79,20 @@ class TrainedPolicy:
     def score(
         self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]
     ) -> ScoredRollouts:
-        """Score the policy's responses: reward model, further rewards, KL."""
+        """Score the policy's responses: reward model, further rewards, KL.
+
+        Raises:
+            RewardsFailed: too many further rewards failed.
+        """
         context, ppo = self.context, self.context.params.ppo
         ends = end_tokens(self.policy, self.tokenizer)
+        inputs = RewardInputs(
+            [row for row, _ in episodes],
+            self.tokenizer.batch_decode(responses, skip_special_tokens=True),
+            [ends.end(response) for response in responses],
+            [len(response) for response in responses],
+        )
+        further_rewards = context.rewards.start(inputs)  # servers work during the forward passes
         response_scores = score_responses(
             self.policy,
             self.reference,
@@ -85,24 +102,30 @@ class TrainedPolicy:
             ends=ends,
             temperature=ppo.temperature,
         )
-        rows = [row for row, _ in episodes]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        calibrated = calibrate_scores(response_scores.scores, context.reward_model)
-        prompts = [row["prompt"] for row in rows]
-        parts = context.rewards(prompts, texts)
-        ended = torch.tensor([ends.end(response) for response in responses])
-        lengths = [len(response) for response in responses]
-        rewards = context.rewards.combine(ppo, calibrated, parts, ended, torch.tensor(lengths))
+        results = further_rewards()
+        results.check_share(ppo.max_failed_rewards)
+        for failure in results.failures:
+            context.recorder.log_progress(update, failure)
+        kept = results.kept
+        inputs = inputs.select(kept)
+        ended, lengths = torch.tensor(inputs.ended), torch.tensor(inputs.lengths)
+        calibrated = calibrate_scores(response_scores.scores[kept], context.reward_model)
+        rewards = context.rewards.combine(ppo, calibrated, results.parts, ended, lengths)
         scored_rows = rollout_rows(
             update,
-            rows,
-            texts,
+            inputs.rows,
+            inputs.texts,
             scores=calibrated,
-            parts=parts,
+            parts=results.parts,
             rewards=rewards,
-            judge_scores=context.judge.scores(prompts, texts),
-            kls=response_scores.kl,
-            lengths=lengths,
+            judge_scores=context.judge.scores(inputs.prompts, inputs.texts),
+            kls=response_scores.kl[kept],
+            lengths=inputs.lengths,
             ended=ended,
         )
-        return ScoredRollouts(scored_rows, rewards.tolist())
+        known = dict(zip(kept, rewards.tolist(), strict=True))
+        return ScoredRollouts(
+            scored_rows,
+            [known.get(index) for index in range(len(responses))],
+            results.failed_share,
+        )

@@ -103,6 +103,8 @@ def load(params: Params, round_: str) -> TrainingContext:
     for stage in (sft, reward):
         check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
     rows = read_rows(TrainingPrompt, prompts_path(round_), f"dvc repro prepare@{round_}")
+    rewards = load_rewards(params)
+    rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, tokenizer, params)
     work = work_dir(round_, "ppo") / params.algorithm.value
     shutil.rmtree(work, ignore_errors=True)
@@ -113,7 +115,7 @@ def load(params: Params, round_: str) -> TrainingContext:
         tokenizer=tokenizer,
         sft=load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora)),
         reward_model=load_reward_model(reward / "model", params.model),
-        rewards=load_rewards(params),
+        rewards=rewards,
         judge=load_primary_judge(params, round_),
         prompts=prompts,
         held_out=held_out,

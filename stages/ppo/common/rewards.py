@@ -5,54 +5,81 @@ Each gives one number per response. PPO's score is the weighted sum of all rewar
 logged under its name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Thread
 
-import requests
 import torch
-from requests.adapters import HTTPAdapter
 from torch import Tensor
-from urllib3.util import Retry
 
-from stages.lib.core.errors import RondoError
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
-from stages.lib.core.types import Prompt, ScoreFunction
-from stages.lib.core.user_functions import check_scores, import_function
+from stages.lib.core.rows import TrainingPrompt
+from stages.lib.core.types import Prompt, StateDict
+from stages.lib.core.user_functions import import_function
 from stages.lib.data.prompts import render_prompt, text_with_bos
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
-
-TRIES, TIMEOUT_SECONDS = 5, 180  # as in OpenRLHF
+from stages.ppo.common.reward_functions import FunctionReward
+from stages.ppo.common.reward_results import (
+    RewardFunction,
+    RewardInputs,
+    RewardResult,
+    RewardResults,
+    read_results,
+)
+from stages.ppo.common.reward_server import RewardServer
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The reward functions and their weights, by name.
+    """The reward functions and their weights, by name."""
 
-    Example:
-        >>> rewards = Rewards({"length": lambda prompts, texts: [len(texts[0])]}, {"length": -0.1})
-        >>> rewards(["The day"], [" ended."])
-        {'length': [7]}
-    """
-
-    sources: Mapping[str, ScoreFunction] = field(default_factory=dict)
+    sources: Mapping[str, RewardFunction] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
 
-    def __call__(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
-    ) -> dict[str, list[float]]:
-        """Scores of the responses, by the name of the reward.
+    def __call__(self, inputs: RewardInputs) -> RewardResults:
+        """The results of all rewards; raises what the function from `start` raises."""
+        return self.start(inputs)()
 
-        Raises:
-            RondoError: a reward does not return one finite number per response.
+    def start(self, inputs: RewardInputs) -> Callable[[], RewardResults]:
+        """Send the requests to servers, which work while the caller runs its models.
+
+        Returns:
+            A function that waits for the servers, runs functions and models, and returns all
+            results. It raises RewardsFailed if another model than at the start is behind a server's
+            address.
         """
-        scores = {name: reward(prompts, responses) for name, reward in self.sources.items()}
-        for name, numbers in scores.items():
-            check_scores(numbers, len(responses), f"ppo.rewards {name}")
-        return scores
+        # Functions stay in this thread: their time limits may need signals, which only the main
+        # thread gets.
+        replies = {
+            name: in_thread(partial(source, inputs))
+            for name, source in self.sources.items()
+            if isinstance(source, RewardServer)
+        }
+
+        def results() -> RewardResults:
+            by_name = {
+                name: replies[name].result() if name in replies else source(inputs)
+                for name, source in self.sources.items()
+            }
+            return RewardResults(len(inputs.texts), by_name)
+
+        return results
+
+    def check_columns(self, rows: Sequence[TrainingPrompt]) -> None:
+        """
+        Raises:
+            BadInput: a function requires a column that no training prompt has.
+        """
+        columns = {name for row in rows for name in row.get("columns", {})}
+        for source in self.sources.values():
+            if isinstance(source, FunctionReward):
+                source.check_columns(columns)
 
     def combine(
         self,
@@ -62,12 +89,12 @@ class Rewards:
         ended: Tensor,
         lengths: Tensor,
     ) -> Tensor:
-        """The scores that the policy is trained on.
+        """The scores that the policy is trained on, of B responses none of whose rewards failed.
 
         Args:
             ppo: weights, clip range and penalties.
             calibrated: (B,) calibrated scores of the reward stage's model.
-            parts: what calling this object returned.
+            parts: (B,) scores of the further rewards, by name.
             ended: (B,) bool, an end token was sampled.
             lengths: (B,) tokens per response.
 
@@ -87,6 +114,35 @@ class Rewards:
             free_length=ppo.free_length,
         )
 
+    def state(self) -> StateDict:
+        """The models that the servers stated, by the name of the reward, for `load_state`."""
+        return {
+            name: list(source.models)
+            for name, source in self.sources.items()
+            if isinstance(source, RewardServer)
+        }
+
+    def load_state(self, state: StateDict) -> None:
+        for name, source in self.sources.items():
+            if isinstance(source, RewardServer):
+                source.models = list(state[name])
+
+
+def in_thread(function: Callable[[], list[RewardResult]]) -> "Future[list[RewardResult]]":
+    """Call a function in a thread of its own; the future has its result or its exception."""
+    future: Future[list[RewardResult]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        # raised where the result is read
+        except BaseException as error:
+            future.set_exception(error)
+
+    # a daemon, so that a failed run does not wait for the tries of its last request
+    Thread(target=run, daemon=True).start()
+    return future
+
 
 def load_rewards(params: Params) -> Rewards:
     """The rewards of `ppo.rewards`."""
@@ -97,64 +153,40 @@ def load_rewards(params: Params) -> Rewards:
     )
 
 
-def load(source: RewardSource, params: Params) -> ScoreFunction:
+def load(source: RewardSource, params: Params) -> RewardFunction:
     """The function, model or server of one reward."""
     if source.function:
-        return import_function(source.function, f"ppo.rewards {source.name}")
+        key = f"ppo.rewards {source.name}"
+        return FunctionReward(import_function(source.function, key), key)
     if source.model:
-        return model_reward(Path(source.model), params)
-    return remote_reward(source, params)
+        return ModelReward(Path(source.model), params)
+    tokenizer = load_tokenizer(ASSETS / "model")
+
+    # the server gets rendered texts, in the template of the base model
+    def render(prompt: Prompt) -> str:
+        rendered = render_prompt(tokenizer, prompt, params.prepare.prompt_format)
+        return text_with_bos(tokenizer, rendered)
+
+    return RewardServer(source.name, str(source.url), render)
 
 
-def model_reward(folder: Path, params: Params) -> ScoreFunction:
+class ModelReward:
     """Scores by a reward model with its own tokenizer; calibrated if its config has a calibration
     (`mean`, `std`).
     """
-    scorer = RewardScorer(folder, load_tokenizer(folder), params)
-    if hasattr(scorer.model.config, "mean"):
-        return scorer
-    return lambda prompts, responses: scorer.raw(scorer.encode(prompts, responses)).tolist()
 
+    def __init__(self, folder: Path, params: Params) -> None:
+        self.scorer = RewardScorer(folder, load_tokenizer(folder), params)
 
-def remote_reward(source: RewardSource, params: Params) -> ScoreFunction:
-    """OpenRLHF's protocol: POST {query: whole texts, prompts, labels}, response {rewards: [...]}.
+    def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
+        return read_results(self.scores(inputs.prompts, inputs.texts), len(inputs.texts))
 
-    The returned function raises:
-        RondoError: no rewards after TRIES tries; the run can be resumed.
-    """
-    # the server gets rendered texts, in the template of the base model
-    session, tokenizer = requests.Session(), load_tokenizer(ASSETS / "model")
-    retry = Retry(
-        total=TRIES - 1,
-        backoff_factor=1,
-        allowed_methods=["POST"],
-        status_forcelist=[429, 500, 502, 503, 504],
-    )
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry))
-    url = str(source.url)
-
-    def reward(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-        rendered = [
-            text_with_bos(tokenizer, render_prompt(tokenizer, prompt, params.prepare.prompt_format))
-            for prompt in prompts
-        ]
-        query = [prompt + response for prompt, response in zip(rendered, responses, strict=True)]
-        try:
-            response = session.post(
-                url,
-                json={"query": query, "prompts": rendered, "labels": [None] * len(query)},
-                timeout=TIMEOUT_SECONDS,
-            )
-            response.raise_for_status()
-            return [float(score) for score in response.json()["rewards"]]
-        except (requests.RequestException, KeyError, TypeError, ValueError) as error:
-            raise RondoError(
-                f"ppo.rewards {source.name}: {url} gave no rewards after {TRIES} tries ({error}); "
-                "start it and run the stage again, which resumes from its last update"
-            ) from None
-
-    return reward
+    def scores(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+        scorer = self.scorer
+        if hasattr(scorer.model.config, "mean"):
+            return scorer(prompts, texts)
+        raw: list[float] = scorer.raw(scorer.encode(prompts, texts)).tolist()
+        return raw
 
 
 def shape_scores(

@@ -75,6 +75,8 @@ class TrainingRun:
             rows = episode_rows(trainer.updates, rollout, judge_scores, metrics["kl_coef"])
             self.rollouts.append(rows)
             metrics |= describe_texts(rows)
+            for failure in rollout.failures:
+                self.recorder.log_progress(trainer.updates, failure)
             del rollout  # its states would stay in memory while the next ones are computed
 
             # 2. health

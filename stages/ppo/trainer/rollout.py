@@ -38,6 +38,14 @@ class RoleOutputs(NamedTuple):
     policy_states: list[Tensor]
     critic_states: list[Tensor]
 
+    def select(self, episodes: list[int]) -> "RoleOutputs":
+        """The outputs on some of the episodes, by index."""
+        columns: Any = (
+            [column[i] for i in episodes] if isinstance(column, list) else column[episodes]
+            for column in self
+        )
+        return RoleOutputs(*columns)
+
 
 class RolloutPass(NamedTuple):
     """The rollout's forward pass with gradients: (M, H) last states of the policy, (B, T)
@@ -51,13 +59,15 @@ class RolloutPass(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout of B episodes. Fields that are not explained here are those of `RoleOutputs`.
+    """One rollout of B episodes, without those whose rewards failed. Fields that are not explained
+    here are those of `RoleOutputs`.
 
     rows: the prompts' rows. prompts, responses: tokens per episode. texts: the responses decoded.
     ended: (B,) bool, an end token was sampled. parts: scores of the further rewards, by name.
-    calibrated: (B,) raw_scores in standard deviations of SFT demonstrations. scores: (B,) the
-    weighted sum of calibrated and parts, clipped and penalised. advantages (whitened), returns:
-    (B, T). sampler_log_ratio: see `Roles`.
+    failed_share: share of the sampled episodes that was left out. failures: one line per reward
+    and reason. calibrated: (B,) raw_scores in standard deviations of SFT demonstrations. scores:
+    (B,) the weighted sum of calibrated and parts, clipped and penalised. advantages (whitened),
+    returns: (B, T). sampler_log_ratio: see `Roles`.
     """
 
     rows: list[TrainingPrompt]
@@ -66,6 +76,8 @@ class Rollout:
     texts: list[str]
     ended: Tensor
     parts: dict[str, list[float]]
+    failed_share: float
+    failures: list[str]
     raw_scores: Tensor
     calibrated: Tensor
     scores: Tensor
@@ -112,9 +124,11 @@ def describe(rollout: Rollout) -> dict[str, float]:
     """
     lengths = rollout.mask.sum(1).tolist()
     kl_per_token, kl_per_token_se = ratio_of_sums(rollout.sequence_kl.tolist(), lengths)
+    parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
+    if parts:
+        parts["reward_failed_share"] = rollout.failed_share
     gap = rollout.sampler_log_ratio
     engine = {} if gap is None else {"sampler_log_ratio": gap}
-    parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
     return (
         engine
         | parts

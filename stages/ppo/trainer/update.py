@@ -5,23 +5,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import KlControl, LossLevel, PpoParams
 from stages.lib.core.types import StateDict, TokenIds
-from stages.lib.lm.packing import Packed, pack, unwrap_peft
+from stages.lib.lm.packing import Packed, pack
 from stages.ppo.common.episodes import Episode, planned_updates
+from stages.ppo.common.reward_results import RewardInputs
 from stages.ppo.trainer import functional as F
+from stages.ppo.trainer.checks import check_finite, check_initial_ratio
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 from stages.ppo.trainer.resume import random_state, set_random_state
 from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.rollout import (
-    RoleOutputs,
-    Rollout,
-    RolloutPass,
-    concat_outputs,
-    concat_padded,
-    describe,
-)
+from stages.ppo.trainer.rollout import RoleOutputs, Rollout, RolloutPass, concat_outputs, describe
 
 KL_RULES = {
     KlControl.adaptive: F.ziegler,
@@ -75,15 +69,13 @@ class PpoTrainer:
         Raises:
             Diverged: a score, a log-probability, a loss or a gradient is not finite.
             RondoError: before the first update, policy and reference differ.
+            RewardsFailed: too many further rewards failed.
         """
         # 1. sample prompts
         batch = self.sample_prompts()
         # 2. generate, 3. score, 4. reference KL, 5. advantages
         rollout = self.rollout(batch)
-        checked = ("raw_scores", "logprobs", "ref_logprobs", "values")
-        self.check_finite({name: getattr(rollout, name) for name in checked})
-        if self.updates == 0:
-            self.check_initial_ratio(rollout)
+        self.check_rollout(rollout)
         metrics = describe(rollout) | {"kl_coef": self.kl_controller.kl_coef}
         # 6. update
         metrics |= self.optimize(rollout)
@@ -103,12 +95,17 @@ class PpoTrainer:
     def rollout(self, batch: list[Episode]) -> Rollout:
         """Generate responses to a batch of prompts and compute their advantages."""
         p, roles = self.params, self.roles
-        rows, prompts = [row for row, _ in batch], [tokens for _, tokens in batch]
+        prompts = [tokens for _, tokens in batch]
 
         # 2. generate
         responses = roles.sample(prompts, p, self.generator)
-        texts = roles.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        ended = torch.tensor([roles.ends.end(response) for response in responses])
+        inputs = RewardInputs(
+            rows=[row for row, _ in batch],
+            texts=roles.tokenizer.batch_decode(responses, skip_special_tokens=True),
+            ended=[roles.ends.end(response) for response in responses],
+            lengths=[len(response) for response in responses],
+        )
+        further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
         # Reward model, reference, policy and critic run together per micro-batch, since the layers
         # that they share run once. If one micro-batch is the whole batch, its pass also serves the
@@ -121,9 +118,18 @@ class PpoTrainer:
             ]
         )
 
-        # 3. score: the reward model's calibrated score and the further rewards
-        calibrated = roles.calibrate(outputs.raw_scores)
-        parts = roles.rewards([row["prompt"] for row in rows], texts)
+        sampler_log_ratio = roles.sampler_log_ratio(outputs.logprobs, outputs.mask)
+
+        # 3. score: the reward model's calibrated score and the further rewards; an episode whose
+        # rewards failed is left out
+        results = further_rewards()
+        results.check_share(p.max_failed_rewards)
+        if len(kept := results.kept) < len(batch):
+            self.rollout_pass = None  # it is one pass of all episodes
+            inputs, outputs = inputs.select(kept), outputs.select(kept)
+            prompts, responses = ([tokens[i] for i in kept] for tokens in (prompts, responses))
+        calibrated, parts = roles.calibrate(outputs.raw_scores), results.parts
+        ended = torch.tensor(inputs.ended)
         scores = roles.rewards.combine(
             p, calibrated, parts, ended.to(calibrated.device), outputs.mask.sum(1)
         )
@@ -139,17 +145,19 @@ class PpoTrainer:
             rewards = F.whiten(rewards, outputs.mask, shift_mean=False)
         advantages, returns = F.gae(rewards, outputs.values, outputs.mask, p.gamma, p.lam)
         return Rollout(
-            rows=rows,
+            rows=list(inputs.rows),
             prompts=prompts,
             responses=responses,
-            texts=texts,
+            texts=list(inputs.texts),
             ended=ended,
             parts=parts,
+            failed_share=results.failed_share,
+            failures=results.failures,
             calibrated=calibrated,
             scores=scores,
             advantages=F.whiten(advantages, outputs.mask),
             returns=returns,
-            sampler_log_ratio=roles.sampler_log_ratio(outputs.logprobs, outputs.mask),
+            sampler_log_ratio=sampler_log_ratio,
             **outputs._asdict(),
         )
 
@@ -169,8 +177,7 @@ class PpoTrainer:
                 if rollout_pass
                 else torch.randperm(len(rollout.rows), generator=self.generator).tolist()
             )
-            for start in range(0, len(order), p.mini_batch_size):
-                mini_batch = order[start : start + p.mini_batch_size]
+            for mini_batch in split_evenly(order, p.mini_batch_size):
                 metrics = self.optimizer_step(rollout, mini_batch, rollout_pass)
                 rollout_pass = None
                 totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
@@ -207,6 +214,20 @@ class PpoTrainer:
             critic_states=critic_states,
         )
 
+    def check_rollout(self, rollout: Rollout) -> None:
+        """Check that the roles' outputs are finite and, before the first update, that policy and
+        reference agree.
+        """
+        checked = ("raw_scores", "logprobs", "ref_logprobs", "values")
+        check_finite({name: getattr(rollout, name) for name in checked}, self.updates + 1)
+        if self.updates == 0:
+            # the micro-batches of the rollout: in bfloat16, others would be rounded differently
+            micro_batches = [
+                self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
+                for micro_batch in self.micro_batches(range(len(rollout.rows)))
+            ]
+            check_initial_ratio(self.roles, micro_batches, rollout, self.params.temperature)
+
     def pack_episodes(
         self, prompts: list[TokenIds], responses: list[TokenIds], indices: Indices
     ) -> Packed:
@@ -223,53 +244,6 @@ class PpoTrainer:
         """Split a batch into parts of `micro_batch_size`."""
         size = self.params.micro_batch_size
         return (indices[i : i + size] for i in range(0, len(indices), size))
-
-    def check_finite(self, tensors: dict[str, Tensor]) -> None:
-        """
-        Raises:
-            Diverged: names the tensors with NaN or infinite values, and the next step.
-        """
-        bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
-        if bad:
-            fix = (
-                "look at the reward model's scores (rounds/<round>/reward)"
-                if "raw_scores" in bad
-                else "lower ppo.learning_rate"
-            )
-            raise Diverged(
-                f"update {self.updates + 1}: {', '.join(bad)} not finite; the step was not applied "
-                f"and the last saved state is kept. Next: {fix}"
-            )
-
-    def check_initial_ratio(self, rollout: Rollout) -> None:
-        """Before the first update, policy and reference must agree, and so must the policy on
-        shared states and the policy run as a whole.
-
-        Raises:
-            RondoError: they differ, because of dropout, a wrong mask, temperature or padding, or a
-                model that cannot be split into layers. PPO would train on noise.
-        """
-        tolerance = 0.05 if unwrap_peft(self.roles.policy).dtype is torch.bfloat16 else 1e-3
-        kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
-        # the micro-batches of the rollout: in bfloat16, others would be rounded differently
-        micro_batches = self.micro_batches(range(len(rollout.rows)))
-        whole_logprobs = concat_padded(
-            [
-                self.roles.whole_logprobs(
-                    self.pack_episodes(rollout.prompts, rollout.responses, micro_batch),
-                    self.params.temperature,
-                )
-                for micro_batch in micro_batches
-            ]
-        )
-        log_ratio = (whole_logprobs - rollout.logprobs)[rollout.mask]
-        ratio_error = float((log_ratio.exp() - 1).abs().max())
-        if not (kl <= tolerance and ratio_error <= tolerance):
-            raise RondoError(
-                "ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by "
-                f"{ratio_error:.3g} and {kl:.3g} nats (at most {tolerance}); look for dropout, a "
-                "changed prompt template or padding"
-            )
 
     def optimizer_step(
         self, rollout: Rollout, mini_batch: list[int], rollout_pass: RolloutPass | None
@@ -289,7 +263,7 @@ class PpoTrainer:
         )
         sums |= {"policy_grad_norm": policy_norm, "critic_grad_norm": critic_norm}
         # before the weights change, so that a diverged run keeps its last good weights
-        self.check_finite(sums)
+        check_finite(sums, self.updates + 1)
         for optimizer in self.optimizers:
             optimizer.step()
         return {name: float(value) for name, value in sums.items()}
@@ -386,6 +360,7 @@ class PpoTrainer:
             "optimizers": [optimizer.state() for optimizer in self.optimizers],
             "generator": self.generator.get_state(),
             "random": random_state(),
+            "rewards": self.roles.rewards.state(),
         }
 
     def load_state(self, state: StateDict) -> None:
@@ -395,3 +370,15 @@ class PpoTrainer:
             optimizer.load_state(saved)
         self.generator.set_state(state["generator"])
         set_random_state(state["random"])
+        self.roles.rewards.load_state(state["rewards"])
+
+
+def split_evenly(order: list[int], size: int) -> list[list[int]]:
+    """Split into as few parts of at most `size` as possible, whose sizes differ by at most 1: every
+    part is one optimizer step, and a part of one episode would weigh as much as one of many.
+
+    >>> split_evenly([0, 1, 2, 3, 4], 4)
+    [[0, 1, 2], [3, 4]]
+    """
+    parts = torch.tensor(order).tensor_split(-(-len(order) // size))
+    return [part.tolist() for part in parts]

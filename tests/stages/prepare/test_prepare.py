@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -339,3 +340,48 @@ def test_a_missing_and_a_changed_file_are_named(tiny_params: MakeParams) -> None
     inputs(params, "r0")
     with pytest.raises(BadInput, match=r"mine\.jsonl: expected a file"):
         main(params, "r0")
+
+
+def pair_with(prompt: str, **columns: Any) -> Row:
+    return {"prompt": prompt, "chosen": " good", "rejected": " bad"} | columns
+
+
+def test_the_named_columns_reach_the_prompts(tiny_params: MakeParams) -> None:
+    """A prompt has the first value of all rows with that prompt; None if there is none."""
+    rows = [pair_with(f"Prompt number {n}", answer={"sum": n}, other=1) for n in range(20)]
+    rows[3]["answer"] = None
+    rows += [
+        {"prompt": "Prompt number 3", "completion": " fine", "answer": "late"},
+        {"prompt": "Prompt number 4", "completion": " fine", "answer": "second"},
+        {"prompt": "Prompt number 5", "completion": " fine"},
+        pair_with("Without an answer"),
+        {"prompt": "Another demonstration", "completion": " fine"},
+    ]
+    main(tiny_params({"own.jsonl": rows}, columns=["answer"], eval_share=0.1), "r0")
+    answers = {str(n): {"sum": n} for n in range(20)} | {"3": "late"}
+    prompts = rows_of("r0", "prompts_train")
+    assert len(prompts) > 15
+    for row in prompts:
+        assert row["columns"] == {"answer": answers.get(row["prompt"].split()[-1])}
+    assert not any("columns" in row for row in rows_of("r0", "sft_train", "pairs_train", *EVAL))
+
+
+def test_no_column_is_kept_unless_it_is_named(tiny_params: MakeParams) -> None:
+    main(tiny_params({"own.jsonl": [pair_with(f"Prompt {n}", answer=n) for n in range(20)]}), "r0")
+    assert all(row.keys() == {"id", "prompt", "source"} for row in rows_of("r0", "prompts_train"))
+
+
+def test_a_column_that_no_row_has_is_named(tiny_params: MakeParams) -> None:
+    rows = [pair_with(f"Prompt {n}", answer=n) for n in range(20)]
+    with pytest.raises(
+        BadInput, match=r"prepare\.columns: no row of prepare\.sources has `anwser`"
+    ):
+        main(tiny_params({"own.jsonl": rows}, columns=["answer", "anwser"]), "r0")
+
+
+def test_a_row_whose_column_json_does_not_have_is_bad(tiny_params: MakeParams) -> None:
+    rows = [pair_with(f"Prompt {n}", answer=n) for n in range(20)]
+    rows[7]["answer"] = math.nan
+    main(tiny_params({"own.jsonl": rows}, columns=["answer"], max_bad_share=0.1), "r0")
+    [[dropped]] = read("rounds/r0/prepare/data/audit.json")["dropped"].values()
+    assert dropped["reason"] == "`answer` is nan; expected a value that JSON has"

@@ -60,6 +60,10 @@ class PrepareParams(ParamsSection):
     sources: list[SourceParams] = Field(
         default_factory=list, description="The user's own data; used if assets.data is `files`."
     )
+    columns: list[str] = Field(
+        default_factory=list,
+        description="Further columns of the sources that the rewards of PPO get, e.g. `[answer]`.",
+    )
     prompt_format: PromptFormat = Field(
         PromptFormat.plain,
         description="`plain`: the response continues the prompt; `chat`: the model's chat "

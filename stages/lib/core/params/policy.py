@@ -109,7 +109,7 @@ class RewardSource(ParamsSection):
         None,
         pattern=r"^[\w.]+:\w+$",
         description="`module:name` of `reward(prompts, responses) -> list[float]` in the "
-        "project's folder.",
+        "project's folder; docs/ppo.md lists further parameters.",
     )
     url: str | None = Field(
         None,
@@ -242,6 +242,13 @@ class PpoParams(ParamsSection):
     rewards: list[RewardSource] = Field(
         default_factory=list,
         description="Further rewards; each is logged and added with its weight.",
+    )
+    max_failed_rewards: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Responses whose further rewards failed are left out; the run stops if they "
+        "are more than this share of a rollout.",
     )
     critic: Critic = Field(
         Critic.reward,

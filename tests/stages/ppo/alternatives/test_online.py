@@ -74,8 +74,8 @@ def test_tokens_rewards_logprobs_and_advantages(trainer):
         max(-0.1, min(0.1, score)) - 0.25 * (response[-1] != eos)
         for score, response in zip(scores, responses, strict=True)
     ]
-    assert [row["score"] for row in callback.rows] == pytest.approx(scores, abs=1e-3)
-    assert [row["reward"] for row in callback.rows] == pytest.approx(rewards, abs=1e-3)
+    assert [row["score"] for row in callback.scored.rows] == pytest.approx(scores, abs=1e-3)
+    assert [row["reward"] for row in callback.scored.rows] == pytest.approx(rewards, abs=1e-3)
     assert list(trainer._logs["rewards"]["reward"]) == pytest.approx(rewards, abs=1e-5)
 
     # log-probabilities are those of transformers' logits, divided by the temperature
@@ -85,7 +85,7 @@ def test_tokens_rewards_logprobs_and_advantages(trainer):
         with trainer.model.disable_adapter():
             ref = [all_logprobs(model, *episode) for episode in episodes]
     kls = [float((p.exp() * (p - q)).sum()) for p, q in zip(policy, ref, strict=True)]
-    assert [row["kl"] for row in callback.rows] == pytest.approx(kls, abs=1e-3)
+    assert [row["kl"] for row in callback.scored.rows] == pytest.approx(kls, abs=1e-3)
     assert min(kls) > 0.1
     policy_logprobs, ref_logprobs = (
         [rows[range(len(tokens)), tokens] for rows, tokens in zip(side, responses, strict=True)]

@@ -1,23 +1,26 @@
 """Further rewards (`ppo.rewards`), each configured as a user would configure it."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import LoraParams
-from stages.ppo.common import rewards as rewards_module
+from stages.ppo.common.reward_results import FailedReward, RewardInputs
 from stages.ppo.common.rewards import load_rewards
 from stages.ppo.trainer.update import PpoTrainer
+from tests.stages.ppo.servers import length_server
 
 PROMPTS, RESPONSES = ["The day", "The night"], [" was good.", " was long and dark."]
+INPUTS = RewardInputs(
+    [{"id": "a:1", "prompt": PROMPTS[0]}, {"id": "a:2", "prompt": PROMPTS[1]}],
+    RESPONSES,
+    ended=[True, False],
+    lengths=[3, 5],
+)
 
 
 def with_rewards(params: Params, *sources: dict) -> Params:
@@ -38,7 +41,7 @@ def test_a_python_function_of_the_users_own(tmp_path, monkeypatch, params):
     monkeypatch.syspath_prepend(tmp_path)
     params = with_rewards(params, {"name": "short", "function": "my_taste:short", "weight": 0.5})
     rewards = load_rewards(params)
-    assert rewards(PROMPTS, RESPONSES) == {"short": [-1.0, -1.9]}
+    assert rewards(INPUTS).by_name == {"short": [-1.0, -1.9]}
     assert rewards.weights == {"short": 0.5}
 
 
@@ -48,25 +51,31 @@ def test_a_missing_function_is_named(params, function):
         load_rewards(with_rewards(params, {"name": "mine", "function": function}))
 
 
-@pytest.mark.parametrize("body", ["[1.0]", "[float('nan')] * 2", "['a', 'b']"])
-def test_a_result_that_is_not_one_number_per_response_is_an_error(
-    tmp_path, monkeypatch, params, body
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("[1.0]", "returned 1 rewards for 2 responses"),
+        ("1.0", "returned 1.0, not a list of numbers"),
+        ("[float('nan')] * 2", "returned nan, not a finite number"),
+        ("['a', 'a']", "returned 'a', not a finite number"),
+        ("[[1.0]] * 2", "returned [1.0], not a finite number"),
+    ],
+)
+def test_a_result_that_is_not_one_number_per_response_is_a_failure(
+    tmp_path, monkeypatch, params, body, reason
 ):
     name = f"bad_{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(f"def reward(prompts, responses):\n    return {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
     rewards = load_rewards(with_rewards(params, {"name": "mine", "function": f"{name}:reward"}))
-    with pytest.raises(
-        RondoError, match=r"ppo\.rewards mine: one finite number for each of 2 responses"
-    ):
-        rewards(PROMPTS, RESPONSES)
+    assert rewards(INPUTS).by_name == {"mine": [FailedReward(reason)] * 2}
 
 
 def test_another_reward_model(make_round):
     params = make_round("r0", 1.0)
     folder = Path("rounds/r0/reward/model")
     rewards = load_rewards(with_rewards(params, {"name": "second", "model": str(folder)}))
-    scores = rewards(PROMPTS, RESPONSES)["second"]
+    scores = rewards(INPUTS).by_name["second"]
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt, response, score in zip(PROMPTS, RESPONSES, scores, strict=True):
@@ -77,66 +86,35 @@ def test_another_reward_model(make_round):
         assert score == pytest.approx((raw - 0.5) / 2.0, abs=1e-4)
 
 
-class Server(BaseHTTPRequestHandler):
-    """OpenRLHF's protocol; the reward is the length of a query. The first `failures` tries fail."""
-
-    failures = 0
-    requests: list[dict]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(body)
-        failing = len(self.requests) <= self.failures
-        self.send_response(503 if failing else 200)
-        self.end_headers()
-        if not failing:
-            rewards = [len(text) for text in body["query"]]
-            response = {"rewards": rewards, "scores": [], "extra_logs": {}}
-            self.wfile.write(json.dumps(response).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def address() -> Iterator[str]:
-    Server.requests, Server.failures = [], 0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/get_reward"
-    server.shutdown()
-    server.server_close()
+def server():
+    with length_server() as server:
+        yield server
 
 
-def test_a_reward_model_over_http(address, make_round):
-    Server.failures = 1
-    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
-    assert rewards(PROMPTS, RESPONSES) == {"far": [17.0, 28.0]}
-    assert len(Server.requests) == 2  # the first try failed
-    assert Server.requests[1] == {
-        "query": ["The day was good.", "The night was long and dark."],
-        "prompts": PROMPTS,
-        "labels": [None, None],
-    }
+def test_a_reward_model_over_http(server, make_round):
+    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": server.url}))
+    assert rewards(INPUTS).by_name == {"far": [17.0, 28.0]}
+    assert server.requests == [
+        {
+            "query": ["The day was good.", "The night was long and dark."],
+            "prompts": PROMPTS,
+            "labels": [None, None],
+            "ids": ["a:1#0", "a:2#1"],
+            "columns": {},
+            "finish_reasons": ["stop", "length"],
+            "token_counts": [3, 5],
+        }
+    ]
 
 
-def test_a_server_gets_texts_that_begin_with_bos(address, make_round, bos_tokenizer):
+def test_a_server_gets_texts_that_begin_with_bos(server, make_round, bos_tokenizer):
     """OpenRLHF's servers tokenise without special tokens."""
-    params = with_rewards(make_round("r0", 1.0), {"name": "far", "url": address})
+    params = with_rewards(make_round("r0", 1.0), {"name": "far", "url": server.url})
     Path("assets/model").unlink()  # a link to the model of all tests
     bos_tokenizer.save_pretrained("assets/model")
-    load_rewards(params)(PROMPTS[:1], RESPONSES[:1])
-    assert Server.requests[0]["query"] == ["<|begin|>The day was good."]
-
-
-def test_an_unreachable_server_is_named(address, make_round, monkeypatch):
-    monkeypatch.setattr(rewards_module, "TRIES", 2)
-    Server.failures = 99
-    rewards = load_rewards(with_rewards(make_round("r0", 1.0), {"name": "far", "url": address}))
-    with pytest.raises(
-        RondoError, match=f"ppo.rewards far: {address} gave no rewards after 2 tries"
-    ):
-        rewards(PROMPTS, RESPONSES)
+    load_rewards(params)(INPUTS)
+    assert server.requests[0]["query"][0] == "<|begin|>The day was good."
 
 
 def test_a_reward_has_exactly_one_kind_and_a_name_of_its_own(params):

@@ -1,0 +1,62 @@
+"""Checks of a rollout and of an optimizer step: finite numbers, and equal models at the start."""
+
+import torch
+from torch import Tensor
+
+from stages.lib.core.errors import Diverged, RondoError
+from stages.lib.lm.packing import Packed, unwrap_peft
+from stages.ppo.trainer.roles import Roles
+from stages.ppo.trainer.rollout import Rollout, concat_padded
+
+
+def check_finite(tensors: dict[str, Tensor], update: int) -> None:
+    """
+    Args:
+        tensors: of any shape, by name.
+        update: the number of the current update, from 1.
+
+    Raises:
+        Diverged: names the tensors with NaN or infinite values, and the next step.
+    """
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        fix = (
+            "look at the reward model's scores (rounds/<round>/reward)"
+            if "raw_scores" in bad
+            else "lower ppo.learning_rate"
+        )
+        raise Diverged(
+            f"update {update}: {', '.join(bad)} not finite; the step was not applied "
+            f"and the last saved state is kept. Next: {fix}"
+        )
+
+
+def check_initial_ratio(
+    roles: Roles, micro_batches: list[Packed], rollout: Rollout, temperature: float
+) -> None:
+    """Before the first update, policy and reference must agree, and so must the policy on shared
+    states and the policy run as a whole.
+
+    Args:
+        roles: the models.
+        micro_batches: the episodes of the rollout.
+        rollout: the first one.
+        temperature: divides the logits.
+
+    Raises:
+        RondoError: they differ, because of dropout, a wrong mask, temperature or padding, or a
+            model that cannot be split into layers. PPO would train on noise.
+    """
+    tolerance = 0.05 if unwrap_peft(roles.policy).dtype is torch.bfloat16 else 1e-3
+    kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+    whole_logprobs = concat_padded(
+        [roles.whole_logprobs(packed, temperature) for packed in micro_batches]
+    )
+    log_ratio = (whole_logprobs - rollout.logprobs)[rollout.mask]
+    ratio_error = float((log_ratio.exp() - 1).abs().max())
+    if not (kl <= tolerance and ratio_error <= tolerance):
+        raise RondoError(
+            "ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by "
+            f"{ratio_error:.3g} and {kl:.3g} nats (at most {tolerance}); look for dropout, a "
+            "changed prompt template or padding"
+        )
