@@ -1,0 +1,115 @@
+"""PPO's alternatives leave out responses whose further rewards failed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.lib.core.errors import RewardsFailed
+from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.packing import padding_free
+from stages.ppo.alternatives import grpo, rloo
+from stages.ppo.alternatives.best_of_n import choose
+from stages.ppo.alternatives.policy import TrainedPolicy
+from stages.ppo.alternatives.run import load
+from tests.stages.ppo.servers import length_server
+
+KINDS = {"rloo": rloo, "grpo": grpo}
+ONLY_FURTHER = {"reward_weight": 0.0, "missing_eos_penalty": 0.0, "score_clip": 100.0}
+
+
+@pytest.fixture
+def write_function(tmp_path, monkeypatch):
+    """A module whose function returns these rewards; its source in `ppo.rewards`."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, body: str) -> list[dict]:
+        Path(f"{name}.py").write_text(f"def reward(prompts, responses):\n    return {body}\n")
+        return [{"name": "mine", "function": f"{name}:reward"}]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        # less the mean of the others
+        ("rloo", [-4.5, 0.0, 0.0, 4.5, -4 / 3, -4 / 3, -4 / 3, 4.0]),
+        # less the mean of 3 and of 2, divided by the standard deviation of 3 and of 2
+        ("grpo", [-1.0, 0.0, 0.0, 1.0, -0.5, -0.5, -0.5, 1.5]),
+    ],
+)
+def test_the_others_of_a_group_are_compared_without_a_failed_one(
+    make_params, write_function, algorithm, expected
+):
+    rewards = write_function(f"one_fails_{algorithm}", "[0, None, 3, 6, 1, 1, 1, 5]")
+    ppo = {"rewards": rewards, "max_failed_rewards": 0.125, **ONLY_FURTHER}
+    params = make_params(algorithm, {"num_generations": 4, "beta": 0.0}, **ppo)
+    context = load(params, "r0")
+    trainer = KINDS[algorithm].make_trainer(context)
+    callback = trainer.policy_callback
+    callback.trained_policy = TrainedPolicy(trainer.model, context)
+    batch = [trainer.train_dataset[index] for index in (0, 0, 0, 0, 1, 1, 1, 1)]
+    trainer.model.train()
+    with padding_free(trainer.model):
+        outputs = trainer._generate_and_score_completions(batch)
+    assert outputs["advantages"].tolist() == pytest.approx(expected, abs=1e-3)
+    assert [row["score_mine"] for row in callback.scored.rows] == [0, 3, 6, 1, 1, 1, 5]
+    ids = [context.prompts[index][0]["id"] for index in (0, 0, 0, 1, 1, 1, 1)]
+    assert [row["id"] for row in callback.scored.rows] == ids
+    metrics = callback.describe()
+    assert metrics["reward_failed_share"] == 0.125
+    assert metrics["reward_mean"] == pytest.approx(17 / 7)
+
+
+def test_best_of_n_chooses_among_the_others(make_params, write_function):
+    """All rewards of the first prompt fail, and the best one of the second."""
+    rewards = write_function(
+        "some_fail", "[None] * 4 + [1, None, 3, 2] + [i % 4 for i in range(8, len(prompts))]"
+    )
+    ppo = {"rewards": rewards, "max_failed_rewards": 0.5, **ONLY_FURTHER}
+    context = load(make_params("best_of_n", {"n": 4}, **ppo), "r0")
+    model = add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM").eval()
+    choice = choose(TrainedPolicy(model, context), context)
+    assert choice.prompts == [tokens for _, tokens in context.prompts[1:]]
+    best = [max(choice.rows[:3], key=lambda row: row["score_mine"]), *choice.rows[6::4]]
+    assert [row["score_mine"] for row in best] == [3] * len(choice.prompts)
+    assert [
+        context.tokenizer.decode(response, skip_special_tokens=True)
+        for response in choice.responses
+    ] == [row["response"] for row in best]
+
+
+def test_above_the_share_training_stops(make_params, write_function):
+    rewards = write_function("one_in_four_fails", "[None, 1, 1, 1] * (len(prompts) // 4)")
+    context = load(make_params("best_of_n", {"n": 4}, rewards=rewards), "r0")
+    model = add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM").eval()
+    with pytest.raises(RewardsFailed, match="of 25% of the responses failed"):
+        choose(TrainedPolicy(model, context), context)
+
+
+def test_requests_overlap_with_the_forward_passes(make_params):
+    """The server answers only after the reward model has started to score."""
+    with length_server() as server:
+        server.answering.clear()
+        rewards = [{"name": "far", "url": server.url}]
+        context = load(make_params("best_of_n", {"n": 2}, rewards=rewards), "r0")
+        started = []
+
+        def on_forward(*_: object) -> None:
+            started.append(server.received.wait(20))
+            server.answering.set()
+
+        handle = next(
+            module
+            for module in context.reward_model.modules()
+            if isinstance(module, torch.nn.LayerNorm) or "RMSNorm" in type(module).__name__
+        ).register_forward_pre_hook(on_forward)
+        policy = TrainedPolicy(
+            add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM"), context
+        )
+        scored = policy.score(1, context.prompts, [[5, 6] for _ in context.prompts])
+        handle.remove()
+        assert started[0]
+        lengths = [len(query) for query in server.requests[0]["query"]]
+        assert [row["score_far"] for row in scored.rows] == lengths
