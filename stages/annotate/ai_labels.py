@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from stages.annotate.human_pairs import compare_with_people, load_principles
 from stages.annotate.ranking import best_and_worst, scores_from_preferences
+from stages.lib.core.constitution import draw_principle
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
@@ -17,9 +19,10 @@ from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import PreferencePair, PromptRow, TrainingPrompt, read_rows
 from stages.lib.core.types import Metrics, Prompt
+from stages.lib.core.user_inputs import user_files
 from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
-from stages.lib.judging.agreement import between_orders, human_agreement
+from stages.lib.judging.agreement import between_orders
 from stages.lib.judging.copeland import all_pairs
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.lexicon import LexiconJudge
@@ -50,8 +53,7 @@ def label_with_judge(params: Params, round_: str) -> None:
     Raises:
         RondoError: the judge prefers no response, for any prompt.
     """
-    # 1. inputs: training prompts only, since the responses are trained on; the held-out pairs that
-    # people labelled only measure the judge
+    # 1. inputs: training prompts only, since the responses are trained on
     setup_torch(params)
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by))
@@ -60,21 +62,12 @@ def label_with_judge(params: Params, round_: str) -> None:
     check_prompts_not_in_eval_set(prompt_rows, evaluation)
     train_pairs = read_rows(PreferencePair, data / "pairs_train.jsonl", made_by)
     replayed = [pair for pair in train_pairs if "badcase" in pair]
-    human_pairs = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
-    human_pairs = shuffled(human_pairs, params.seed)[: params.annotate.agreement_pairs]
+    principles = load_principles(params)
     recorder, judge = MetricLogger("annotate", round_, len(prompt_rows)), load_judge(params)
 
     # 2. the judge against people comes first: if they disagree, the run can be stopped before the
     # more expensive labelling
-    human_judgements = judge_both_orders(
-        judge, [Comparison(row["prompt"], row["chosen"], row["rejected"]) for row in human_pairs]
-    )
-    agreement = human_agreement(human_judgements)
-    recorder.log_progress(
-        0,
-        f"agrees with people on {agreement['rate'] or 0:.2f} of {agreement['pairs']} pairs;"
-        f" {agreement['ties']} ties",
-    )
+    human_judgements, agreement = compare_with_people(judge, params, principles, recorder)
 
     # 3. responses of SFT
     sft = stage_dir(round_, "sft")
@@ -83,7 +76,8 @@ def label_with_judge(params: Params, round_: str) -> None:
     responses = sample_responses([row["prompt"] for row in prompt_rows], tokenizer, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
-    labelled = label_all(judge, prompt_rows, responses, recorder)
+    drawn = [draw_principle(principles, params.seed, row["id"]) for row in prompt_rows]
+    labelled = label_all(judge, prompt_rows, responses, drawn, recorder)
     pairs = [prompt.pair for prompt in labelled if prompt.pair]
     judgements = [judgement for prompt in labelled for judgement in prompt.judgements]
     consistency = between_orders([*human_judgements, *judgements])
@@ -109,24 +103,29 @@ def label_with_judge(params: Params, round_: str) -> None:
         "comparisons": len(judgements),
         "unparsable": unparsable,
         **consistency,
-        "human_agreement": agreement,
+        **agreement,
         **judge.cost(),
     }
     template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
-    write_outputs([*pairs, *replayed], metrics, judge, template_sha256, params.seed, recorder)
+    write_outputs([*pairs, *replayed], metrics, judge, template_sha256, params, recorder)
 
 
 def label_all(
     judge: PairwiseJudge,
     prompt_rows: Sequence[PromptRow],
     responses: Sequence[Sequence[str]],
+    principles: Sequence[str | None],
     recorder: MetricLogger,
 ) -> list[LabelledPrompt]:
-    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them."""
+    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them.
+
+    Args:
+        responses, principles: of each prompt.
+    """
     labelled: list[LabelledPrompt] = []
     for start in range(0, len(prompt_rows), PROMPTS_PER_PROGRESS_LINE):
-        end = start + PROMPTS_PER_PROGRESS_LINE
-        labelled += compare_all(judge, prompt_rows[start:end], responses[start:end])
+        part = slice(start, start + PROMPTS_PER_PROGRESS_LINE)
+        labelled += compare_all(judge, prompt_rows[part], responses[part], principles[part])
         pairs = sum(prompt.pair is not None for prompt in labelled)
         recorder.log_progress(len(labelled), f"{pairs} pairs")
     return labelled
@@ -137,7 +136,7 @@ def write_outputs(
     metrics: Metrics,
     judge: PairwiseJudge,
     template_sha256: str,
-    seed: int,
+    params: Params,
     recorder: MetricLogger,
 ) -> None:
     """Write the pairs, the manifest, the judge's usage and the metrics."""
@@ -147,8 +146,11 @@ def write_outputs(
     write_manifest(
         "annotate",
         round_,
-        seed=seed,
-        inputs=[data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")],
+        seed=params.seed,
+        inputs=[
+            *(data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")),
+            *user_files(params)["constitution"],
+        ],
         template_hash=template_sha256,
         **judge.describe(),
     )
@@ -186,22 +188,32 @@ def sample_responses(
 
 
 def compare_all(
-    judge: PairwiseJudge, prompt_rows: Sequence[PromptRow], responses: Sequence[Sequence[str]]
+    judge: PairwiseJudge,
+    prompt_rows: Sequence[PromptRow],
+    responses: Sequence[Sequence[str]],
+    principles: Sequence[str | None],
 ) -> list[LabelledPrompt]:
     """Label prompts by comparing all pairs of each one's distinct responses.
+
+    All comparisons of a prompt have its principle, so that its pair has one reason.
 
     All comparisons go to the judge in one call, so that it can work on them in parallel.
     """
     distinct = [list(dict.fromkeys(texts)) for texts in responses]
     comparisons = [
-        Comparison(row["prompt"], texts[i], texts[j])
-        for row, texts in zip(prompt_rows, distinct, strict=True)
+        Comparison(row["prompt"], texts[i], texts[j], principle)
+        for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True)
         for i, j in all_pairs(len(texts))
     ]
     verdicts = iter(judge_both_orders(judge, comparisons))
     return [
-        label_prompt(row, texts, [next(verdicts) for _ in all_pairs(len(texts))], judge.describe())
-        for row, texts in zip(prompt_rows, distinct, strict=True)
+        label_prompt(
+            row,
+            texts,
+            [next(verdicts) for _ in all_pairs(len(texts))],
+            judge.describe() | ({"principle": principle} if principle else {}),
+        )
+        for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True)
     ]
 
 
