@@ -5,22 +5,20 @@ The judge is also measured against people, on held-out pairs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from stages.annotate.human_pairs import compare_with_people, load_principles
 from stages.annotate.ranking import best_and_worst, scores_from_preferences
+from stages.annotate.revisions import make_revisions, write_usage
+from stages.annotate.sampling import sample_responses
 from stages.lib.core.constitution import draw_principle
 from stages.lib.core.errors import RondoError
-from stages.lib.core.files import stage_dir, work_dir, write_json, write_jsonl
+from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import PreferencePair, PromptRow, TrainingPrompt, read_rows
-from stages.lib.core.types import Metrics, Prompt
+from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import user_files
-from stages.lib.data.prompts import check_template, encode, template_hash
 from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
 from stages.lib.judging.agreement import between_orders
 from stages.lib.judging.copeland import all_pairs
@@ -32,8 +30,6 @@ from stages.lib.judging.pairwise import (
     TwoOrderVerdict,
     judge_both_orders,
 )
-from stages.lib.lm.generation import generate
-from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 
 PROMPTS_PER_PROGRESS_LINE = 16
 
@@ -54,7 +50,6 @@ def label_with_judge(params: Params, round_: str) -> None:
         RondoError: the judge prefers no response, for any prompt.
     """
     # 1. inputs: training prompts only, since the responses are trained on
-    setup_torch(params)
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by))
     prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
@@ -70,14 +65,12 @@ def label_with_judge(params: Params, round_: str) -> None:
     human_judgements, agreement = compare_with_people(judge, params, principles, recorder)
 
     # 3. responses of SFT
-    sft = stage_dir(round_, "sft")
-    tokenizer = load_tokenizer(sft / "model")
-    check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
-    responses = sample_responses([row["prompt"] for row in prompt_rows], tokenizer, params, round_)
+    prompts = [row["prompt"] for row in prompt_rows]
+    sampled = sample_responses(prompts, params.annotate.samples, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
     drawn = [draw_principle(principles, params.seed, row["id"]) for row in prompt_rows]
-    labelled = label_all(judge, prompt_rows, responses, drawn, recorder)
+    labelled = label_all(judge, prompt_rows, sampled.responses, drawn, recorder)
     pairs = [prompt.pair for prompt in labelled if prompt.pair]
     judgements = [judgement for prompt in labelled for judgement in prompt.judgements]
     consistency = between_orders([*human_judgements, *judgements])
@@ -92,7 +85,8 @@ def label_with_judge(params: Params, round_: str) -> None:
             " differ more"
         )
 
-    # 5. write: replayed pairs stay, other human pairs do not
+    # 5. revisions by the constitution; write: replayed pairs stay, other human pairs do not
+    revised = make_revisions(params, principles, recorder)
     metrics = {
         "annotator": "judge",
         **judge.describe(),
@@ -105,9 +99,10 @@ def label_with_judge(params: Params, round_: str) -> None:
         **consistency,
         **agreement,
         **judge.cost(),
+        **revised.metrics,
     }
-    template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
-    write_outputs([*pairs, *replayed], metrics, judge, template_sha256, params, recorder)
+    write_usage(round_, judge.usage() | revised.usage)
+    write_outputs([*pairs, *replayed], metrics, judge, sampled.template_hash, params, recorder)
 
 
 def label_all(
@@ -139,7 +134,7 @@ def write_outputs(
     params: Params,
     recorder: MetricLogger,
 ) -> None:
-    """Write the pairs, the manifest, the judge's usage and the metrics."""
+    """Write the pairs, the manifest and the metrics."""
     folder, round_ = recorder.folder, recorder.round
     data = stage_dir(round_, "prepare") / "data"
     write_jsonl(folder / "data/pairs_train.jsonl", pairs)
@@ -154,37 +149,12 @@ def write_outputs(
         template_hash=template_sha256,
         **judge.describe(),
     )
-    # Not an output of DVC: with a full answer cache a repeated run pays less than the first one.
-    if usage := judge.usage():
-        write_json(work_dir(round_, "annotate") / "usage.json", usage)
-        numbers = "  ".join(f"{name} {value}" for name, value in usage.items())
-        print(f"[annotate@{round_}] {numbers}", flush=True)
     recorder.finish(metrics)
     print(
         f"[annotate@{round_}] {metrics['pairs']} pairs from {metrics['prompts']} prompts,"
         f" {metrics['replayed']} replayed",
         flush=True,
     )
-
-
-def sample_responses(
-    prompts: Sequence[Prompt], tokenizer: Any, params: Params, round_: str
-) -> list[list[str]]:
-    """Sample annotate.samples SFT responses per prompt."""
-    samples = params.annotate.samples
-    prompt_ids = [
-        encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts
-    ]
-    response_ids = generate(
-        load_causal_lm(stage_dir(round_, "sft") / "model", params.model),
-        [ids for ids in prompt_ids for _ in range(samples)],
-        response_length=params.ppo.response_length,
-        temperature=params.annotate.temperature,
-        generator=torch.Generator().manual_seed(params.seed),
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
 
 def compare_all(

@@ -73,6 +73,20 @@ class PreferencePair(TrainingPrompt, PairTexts):
     annotator: NotRequired[Metrics]
 
 
+class RevisedResponse(PromptRow):
+    """A response of SFT that a language model revised by a principle of the constitution.
+
+    Written by annotate (revised.jsonl). Read by replay.
+
+    response: SFT's. critique: how it departs from the principle. revision: the response to imitate.
+    """
+
+    response: str
+    principle: str
+    critique: str
+    revision: str
+
+
 class RewardScores(TypedDict):
     """The calibrated scores of a held-out pair.
 

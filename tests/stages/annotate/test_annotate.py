@@ -55,6 +55,7 @@ def test_peoples_labels_are_copied_and_torch_is_not_imported(make_round):
     main(params, "r0")
     assert LABELS.read_bytes() == (DATA / "pairs_train.jsonl").read_bytes()
     assert read(FOLDER / "metrics.json") == {"annotator": "dataset", "pairs": 6 * 9 + 1}
+    assert (FOLDER / "revised.jsonl").read_bytes() == b""
     command = (
         "import sys, stages.annotate.__main__;"
         " sys.exit('torch' in sys.modules or 'openai' in sys.modules)"
