@@ -37,7 +37,8 @@ class TrainingPrompt(PromptRow):
     replay.
 
     source: the data file or data set that the row is from; `replay` if an earlier round's replay
-    made it. badcase: the badcase or exploit that it was made against.
+    made it; `revision` if a language model did (annotate). badcase: the badcase or exploit that it
+    was made against, or the revised response; only of rows that the pipeline made.
     """
 
     source: NotRequired[str]

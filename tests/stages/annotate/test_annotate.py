@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.annotate.__main__ import main
 from stages.annotate.ai_labels import compare_all
@@ -19,6 +17,7 @@ from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.judging.lexicon import LexiconJudge, lexicon_preference, lexicon_scores
 from tests.paths import ROOT
+from tests.stages.annotate.taught import teach
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 LABELS = FOLDER / "data/pairs_train.jsonl"
@@ -92,27 +91,6 @@ def test_a_pair_has_its_provenance():
         },
     }
     assert (len(first.judgements), second.pair, len(second.judgements)) == (3, None, 1)
-
-
-def teach(texts: list[str]) -> None:
-    """Overfit the round's SFT model on `texts`: a random model writes bytes that the lexicon does
-    not contain.
-    """
-    folder = Path("rounds/r0/sft/model")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    batch = tokenizer(
-        [text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True
-    )
-    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(150):
-        model(**batch, labels=labels).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    model.save_pretrained(folder)
 
 
 def test_the_lexicon_labels_sft_responses(make_round):

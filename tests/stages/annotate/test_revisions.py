@@ -17,6 +17,7 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.judging.chat import ChatClient
+from tests.stages.annotate.taught import teach
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 KIND, BRIEF = "Be kind.", "Be brief."
@@ -233,6 +234,18 @@ def read_metrics() -> dict:
 
 def usage() -> dict:
     return json.loads(Path(".rondo/work/r0/annotate/usage.json").read_text())["revisions"]
+
+
+def test_each_prompt_gets_its_own_response(make_round, chat_server):
+    words = {"dinner": "hot", "match": "red", "party": "big", "movie": "old", "walk": "wet"}
+    words["trip"] = "far"
+    chat_server.answer = author
+    params = by_constitution(make_round("r0", 1.0), chat_server.url, temperature=0.01)
+    teach([f"The {noun} was {word}" for noun, word in words.items()])
+    main(params, "r0")
+    rows = read_jsonl(FOLDER / "revised.jsonl", "")
+    responses = {row["prompt"]: row["response"] for row in rows}
+    assert responses == {f"The {noun}": f" was {word}" for noun, word in words.items()}
 
 
 def test_revisions_are_as_many_as_params_want(make_round, chat_server):
