@@ -117,6 +117,7 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(
         ("sft", "primary_judge"),
         ("battery", "primary_judge"),
         ("ppo", "primary_judge"),
+        ("annotate", "constitution"),
     ],
 )
 def test_the_stages_that_read_a_kind_of_the_users_files_depend_on_their_hashes(

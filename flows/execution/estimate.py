@@ -21,7 +21,7 @@ from flows.execution import disk, fork_server
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
-from stages.lib.core.params.judging import Annotator, EndpointParams, JudgeName
+from stages.lib.core.params.judging import Annotator, EndpointParams
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.lib.data.slices import read_slices
@@ -174,7 +174,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     }
     for stage, seconds in _primary_judge_seconds(params, updates).items():
         work[stage] += seconds
-    if params.annotate.annotator is Annotator.judge:
+    if params.annotate.annotator is Annotator.judge or params.annotate.revisions:
         work["annotate"] = _annotation_seconds(params, length, weights, rate)
     return Estimate(
         seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
@@ -324,17 +324,18 @@ def _answer_seconds(endpoint: EndpointParams, answers: int) -> float:
 
 
 def _annotation_seconds(params: Params, length: float, weights: float, rate: float) -> float:
-    """Seconds to sample, and to compare every two samples in both orders with a language model.
+    """Seconds to sample; to compare every two samples in both orders with a language model, and to
+    criticise and revise.
 
     The lexicon takes no time worth estimating.
     """
     config = params.annotate
-    seconds = config.prompts * config.samples * length * weights * 2 / GENERATION / rate
-    if config.judge is JudgeName.endpoint:
-        answers = config.prompts * config.samples * (config.samples - 1)
-        answers += 2 * config.agreement_pairs
-        seconds += _answer_seconds(config.endpoint, answers)
-    return seconds
+    labelled = config.prompts if config.annotator is Annotator.judge else 0
+    samples, answers = labelled * config.samples + config.revisions, 2 * config.revisions
+    if config.asks_language_model:
+        answers += labelled * config.samples * (config.samples - 1) + 2 * config.agreement_pairs
+    sampling = samples * length * weights * 2 / GENERATION / rate
+    return sampling + _answer_seconds(config.endpoint, answers)
 
 
 def _adapted_flops(lora: LoraParams) -> float:

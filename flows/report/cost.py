@@ -140,8 +140,11 @@ def judge_usage(results: RoundResults, stage: str, key: str) -> Amount:
 
 
 def judge_metrics(metrics: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Where usage is counted: at the top for the one judge of annotate, per judge for a jury."""
-    return [metrics, *metrics.get("jury", {}).get("alone", {}).values()]
+    """Where usage is counted: at the top for the one judge of annotate, with its revisions apart;
+    per judge for a jury.
+    """
+    revisions = metrics.get("revisions", {})
+    return [metrics, revisions, *metrics.get("jury", {}).get("alone", {}).values()]
 
 
 def format_amount(amount: Amount, estimated: bool) -> str:

@@ -5,21 +5,22 @@ The judge is also measured against people, on held-out pairs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from stages.annotate.human_pairs import compare_with_people, load_principles
 from stages.annotate.ranking import best_and_worst, scores_from_preferences
+from stages.annotate.revisions import make_revisions, write_usage
+from stages.annotate.sampling import sample_responses
+from stages.lib.core.constitution import draw_principle
 from stages.lib.core.errors import RondoError
-from stages.lib.core.files import stage_dir, work_dir, write_json, write_jsonl
+from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.judging import JudgeName
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import PreferencePair, PromptRow, TrainingPrompt, read_rows
-from stages.lib.core.types import Metrics, Prompt
-from stages.lib.data.prompts import check_template, encode, template_hash
+from stages.lib.core.types import Metrics
+from stages.lib.core.user_inputs import user_files
 from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
-from stages.lib.judging.agreement import between_orders, human_agreement
+from stages.lib.judging.agreement import between_orders
 from stages.lib.judging.copeland import all_pairs
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.lexicon import LexiconJudge
@@ -29,9 +30,6 @@ from stages.lib.judging.pairwise import (
     TwoOrderVerdict,
     judge_both_orders,
 )
-from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.generation import generate
-from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 
 PROMPTS_PER_PROGRESS_LINE = 16
 
@@ -51,9 +49,7 @@ def label_with_judge(params: Params, round_: str) -> None:
     Raises:
         RondoError: the judge prefers no response, for any prompt.
     """
-    # 1. inputs: training prompts only, since the responses are trained on; the held-out pairs that
-    # people labelled only measure the judge
-    setup_torch(params)
+    # 1. inputs: training prompts only, since the responses are trained on
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     prompt_rows = dedupe_prompts(read_rows(TrainingPrompt, data / "prompts_train.jsonl", made_by))
     prompt_rows = shuffled(prompt_rows, params.seed)[: params.annotate.prompts]
@@ -61,30 +57,20 @@ def label_with_judge(params: Params, round_: str) -> None:
     check_prompts_not_in_eval_set(prompt_rows, evaluation)
     train_pairs = read_rows(PreferencePair, data / "pairs_train.jsonl", made_by)
     replayed = [pair for pair in train_pairs if "badcase" in pair]
-    human_pairs = read_rows(PreferencePair, data / "pairs_eval.jsonl", made_by)
-    human_pairs = shuffled(human_pairs, params.seed)[: params.annotate.agreement_pairs]
+    principles = load_principles(params)
     recorder, judge = MetricLogger("annotate", round_, len(prompt_rows)), load_judge(params)
 
     # 2. the judge against people comes first: if they disagree, the run can be stopped before the
     # more expensive labelling
-    human_judgements = judge_both_orders(
-        judge, [Comparison(row["prompt"], row["chosen"], row["rejected"]) for row in human_pairs]
-    )
-    agreement = human_agreement(human_judgements)
-    recorder.log_progress(
-        0,
-        f"agrees with people on {agreement['rate'] or 0:.2f} of {agreement['pairs']} pairs;"
-        f" {agreement['ties']} ties",
-    )
+    human_judgements, agreement = compare_with_people(judge, params, principles, recorder)
 
     # 3. responses of SFT
-    sft = stage_dir(round_, "sft")
-    tokenizer = load_tokenizer(sft / "model")
-    check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
-    responses = sample_responses([row["prompt"] for row in prompt_rows], tokenizer, params, round_)
+    prompts = [row["prompt"] for row in prompt_rows]
+    sampled = sample_responses(prompts, params.annotate.samples, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
-    labelled = label_all(judge, prompt_rows, responses, recorder)
+    drawn = [draw_principle(principles, params.seed, row["id"]) for row in prompt_rows]
+    labelled = label_all(judge, prompt_rows, sampled.responses, drawn, recorder)
     pairs = [prompt.pair for prompt in labelled if prompt.pair]
     judgements = [judgement for prompt in labelled for judgement in prompt.judgements]
     consistency = between_orders([*human_judgements, *judgements])
@@ -99,7 +85,8 @@ def label_with_judge(params: Params, round_: str) -> None:
             " differ more"
         )
 
-    # 5. write: replayed pairs stay, other human pairs do not
+    # 5. revisions by the constitution; write: replayed pairs stay, other human pairs do not
+    revised = make_revisions(params, principles, recorder)
     metrics = {
         "annotator": "judge",
         **judge.describe(),
@@ -110,24 +97,30 @@ def label_with_judge(params: Params, round_: str) -> None:
         "comparisons": len(judgements),
         "unparsable": unparsable,
         **consistency,
-        "human_agreement": agreement,
+        **agreement,
         **judge.cost(),
+        **revised.metrics,
     }
-    template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
-    write_outputs([*pairs, *replayed], metrics, judge, template_sha256, params.seed, recorder)
+    write_usage(round_, judge.usage() | revised.usage)
+    write_outputs([*pairs, *replayed], metrics, judge, sampled.template_hash, params, recorder)
 
 
 def label_all(
     judge: PairwiseJudge,
     prompt_rows: Sequence[PromptRow],
     responses: Sequence[Sequence[str]],
+    principles: Sequence[str | None],
     recorder: MetricLogger,
 ) -> list[LabelledPrompt]:
-    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them."""
+    """Label all prompts, with a progress line per `PROMPTS_PER_PROGRESS_LINE` of them.
+
+    Args:
+        responses, principles: of each prompt.
+    """
     labelled: list[LabelledPrompt] = []
     for start in range(0, len(prompt_rows), PROMPTS_PER_PROGRESS_LINE):
-        end = start + PROMPTS_PER_PROGRESS_LINE
-        labelled += compare_all(judge, prompt_rows[start:end], responses[start:end])
+        part = slice(start, start + PROMPTS_PER_PROGRESS_LINE)
+        labelled += compare_all(judge, prompt_rows[part], responses[part], principles[part])
         pairs = sum(prompt.pair is not None for prompt in labelled)
         recorder.log_progress(len(labelled), f"{pairs} pairs")
     return labelled
@@ -138,26 +131,24 @@ def write_outputs(
     metrics: Metrics,
     judge: PairwiseJudge,
     template_sha256: str,
-    seed: int,
+    params: Params,
     recorder: MetricLogger,
 ) -> None:
-    """Write the pairs, the manifest, the judge's usage and the metrics."""
+    """Write the pairs, the manifest and the metrics."""
     folder, round_ = recorder.folder, recorder.round
     data = stage_dir(round_, "prepare") / "data"
     write_jsonl(folder / "data/pairs_train.jsonl", pairs)
     write_manifest(
         "annotate",
         round_,
-        seed=seed,
-        inputs=[data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")],
+        seed=params.seed,
+        inputs=[
+            *(data / f"{name}.jsonl" for name in ("prompts_train", "pairs_train", "pairs_eval")),
+            *user_files(params)["constitution"],
+        ],
         template_hash=template_sha256,
         **judge.describe(),
     )
-    # Not an output of DVC: with a full answer cache a repeated run pays less than the first one.
-    if usage := judge.usage():
-        write_json(work_dir(round_, "annotate") / "usage.json", usage)
-        numbers = "  ".join(f"{name} {value}" for name, value in usage.items())
-        print(f"[annotate@{round_}] {numbers}", flush=True)
     recorder.finish(metrics)
     print(
         f"[annotate@{round_}] {metrics['pairs']} pairs from {metrics['prompts']} prompts,"
@@ -166,44 +157,33 @@ def write_outputs(
     )
 
 
-def sample_responses(
-    prompts: Sequence[Prompt], tokenizer: Any, params: Params, round_: str
-) -> list[list[str]]:
-    """Sample annotate.samples SFT responses per prompt."""
-    samples = params.annotate.samples
-    prompt_ids = [
-        encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts
-    ]
-    model = load_causal_lm(stage_dir(round_, "sft") / "model", params.model)
-    response_ids = generate(
-        model,
-        [ids for ids in prompt_ids for _ in range(samples)],
-        response_length=params.ppo.response_length,
-        temperature=params.annotate.temperature,
-        generator=torch.Generator().manual_seed(params.seed),
-        ends=end_tokens(model, tokenizer),
-    )
-    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
-
-
 def compare_all(
-    judge: PairwiseJudge, prompt_rows: Sequence[PromptRow], responses: Sequence[Sequence[str]]
+    judge: PairwiseJudge,
+    prompt_rows: Sequence[PromptRow],
+    responses: Sequence[Sequence[str]],
+    principles: Sequence[str | None],
 ) -> list[LabelledPrompt]:
     """Label prompts by comparing all pairs of each one's distinct responses.
+
+    All comparisons of a prompt have its principle, so that its pair has one reason.
 
     All comparisons go to the judge in one call, so that it can work on them in parallel.
     """
     distinct = [list(dict.fromkeys(texts)) for texts in responses]
     comparisons = [
-        Comparison(row["prompt"], texts[i], texts[j])
-        for row, texts in zip(prompt_rows, distinct, strict=True)
+        Comparison(row["prompt"], texts[i], texts[j], principle)
+        for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True)
         for i, j in all_pairs(len(texts))
     ]
     verdicts = iter(judge_both_orders(judge, comparisons))
     return [
-        label_prompt(row, texts, [next(verdicts) for _ in all_pairs(len(texts))], judge.describe())
-        for row, texts in zip(prompt_rows, distinct, strict=True)
+        label_prompt(
+            row,
+            texts,
+            [next(verdicts) for _ in all_pairs(len(texts))],
+            judge.describe() | ({"principle": principle} if principle else {}),
+        )
+        for row, texts, principle in zip(prompt_rows, distinct, principles, strict=True)
     ]
 
 

@@ -1,8 +1,9 @@
 """The stage `inputs`: hash the user's own files that params.yaml names.
 
 DVC runs it every time, so that a stage runs again if a file has changed that only params.yaml
-names: data, a model folder, a scoring function or a module of the project that it imports.
-Outputs: assets/inputs/{data,model,rewards,judges,primary_judge}.json, with the sha256 of each file.
+names: data, a model folder, a scoring function or a module of the project that it imports, the
+constitution.
+Outputs: assets/inputs/<kind>.json per kind of user_inputs.py, with the sha256 of each file.
 Run: `python -m stages.assets.inputs`.
 """
 

@@ -1,9 +1,9 @@
 """The replay stage: turn this round's failures into the next round's training rows.
 
-Reads prepare's data, PPO's late rollouts, the policy, the SFT and reward models, what people
-reported (badcases/<round>.jsonl), and the previous round's replay. Writes to
-rounds/<round>/replay/data: pairs.jsonl, sft.jsonl and prompts.jsonl for the next round's prepare,
-badcases.jsonl (the ledger of all rounds so far) and exploits.jsonl; and metrics.json.
+Reads prepare's data, annotate's revised responses, PPO's late rollouts, the policy, the SFT and
+reward models, what people reported (badcases/<round>.jsonl), and the previous round's replay.
+Writes to rounds/<round>/replay/data: pairs.jsonl, sft.jsonl and prompts.jsonl for the next round's
+prepare, badcases.jsonl (the ledger of all rounds so far) and exploits.jsonl; and metrics.json.
 
 Run: `python -m stages.replay --round r0`.
 """
@@ -43,7 +43,12 @@ from stages.replay.policy_samples import (
 )
 from stages.replay.progress import exploit_metrics, repair_metrics, resample_and_retest
 from stages.replay.sampler import Sampler, sample_candidates
-from stages.replay.training_rows import limit_rows, make_training_rows
+from stages.replay.training_rows import (
+    REVISED_SOURCE,
+    demonstrations_of,
+    limit_rows,
+    make_training_rows,
+)
 
 FRESH_PROMPTS = 96
 
@@ -94,6 +99,8 @@ def main(params: Params, round_: str) -> None:
     badcases, pairs, demonstrations, prompt_rows = make_training_rows(badcases, better)
     badcases = resample_and_retest(badcases, sampler, jury, seed + 3, limits, round_)
     against = exploit_pairs(exploits, human_pairs, config.pairs_per_exploit, seed)
+    # badcases first: they keep their rows if replay.max_share leaves no room for all
+    demonstrations += demonstrations_of(inputs.revised)
     made: DataSets = {"pairs": [*against, *pairs], "sft": demonstrations, "prompts": prompt_rows}
     human = {"pairs": len(human_pairs), "sft": inputs.human_sft, "prompts": len(inputs.prompts)}
     training_rows, leaked = limit_rows(made, inputs.evaluation, human, params)
@@ -119,6 +126,9 @@ def main(params: Params, round_: str) -> None:
         "prompts": len(training_rows["prompts"]),
         "jury": jury.report(),
     }
+    if inputs.revised:
+        sources = [row.get("source") for row in training_rows["sft"]]
+        metrics["revised"] = sources.count(REVISED_SOURCE)
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {value}" for name, value in progress.items())
     print(f"[replay@{round_}] {len(badcases)} badcases; {summary}", flush=True)

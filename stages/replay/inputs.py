@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from stages.lib.core.files import stage_dir
+from stages.lib.core.files import REVISED, stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.rows import (
     AnyRow,
     Demonstration,
     PreferencePair,
     PromptRow,
+    RevisedResponse,
     RolloutRow,
     TrainingPrompt,
     read_rows,
@@ -34,8 +35,9 @@ class ReplayInputs:
     """Rows by kind.
 
     prompts: distinct training prompts. rollouts: of the last third of PPO's updates. human_sft: the
-    number of demonstrations that replay did not make. evaluation: all held-out rows by file name.
-    reports, mining_prompts: from people.
+    number of demonstrations that replay did not make. revised: responses that annotate revised by
+    a constitution. evaluation: all held-out rows by file name. reports, mining_prompts: from
+    people.
     """
 
     prompts: list[TrainingPrompt]
@@ -43,6 +45,7 @@ class ReplayInputs:
     train_pairs: list[PreferencePair]
     held_out_pairs: list[PreferencePair]
     human_sft: int
+    revised: list[RevisedResponse]
     evaluation: DataSets
     reports: list[Report]
     mining_prompts: list[PromptRow]
@@ -81,7 +84,9 @@ def read_inputs(round_: str) -> ReplayInputs:
         HELD_OUT["sft"]: read(Demonstration, HELD_OUT["sft"]),
         HELD_OUT["pairs"]: held_out_pairs,
     }
-    check_prompts_not_in_eval_set([*prompts, *rollouts], evaluation["eval_prompts"])
+    revised_path = stage_dir(round_, "annotate") / REVISED
+    revised = read_rows(RevisedResponse, revised_path, f"dvc repro annotate@{round_}")
+    check_prompts_not_in_eval_set([*prompts, *rollouts, *revised], evaluation["eval_prompts"])
     reports, mining_prompts = read_user_reports(round_, evaluation["eval_prompts"])
     return ReplayInputs(
         prompts=prompts,
@@ -89,6 +94,7 @@ def read_inputs(round_: str) -> ReplayInputs:
         train_pairs=read(PreferencePair, "pairs_train"),
         held_out_pairs=held_out_pairs,
         human_sft=sum(map(is_human, read(Demonstration, "sft_train"))),
+        revised=revised,
         evaluation=evaluation,
         reports=reports,
         mining_prompts=mining_prompts,

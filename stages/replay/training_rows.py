@@ -4,10 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.lib.core.params import Params
-from stages.lib.core.rows import Demonstration, PreferencePair, PromptRow, TrainingPrompt
+from stages.lib.core.rows import (
+    Demonstration,
+    PreferencePair,
+    PromptRow,
+    RevisedResponse,
+    TrainingPrompt,
+)
 from stages.lib.data.splits import DataSets
 from stages.lib.dedup.contamination import leaks_by_set
 from stages.replay.badcases import Badcase, State
+
+REVISED_SOURCE = "revision"  # `source` of demonstrations that a language model revised
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,23 @@ def make_training_rows(
             demonstrations.setdefault((key, demonstrated), {**row, "completion": demonstrated})
         replayed.append(case.model_copy(update={"better": better, "state": State.replayed}))
     return replayed, pairs, list(demonstrations.values()), list(prompts.values())
+
+
+def demonstrations_of(revised: Sequence[RevisedResponse]) -> list[Demonstration]:
+    """The revised responses as demonstrations.
+
+    `badcase` marks them as made by the pipeline, so that they never count as rows of people.
+    """
+    return [
+        {
+            "id": f"revised-{row['id']}",
+            "prompt": row["prompt"],
+            "source": REVISED_SOURCE,
+            "badcase": f"revised-{row['id']}",
+            "completion": row["revision"],
+        }
+        for row in revised
+    ]
 
 
 def limit_rows(

@@ -150,6 +150,7 @@ def make_round(
         write_data(folder / "prepare/data")
         (folder / "annotate/data").mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "prepare/data/pairs_train.jsonl", folder / "annotate/data")
+        (folder / "annotate/revised.jsonl").touch()
         sft = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
         torch.manual_seed(7)
         reward = AutoModelForSequenceClassification.from_pretrained(

@@ -25,6 +25,7 @@ ASSETS = Path("assets")
 WORK = Path(".rondo/work")
 RESUME_STATE = "state.pt"  # in a folder of WORK: from it, a killed stage resumes
 JUDGE_CACHE = Path(".rondo/judge_cache")  # answers of language-model judges, for all rounds
+REVISED = "revised.jsonl"  # of annotate: a file that replay reads
 
 
 def stage_dir(round_: str, stage: str) -> Path:

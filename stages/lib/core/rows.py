@@ -40,8 +40,9 @@ class TrainingPrompt(PromptRow):
     replay.
 
     source: the data file or data set that the row is from; `replay` if an earlier round's replay
-    made it. badcase: the badcase or exploit that it was made against. columns: further columns of
-    the data (`prepare.columns`), which rewards get; only in prompts_train.jsonl.
+    made it; `revision` if a language model did (annotate). badcase: the badcase or exploit that it
+    was made against, or the revised response; only of rows that the pipeline made. columns: further
+    columns of the data (`prepare.columns`), which rewards get; only in prompts_train.jsonl.
     """
 
     source: NotRequired[str]
@@ -76,6 +77,20 @@ class PreferencePair(TrainingPrompt, PairTexts):
 
     margin: NotRequired[float]
     annotator: NotRequired[Metrics]
+
+
+class RevisedResponse(PromptRow):
+    """A response of SFT that a language model revised by a principle of the constitution.
+
+    Written by annotate (revised.jsonl). Read by replay.
+
+    response: SFT's. critique: how it departs from the principle. revision: the response to imitate.
+    """
+
+    response: str
+    principle: str
+    critique: str
+    revision: str
 
 
 class RewardScores(TypedDict):

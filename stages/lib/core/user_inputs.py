@@ -3,13 +3,15 @@
 dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`, which DVC runs
 every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
 the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
-(ppo.rewards), `judges` (evaluate.judges) and `primary_judge` (the first of them).
+(ppo.rewards), `judges` (evaluate.judges), `primary_judge` (the first of them) and `constitution`
+(annotate.constitution).
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from stages.lib.core.constitution import read_principles
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, read_json, write_json
 from stages.lib.core.params import Params
@@ -29,7 +31,8 @@ def user_files(params: Params) -> dict[str, list[Path]]:
     """Files and folders by kind.
 
     Raises:
-        BadInput: there are no prepare.sources, or a model or function does not exist.
+        BadInput: there are no prepare.sources, a model or function does not exist, or the
+            constitution has no principle.
     """
     data = [Path(source.path) for source in params.prepare.sources]
     if params.assets.data != "files":
@@ -53,7 +56,16 @@ def user_files(params: Params) -> dict[str, list[Path]]:
         "rewards": rewards,
         "judges": [path for paths in by_judge.values() for path in paths],
         "primary_judge": by_judge[params.evaluate.judges[0]],
+        "constitution": _constitution(params),
     }
+
+
+def _constitution(params: Params) -> list[Path]:
+    if params.annotate.constitution is None:
+        return []
+    path = Path(params.annotate.constitution)
+    read_principles(path)  # an empty file is an error before the first stage runs
+    return [path]
 
 
 def _judge_files(named: str, params: Params) -> list[Path]:

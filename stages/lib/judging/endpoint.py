@@ -1,37 +1,23 @@
-"""A language model as judge, over OpenAI's chat completions protocol.
+"""A language model as judge, over OpenAI's chat completions protocol (chat.py)."""
 
-OpenAI, vLLM, Ollama, llama.cpp and others support it. The API key is read from the environment and
-sent only to the servers that pyproject.toml lists for it; it is never written to a file, log or
-message.
-"""
-
-import hashlib
-import json
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import Any, NoReturn
 
-import openai
-from openai.types.chat import ChatCompletion
-
-from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
-from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Metrics, Prompt
-from stages.lib.data.prompts import transcript
-from stages.lib.judging.answer_cache import Answer, AnswerCache
+from stages.lib.judging.chat import ChatClient, Messages, prompt_text
 from stages.lib.judging.pairwise import Comparison, Verdict
-from stages.lib.judging.rubric import answer_format, parse_verdict, system_prompt
+from stages.lib.judging.rubric import (
+    Rubric,
+    answer_format,
+    parse_verdict,
+    principle_rubric,
+    system_prompt,
+)
 
-UNREADABLE_RETRIES = 2  # further requests at most if an answer cannot be read
-SHOWN = 300  # characters of a server's error in a message
-NO_KEY = "no-key"  # the client requires a key, local servers do not
-# QUESTION and AGAIN are part of the cache's keys: another wording means new requests.
+# part of the cache's keys: another wording means new requests
 QUESTION = """<prompt>
 {prompt}
 </prompt>
@@ -41,33 +27,6 @@ QUESTION = """<prompt>
 <response_B>
 {b}
 </response_B>"""
-AGAIN = "That cannot be read: {fault}. Answer with one JSON object and nothing else: {form}"
-
-Messages = list[dict[str, str]]
-
-
-@dataclass
-class Usage:
-    """Numbers of answers and tokens.
-
-    calls: answers requested from the server. cached: answers found in the cache. tokens_in,
-    tokens_out: tokens of all these answers. paid_tokens_in, paid_tokens_out: tokens of the calls.
-    """
-
-    calls: int = 0
-    cached: int = 0
-    tokens_in: int = 0
-    tokens_out: int = 0
-    paid_tokens_in: int = 0
-    paid_tokens_out: int = 0
-
-    def add(self, answer: Answer, paid: bool) -> None:
-        self.calls += paid
-        self.cached += not paid
-        self.tokens_in += answer.tokens_in
-        self.tokens_out += answer.tokens_out
-        self.paid_tokens_in += paid * answer.tokens_in
-        self.paid_tokens_out += paid * answer.tokens_out
 
 
 class EndpointJudge:
@@ -82,16 +41,7 @@ class EndpointJudge:
     def __init__(
         self, params: EndpointParams, cache: Path = JUDGE_CACHE, key: str = "annotate.endpoint"
     ) -> None:
-        self.params, self.params_key = params, key
-        self.answers = AnswerCache(cache)
-        self.counts, self.lock = Usage(), Lock()
-        self.api_key = read_api_key(params.api_key_env, params.base_url or "") or NO_KEY
-        self.client = openai.OpenAI(
-            base_url=params.base_url,
-            api_key=self.api_key,
-            max_retries=params.max_retries,
-            timeout=params.timeout,
-        )
+        self.params, self.chat = params, ChatClient(params, cache, key)
 
     def describe(self) -> dict[str, str | None]:
         return {"judge": "endpoint", "model": self.params.model}
@@ -100,160 +50,35 @@ class EndpointJudge:
         """Request a verdict on each comparison, several in parallel.
 
         Raises:
-            BadInput: the server refuses the key or the request, or does not have the model.
-            Unreachable: the server does not answer now; the answers so far are kept.
-            RondoError: the server's answer is not a chat completion.
+            BadInput, Unreachable, RondoError: as `ChatClient.read`.
         """
-        pool = ThreadPoolExecutor(self.params.concurrency)
-        try:
-            return list(pool.map(self._verdict, comparisons))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return self.chat.in_parallel(self._verdict, comparisons)
 
     def scores(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> None:
         """None: a language model compares more reliably than it scores."""
 
     def cost(self) -> Metrics:
-        counts = self.counts
-        return {
-            "answers": counts.calls + counts.cached,
-            "tokens_in": counts.tokens_in,
-            "tokens_out": counts.tokens_out,
-            "cost": self._price(counts.tokens_in, counts.tokens_out),
-        }
+        return self.chat.cost()
 
     def usage(self) -> Metrics:
-        counts = self.counts
-        return asdict(counts) | {"paid": self._price(counts.paid_tokens_in, counts.paid_tokens_out)}
-
-    def _price(self, tokens_in: int, tokens_out: int) -> float | None:
-        """The price of so many tokens; None if params.yaml does not give the prices."""
-        price_in = self.params.price_per_million_input
-        price_out = self.params.price_per_million_output
-        if price_in is None or price_out is None:
-            return None
-        return (tokens_in * price_in + tokens_out * price_out) / 1e6
+        return self.chat.usage()
 
     def _verdict(self, comparison: Comparison) -> Verdict | None:
-        """The verdict on one comparison.
-
-        If the answer cannot be read, the request is repeated with the error appended; None if that
-        does not help.
+        """The verdict on one comparison, by its principle if it has one, else by the rubric; None
+        if no answer can be read.
         """
-        messages = self._question(comparison)
-        for _ in range(1 + UNREADABLE_RETRIES):
-            text = self._answer(messages)
-            try:
-                return parse_verdict(text, self.params.rubric)
-            except ValueError as fault:
-                again = AGAIN.format(fault=fault, form=answer_format(self.params.rubric))
-                messages = [
-                    *messages,
-                    {"role": "assistant", "content": text or "(nothing)"},
-                    {"role": "user", "content": again},
-                ]
-        return None
-
-    def _question(self, comparison: Comparison) -> Messages:
-        """The messages of the first request."""
-        prompt = (
-            comparison.prompt
-            if isinstance(comparison.prompt, str)
-            else transcript(comparison.prompt).strip()
-        )
-        return [
-            {"role": "system", "content": system_prompt(self.params.rubric)},
+        rubric: Rubric = self.params.rubric
+        if comparison.principle:
+            rubric = principle_rubric(comparison.principle)
+        messages: Messages = [
+            {"role": "system", "content": system_prompt(rubric)},
             {
                 "role": "user",
-                "content": QUESTION.format(prompt=prompt, a=comparison.a, b=comparison.b),
+                "content": QUESTION.format(
+                    prompt=prompt_text(comparison.prompt), a=comparison.a, b=comparison.b
+                ),
             },
         ]
-
-    def _answer(self, messages: Messages) -> str:
-        """The answer to messages, from the cache or the server."""
-        request = {
-            "model": self.params.model,
-            "messages": messages,
-            "temperature": 0,
-            "max_completion_tokens": self.params.max_completion_tokens,
-        }
-        # The server is part of the key: two servers may have different models of the same name.
-        key = hashlib.sha256(
-            json.dumps({**request, "server": self.params.base_url}, sort_keys=True).encode()
-        ).hexdigest()
-        cached = self.answers.get(key)
-        answer = cached or self.answers.put(key, self._call(request))
-        with self.lock:
-            self.counts.add(answer, paid=cached is None)
-        return answer.text
-
-    def _call(self, request: dict[str, Any]) -> Answer:
-        """Send a request to the server.
-
-        Raises:
-            BadInput, Unreachable, RondoError: see `compare`.
-        """
-        try:
-            completion = self.client.chat.completions.create(**request)
-        except openai.OpenAIError as error:
-            self._raise_with_next_step(error)
-        except json.JSONDecodeError:
-            completion = None
-        if (
-            not isinstance(completion, ChatCompletion)
-            or not completion.choices
-            or not completion.choices[0].message
-        ):
-            raise RondoError(
-                f"{self.params_key}.base_url {self.params.base_url}: the server returned no chat "
-                "completion; the address usually ends in /v1. Correct it and run the stage again"
-            )
-        usage = completion.usage
-        return Answer(
-            completion.choices[0].message.content or "",
-            usage.prompt_tokens if usage else 0,
-            usage.completion_tokens if usage else 0,
+        return self.chat.read(
+            messages, partial(parse_verdict, rubric=rubric), answer_format(rubric)
         )
-
-    def _raise_with_next_step(self, error: openai.OpenAIError) -> NoReturn:
-        """Raise an error that names the param to change and the next step.
-
-        A server may quote the API key in its error, so the key is removed from the message.
-        """
-        params, key = self.params, self.params_key
-        reason = str(error).replace(self.api_key, "***")[:SHOWN]
-        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            variable = params.api_key_env
-            next_step = f"export one that {params.base_url} accepts"
-            if self.api_key != NO_KEY:
-                state = "refused"
-            elif os.environ.get(variable):
-                state = "not for this server"
-                next_step = f'add {variable} = ["{params.base_url}"] to [tool.rondo.api_keys]'
-                next_step += " in pyproject.toml"
-            else:
-                state = "not set"
-            raise BadInput(
-                f"{key}.api_key_env {variable}: the API key in this environment variable "
-                f"is {state} ({reason}); {next_step} and run the stage again"
-            ) from None
-        if isinstance(error, openai.NotFoundError):
-            raise BadInput(
-                f"{key}.model {params.model}: {params.base_url} does not have it ({reason}); its "
-                f"models are listed at {params.base_url}/models; it may also be that "
-                f"{key}.base_url lacks its /v1"
-            ) from None
-        if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
-            raise BadInput(
-                f"{key}.model {params.model}: {params.base_url} rejects the request ({reason}); it "
-                "may be too long for this model, or the model may not support temperature 0; "
-                "choose another model"
-            ) from None
-        temporary = isinstance(
-            error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
-        )
-        raise (Unreachable if temporary else RondoError)(
-            f"{key}.base_url {params.base_url}: no answer after up to {params.max_retries} retries "
-            f"({reason}); start the server, or, if it is slow or overloaded, raise {key}.timeout "
-            f"or lower {key}.concurrency, and run the stage again: the answers so far are kept"
-        ) from None

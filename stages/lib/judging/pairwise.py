@@ -6,7 +6,7 @@ both orders agree.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -34,15 +34,19 @@ OUTCOME_BY_PREFERENCE = {value: key for key, value in PREFERENCE_BY_OUTCOME.item
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two responses, A and B, to one prompt."""
+    """Two responses, A and B, to one prompt.
+
+    principle: of a constitution, by which a language model decides in place of its rubric.
+    """
 
     prompt: Prompt
     a: str
     b: str
+    principle: str | None = None
 
     def swapped(self) -> "Comparison":
         """The same comparison with A and B in each other's place."""
-        return Comparison(self.prompt, self.b, self.a)
+        return replace(self, a=self.b, b=self.a)
 
 
 @dataclass(frozen=True)

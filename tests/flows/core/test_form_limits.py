@@ -66,6 +66,8 @@ def test_a_form_reads_no_file_outside_the_project(
     outside = tmp_path_factory.mktemp("outside")
     (outside / "pairs.jsonl").touch()
     (outside / "config.json").touch()
+    (outside / "principles.txt").write_text("Be kind.")
+    model = ("annotate.endpoint.base_url=http://127.0.0.1:9/v1", "annotate.endpoint.model=wise")
     data = "prepare.sources=[{{path: {}}}]"
     relative = f"../{outside.name}"  # both are folders of the session
     for settings in (
@@ -75,6 +77,7 @@ def test_a_form_reads_no_file_outside_the_project(
         (f"assets.model={outside}",),
         (f"ppo.rewards=[{{name: other, model: {outside}}}]",),
         (f"evaluate.judges=[lexicon, {outside}]",),
+        (f"annotate.constitution={outside}/principles.txt", "annotate.revisions=1", *model),
     ):
         with pytest.raises(BadInput, match="is outside the project"):
             form(*settings)

@@ -38,6 +38,15 @@ def test_labels_by_a_judge_take_time_and_human_labels_take_none() -> None:
     assert lexicon - estimate.STAGE_SECONDS == pytest.approx(sampling)
     assert language_model - lexicon == pytest.approx((100 * 12 + 128) * 2 / 8)
     assert "annotate" not in estimate.estimate(Params(), MACHINE).seconds
+    # 50 revisions: a sample and two answers each; without labels also the 2 * 64 of the human pairs
+    revised = {"constitution": "a.txt", "revisions": 50, "judge": "endpoint", "endpoint": endpoint}
+    both, revisions = (
+        estimate.estimate(params(annotate=section | revised), MACHINE).seconds["annotate"]
+        for section in (section, {})
+    )
+    revising = 50 * 30 * 135e6 * 2 / 0.28e12 + 50 * 2 * 2 / 8
+    assert both - language_model == pytest.approx(revising)
+    assert revisions - estimate.STAGE_SECONDS == pytest.approx(revising + 128 * 2 / 8)
 
 
 def test_language_models_that_judge_take_time() -> None:

@@ -71,16 +71,17 @@ def test_tokens_of_training_and_writing(project: Path) -> None:
 
 def test_usage_of_judges_is_summed(project: Path) -> None:
     judge = {"tokens_in": 900, "tokens_out": 30, "cost": 0.5}
-    metrics("annotate", judge)
+    revisions = {"prompts": 8, "tokens_in": 50, "tokens_out": 5, "cost": 0.25}
+    metrics("annotate", {**judge, "revisions": revisions})
     other = {"tokens_in": 100, "tokens_out": 1, "cost": None}
     jury = {"lexicon": {"kappa": 1.0}, "a": judge, "b": other}
     metrics("evaluate", {"jury": {"alone": jury}})
     costs = rows()
     tokens_in = costs["judges: input tokens"]
     assert [tokens_in.cell(stage) for stage in ("annotate", "evaluate", "replay")] == [
-        *("900", "1,000", "-")
+        *("950", "1,000", "-")
     ]
-    assert (costs["judges: output tokens"].total, costs["judges: price"].total) == ("61", "1")
+    assert (costs["judges: output tokens"].total, costs["judges: price"].total) == ("66", "1.25")
 
 
 def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages.annotate.__main__ import main
 from stages.annotate.ai_labels import compare_all
+from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.judging.lexicon import LexiconJudge, lexicon_preference, lexicon_scores
 from tests.paths import ROOT
+from tests.stages.annotate.taught import teach
 
 DATA, FOLDER = Path("rounds/r0/prepare/data"), Path("rounds/r0/annotate")
 LABELS = FOLDER / "data/pairs_train.jsonl"
@@ -54,6 +54,7 @@ def test_peoples_labels_are_copied_and_torch_is_not_imported(make_round):
     main(params, "r0")
     assert LABELS.read_bytes() == (DATA / "pairs_train.jsonl").read_bytes()
     assert read(FOLDER / "metrics.json") == {"annotator": "dataset", "pairs": 6 * 9 + 1}
+    assert (FOLDER / "revised.jsonl").read_bytes() == b""
     command = (
         "import sys, stages.annotate.__main__;"
         " sys.exit('torch' in sys.modules or 'openai' in sys.modules)"
@@ -72,7 +73,9 @@ def test_a_pair_has_its_provenance():
     """Two of four responses are equal: the three distinct ones are compared in all pairs."""
     responses = [" was there.", " was awful.", " was wonderful.", " was awful."]
     rows = [{"id": "p", "prompt": "The walk"}, {"id": "q", "prompt": "The trip"}]
-    first, second = compare_all(LexiconJudge(0.05), rows, [responses, [" was on.", " was off."]])
+    first, second = compare_all(
+        LexiconJudge(0.05), rows, [responses, [" was on.", " was off."]], [None, None]
+    )
     bad, good = lexicon_scores(["The walk"] * 2, responses[1:3])
     assert first.pair == {
         "id": "judge-p",
@@ -88,27 +91,6 @@ def test_a_pair_has_its_provenance():
         },
     }
     assert (len(first.judgements), second.pair, len(second.judgements)) == (3, None, 1)
-
-
-def teach(texts: list[str]) -> None:
-    """Overfit the round's SFT model on `texts`: a random model writes bytes that the lexicon does
-    not contain.
-    """
-    folder = Path("rounds/r0/sft/model")
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    batch = tokenizer(
-        [text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True
-    )
-    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(150):
-        model(**batch, labels=labels).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    model.save_pretrained(folder)
 
 
 def test_the_lexicon_labels_sft_responses(make_round):
@@ -226,3 +208,62 @@ def test_an_evaluation_prompt_is_refused(make_round):
     write_jsonl(path, [*read_jsonl(path, ""), {"id": "leak", "prompt": "our  MEETING"}])
     with pytest.raises(BadInput, match="leak is evaluation prompt q-Our meeting"):
         main(params, "r0")
+
+
+LONG, SHORT = "The response is long.", "The response is short."
+
+
+def by_length(request: dict) -> str:
+    """Prefers the longer or the shorter response, as the request's principle wants it."""
+    instruction, question = (message["content"] for message in request["messages"])
+    a, b = (
+        len(question.split(f"<response_{name}>\n")[1].split(f"\n</response_{name}>")[0])
+        for name in "AB"
+    )
+    assert (LONG in instruction) != (SHORT in instruction)
+    a, b = (a, b) if LONG in instruction else (b, a)
+    return json.dumps({"preference": "A" if a > b else "B" if b > a else "tie"})
+
+
+def test_a_constitution_labels_in_place_of_the_rubric(make_round, chat_server):
+    chat_server.answer = by_length
+    endpoint = {"base_url": chat_server.url, "model": "wise", "rubric": "Be fair."}
+    labels = {"judge": "endpoint", "constitution": "principles.txt", "endpoint": endpoint}
+    params = with_judge(make_round("r0", 1.0), agreement_pairs=100, **labels)
+    Path("principles.txt").write_text(f"{LONG}\n\n{SHORT}\n")
+    inputs(params, "r0")
+    main(params, "r0")
+
+    pairs, metrics = read_jsonl(LABELS, ""), read(FOLDER / "metrics.json")
+    assert {row["annotator"]["principle"] for row in pairs} == {LONG, SHORT}
+    for row in pairs:
+        sizes = sorted(len(text) for text in row["annotator"]["samples"])
+        shortest, longest = sizes[0], sizes[-1]
+        wanted = row["annotator"]["principle"] == LONG
+        expected = (longest, shortest) if wanted else (shortest, longest)
+        assert (len(row["chosen"]), len(row["rejected"])) == expected
+    # both orders of a comparison have one principle
+    assert metrics["position_consistency"] == 1.0
+    # What people chose is the longer one of all their 16 pairs that are not equally long (2 ties)
+    total, parts = metrics["human_agreement"], metrics["human_agreement_by_principle"]
+    assert parts["1"]["rate"] == 1.0 and parts["2"]["rate"] == 0.0
+    assert parts["1"]["pairs"] + parts["2"]["pairs"] == total["pairs"] == 16
+    assert parts["1"]["ties"] + parts["2"]["ties"] == total["ties"] == 2
+    assert total["rate"] == parts["1"]["pairs"] / 16
+    assert not any("Be fair." in str(request) for request in chat_server.seen)
+    hashes = read(FOLDER / "manifest.json")["inputs"]
+    assert (
+        hashes["principles.txt"] == read(Path("assets/inputs/constitution.json"))["principles.txt"]
+    )
+
+    # fewer prompts get the same principles, so all answers are cached; another wording is not
+    calls = len(chat_server.seen)
+    main(with_judge(params, prompts=3, **labels), "r0")
+    assert len(chat_server.seen) == calls
+    Path("principles.txt").write_text(f"{LONG}\n{SHORT} Very short.\n")
+    with pytest.raises(BadInput, match=r"principles\.txt changed after the run began"):
+        main(params, "r0")
+    inputs(params, "r0")
+    main(params, "r0")
+    new = [request["messages"][0]["content"] for request in chat_server.seen[calls:]]
+    assert new and all("Very short." in instruction for instruction in new)

@@ -16,7 +16,8 @@ from stages.lib.core.params.data import rounds
 from stages.lib.data.splits import dedupe_prompts
 from stages.replay.__main__ import main
 from stages.replay.badcases import MiningPrompt, Report, add_user_rows
-from stages.replay.inputs import last_third
+from stages.replay.inputs import last_third, read_inputs
+from stages.replay.training_rows import demonstrations_of
 
 DATA = Path("rounds/r0/replay/data")
 
@@ -114,6 +115,84 @@ def check_training_rows(badcases: set[str], pairs_per_exploit: int) -> None:
             assert row["prompt"].startswith("The ")
     pairs = read_jsonl(DATA / "pairs.jsonl", "")
     assert sum(row["badcase"] in exploits for row in pairs) == pairs_per_exploit
+
+
+REVISED = Path("rounds/r0/annotate/revised.jsonl")
+
+
+def revised(prompt: str, text: str) -> dict:
+    return {
+        "id": f"p-{prompt}",
+        "prompt": prompt,
+        "response": " was dull.",
+        "principle": "Be kind.",
+        "critique": "It is unkind.",
+        "revision": text,
+    }
+
+
+def test_revised_responses_are_demonstrations_after_those_of_badcases(make_round):
+    params = make_round("r0", 1.0)
+    params.replay.max_share = 1.0
+    report = Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")
+    add_user_rows("r0", [report])
+    main(params, "r0")
+    before = {name: read_jsonl(DATA / f"{name}.jsonl", "") for name in ("pairs", "sft", "prompts")}
+    assert before["sft"] and "revised" not in read_metrics("r0")
+
+    # the third has the text of a held-out demonstration with its prompt, in 13 words
+    tale = " was great, and once upon a time there were two moons above a sea"
+    path = Path("rounds/r0/prepare/data/sft_eval.jsonl")
+    held_out = {"id": "e", "prompt": "Our day", "completion": tale}
+    write_jsonl(path, [*read_jsonl(path, ""), held_out])
+    rows = [
+        revised("The walk", " was kind."),
+        revised("The trip", " was gentle."),
+        revised("The match", tale),
+    ]
+    write_jsonl(REVISED, rows)
+    main(params, "r0")
+    added = [
+        {
+            "id": f"revised-p-{prompt}",
+            "prompt": prompt,
+            "source": "revision",
+            "badcase": f"revised-p-{prompt}",
+            "completion": text,
+        }
+        for prompt, text in (("The walk", " was kind."), ("The trip", " was gentle."))
+    ]
+    assert read_jsonl(DATA / "sft.jsonl", "") == [*before["sft"], *added]
+    assert read_jsonl(DATA / "pairs.jsonl", "") == before["pairs"]
+    assert read_jsonl(DATA / "prompts.jsonl", "") == before["prompts"]
+    metrics = read_metrics("r0")
+    assert (metrics["revised"], metrics["leaked"]) == (2, 1)
+    assert metrics["demonstrations"] == len(before["sft"]) + 2
+
+    # room for one demonstration more than those of badcases: 18 are from the data
+    params.replay.max_share = (len(before["sft"]) + 1.5) / (18 + len(before["sft"]) + 1.5)
+    main(params, "r0")
+    assert read_jsonl(DATA / "sft.jsonl", "") == [*before["sft"], added[0]]
+    assert read_metrics("r0")["revised"] == 1
+
+
+def test_revised_responses_are_no_rows_of_people(make_round):
+    """The next round's room for replayed rows is a share of the 18 demonstrations of the data."""
+    make_round("r0", 1.0)
+    path = Path("rounds/r0/prepare/data/sft_train.jsonl")
+    [row] = demonstrations_of([revised("The walk", " was kind.")])
+    write_jsonl(path, [*read_jsonl(path, ""), row])
+    assert read_inputs("r0").human_sft == 18
+
+
+def test_a_revised_evaluation_prompt_is_refused(make_round):
+    params = make_round("r0", 1.0)
+    write_jsonl(REVISED, [revised("our  MEETING", " was kind.")])
+    with pytest.raises(BadInput, match="p-our  MEETING is evaluation prompt q-Our meeting"):
+        main(params, "r0")
+    REVISED.unlink()
+    with pytest.raises(BadInput, match=r"revised\.jsonl is missing: run `dvc repro annotate@r0`"):
+        main(params, "r0")
 
 
 def test_an_evaluation_prompt_is_refused(make_round):

@@ -31,7 +31,7 @@ from stages.lib.core.params.evaluation import (
     ReplayParams,
 )
 from stages.lib.core.params.gates import GatesParams
-from stages.lib.core.params.judging import AnnotateParams, Annotator, EndpointParams, JudgeName
+from stages.lib.core.params.judging import AnnotateParams, EndpointParams, JudgeName
 from stages.lib.core.params.policy import (
     Algorithm,
     BestOfNParams,
@@ -96,8 +96,9 @@ class Params(ParamsSection):
             f"evaluate.judges has {named}": section
             for named, section in self.language_models().items()
         }
-        if self.annotate.annotator is Annotator.judge and self.annotate.judge is JudgeName.endpoint:
-            required["annotate.judge is endpoint"] = ("annotate.endpoint", self.annotate.endpoint)
+        if self.annotate.asks_language_model:
+            key = "constitution is set" if self.annotate.constitution else "judge is endpoint"
+            required[f"annotate.{key}"] = ("annotate.endpoint", self.annotate.endpoint)
         for reason, (key, endpoint) in required.items():
             if missing := [
                 f"{key}.{name}" for name in ("base_url", "model") if getattr(endpoint, name) is None

@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.lib.core.params.shared import URL_PATTERN, ParamsSection
 
@@ -97,4 +97,42 @@ class AnnotateParams(ParamsSection):
         ge=1,
         description="Held-out human pairs at most, on which the judge is compared with people.",
     )
+    constitution: str | None = Field(
+        None,
+        pattern=r"\.(txt|md)$",
+        description="A text file with one principle per line, by which the language model of "
+        "annotate.endpoint labels pairs (in place of its rubric) and revises responses; null: off.",
+    )
+    revisions: int = Field(
+        0,
+        ge=0,
+        description="Training prompts at most whose SFT response the language model criticises and "
+        "revises by the constitution, as demonstrations of the next round; 0: off.",
+    )
     endpoint: EndpointParams = Field(default_factory=EndpointParams)
+
+    @property
+    def asks_language_model(self) -> bool:
+        """Whether the stage sends requests to annotate.endpoint."""
+        labels = self.annotator is Annotator.judge and self.judge is JudgeName.endpoint
+        return labels or self.constitution is not None
+
+    @model_validator(mode="after")
+    def constitution_is_used(self) -> "AnnotateParams":
+        if self.revisions and self.constitution is None:
+            raise ValueError(
+                f"annotate.revisions is {self.revisions}: set annotate.constitution, the file with "
+                "the principles (docs/annotate.md)"
+            )
+        if self.constitution is None:
+            return self
+        if self.annotator is Annotator.judge and self.judge is not JudgeName.endpoint:
+            raise ValueError(
+                "annotate.constitution is for a language model: set annotate.judge to endpoint"
+            )
+        if self.annotator is Annotator.dataset and not self.revisions:
+            raise ValueError(
+                "annotate.constitution is not used: set annotate.annotator to judge for labels by "
+                "it, or annotate.revisions for demonstrations, or annotate.constitution to null"
+            )
+        return self

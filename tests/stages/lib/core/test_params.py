@@ -30,6 +30,17 @@ from stages.lib.core.params.data import rounds
             r"annotate.judge is endpoint: set annotate.endpoint.base_url \(docs/annotate.md\)",
         ),
         (
+            "annotate: {constitution: a.txt, revisions: 1}",
+            r"annotate.constitution is set: set annotate.endpoint.base_url and annotate.endp",
+        ),
+        ("annotate: {revisions: 2}", r"annotate.revisions is 2: set annotate.constitution"),
+        ("annotate: {constitution: a.txt}", r"annotate.constitution is not used: set .*annotator"),
+        (
+            "annotate: {constitution: a.txt, annotator: judge}",
+            r"annotate.constitution is for a language model: set annotate.judge to endpoint",
+        ),
+        ("annotate: {constitution: .env}", r"annotate.constitution: String should match pattern"),
+        (
             "annotate: {endpoint: {base_url: localhost}}",
             r"annotate.endpoint.base_url: String should match pattern",
         ),

@@ -40,13 +40,20 @@ def everything(
     write_text(Path("models/judge/config.json"), "{}")
     write_text(Path("taste.py"), "from words import nice\n\ndef score(prompts, responses): ...\n")
     write_text(Path("words.py"), "nice = 1\n")
+    write_text(Path("principles.txt"), "Be kind.\n")
     return with_files(
         "pairs.jsonl",
         "org/pairs",
         assets={"data": "files", "model": "models/mine"},
         ppo={"rewards": [{"name": "taste", "function": "taste:score"}]},
         evaluate={"judges": list(judges)},
+        annotate=by_principles("principles.txt"),
     )
+
+
+def by_principles(path: str) -> dict[str, Any]:
+    endpoint = {"base_url": "http://127.0.0.1:9/v1", "model": "wise"}
+    return {"constitution": path, "revisions": 1, "endpoint": endpoint}
 
 
 def test_each_kind_names_its_files_with_their_hashes() -> None:
@@ -58,6 +65,7 @@ def test_each_kind_names_its_files_with_their_hashes() -> None:
         "rewards": function,
         "judges": {"models/judge/config.json": sha256("{}"), **function},
         "primary_judge": {"evaluate.judges[0]": '{"judge": "lexicon", "tie_margin": 0.05}'},
+        "constitution": {"principles.txt": sha256("Be kind.\n")},
     }
     # the files of a primary judge are among its hashes too
     judges = everything(judges=["taste:score", "lexicon"])
@@ -86,6 +94,10 @@ def test_what_params_do_not_use_is_no_input() -> None:
         (
             {"evaluate": {"judges": ["rounds/r0/reward/model"]}},
             r"rounds/r0/reward/model is an output of the pipeline.*: copy it to another folder",
+        ),
+        (
+            {"annotate": by_principles("none.txt")},
+            r"annotate\.constitution: no file none\.txt; write one principle per line",
         ),
     ],
 )

@@ -1,0 +1,67 @@
+"""A judge against people, on held-out pairs that people labelled and that nothing is trained on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stages.lib.core.constitution import draw_principle, read_principles
+from stages.lib.core.files import stage_dir
+from stages.lib.core.params import Params
+from stages.lib.core.recorder import MetricLogger
+from stages.lib.core.rows import PreferencePair, read_rows
+from stages.lib.core.types import Metrics
+from stages.lib.core.user_inputs import check_unchanged
+from stages.lib.data.splits import shuffled
+from stages.lib.judging.agreement import human_agreement
+from stages.lib.judging.pairwise import (
+    Comparison,
+    PairwiseJudge,
+    TwoOrderVerdict,
+    judge_both_orders,
+)
+
+
+def load_principles(params: Params) -> list[str]:
+    """The principles of annotate.constitution; [] without one.
+
+    Raises:
+        BadInput: the file is missing or empty, or has changed since the run began.
+    """
+    check_unchanged("constitution", params)
+    return read_principles(Path(named)) if (named := params.annotate.constitution) else []
+
+
+def compare_with_people(
+    judge: PairwiseJudge, params: Params, principles: Sequence[str], recorder: MetricLogger
+) -> tuple[list[TwoOrderVerdict], Metrics]:
+    """Judge at most annotate.agreement_pairs held-out pairs, each by its principle.
+
+    Returns:
+        (the verdicts, with people's choice as response A; metrics: `human_agreement`, and with a
+        constitution also `human_agreement_by_principle`, by the number of the principle from 1)
+    """
+    path = stage_dir(recorder.round, "prepare") / "data/pairs_eval.jsonl"
+    rows = read_rows(PreferencePair, path, f"dvc repro prepare@{recorder.round}")
+    rows = shuffled(rows, params.seed)[: params.annotate.agreement_pairs]
+    drawn = [draw_principle(principles, params.seed, row["id"]) for row in rows]
+    verdicts = judge_both_orders(
+        judge,
+        [
+            Comparison(row["prompt"], row["chosen"], row["rejected"], principle)
+            for row, principle in zip(rows, drawn, strict=True)
+        ],
+    )
+    agreement = human_agreement(verdicts)
+    recorder.log_progress(
+        0,
+        f"agrees with people on {agreement['rate'] or 0:.2f} of {agreement['pairs']} pairs;"
+        f" {agreement['ties']} ties",
+    )
+    metrics: Metrics = {"human_agreement": agreement}
+    if principles:
+        metrics["human_agreement_by_principle"] = {
+            str(number): human_agreement(
+                [verdict for verdict, own in zip(verdicts, drawn, strict=True) if own == principle]
+            )
+            for number, principle in enumerate(principles, 1)
+        }
+    return verdicts, metrics

@@ -1,0 +1,242 @@
+"""A client of OpenAI's chat completions protocol, with a cache of all answers.
+
+OpenAI, vLLM, Ollama, llama.cpp and others support the protocol. The API key is read from the
+environment and sent only to the servers that pyproject.toml lists for it; it is never written to a
+file, log or message.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, NoReturn, TypeVar
+
+import openai
+from openai.types.chat import ChatCompletion
+
+from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.files import JUDGE_CACHE
+from stages.lib.core.params.judging import EndpointParams
+from stages.lib.core.project_limits import read_api_key
+from stages.lib.core.types import Metrics, Prompt
+from stages.lib.data.prompts import transcript
+from stages.lib.judging.answer_cache import Answer, AnswerCache
+
+UNREADABLE_RETRIES = 2  # further requests at most if an answer cannot be read
+SHOWN = 300  # characters of a server's error in a message
+NO_KEY = "no-key"  # the client requires a key, local servers do not
+# AGAIN is part of the cache's keys: another wording means new requests.
+AGAIN = "That cannot be read: {fault}. Answer with one JSON object and nothing else: {form}"
+
+Messages = list[dict[str, str]]
+Item = TypeVar("Item")
+Read = TypeVar("Read")
+
+
+@dataclass
+class Usage:
+    """Numbers of answers and tokens.
+
+    calls: answers requested from the server. cached: answers found in the cache. tokens_in,
+    tokens_out: tokens of all these answers. paid_tokens_in, paid_tokens_out: tokens of the calls.
+    """
+
+    calls: int = 0
+    cached: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    paid_tokens_in: int = 0
+    paid_tokens_out: int = 0
+
+    def add(self, answer: Answer, paid: bool) -> None:
+        self.calls += paid
+        self.cached += not paid
+        self.tokens_in += answer.tokens_in
+        self.tokens_out += answer.tokens_out
+        self.paid_tokens_in += paid * answer.tokens_in
+        self.paid_tokens_out += paid * answer.tokens_out
+
+
+class ChatClient:
+    """Sends messages to a language model at temperature 0.
+
+    Args:
+        params: the endpoint's section of params.yaml.
+        cache: folder in which all answers are kept.
+        key: where params.yaml has that section, for messages.
+    """
+
+    def __init__(
+        self, params: EndpointParams, cache: Path = JUDGE_CACHE, key: str = "annotate.endpoint"
+    ) -> None:
+        self.params, self.params_key = params, key
+        self.answers = AnswerCache(cache)
+        self.counts, self.lock = Usage(), Lock()
+        self.api_key = read_api_key(params.api_key_env, params.base_url or "") or NO_KEY
+        self.client = openai.OpenAI(
+            base_url=params.base_url,
+            api_key=self.api_key,
+            max_retries=params.max_retries,
+            timeout=params.timeout,
+        )
+
+    def in_parallel(self, function: Callable[[Item], Read], items: Iterable[Item]) -> list[Read]:
+        """The results of a function that calls `read`, in the order of the items.
+
+        Raises:
+            BadInput, Unreachable, RondoError: see `read`; no further item is started.
+        """
+        pool = ThreadPoolExecutor(self.params.concurrency)
+        try:
+            return list(pool.map(function, items))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def read(self, messages: Messages, parse: Callable[[str], Read], form: str) -> Read | None:
+        """The parsed answer to messages.
+
+        If the answer cannot be read, the request is repeated with the error appended; None if that
+        does not help.
+
+        Args:
+            messages: the conversation so far, which ends with a question.
+            parse: reads an answer; its ValueError is sent to the model.
+            form: the JSON object that an answer must contain.
+
+        Raises:
+            BadInput: the server refuses the key or the request, or does not have the model.
+            Unreachable: the server does not answer now; the answers so far are kept.
+            RondoError: the server's answer is not a chat completion.
+        """
+        for _ in range(1 + UNREADABLE_RETRIES):
+            text = self._answer(messages)
+            try:
+                return parse(text)
+            except ValueError as fault:
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": text or "(nothing)"},
+                    {"role": "user", "content": AGAIN.format(fault=fault, form=form)},
+                ]
+        return None
+
+    def cost(self) -> Metrics:
+        """All answers so far, with those from the cache, so that reruns are equal."""
+        counts = self.counts
+        return {
+            "answers": counts.calls + counts.cached,
+            "tokens_in": counts.tokens_in,
+            "tokens_out": counts.tokens_out,
+            "cost": self._price(counts.tokens_in, counts.tokens_out),
+        }
+
+    def usage(self) -> Metrics:
+        """What this process requested and paid for, and what it found in the cache."""
+        counts = self.counts
+        return asdict(counts) | {"paid": self._price(counts.paid_tokens_in, counts.paid_tokens_out)}
+
+    def _price(self, tokens_in: int, tokens_out: int) -> float | None:
+        """The price of so many tokens; None if params.yaml does not give the prices."""
+        price_in = self.params.price_per_million_input
+        price_out = self.params.price_per_million_output
+        if price_in is None or price_out is None:
+            return None
+        return (tokens_in * price_in + tokens_out * price_out) / 1e6
+
+    def _answer(self, messages: Messages) -> str:
+        """The answer to messages, from the cache or the server."""
+        request = {
+            "model": self.params.model,
+            "messages": messages,
+            "temperature": 0,
+            "max_completion_tokens": self.params.max_completion_tokens,
+        }
+        # The server is part of the key: two servers may have different models of the same name.
+        key = hashlib.sha256(
+            json.dumps({**request, "server": self.params.base_url}, sort_keys=True).encode()
+        ).hexdigest()
+        cached = self.answers.get(key)
+        answer = cached or self.answers.put(key, self._call(request))
+        with self.lock:
+            self.counts.add(answer, paid=cached is None)
+        return answer.text
+
+    def _call(self, request: dict[str, Any]) -> Answer:
+        """Send a request to the server.
+
+        Raises:
+            BadInput, Unreachable, RondoError: see `read`.
+        """
+        try:
+            completion = self.client.chat.completions.create(**request)
+        except openai.OpenAIError as error:
+            self._raise_with_next_step(error)
+        except json.JSONDecodeError:
+            completion = None
+        if (
+            not isinstance(completion, ChatCompletion)
+            or not completion.choices
+            or not completion.choices[0].message
+        ):
+            raise RondoError(
+                f"{self.params_key}.base_url {self.params.base_url}: the server returned no chat "
+                "completion; the address usually ends in /v1. Correct it and run the stage again"
+            )
+        usage = completion.usage
+        return Answer(
+            completion.choices[0].message.content or "",
+            usage.prompt_tokens if usage else 0,
+            usage.completion_tokens if usage else 0,
+        )
+
+    def _raise_with_next_step(self, error: openai.OpenAIError) -> NoReturn:
+        """Raise an error that names the param to change and the next step.
+
+        A server may quote the API key in its error, so the key is removed from the message.
+        """
+        params, key = self.params, self.params_key
+        reason = str(error).replace(self.api_key, "***")[:SHOWN]
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            variable = params.api_key_env
+            next_step = f"export one that {params.base_url} accepts"
+            if self.api_key != NO_KEY:
+                state = "refused"
+            elif os.environ.get(variable):
+                state = "not for this server"
+                next_step = f'add {variable} = ["{params.base_url}"] to [tool.rondo.api_keys]'
+                next_step += " in pyproject.toml"
+            else:
+                state = "not set"
+            raise BadInput(
+                f"{key}.api_key_env {variable}: the API key in this environment variable "
+                f"is {state} ({reason}); {next_step} and run the stage again"
+            ) from None
+        if isinstance(error, openai.NotFoundError):
+            raise BadInput(
+                f"{key}.model {params.model}: {params.base_url} does not have it ({reason}); its "
+                f"models are listed at {params.base_url}/models; it may also be that "
+                f"{key}.base_url lacks its /v1"
+            ) from None
+        if isinstance(error, openai.BadRequestError | openai.UnprocessableEntityError):
+            raise BadInput(
+                f"{key}.model {params.model}: {params.base_url} rejects the request ({reason}); it "
+                "may be too long for this model, or the model may not support temperature 0; "
+                "choose another model"
+            ) from None
+        temporary = isinstance(
+            error, openai.APIConnectionError | openai.RateLimitError | openai.InternalServerError
+        )
+        raise (Unreachable if temporary else RondoError)(
+            f"{key}.base_url {params.base_url}: no answer after up to {params.max_retries} retries "
+            f"({reason}); start the server, or, if it is slow or overloaded, raise {key}.timeout "
+            f"or lower {key}.concurrency, and run the stage again: the answers so far are kept"
+        ) from None
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as it is shown to a language model: messages as a transcript."""
+    return prompt if isinstance(prompt, str) else transcript(prompt).strip()
