@@ -189,6 +189,12 @@ def test_no_stage_passes_a_failed_gate() -> None:
     assert stages_with("deps", "gates/${key}/promote.ok") == set()
 
 
+def test_changed_revisions_rerun_replay_and_no_training_of_their_round() -> None:
+    revised = "rounds/${key}/annotate/revised.jsonl"
+    assert revised in DAG["annotate"]["outs"]
+    assert stages_with("deps", revised) == {"replay"}
+
+
 def test_a_changed_threshold_reruns_its_gate_and_for_promotion_the_champion() -> None:
     assert stages_with("params", "gates.sft") == {"gate_sft"}
     assert stages_with("params", "gates.reward") == {"gate_reward"}
