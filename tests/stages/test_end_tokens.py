@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from stages.annotate.ai_labels import sample_responses
+from stages.annotate.sampling import sample_responses
 from stages.battery.best_of_n import sample_and_score
 from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.params import Params
@@ -53,7 +53,9 @@ def test_sft_and_annotate(params: Params) -> None:
     single = {
         tokenizer.decode([token], skip_special_tokens=True) for token in range(len(tokenizer))
     }
-    assert single >= set().union(*sample_responses(PROMPTS, tokenizer, params, "r0"))
+    sampled = sample_responses(PROMPTS, 2, params, "r0").responses
+    assert [len(texts) for texts in sampled] == [2, 2]
+    assert single >= set().union(*sampled)
 
 
 def test_battery(params: Params) -> None:
@@ -92,6 +94,6 @@ def test_ppo_and_the_alternatives(params: Params) -> None:
     context = load(params, "r0")
     policy = TrainedPolicy(context.sft, context)
     responses = policy.sample([tokens for _, tokens in episodes], params.ppo, torch.Generator())
-    rows, _ = policy.score(0, episodes, responses)
+    rows = policy.score(0, episodes, responses).rows
     assert [row["finish_reason"] for row in rows] == ["stop", "stop"]
     assert [row["score"] for row in rows] == expected_scores(params, PROMPTS)
