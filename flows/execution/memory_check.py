@@ -64,17 +64,17 @@ def advice(params: Params, stage: str, total: float, measure: Measure) -> str:
     """The changes that make a stage fit: of each kind the smallest one; combined and costly kinds
     only if no other does.
     """
-    found: list[str] = []
+    options: list[str] = []
     for kind, last_resort in _kinds(params, stage):
-        if found and last_resort:
+        if options and last_resort:
             break
         for settings in kind:
             changed = _changed(params, settings)
             if changed and (size := measure(changed)[stage]) <= total:
-                found.append(f"{_described(params, settings)}: {decimal(int(size))}")
+                options.append(f"{_described(params, settings)}: {decimal(int(size))}")
                 break
-    if found:
-        return "set " + "; or ".join(found)
+    if options:
+        return "set " + "; or ".join(options)
     return (
         "no smaller batch makes it fit; choose a smaller assets.model, shorter texts "
         "(prepare.max_prompt_tokens, ppo.response_length, sft.max_length, reward.max_length) or "

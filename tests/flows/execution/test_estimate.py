@@ -153,7 +153,7 @@ def test_the_report_warns_of_memory_that_may_be_missing_and_of_unknown_models() 
 
 
 def test_a_stage_that_cannot_fit_is_refused_with_a_change_that_fits() -> None:
-    big = params(reward={"per_device_train_batch_size": 32, "max_length": 384})
+    big = params(reward={"per_device_train_batch_size": 32, "max_length": 304})
     big = big.model_copy(update={"assets": big.assets.model_copy(update={"data": "files"})})
     with pytest.raises(RondoError) as refusal:
         estimate.check_memory(big, {"prepare@r0", "prepare@r1", "reward@r0"}, MACHINE)
@@ -186,15 +186,15 @@ def test_what_fits_is_not_refused_by_an_error_of_a_fifth() -> None:
 def test_texts_that_prepare_wrote_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds whose prepare waits have the lengths that the params admit."""
     counts = {"demonstrations": [[20]], "pairs": [[20, 20]], "prompts": [[5]], "evaluation": 4}
-    asked = []
+    counted_rounds = []
 
     def count(round_: str) -> dict[str, object]:
-        asked.append(round_)
+        counted_rounds.append(round_)
         return counts
 
     monkeypatch.setattr(text_lengths, "count", count)
     files = params(assets={"data": "files"}, prepare={"sources": [{"path": "a.jsonl"}]})
     short = estimate.check_memory(files, {"sft@r0", "prepare@r1"}, MACHINE)
     long = estimate.check_memory(files, {"prepare@r0", "prepare@r1"}, MACHINE)
-    assert asked == ["r0"]
+    assert counted_rounds == ["r0"]
     assert short and long and short["reward"] < long["reward"]
