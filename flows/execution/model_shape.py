@@ -147,7 +147,7 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
         BadInput: a size is missing.
     """
     text = {**config, **config.get("text_config", {})}
-    sizes = {
+    sizes: dict[str, Any] = {
         size: next((text[name] for name in names if text.get(name) is not None), None)
         for size, names in NAMES.items()
     }
