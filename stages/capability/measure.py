@@ -10,6 +10,7 @@ from stages.capability.refusals import is_desired
 from stages.capability.regression import regression_metrics
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import check_template, encode
 from stages.lib.data.slices import SlicePrompt
@@ -56,10 +57,11 @@ def measure(
             if name == "sft"
             else load_policy(sft, policy, params.model)
         )
-        responses[name] = sample_texts(model, tokenizer, texts, params) if texts else []
-        task_scores[name] = (
-            run_tasks(model, tokenizer, config, prompt_format) if config.tasks else {}
-        )
+        with progress(f"model {name}"):
+            responses[name] = sample_texts(model, tokenizer, texts, params) if texts else []
+            task_scores[name] = (
+                run_tasks(model, tokenizer, config, prompt_format) if config.tasks else {}
+            )
 
     rows: list[SliceSample] = [
         {

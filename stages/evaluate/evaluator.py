@@ -10,6 +10,7 @@ import torch
 
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
@@ -71,7 +72,8 @@ class Evaluator:
         return load_policy(self.sft_path, self.policy_path, self.params.model)
 
     def sample_all(self, model: Any, samples: int) -> list[OneSamplePerPrompt]:
-        return [self.sample(model, number) for number in range(samples)]
+        numbers = tracked("sampled", range(samples), samples, "passes")
+        return [self.sample(model, number) for number in numbers]
 
     def sample(self, model: Any, number: int) -> OneSamplePerPrompt:
         """The `number`-th sample of each prompt, scored.

@@ -17,6 +17,7 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.progress import reporting_to_parent
 from stages.lib.lm.loading import setup_torch
 
 # Of two evaluations on a GPU: the share of texts that may differ, and the difference of numbers of
@@ -87,8 +88,10 @@ def are_close(a: Sample, b: Sample) -> bool:
 def main(round_: str, settings: Path) -> None:
     params = check_params(read_json(settings, f"dvc repro evaluate@{round_}"), str(settings))
     setup_torch(params)
-    evaluator = Evaluator(params, round_)
-    print(json.dumps([asdict(sample) for sample in evaluator.sample(evaluator.load_ppo(), 0)]))
+    with reporting_to_parent(f"evaluate@{round_}"):
+        evaluator = Evaluator(params, round_)
+        samples = evaluator.sample(evaluator.load_ppo(), 0)
+    print(json.dumps([asdict(sample) for sample in samples]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import PromptRow, responses_of
 from stages.lib.data.prompts import ROLES, transcript
 from stages.lib.dedup.duplicates import (
@@ -99,7 +100,7 @@ def pools(rows: Sequence[PromptRow], words: WordIds) -> tuple[TextPool, TextPool
             numbers_of[text] = words.read(SPEAKER.sub("\n\n", text))
         return numbers_of[text]
 
-    for index, row in enumerate(rows):
+    for index, row in enumerate(tracked("words", rows, len(rows))):
         spans.of_row.append([])
         wholes.of_row.append([])
         prompt = row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
@@ -252,7 +253,9 @@ def near_duplicates(
     for number, signature in zip(possible, possible_signatures, strict=True):
         lsh_index.add(number, signature)
     for (text, grams), signature in zip(
-        text_grams.items(), signatures(text_grams.values()), strict=True
+        tracked("near duplicates of held-out texts", text_grams.items(), len(text_grams), "texts"),
+        signatures(text_grams.values()),
+        strict=True,
     ):
         for other in lsh_index.candidates(signature):
             other_grams = held_out_grams[other]

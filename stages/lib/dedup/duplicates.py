@@ -11,6 +11,7 @@ import numpy as np
 from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
 
+from stages.lib.core.progress import tracked
 from stages.lib.dedup.shingles import (
     Hashes,
     HashSet,
@@ -149,7 +150,9 @@ def find_duplicates(
     )
     possible = np.intersect1d(possible_rows, possible_responses).tolist()
     for text, *signed in zip(
-        possible, *(signatures(sets[text] for text in possible) for sets in both), strict=True
+        tracked("near duplicates", possible, len(possible), "texts"),
+        *(signatures(sets[text] for text in possible) for sets in both),
+        strict=True,
     ):
         candidates = set.intersection(
             *(
@@ -189,7 +192,11 @@ def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
     sets = without(sets, in_more_than(sets, max(BOILERPLATE, round(BOILERPLATE_SHARE * len(sets)))))
     index = LshIndex(similarity)
     possible = may_match(sets, in_more_than(sets, 1), similarity).tolist()
-    for text, signature in zip(possible, signatures(sets[text] for text in possible), strict=True):
+    for text, signature in zip(
+        tracked("near-duplicate prompts", possible, len(possible), "prompts"),
+        signatures(sets[text] for text in possible),
+        strict=True,
+    ):
         for other in index.candidates(signature):
             earlier, later = sorted((first(text), first(other)))
             if earlier != later and jaccard(sets[text], sets[other]) > similarity:

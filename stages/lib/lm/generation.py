@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.progress import Pass, progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.lora import cached_adapter_weights
@@ -66,11 +67,16 @@ def generate(
     longest = max(map(len, prompt_ids), default=0) + response_length
     batch_size = rows_per_batch(unwrap_peft(model), longest)
     responses: list[TokenIds] = []
-    with cached_adapter_weights(model), model_autocast(model):
+    tokens = len(prompt_ids) * response_length
+    with (
+        cached_adapter_weights(model),
+        model_autocast(model),
+        progress("sampling", tokens, "tokens") as sampling,
+    ):
         for start in range(0, len(prompt_ids), batch_size):
             rows = slice(start, start + batch_size)
             responses += _generate_batch(
-                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends
+                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends, sampling
             )
     return responses
 
@@ -128,6 +134,7 @@ def _generate_batch(
     uniforms: Tensor,
     temperature: float,
     ends: EndTokens,
+    sampling: Pass,
 ) -> list[TokenIds]:
     device, head = model.device, model.get_output_embeddings()
     prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
@@ -147,7 +154,9 @@ def _generate_batch(
         unfinished = unfinished & ~torch.isin(token, end_ids)
         remaining = int(unfinished.sum())
         if not remaining or step == uniforms.shape[1] - 1:
+            sampling.add(len(sampled) * (uniforms.shape[1] - step))
             break
+        sampling.add(len(sampled))
         # Finished rows leave the batch only now and then, because that copies the cache.
         if remaining <= COMPACT_BELOW * len(rows):
             cache.batch_select_indices(unfinished.nonzero().squeeze(1))

@@ -24,6 +24,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
+from stages.lib.core.progress import progress
 from stages.lib.lm.lora import load_adapters
 from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 
@@ -117,15 +118,16 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
     """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
-    model, loading_info = kind.from_pretrained(
-        path,
-        dtype=resolve_dtype(params.dtype),
-        attn_implementation=resolve_attention(params),
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        **more,
-    )
+    with progress(f"loading {path}"):
+        model, loading_info = kind.from_pretrained(
+            path,
+            dtype=resolve_dtype(params.dtype),
+            attn_implementation=resolve_attention(params),
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **more,
+        )
     # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
     saved_as = read_json(path / "config.json", "").get("architectures") or []
     missing = sorted(loading_info["missing_keys"])

@@ -19,6 +19,7 @@ from trl.import_utils import is_vllm_available
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.packing import unwrap_peft
@@ -90,10 +91,11 @@ class VllmEngine:
 
     def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
         """One response per prompt by the current policy; an end token is kept if it was sampled."""
-        self.generation.sync_weights()
-        _, responses, logprobs, _ = self.generation.generate(
-            prompt_ids, images=None, num_generations=1
-        )
+        with progress("sampling by vLLM"):
+            self.generation.sync_weights()
+            _, responses, logprobs, _ = self.generation.generate(
+                prompt_ids, images=None, num_generations=1
+            )
         # TRL gives a list per token, with None for NaN
         self.logprobs = [math.nan if x is None else x for [x] in chain.from_iterable(logprobs)]
         return [list(response) for response in responses]

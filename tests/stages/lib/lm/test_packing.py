@@ -8,6 +8,7 @@ from transformers import MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.progress import reporting
 from stages.lib.lm import packing
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.packing import hidden_states, pack, padding_free
@@ -140,4 +141,11 @@ def test_a_padded_batch_of_a_trainer_runs_without_its_padding(shape, mask):
 )
 def test_batches_hold_so_many_tokens_with_their_padding(monkeypatch, limit, batches):
     monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", limit)
-    assert list(packing.batches_by_tokens([2 if limit != 4 else 3, 1, 9, 1], CPU)) == batches
+    lengths = [2 if limit != 4 else 3, 1, 9, 1]
+    assert list(packing.batches_by_tokens(lengths, CPU, "scoring")) == batches
+    with reporting("sft@r0", (lines := list[str]()).append, quiet=0.0):
+        list(packing.batches_by_tokens(lengths, CPU, "scoring"))
+    assert len(lines) == len(batches)
+    first, total = sum(lengths[row] for row in batches[0]), sum(lengths)
+    assert lines[0].startswith(f"[sft@r0] scoring {first}/{total} tokens")
+    assert lines[-1].startswith(f"[sft@r0] scoring {total}/{total} tokens")
