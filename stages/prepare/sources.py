@@ -36,6 +36,7 @@ from stages.prepare.formats import (
     normalise,
     source_texts,
 )
+from stages.prepare.memory import check_memory
 from stages.prepare.overlap import check_no_prompt_overlap, overlapping
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -50,10 +51,13 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
 
     Raises:
         Unreachable: a source is on the hub, which cannot be reached.
-        BadInput: too many rows are bad, or training rows have a held-out prompt.
+        BadInput: the rows do not fit into memory, too many are bad, or training rows have a
+            held-out prompt.
     """
     config = params.prepare
-    rows = read_rows(listed_sources(params), config, frozenset(tokenizer.all_special_tokens), audit)
+    sources = listed_sources(params)
+    check_memory(sources, config)
+    rows = read_rows(sources, config, frozenset(tokenizer.all_special_tokens), audit)
     audit.check_bad_share(config.max_bad_share)
     rows = audit.drop_contradictions(rows)
     # held-out rows first: of duplicates the first one stays, so that no copy of it is trained on

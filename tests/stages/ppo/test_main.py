@@ -8,6 +8,8 @@ import pytest
 
 from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.params import Params, check_params
+from stages.lib.lm.loading import load_causal_lm
+from stages.lib.lm.saving import weights_hash
 from stages.ppo.__main__ import main
 from stages.ppo.common.episodes import hold_out_prompts
 
@@ -49,6 +51,8 @@ def test_every_assignment_of_roles_is_trained_saved_and_evaluated(
     assert (folder / "checkpoints/step_00002" / policy).exists()
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["updates"] == 3 and metrics["policy_update"] in (0, 2, 3)
+    reference = json.loads((folder / "manifest.json").read_text())["reference"]
+    assert reference == weights_hash(load_causal_lm(Path("rounds/r0/sft/model"), params.model))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and [
         row["step"] for row in rows if "validation_judge_score" in row

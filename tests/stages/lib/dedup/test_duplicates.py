@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 
 from stages.lib.dedup.duplicates import (
     find_duplicates,
@@ -12,7 +13,7 @@ from stages.lib.dedup.duplicates import (
     near_groups,
     without,
 )
-from stages.lib.dedup.shingles import HashSet, WordIds
+from stages.lib.dedup.shingles import HashSet, WordIds, batches
 
 WORDS = ["one", "two", "three", "four", "five", "six"]
 WORDS += ["seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -88,8 +89,12 @@ def jaccard(one: str, other: str) -> float:
     return len(grams(one) & grams(other)) / len(grams(one) | grams(other))
 
 
-def test_the_texts_kept_are_not_similar() -> None:
-    """All pairs by brute force: nothing above the threshold stays, nothing below it goes."""
+@pytest.mark.parametrize("words", [50, 2_000_000])
+def test_the_texts_kept_are_not_similar(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    """All pairs by brute force: nothing above the threshold stays, nothing below it goes, however
+    many words are hashed at once.
+    """
+    monkeypatch.setattr(batches, "__defaults__", (words,))
     rows = [
         " ".join([*WORDS[: 12 - i % 7], *(f"w{i}j{j}" for j in range(i % 7))]) for i in range(60)
     ]

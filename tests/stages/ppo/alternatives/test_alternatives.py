@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from stages.evaluate.__main__ import main as evaluate
-from stages.lib.core.errors import BadInput, Diverged
+from stages.lib.core.errors import BadInput, Diverged, RondoError
 from stages.lib.core.files import file_hash
 from stages.lib.data.rollouts import read_rollouts
+from stages.lib.lm.loading import load_causal_lm
+from stages.lib.lm.saving import weights_hash
 from stages.ppo.__main__ import main
+from stages.ppo.alternatives import run
 from stages.ppo.alternatives.run import no_gain_finding
 from stages.ppo.common.policy_selection import Validation
 from stages.replay.__main__ import main as replay
@@ -75,6 +79,8 @@ def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_sam
 def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params, algorithm):
     params = make_params(algorithm, SECTIONS[algorithm], lora={"r": 0})
     main(params, "r0")
+    reference = json.loads((FOLDER / "manifest.json").read_text())["reference"]
+    assert reference == weights_hash(load_causal_lm(Path("rounds/r0/sft/model"), params.model))
     assert (FOLDER / "policy/model.safetensors").exists() and (
         FOLDER / "checkpoints/step_00002/model.safetensors"
     ).exists()
@@ -82,6 +88,21 @@ def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params,
     assert {row["kl"] for row in rows if row["update"] == 0} == {0.0}
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["validation_kl"] != 0.0
+
+
+def test_a_reference_that_training_changed_is_refused(make_params, monkeypatch):
+    params = make_params("best_of_n", SECTIONS["best_of_n"])
+    train = run.ALGORITHMS[params.algorithm]
+
+    def changing(context):
+        callback = train(context)
+        with callback.trained_policy.reference() as model, torch.no_grad():
+            next(p for p in model.parameters() if not p.requires_grad).add_(1)
+        return callback
+
+    monkeypatch.setitem(run.ALGORITHMS, params.algorithm, changing)
+    with pytest.raises(RondoError, match="after training, the weights of the reference"):
+        main(params, "r0")
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "grpo"])

@@ -82,11 +82,25 @@ class PlainRoles:
         with roles.reward_view.reference() as reward_model:
             self.reward_model = copy.deepcopy(reward_model).double()
 
-    def logprobs(self, prompt, response, model=None):
-        """Log-probability and entropy of each response token."""
+    def distributions(self, prompt, response, model=None):
+        """Log-probabilities of the whole vocabulary, for each response token."""
         output = (model or self.policy)(input_ids=torch.tensor([prompt + response]))
         logits = output.logits[0] / PARAMS.temperature
-        rows = [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
+        return [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
+
+    def kl(self, prompt, response):
+        """Exact KL of policy and reference, at each response token."""
+        with torch.no_grad():
+            policy_rows = self.distributions(prompt, response)
+            with adapter_off(self.reference):
+                ref_rows = self.distributions(prompt, response, self.reference)
+        return torch.stack(
+            [(p.exp() * (p - q)).sum() for p, q in zip(policy_rows, ref_rows, strict=True)]
+        )
+
+    def logprobs(self, prompt, response, model=None):
+        """Log-probability and entropy of each response token."""
+        rows = self.distributions(prompt, response, model)
         logprobs = torch.stack([row[token] for row, token in zip(rows, response, strict=True)])
         return logprobs, [-(row.exp() * row).sum() for row in rows]
 
@@ -209,8 +223,12 @@ def sample_episodes(trainer: PpoTrainer) -> tuple[Rollout, Episodes]:
 
 def test_scores_logprobs_values_and_advantages_of_a_rollout(trainer):
     rollout, episodes = sample_episodes(trainer)
-    expected = plain_rollout(PlainRoles(trainer.roles), episodes)
+    plain_roles = PlainRoles(trainer.roles)
+    expected = plain_rollout(plain_roles, episodes)
     close = {"rtol": 1e-4, "atol": 1e-4}
+    kl = torch.cat([plain_roles.kl(*episode) for episode in episodes])
+    assert kl.mean() > 0.01
+    torch.testing.assert_close(rollout.kl[rollout.mask].double(), kl, **close)
     torch.testing.assert_close(
         rollout.scores.double(), torch.tensor(expected.scores, dtype=torch.float64), **close
     )
