@@ -74,6 +74,22 @@ def test_responses_alone_must_be_similar_too() -> None:
     )
 
 
+def test_rows_are_like_rows_that_are_kept() -> None:
+    """A chain: each is like the next (9 of 11 grams), the ends are not (8 of 12). The second is
+    dropped, so that nothing is dropped for it.
+    """
+    chain = texts(
+        " ".join(WORDS), " ".join([*WORDS[1:], "more"]), " ".join([*WORDS[2:], "more", "words"])
+    )
+    assert find_duplicates(chain, 0.8) == ({}, {1: 0})
+
+
+def test_nothing_is_more_similar_than_one() -> None:
+    rows = texts(" ".join(WORDS), " ".join(WORDS) + "!", " ".join(WORDS).upper())
+    assert find_duplicates(rows, 1.0) == ({2: 0}, {})
+    assert near_groups([row for _, row in rows], 1.0) == [0, 1, 2]
+
+
 def texts(*rows: str) -> list[tuple[str, str]]:
     return [("", row) for row in rows]
 
