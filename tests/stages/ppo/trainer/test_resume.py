@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from flows.execution import fork_server
+from stages.assets.inputs import main as inputs
 from stages.lib.core.params import Params, check_params
 from stages.ppo.__main__ import main, run_identity
 from stages.ppo.trainer.resume import Resume, random_state, set_random_state
@@ -126,10 +127,10 @@ def train_until(update: int | None, params: Params, patch: pytest.MonkeyPatch) -
 
 
 def with_ppo(params: Params, **changes: object) -> Params:
-    """Six short updates; the policy is validated at the start and at the end."""
+    """Six short updates."""
     ppo = params.ppo.model_dump()
     ppo |= {"batch_size": 4, "mini_batch_size": 2, "micro_batch_size": 2, "num_ppo_epochs": 1}
-    ppo |= {"total_episodes": 4 * 6, "save_updates": 2, "validation_updates": 6}
+    ppo |= {"total_episodes": 4 * 6, "save_updates": 2, "learning_rate": 1e-2}
     return check_params(
         params.model_dump() | {"ppo": ppo | {"on_danger": "warn"} | changes}, "test"
     )
@@ -137,12 +138,16 @@ def with_ppo(params: Params, **changes: object) -> Params:
 
 def test_updates_after_the_last_saved_state_are_made_again(make_round, monkeypatch, capsys):
     """The state is saved after every fourth update: a run that is killed in the sixth one continues
-    with the fifth.
+    with the fifth. The reward model is the judge here, so that a trained policy is kept.
     """
     params = with_ppo(make_round("r0", 1.0), resume_updates=4)
+    shutil.copytree("rounds/r0/reward/model", "judge")
+    params.evaluate.judges = ["judge"]
+    inputs(params, "r0")
     shutil.rmtree("rounds/r0/ppo")
     train_until(None, params, monkeypatch)
     expected = outputs()
+    assert json.loads(expected["metrics.json"])["policy_update"] in (2, 4, 6)
     shutil.rmtree("rounds/r0/ppo")
     shutil.rmtree(".rondo")
     train_until(6, params, monkeypatch)
