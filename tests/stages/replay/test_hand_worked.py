@@ -13,7 +13,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params import Params, check_params
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.lexicon import LexiconJudge
 from stages.replay.__main__ import main
+from stages.replay.badcases import Badcase, Cause
+from stages.replay.mining import BadcaseThresholds
+from stages.replay.progress import resample_and_retest
+from stages.replay.sampler import Sampler
 
 GREAT, SAD = " was great.", " was sad."
 TRIES = 3
@@ -88,3 +94,25 @@ def test_badcases_and_retests_by_hand(two_rounds: tuple[dict, Rows, Rows]) -> No
     assert metrics["retested"] == len(r0) and metrics["repaired"] == repaired
     assert metrics["repaired_by_chance"] == by_chance
     assert 0 < by_chance < repaired < len(r0)
+
+
+def test_a_reward_model_that_finds_both_equal_puts_neither_first(
+    make_round: Callable[[str, float], Params],
+) -> None:
+    params = make_round("r0", 1.0)
+    case = Badcase(
+        id="a1",
+        round="r0",
+        cause=Cause.human,
+        origin="ada",
+        prompt_id="p",
+        prompt="The walk",
+        response=" was wet.",
+        better=" was wet.",
+        score=0.0,
+        repetition=0.0,
+    )
+    limits = BadcaseThresholds(params.replay, kl=1e9, lexicon=True)
+    jury = Jury({"lexicon": LexiconJudge(0.05)})
+    [retested] = resample_and_retest([case], Sampler(params, "r0"), jury, 0, limits, "r1")
+    assert [retest.ranked for retest in retested.tries] == [False]

@@ -169,8 +169,8 @@ def test_updates_of_the_warm_up_do_not_count_as_no_movement() -> None:
     """4 updates of warm-up and 3 of patience: the seventh is the first that can tell."""
     monitor = Monitor(PARAMS)
     steps = [{"step": number, "kl_per_token": 0.0} for number in range(1, 10)]
-    found = [monitor.check(steps[: number + 1]) for number in range(9)]
-    assert [len(findings) for findings in found] == [0] * 6 + [1, 0, 0]
+    new_findings = [monitor.check(steps[: number + 1]) for number in range(9)]
+    assert [len(findings) for findings in new_findings] == [0] * 6 + [1, 0, 0]
 
 
 def test_a_danger_is_no_warning_on_its_way_back() -> None:
