@@ -25,6 +25,7 @@ from stages.lib.dedup.shingles import (
 
 GRAM = 3  # words
 PERMUTATIONS = 128  # values per MinHash signature
+MAX_LSH_THRESHOLD = 0.99  # of a higher one, datasketch makes a single band and refuses it
 # 3-grams in more texts than this number, or share, are boilerplate and say nothing about one text
 BOILERPLATE, BOILERPLATE_SHARE = 10, 0.05
 
@@ -99,7 +100,11 @@ class LshIndex:
     def __init__(self, similarity: float) -> None:
         # Weights favour recall: a false candidate costs one exact comparison, a missed one stays in
         # the data.
-        self.lsh = MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS, weights=(0.1, 0.9))
+        self.lsh = MinHashLSH(
+            threshold=min(similarity, MAX_LSH_THRESHOLD),
+            num_perm=PERMUTATIONS,
+            weights=(0.1, 0.9),
+        )
 
     def add(self, number: int, signature: MinHash) -> None:
         self.lsh.insert(number, signature)

@@ -43,6 +43,31 @@ def test_a_run_may_begin_in_the_prompt_and_the_other_text_may_be_a_prompt() -> N
     assert leaks_in(pair, held_out) == [("p", " ".join(words[:13]))]
 
 
+def test_a_run_may_have_a_single_word_in_the_response() -> None:
+    words = RUN.split()
+    held_out = row("e", "Tell me a tale.", f" {TEXT}")
+    assert leaks_in(row("t", " ".join(words[:12]), f" {words[12]}!"), held_out) == [("e", RUN)]
+
+
+def test_a_long_response_leaks_under_another_prompt() -> None:
+    """30 words, each tenth changed: 21 of 28 3-grams stay (21 of 35 in both), but no run."""
+    words = [f"w{i}" for i in range(30)]
+    other = " ".join(f"x{i}" if i % 10 == 9 else word for i, word in enumerate(words))
+    held_out = row("e", "Q", " " + " ".join(words))
+    prompt = " ".join(f"p{i}" for i in range(40))
+    assert leaks_in(row("t", prompt, f" {other}"), held_out, similarity=0.5) != []
+    assert leaks_in(row("t", prompt, f" {other}"), held_out, similarity=0.6) == []
+
+
+def test_equal_words_leak_at_any_similarity() -> None:
+    """No similarity is above 1. The held-out prompt is too short for a run."""
+    held_out = {"id": "p", "prompt": "Is it late?"}
+    assert leaks_in(row("t", "Is it", " late?"), held_out, similarity=1.0) == [
+        ("p", "is it late ?")
+    ]
+    assert leaks_in(row("t", "Is it", " early?"), held_out, similarity=1.0) == []
+
+
 def test_each_cjk_character_is_a_word() -> None:
     text = "今天天气很好我们一起去公园散步吧"  # 16 characters
     assert leaks_in(row("t", "Say:", text[1:15]), row("e", "Speak:", text)) == [
