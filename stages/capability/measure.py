@@ -16,6 +16,7 @@ from stages.lib.data.prompts import check_template, encode
 from stages.lib.data.slices import SlicePrompt
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, setup_torch
+from stages.lib.lm.vllm_engine import sampling_engine
 
 
 class SliceSample(TypedDict):
@@ -98,5 +99,6 @@ def sample_texts(
     ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
     sampling = params.ppo.model_copy(update={"response_length": config.response_length})
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, ids, sampling, generator)
+    engine = sampling_engine(params.model)
+    responses = sample_responses(model, tokenizer, ids, sampling, generator, engine)
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

@@ -49,6 +49,7 @@ from stages.lib.lm.loading import (
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.saving import merge_adapter, save_model, saved_weights_hash
+from stages.lib.lm.vllm_engine import sampling_engine
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import TokenizedDemonstrations
@@ -237,7 +238,8 @@ def generate_responses(
         encode(tokenizer, row["prompt"], None, prompt_format, max_length)[0] for row in rows
     ]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
+    engine = sampling_engine(params.model)
+    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
     ends = end_tokens(model, tokenizer)
     return GeneratedTexts(
         tokenizer.batch_decode(responses, skip_special_tokens=True),

@@ -15,6 +15,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
+from stages.lib.lm.vllm_engine import VllmEngine
 
 COMPACT_BELOW = 0.75  # share of unfinished rows in a batch from which the finished ones are removed
 # Keys and values of a batch: 512 MiB on a CPU, a quarter of the memory of another device
@@ -87,6 +88,7 @@ def sample_responses(
     prompt_ids: Sequence[TokenIds],
     ppo: PpoParams,
     generator: torch.Generator,
+    engine: VllmEngine | None = None,
 ) -> list[TokenIds]:
     """Sample one response per prompt with PPO's length and temperature.
 
@@ -96,15 +98,18 @@ def sample_responses(
         prompt_ids: tokens of each prompt.
         ppo: section `ppo` of params.yaml, for response_length and temperature.
         generator: source of random numbers, on the CPU.
+        engine: vLLM, which samples in place of `generate`; None: `generate` does.
 
     Returns:
         Tokens of each response, as `generate` returns them.
 
     Example:
         generator = torch.Generator().manual_seed(params.seed)
-        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
+        engine = sampling_engine(params.model)
+        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
     """
-    return generate(
+    sample = engine.sample if engine else generate
+    return sample(
         model,
         prompt_ids,
         response_length=ppo.response_length,

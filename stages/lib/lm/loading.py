@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -83,6 +84,21 @@ def resolve_attention(params: ModelParams) -> str:
     return "flash_attention_2" if flash else "sdpa"
 
 
+def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
+    """`resolve_attention`, but `sdpa` if `auto` gives FlashAttention-2 and the model lacks it.
+
+    Args:
+        kind: the Auto class of transformers.
+        path: the model folder.
+        params: section `model` of params.yaml.
+    """
+    attention = resolve_attention(params)
+    if params.attn_implementation != "auto" or attention != "flash_attention_2":
+        return attention
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    return attention if kind._model_mapping[type(config)]._supports_flash_attn else "sdpa"
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, with padding on the left.
 
@@ -122,7 +138,7 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
         model, loading_info = kind.from_pretrained(
             path,
             dtype=resolve_dtype(params.dtype),
-            attn_implementation=resolve_attention(params),
+            attn_implementation=supported_attention(kind, path, params),
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
