@@ -7,6 +7,7 @@ bench/against_trl.sh runs it in an environment of its own. Settings:
 - `autocast`: policy and critic train with bfloat16 products; generation, reference and reward model
   stay in float32. On a CPU only the environment variable switches it on; `bf16=True` does nothing.
 - `bf16`: bfloat16 weights, which is unsafe, because small steps are rounded away.
+- `bf16-lora`: the same with float32 adapters on the policy; the critic trains all weights.
 
 Without `--every` it reports the seconds per update, and all responses have their full length. With
 `--every` it reports the curve of bench/curve.py: responses end at EOS, and settings that both
@@ -124,20 +125,22 @@ def config_of(options: argparse.Namespace, ppo: PpoParams) -> PPOConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("setting", choices=["fp32", "lora", "autocast", "bf16"])
+    parser.add_argument("setting", choices=["fp32", "lora", "autocast", "bf16", "bf16-lora"])
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--response-length", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--every", type=int, default=0, help="updates between measurements")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     params = load_params(Path("params.yaml")).model_copy(update={"seed": options.seed})
     ppo = params.ppo
     torch.manual_seed(params.seed)
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if options.setting == "autocast" else "no"
-    dtype = torch.bfloat16 if options.setting == "bf16" else torch.float32
+    mixed = options.setting in ("autocast", "bf16-lora")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if mixed else "no"
+    dtype = torch.bfloat16 if options.setting.startswith("bf16") else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(SFT, padding_side="left")
     train, held_out = episodes(params, tokenizer)
 
@@ -157,7 +160,7 @@ def main() -> None:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    lora = adapters if options.setting == "lora" else None
+    lora = adapters if options.setting.endswith("lora") else None
     prompts = Dataset.from_list([{"input_ids": tokens} for _, tokens in train])
     times = Times()
     trainer = PPOTrainer(
@@ -172,6 +175,11 @@ def main() -> None:
         peft_config=lora,
         callbacks=[times],
     )
+    if options.gradient_checkpointing:  # TRL's PPOTrainer does not read the key of its config
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        for trained in (model.policy, model.value_model):
+            trained.gradient_checkpointing_enable({"use_reentrant": False})
+        model.is_gradient_checkpointing = True  # so that TRL switches it off to generate
     if options.every:
         reference = causal().to(trainer.accelerator.device)
         curve = curve_of(trainer, reference, tokenizer, held_out, params)

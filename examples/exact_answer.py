@@ -16,7 +16,8 @@ def exact(
     finish_reasons: Sequence[str],
     **_: object,
 ) -> list[float | None]:
-    """One reward per response; None without an answer, e.g. of a replayed prompt.
+    """One reward per response; None without an answer, e.g. of a prompt that people
+    reported.
 
     A response that was cut off (`finish_reasons`) is not correct: the next token could change it.
     """

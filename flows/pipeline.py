@@ -52,6 +52,7 @@ from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress, reporting
 from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
@@ -214,7 +215,7 @@ def pipeline(
         check_form(checked, files)
     server = fork_server.fork_server(dvc_stages.stage_environment())
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
-    with server, tree as folder:
+    with reporting("run", log, dvc_stages.QUIET_SECONDS), server, tree as folder:
         # 2. Write params.yaml.
         number = rounds() or None
         ended = history.rounds_to_end(preset, number, rerun)
@@ -269,8 +270,9 @@ def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
     Raises:
         RondoError: there is no room for their models, on disk or in memory.
     """
-    addresses = dvc_stages.stage_order(list(params.rounds))
-    todo = dvc_stages.not_up_to_date(addresses)
+    with progress(dvc_stages.DVC_COMPARES):
+        addresses = dvc_stages.stage_order(list(params.rounds))
+        todo = dvc_stages.not_up_to_date(addresses)
     disk_needed = estimate.disk_bytes(params, todo)
     estimate.check_disk(disk_needed, todo)
     here = sizes = None

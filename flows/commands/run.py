@@ -20,6 +20,7 @@ from flows.execution import dvc_stages, fork_server
 from flows.execution.history import rounds_to_end
 from flows.execution.worktree import folder_of_run
 from stages.lib.core.errors import BadInput, GateFailed, RondoError
+from stages.lib.core.progress import progress, reporting
 
 if TYPE_CHECKING:
     from prefect.client.schemas import State
@@ -107,10 +108,11 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
     configure_console()
 
     # The fork server imports its libraries while Prefect starts.
-    with fork_server.fork_server(dvc_stages.stage_environment()):
-        from flows.orchestration import terminal_run
+    with fork_server.fork_server(dvc_stages.stage_environment()), reporting("rondo"):
+        with progress("starting Prefect"):
+            from flows.orchestration import terminal_run
 
-        terminal_run.prepare(HOME.resolve())
+            terminal_run.prepare(HOME.resolve())
         state = start()
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():

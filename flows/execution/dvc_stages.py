@@ -23,9 +23,12 @@ from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard, rwlock
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import RESUME_STATE, work_dir, write_text
+from stages.lib.core.progress import progress, reporting
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
 ERROR_LINES = 15  # of a failed stage's output, in the error message
+# Without a line from a stage, until a run prints one itself: stages print one every 10 s.
+QUIET_SECONDS = 15.0
 
 
 class Outcome(str, Enum):
@@ -185,7 +188,8 @@ def run(
 
     Args:
         address: DVC's name of the stage, e.g. `sft@r0`.
-        on_line: is called with each line of the stage's output, as it is printed.
+        on_line: is called with each line of the stage's output, as it is printed, and with lines
+            about what DVC does if nothing was printed for QUIET_SECONDS; then from another thread.
         force: run the stage even if nothing has changed.
         around: is entered while DVC runs or restores the stage, but not if the stage is unchanged.
 
@@ -202,30 +206,36 @@ def run(
         >>> run("sft@r0", print)
         <Outcome.ran: 'ran'>
     """
-    if not force and up_to_date(address):
-        return Outcome.unchanged
-    stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
-    dvc_lines: list[str] = []
+    with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
+        if not force and up_to_date(address):
+            return Outcome.unchanged
+        stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
+        dvc_lines: list[str] = []
 
-    def sort_line(line: str) -> None:
-        if DVC_NOISE.match(line):
-            dvc_lines.append(line)
-        elif line:
-            stage_lines.append(line)
-            on_line(line)
+        def sort_line(line: str) -> None:
+            reporter.printed()
+            if DVC_NOISE.match(line):
+                dvc_lines.append(line)
+                if line.startswith(RUNNING):
+                    step.what = STAGE_STARTS
+            elif line:
+                # a stage prints how far it is, so that only DVC is silent
+                step.what = DVC_STORES
+                stage_lines.append(line)
+                on_line(line)
 
-    flags = ["--single-item", *(["--force"] if force else [])]
-    # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold the
-    # lock for longer, and the outputs of a stage that cannot be recorded are lost.
-    command = ["dvc", "--wait-for-lock", "repro", *flags, address]
-    with around or nullcontext(), keep_other_stages(address):
-        code = stream(command, sort_line)
-        if code < 0:  # DVC was killed
+        flags = ["--single-item", *(["--force"] if force else [])]
+        # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold
+        # the lock for longer, and the outputs of a stage that cannot be recorded are lost.
+        command = ["dvc", "--wait-for-lock", "repro", *flags, address]
+        with around or nullcontext(), keep_other_stages(address):
+            code = stream(command, sort_line)
+            if code < 0:  # DVC was killed
+                raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
+        if code:
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
-    if code:
-        raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
-    clear_resume_states(address)
-    return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
+        clear_resume_states(address)
+        return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
 
 
 def clear_resume_states(address: str) -> None:
@@ -262,6 +272,9 @@ def stream(module: list[str], on_line: Callable[[str], None]) -> int:
         process.stdout.close()
 
 
+RUNNING = "Running stage '"
+DVC_COMPARES, STAGE_STARTS = "DVC compares files with dvc.lock", "the stage starts"
+DVC_STORES = "DVC hashes and stores the outputs"
 # Lines of DVC itself. The log leaves them out: the flow reports the same in one line.
 DVC_NOISE = re.compile(
     r"^$|Running stage '|Stage '.*' (is cached|didn't change)|> python "

@@ -34,13 +34,11 @@ from flows.report import charts, page, summary
 from flows.report.round_data import extreme_samples, read_round
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten, load_params
+from stages.lib.core.progress import PROGRESS, STEP, UNKNOWN
 from stages.lib.core.rows import EvaluationSample, RolloutRow, read_rows
 from stages.lib.data.prompts import transcript
 
 Artifact = ProgressArtifact | MarkdownArtifact | TableArtifact
-PROGRESS = re.compile(
-    r"\[\S+\] step (?P<step>\d+)/(?P<total>\d+)  eta (?P<eta>\d+:\d\d)(?:  (?P<details>.*))?$"
-)
 FINDING = re.compile(r"(warn|danger): ")
 PROGRESS_SECONDS, RESPONSES_SECONDS = 2.0, 20.0  # between two updates of an artifact
 PAUSE_SECONDS = 60.0  # after an error
@@ -59,11 +57,11 @@ class RunArtifacts:
         self.address, self.log = address, log
         self.stage, self.round = addresses.split_address(address)
         self.key = addresses.slug(address)
-        self.progress_id: UUID | None = None
+        self.bars: dict[str, UUID] = {}  # progress artifacts by key
         self.findings: list[str] = []
         self.bytes_read: dict[Path, int] = {}  # of each file of rollouts
         # Times of time.monotonic()
-        self.progress_due = 0.0
+        self.bars_due: dict[str, float] = {}
         self.responses_due = time.monotonic() + RESPONSES_SECONDS
         self.paused_until = 0.0
 
@@ -82,8 +80,8 @@ class RunArtifacts:
         """
         with self._errors_ignored():
             succeeded = outcome != "failed"
-            if succeeded and self.progress_id:
-                update_progress_artifact(self.progress_id, 100.0, f"{self.address}: done")
+            for bar in self.bars.values() if succeeded else ():
+                update_progress_artifact(bar, 100.0, f"{self.address}: done")
             if succeeded or self.stage.startswith("gate_"):
                 for artifact in self.results():
                     self._send(artifact)
@@ -96,16 +94,20 @@ class RunArtifacts:
         match = PROGRESS.match(line)
         if not match:
             return
-        step, total, details = int(match["step"]), int(match["total"]), match["details"] or ""
-        if time.monotonic() >= self.progress_due or step == total:
-            self.progress_due = time.monotonic() + PROGRESS_SECONDS
+        details = match["details"] or ""
+        done, total = int(match["done"] or 0), int(match["total"] or 0)
+        is_step = match["what"] == STEP
+        # a pass has a bar of its own, since it ends within a step
+        key = f"{'progress' if is_step else 'pass'}-{self.key}"
+        if time.monotonic() >= self.bars_due.get(key, 0.0) or (total and done == total):
+            self.bars_due[key] = time.monotonic() + PROGRESS_SECONDS
             yield ProgressArtifact(
-                key=f"progress-{self.key}",
-                progress=100 * step / total,
-                description=f"{self.address}: step {step} of {total}, {match['eta']} left",
+                key=key,
+                progress=100 * done / total if total else 0.0,
+                description=f"{self.address}: {describe_progress(match)}",
             )
-        if FINDING.match(details):
-            self.findings.append(f"- update {step}: {html.escape(details, quote=False)}")
+        if is_step and FINDING.match(details):
+            self.findings.append(f"- update {done}: {html.escape(details, quote=False)}")
             yield MarkdownArtifact(
                 key=f"health-{self.key}",
                 markdown="\n".join(self.findings),
@@ -184,11 +186,11 @@ class RunArtifacts:
             create_markdown_artifact(artifact.markdown, key, description)
         elif isinstance(artifact, TableArtifact):
             create_table_artifact(artifact.table, key, description)
-        elif self.progress_id:
-            update_progress_artifact(self.progress_id, artifact.progress, description)
+        elif bar := self.bars.get(key or ""):
+            update_progress_artifact(bar, artifact.progress, description)
         else:
-            created = create_progress_artifact(artifact.progress, key, description)
-            self.progress_id = cast(UUID, created)
+            created = create_progress_artifact(artifact.progress, key or "", description)
+            self.bars[key or ""] = cast(UUID, created)
 
     @contextmanager
     def _errors_ignored(self) -> Iterator[None]:
@@ -197,6 +199,19 @@ class RunArtifacts:
         with bookkeeping(f"showing {self.address} in Prefect", self.log):
             yield
             self.paused_until = 0.0
+
+
+def describe_progress(match: re.Match[str]) -> str:
+    """What a line of PROGRESS says, as the description of a bar."""
+    if match["total"]:
+        unit = f" {match['unit']}" if match["unit"] else ""
+        left = f", {match['eta']} left" if match["eta"] != UNKNOWN else ""
+        text = f"{match['what']} {match['done']} of {match['total']}{unit}{left}"
+    else:
+        text = f"{match['what']}, for {match['elapsed']}"
+    # the details of a step are its metrics, those of a pass the passes around it
+    around = match["details"] if match["what"] != STEP else None
+    return f"{text} ({around})" if around else text
 
 
 def table(

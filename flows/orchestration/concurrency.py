@@ -27,6 +27,7 @@ from flows.core.services import LogLine
 from flows.execution import gpus
 from flows.orchestration.prefect_requests import prefect_client
 from stages.lib.core.errors import RondoError
+from stages.lib.core.progress import progress
 
 LIMIT = "rondo-compute"
 LEASE_SECONDS = 60.0  # Prefect's minimum; a killed run keeps its slot for this long
@@ -77,10 +78,11 @@ class Slot:
             f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of {LIMIT} "
             "(see Concurrency in the Prefect UI)"
         )
-        while not self.lease:  # also in an outage: the others compute
-            time.sleep(WAIT_SECONDS)
-            with suppress(RondoError), prefect_client() as client:
-                self._take(client)
+        with progress(f"waiting for a slot of {LIMIT}"):
+            while not self.lease:  # also in an outage: the others compute
+                time.sleep(WAIT_SECONDS)
+                with suppress(RondoError), prefect_client() as client:
+                    self._take(client)
 
     @contextmanager
     def held(self) -> Iterator[None]:

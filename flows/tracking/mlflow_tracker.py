@@ -35,6 +35,7 @@ from flows.tracking.outbox import Outbox
 from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Record, Status, milliseconds, read_record, read_steps
 from stages.lib.core.params.tracking import Upload
+from stages.lib.core.progress import progress
 
 EVERY_SECONDS = 10.0  # between two readings of a stage's metrics
 PAUSE_SECONDS = 60.0  # without tries, after MLflow was unreachable
@@ -135,7 +136,8 @@ class MlflowTracker(NullTracker):
         # The records first: a record may ask for an upload.
         for jobs, thread in ((self.jobs, self.thread), (self.upload_jobs, self.upload_thread)):
             jobs.put(None)
-            thread.join(max(0.0, end - time.monotonic()))
+            with progress("sending to MLflow"):
+                thread.join(max(0.0, end - time.monotonic()))
         for outbox, subject in ((self.outbox, "records"), (self.uploads, "uploads of models")):
             if waiting := outbox.waiting():
                 self.log(

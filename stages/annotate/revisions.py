@@ -131,7 +131,8 @@ def revise_responses(
         principle = draw_principle(principles, params.seed, row["id"])
         return revise(row, response, principle or "", chat, params.prepare.prompt_format)
 
-    items = zip(rows, (response for [response] in sampled.responses), strict=True)
+    responses = (response for [response] in sampled.responses)
+    items = list(zip(rows, responses, strict=True))
     attempts = chat.in_parallel(attempt, items)
     outcomes = Counter(attempt.outcome for attempt in attempts)
     print(

@@ -9,9 +9,9 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt
 from stages.lib.data.prompts import check_template, encode, template_hash
-from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.generation import generate
+from stages.lib.lm import generation
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
+from stages.lib.lm.vllm_engine import sampling_engine
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def sample_responses(
         encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts
     ]
     model = load_causal_lm(sft / "model", params.model)
-    response_ids = generate(
+    response_ids = generation.sample_responses(
         model,
+        tokenizer,
         [ids for ids in prompt_ids for _ in range(samples)],
-        response_length=params.ppo.response_length,
-        temperature=params.annotate.temperature,
-        generator=torch.Generator().manual_seed(params.seed),
-        ends=end_tokens(model, tokenizer),
+        params.ppo.model_copy(update={"temperature": params.annotate.temperature}),
+        torch.Generator().manual_seed(params.seed),
+        sampling_engine(params.model),
     )
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     return SampledResponses(

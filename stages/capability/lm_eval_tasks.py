@@ -6,6 +6,7 @@ from typing import Any
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.evaluation import CapabilityParams
 from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.progress import progress
 from stages.lib.data.slices import SLICES
 
 
@@ -35,15 +36,16 @@ def run_tasks(
             f"capability.tasks {', '.join(unknown)}: no such task; "
             "`lm-eval ls tasks --include_path slices` lists them"
         )
-    results = simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=params.batch_size),
-        tasks=list(params.tasks),
-        limit=params.limit,
-        task_manager=manager,
-        apply_chat_template=prompt_format is PromptFormat.chat,
-        log_samples=True,
-        bootstrap_iters=0,
-    )
+    with progress(f"tasks {', '.join(params.tasks)}"):
+        results = simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=params.batch_size),
+            tasks=list(params.tasks),
+            limit=params.limit,
+            task_manager=manager,
+            apply_chat_template=prompt_format is PromptFormat.chat,
+            log_samples=True,
+            bootstrap_iters=0,
+        )
     scores = {
         task: document_scores(task, rows, results["higher_is_better"][task])
         for task, rows in results["samples"].items()

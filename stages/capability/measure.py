@@ -10,11 +10,13 @@ from stages.capability.refusals import is_desired
 from stages.capability.regression import regression_metrics
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import check_template, encode
 from stages.lib.data.slices import SlicePrompt
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, setup_torch
+from stages.lib.lm.vllm_engine import sampling_engine
 
 
 class SliceSample(TypedDict):
@@ -56,10 +58,11 @@ def measure(
             if name == "sft"
             else load_policy(sft, policy, params.model)
         )
-        responses[name] = sample_texts(model, tokenizer, texts, params) if texts else []
-        task_scores[name] = (
-            run_tasks(model, tokenizer, config, prompt_format) if config.tasks else {}
-        )
+        with progress(f"model {name}"):
+            responses[name] = sample_texts(model, tokenizer, texts, params) if texts else []
+            task_scores[name] = (
+                run_tasks(model, tokenizer, config, prompt_format) if config.tasks else {}
+            )
 
     rows: list[SliceSample] = [
         {
@@ -96,5 +99,6 @@ def sample_texts(
     ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
     sampling = params.ppo.model_copy(update={"response_length": config.response_length})
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, ids, sampling, generator)
+    engine = sampling_engine(params.model)
+    responses = sample_responses(model, tokenizer, ids, sampling, generator, engine)
     return list(tokenizer.batch_decode(responses, skip_special_tokens=True))

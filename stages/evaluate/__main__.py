@@ -7,8 +7,9 @@ comparisons are paired. The champion is the last policy that was promoted, on it
 Reads prepare's held-out data, the SFT and reward models, PPO's policy and checkpoints, and
 champion.json. Writes to rounds/<round>/evaluate: samples.jsonl, metrics.jsonl and curves.csv (the
 checkpoints by update), and metrics.json. In the latter, `reproduced`: a fresh process repeated the
-policy's first sample of each prompt bit for bit, with its score and KL; `overoptimisation`: whether
-PPO went too far; `win_rate_prompts_needed`: how many prompts would decide, if these do not.
+policy's first sample of each prompt, with its score and KL: bit for bit on a CPU without vLLM, else
+as stages/evaluate/reproduce.py says; `overoptimisation`: whether PPO went too far;
+`win_rate_prompts_needed`: how many prompts would decide, if these do not.
 
 Run: `python -m stages.evaluate --round r0`.
 """
@@ -21,7 +22,7 @@ from stages.evaluate.champion import load_champion
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
-from stages.evaluate.reproduce import check_reproduced, rerun_policy
+from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
 from stages.evaluate.results import (
     ModelResults,
     print_metrics,
@@ -89,8 +90,9 @@ def main(params: Params, round_: str) -> None:
     policy_metrics = metrics["ppo"] | with_interval("win_rate", win_rate)
     metrics |= dict.fromkeys(same_as_policy, policy_metrics)
     curve[selected_update] = curve_point(metrics["ppo"], win_rate[0])
-    device = evaluator.sft.device
-    check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), device)
+    exact = is_exact(params, evaluator.sft.device)
+    compared = check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), exact)
+    print(f"{recorder.label}: in a fresh process, {compared}", flush=True)
 
     # 5. the champion, if there is one
     champion = load_champion(round_)

@@ -24,6 +24,7 @@ from stages.lib.core.files import (
     write_jsonl,
 )
 from stages.lib.core.params import Params
+from stages.lib.core.progress import reporting
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.judging.loading import base_model, load_jury
@@ -97,7 +98,9 @@ if __name__ == "__main__":
     )
     options = parser.parse_args()
     try:
-        print(main(params_of(options.round), options.round, options.checkpoint))
+        with reporting(f"checkpoint@{options.round}"):
+            path = main(params_of(options.round), options.round, options.checkpoint)
+        print(path)
     except RondoError as error:
         print(f"checkpoint@{options.round}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -10,6 +10,7 @@ import torch
 
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
@@ -19,6 +20,7 @@ from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
+from stages.lib.lm.vllm_engine import sampling_engine
 from stages.lib.metrics.text import repetition_n
 
 
@@ -65,13 +67,15 @@ class Evaluator:
         self.human = human.prompts, human.responses["completion"]
         self.sft = load_causal_lm(self.sft_path, params.model)
         self.reward = load_reward_model(self.reward_path, params.model)
+        self.engine = sampling_engine(params.model)
 
     def load_ppo(self) -> Any:
         """This round's policy, on its SFT model."""
         return load_policy(self.sft_path, self.policy_path, self.params.model)
 
     def sample_all(self, model: Any, samples: int) -> list[OneSamplePerPrompt]:
-        return [self.sample(model, number) for number in range(samples)]
+        numbers = tracked("sampled", range(samples), samples, "passes")
+        return [self.sample(model, number) for number in numbers]
 
     def sample(self, model: Any, number: int) -> OneSamplePerPrompt:
         """The `number`-th sample of each prompt, scored.
@@ -81,7 +85,9 @@ class Evaluator:
         """
         p, ends = self.params, end_tokens(self.sft, self.tokenizer)
         generator = torch.Generator().manual_seed(p.seed * 1000 + number)
-        responses = sample_responses(model, self.tokenizer, self.prompt_ids, p.ppo, generator)
+        responses = sample_responses(
+            model, self.tokenizer, self.prompt_ids, p.ppo, generator, self.engine
+        )
         scored = score_responses(
             None if model is self.sft else model,  # None: KL 0, without a second forward pass
             lambda: nullcontext(self.sft),

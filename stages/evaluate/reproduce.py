@@ -17,10 +17,11 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.progress import reporting_to_parent
 from stages.lib.lm.loading import setup_torch
 
-# Of two evaluations on a GPU: the share of texts that may differ, and the difference of numbers of
-# equal texts, in standard deviations (score) and nats; bfloat16 has 8 bits
+# Of two evaluations on a GPU or by vLLM: the share of texts that may differ, and the difference of
+# numbers of equal texts, in standard deviations (score) and nats; bfloat16 has 8 bits
 MAX_OTHER_TEXTS, TOLERANCE = 0.05, 0.05
 
 
@@ -42,25 +43,42 @@ def rerun_policy(params: Params, round_: str) -> OneSamplePerPrompt:
     return [Sample(**row) for row in rows]
 
 
-def check_reproduced(
-    first: OneSamplePerPrompt, second: OneSamplePerPrompt, device: torch.device
-) -> None:
+def is_exact(params: Params, device: torch.device) -> bool:
+    """Whether two evaluations have to agree bit for bit: on a CPU, sampled without vLLM."""
+    return device.type == "cpu" and not params.model.use_vllm
+
+
+def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt, exact: bool) -> str:
     """Check that two evaluations of one policy are equal.
 
     On a CPU the same weights in the same batches have to give the same bits. On a GPU some sums
-    have no fixed order (torch.cumsum among them), so that a token may rarely be another one: a
-    small share of texts may differ, and the numbers of the others only have to be close.
+    have no fixed order (torch.cumsum among them), and vLLM forms its batches as requests come and
+    go, so that a token may rarely be another one: a small share of texts may differ, and the
+    numbers of the others only have to be close.
+
+    Args:
+        first: samples of a model.
+        second: the same, sampled and scored again.
+        exact: see `is_exact`.
+
+    Returns:
+        What was compared, in one sentence.
 
     Raises:
-        RondoError: a text, score or KL differs, or on a GPU more than MAX_OTHER_TEXTS of the texts
-            or a number by more than TOLERANCE.
+        RondoError: a text, score or KL differs, or if not `exact` more than MAX_OTHER_TEXTS of the
+            texts or a number by more than TOLERANCE.
     """
     pairs = list(zip(first, second, strict=True))
     differing = [index for index, (a, b) in enumerate(pairs) if a != b]
-    if device.type != "cpu":
+    compared = f"texts and numbers of all {len(pairs)} prompts are equal bit for bit"
+    if not exact:
         others = [index for index in differing if not same_response(*pairs[index])]
         if len(others) <= MAX_OTHER_TEXTS * len(pairs):
             differing = [i for i in differing if i not in others and not are_close(*pairs[i])]
+        compared = (
+            f"{len(pairs) - len(others)} of {len(pairs)} texts are equal (at least "
+            f"{1 - MAX_OTHER_TEXTS:.0%} have to be), their numbers within {TOLERANCE}"
+        )
     if differing:
         a, b = pairs[differing[0]]
         raise RondoError(
@@ -70,6 +88,7 @@ def check_reproduced(
             f"{b.text!r} (score {b.score:.4f}, KL {b.kl:.4f}). "
             "Look for a source of randomness without a seed, or files that changed meanwhile"
         )
+    return compared
 
 
 def same_response(a: Sample, b: Sample) -> bool:
@@ -87,8 +106,10 @@ def are_close(a: Sample, b: Sample) -> bool:
 def main(round_: str, settings: Path) -> None:
     params = check_params(read_json(settings, f"dvc repro evaluate@{round_}"), str(settings))
     setup_torch(params)
-    evaluator = Evaluator(params, round_)
-    print(json.dumps([asdict(sample) for sample in evaluator.sample(evaluator.load_ppo(), 0)]))
+    with reporting_to_parent(f"evaluate@{round_}"):
+        evaluator = Evaluator(params, round_)
+        samples = evaluator.sample(evaluator.load_ppo(), 0)
+    print(json.dumps([asdict(sample) for sample in samples]))
 
 
 if __name__ == "__main__":

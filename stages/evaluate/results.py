@@ -8,6 +8,7 @@ import numpy as np
 
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress
 from stages.lib.core.rows import EvaluationSample, PromptRow
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.judging.jury import Jury
@@ -95,7 +96,8 @@ class ModelResults:
 
     def add_model(self, name: str, model: Any, samples: int) -> None:
         """Sample `samples` responses per prompt, and record and print their means."""
-        passes = self.samples[name] = self.evaluator.sample_all(model, samples)
+        with progress(f"responses of {name}"):
+            passes = self.samples[name] = self.evaluator.sample_all(model, samples)
         metrics = self.metrics[name] = describe(passes)
         if name in ("base", "sft"):
             loss = self.losses["loss_before" if name == "base" else "loss_after"]

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
 from stages.lib.data.prompts import render_prompt, with_bos
@@ -155,7 +156,8 @@ def prompt_lengths(
 ) -> Iterator[int]:
     """The number of tokens per prompt, counted as `stages.lib.data.prompts.encode` tokenises."""
     texts = [render_prompt(tokenizer, prompt, config.prompt_format) for prompt in prompts]
-    for start in range(0, len(texts), TOKENIZER_BATCH_SIZE):
+    starts = range(0, len(texts), TOKENIZER_BATCH_SIZE)
+    for start in tracked("prompt lengths", starts, len(starts), "batches"):
         encoded = tokenizer(
             texts[start : start + TOKENIZER_BATCH_SIZE],
             add_special_tokens=False,

@@ -29,6 +29,9 @@ ROLE_MARKERS = (
 # At the start of a line: the turn of another speaker ("Assistant: Human: And you?"), frequent in
 # public preference data. A prompt that is one text may contain them: it is formatted by its author.
 SPEAKER_MARKER = re.compile(r"^[ \t]*((?:Human|Assistant|User|System|AI|Bot)[ \t]*:)", re.MULTILINE)
+# A turn of the user may contain another dialogue as its material ("Customer: ... AI: ..."). There,
+# only the names of Anthropic's transcripts show that the next turn was not cut off.
+TRANSCRIPT_MARKER = re.compile(r"^[ \t]*((?:Human|Assistant)[ \t]*:)", re.MULTILINE)
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
 EXCERPT_CHARACTERS = 200
 SAME = "chosen and rejected are the same"
@@ -203,17 +206,18 @@ def check_text(text: str, name: str) -> None:
 
 def check_speakers(prompt: Prompt, responses: Mapping[str, str]) -> None:
     """Check that no turn of a conversation, and no response, contains another speaker's marker."""
-    turns = (
-        dict[str, str]()
-        if isinstance(prompt, str)
-        else {
-            f"turn {number} of the prompt": message["content"]
-            for number, message in enumerate(prompt, 1)
-        }
-    )
-    turns |= {f"`{name}`": response for name, response in responses.items()}
-    for name, text in turns.items():
-        if match := SPEAKER_MARKER.search(text):
+    messages = [] if isinstance(prompt, str) else prompt
+    turns = [
+        (
+            f"turn {number} of the prompt",
+            message["content"],
+            SPEAKER_MARKER if message["role"] == "assistant" else TRANSCRIPT_MARKER,
+        )
+        for number, message in enumerate(messages, 1)
+    ]
+    turns += [(f"`{name}`", response, SPEAKER_MARKER) for name, response in responses.items()]
+    for name, text, marker in turns:
+        if match := marker.search(text):
             raise AnotherSpeaker(f"another speaker: {name} has a line that begins with {match[1]}")
 
 

@@ -1,10 +1,12 @@
 """Add the previous round's replay to this round's training sets."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from stages.lib.core.files import is_placeholder
 from stages.lib.core.rows import Demonstration, PreferencePair, TrainingPrompt, read_rows
-from stages.lib.data.splits import DataSets, check_not_in_eval_set
+from stages.lib.data.splits import DataSets, check_not_in_eval_set, prompt_key
 from stages.lib.dedup.contamination import check_no_leaks, find_leaks
 
 
@@ -21,7 +23,7 @@ def merge_replay(
         similarity: prepare.near_duplicate.
 
     Returns:
-        The rows to add to each set.
+        The rows to add to each set. Prompts have the columns that the data have for them.
 
     Raises:
         BadInput: a replayed row has an evaluation prompt, or leaks a held-out text
@@ -34,7 +36,10 @@ def merge_replay(
     replayed: DataSets = {
         "sft": read_rows(Demonstration, folder / "sft.jsonl", made_by),
         "pairs": read_rows(PreferencePair, folder / "pairs.jsonl", made_by),
-        "prompts": read_rows(TrainingPrompt, folder / "prompts.jsonl", made_by),
+        "prompts": with_columns(
+            read_rows(TrainingPrompt, folder / "prompts.jsonl", made_by),
+            cast(Sequence[TrainingPrompt], train["prompts"]),
+        ),
     }
 
     # All rows are checked, also those beyond max_share: replay must never produce such rows.
@@ -64,3 +69,17 @@ def merge_replay(
     # the largest number with added / (own rows + added) <= max_share
     most = {name: int(max_share * len(rows) / (1 - max_share)) for name, rows in train.items()}
     return {name: rows[: most[name]] for name, rows in replayed.items()}
+
+
+def with_columns(
+    replayed: Sequence[TrainingPrompt], own: Sequence[TrainingPrompt]
+) -> list[TrainingPrompt]:
+    """Give replayed prompts the further columns (`prepare.columns`) of the data's same prompts.
+
+    Without them, a reward that needs e.g. the exact answer would fail.
+    """
+    columns = {prompt_key(row["prompt"]): row["columns"] for row in own if "columns" in row}
+    return [
+        {**row, "columns": columns[key]} if (key := prompt_key(row["prompt"])) in columns else row
+        for row in replayed
+    ]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TEXTS, HasPrompt, PairTexts
 from stages.lib.metrics.preference_baselines import (
     longest_wins_accuracy,
@@ -127,7 +128,9 @@ def languages(rows: Sequence[HasPrompt], seed: int) -> dict[str, Any]:
     {sampled: rows, shares: {ISO 639 code, or `unsure`: share}}.
     """
     sample = subsample(rows, LANGUAGE_ROWS, seed)
-    counts = Counter(language(" ".join(source_texts(row))) for row in sample)
+    counts = Counter(
+        language(" ".join(source_texts(row))) for row in tracked("languages", sample, len(sample))
+    )
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shares = {code: round(count / len(sample), 3) for code, count in ranked}
     return {"sampled": len(sample), "shares": shares}

@@ -12,6 +12,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
+from stages.lib.core.progress import progress, tracked
 from stages.lib.core.rows import HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
 from stages.lib.core.user_inputs import check_unchanged
@@ -35,6 +36,7 @@ from stages.prepare.formats import (
     normalise,
     source_texts,
 )
+from stages.prepare.memory import check_memory
 from stages.prepare.overlap import check_no_prompt_overlap, overlapping
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -49,10 +51,13 @@ def source_sets(params: Params, tokenizer: Any, audit: Audit) -> DataSets:
 
     Raises:
         Unreachable: a source is on the hub, which cannot be reached.
-        BadInput: too many rows are bad, or training rows have a held-out prompt.
+        BadInput: the rows do not fit into memory, too many are bad, or training rows have a
+            held-out prompt.
     """
     config = params.prepare
-    rows = read_rows(listed_sources(params), config, frozenset(tokenizer.all_special_tokens), audit)
+    sources = listed_sources(params)
+    check_memory(sources, config)
+    rows = read_rows(sources, config, frozenset(tokenizer.all_special_tokens), audit)
     audit.check_bad_share(config.max_bad_share)
     rows = audit.drop_contradictions(rows)
     # held-out rows first: of duplicates the first one stays, so that no copy of it is trained on
@@ -97,7 +102,8 @@ def read_rows(
     """Read and normalise the rows of all sources; those with a Defect are recorded in the audit."""
     rows: list[SourceRow] = []
     for source in sources:
-        for location, raw in read_source(source, config.max_rows):
+        source_rows = read_source(source, config.max_rows)
+        for location, raw in tracked(f"reading {source.path}", source_rows, 0):
             audit.rows_read[source.path] += 1
             try:
                 if isinstance(raw, Defect):
@@ -190,10 +196,9 @@ def read_hub(source: SourceParams) -> Any:
     repository, revision = source.path, None
     if not Path(source.path).exists():
         repository, revision = hub.name_and_revision(source.path, "prepare.sources")
-    with hub.hub_errors(
-        f"prepare.sources: {source.path}",
-        f"no such file, and the hub does not give split {source.split}",
-    ):
+    refused = f"no such file, and the hub does not give split {source.split}"
+    downloading = progress(f"downloading {source.path}")
+    with downloading, hub.hub_errors(f"prepare.sources: {source.path}", refused):
         return datasets.load_dataset(repository, split=source.split, revision=revision)
 
 

@@ -23,6 +23,7 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import RewardScorer, score_responses
+from stages.lib.lm.vllm_engine import sampling_engine
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Sampler:
             ids,
             self.params.ppo,
             torch.Generator().manual_seed(seed),
+            sampling_engine(self.params.model),
         )
 
     def _decode(self, responses: list[TokenIds]) -> list[SampledResponse]:

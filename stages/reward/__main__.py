@@ -27,7 +27,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Metrics
+from stages.lib.core.types import Metrics, TokenIds
 from stages.lib.data.lengths import (
     TokenizedRows,
     check_lengths,
@@ -51,7 +51,13 @@ from stages.lib.metrics.stats import calibration, wilson_interval
 from stages.lib.training.trl_setup import initial_checkpoint
 from stages.reward.fit import fit, training_pairs
 from stages.reward.hard_negatives import hard_negatives
-from stages.reward.saving import check_reloaded, reload_difference, save_ensemble, set_calibration
+from stages.reward.saving import (
+    check_reloaded,
+    join_ensemble,
+    reload_difference,
+    save_ensemble,
+    set_calibration,
+)
 
 RELOAD_ROWS = 32
 
@@ -92,10 +98,14 @@ class RewardModelTrainer:
         )
         model = fit(model, self.tokenizer, pairs, params, seed, self.recorder, continues)
         model = merge_adapter(model, resolve_dtype(params.model.dtype))
-        demonstrations = tokenize_fitting(
-            self.tokenizer, self.demonstrations, ["completion"], params, "reward"
+        return set_calibration(model, reward_scores(model, self.demonstration_ids()))
+
+    def demonstration_ids(self) -> list[TokenIds]:
+        """The tokens of the demonstrations that fit into reward.max_length."""
+        fitting = tokenize_fitting(
+            self.tokenizer, self.demonstrations, ["completion"], self.params, "reward"
         )
-        return set_calibration(model, reward_scores(model, demonstrations.texts("completion")))
+        return fitting.texts("completion")
 
 
 def main(params: Params, round_: str) -> None:
@@ -138,7 +148,9 @@ def main(params: Params, round_: str) -> None:
     members = [trainer.train(train_rows + negatives, start, continues, seed) for seed in seeds]
 
     # 4. save, merged
-    model = save_ensemble(members, tokenizer, params.reward.ensemble_reduce, folder / "model")
+    reduce = params.reward.ensemble_reduce
+    model = join_ensemble(members, reduce, trainer.demonstration_ids())
+    save_ensemble(model, tokenizer, folder / "model")
 
     # 5. check that a fresh process gets the same scores from the saved model; for the same batch,
     # since bfloat16 rounds differently in batches of another shape

@@ -10,6 +10,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import Params
+from stages.lib.core.progress import progress
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import PreferencePair
 from stages.lib.core.types import TokenIds
@@ -62,16 +63,17 @@ def fit(
     )
     columns = ("loss", "accuracy", "margin", "grad_norm", "learning_rate", "mean_reward")
     names = {name: name for name in columns}
-    trainer = RewardTrainer(
-        model=model,
-        args=RewardConfig(
-            **arguments,
-            center_rewards_coefficient=params.reward.center_rewards_coefficient,
-            # the column `length` groups pairs of similar length into a batch
-            remove_unused_columns=False,
-        ),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer,
-        callbacks=[MetricLoggerCallback(recorder, names, ["loss", "accuracy"])],
-    )
+    with progress("preparing the training"):
+        trainer = RewardTrainer(
+            model=model,
+            args=RewardConfig(
+                **arguments,
+                center_rewards_coefficient=params.reward.center_rewards_coefficient,
+                # the column `length` groups pairs of similar length into a batch
+                remove_unused_columns=False,
+            ),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer,
+            callbacks=[MetricLoggerCallback(recorder, names, ["loss", "accuracy"])],
+        )
     return run_trainer(trainer)

@@ -14,8 +14,14 @@ from stages.lib.core.files import write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
 from stages.lib.core.params.shared import Reduce
 from stages.lib.core.types import TokenIds
-from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
+from stages.lib.lm.reward_ensemble import (
+    MEMBERS,
+    attach_ensemble,
+    calibrate_scores,
+    ensemble_members,
+)
 from stages.lib.lm.saving import save_model
+from stages.lib.lm.scoring import reward_scores
 
 RELOAD_TOLERANCE = 1e-3
 
@@ -53,23 +59,34 @@ def check_reloaded(model: Path, difference: float) -> None:
         )
 
 
-def save_ensemble(
-    ensemble: list[Any], tokenizer: PreTrainedTokenizerBase, reduce: Reduce, folder: Path
-) -> Any:
-    """Save the first member in `folder` and the others in a folder within it.
+def join_ensemble(members: list[Any], reduce: Reduce, demonstrations: list[TokenIds]) -> Any:
+    """Join calibrated reward models into an ensemble, which is calibrated, too.
 
     Returns:
         The first member with the others attached, so that it scores as the whole ensemble.
     """
-    first, *others = ensemble
-    if others:
-        first.config.ensemble_reduce = reduce.value
+    first, *others = members
+    if not others:
+        return first
+    first.config.ensemble_reduce = reduce.value
+    first.config.ensemble_mean, first.config.ensemble_std = 0.0, 1.0
+    model = attach_ensemble(first, others)
+    scores = calibrate_scores(reward_scores(model, demonstrations), model)
+    first.config.ensemble_mean, first.config.ensemble_std = (
+        float(scores.mean()),
+        float(scores.std()),
+    )
+    return model
+
+
+def save_ensemble(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the first member in `folder` and the others in a folder within it."""
+    first, *others = ensemble_members(model)
     save_model(first, tokenizer, folder)
     # a rerun with a smaller ensemble would otherwise keep old members
     shutil.rmtree(folder / MEMBERS, ignore_errors=True)
     for number, member in enumerate(others, 1):
         save_model(member, tokenizer, folder / MEMBERS / str(number))
-    return attach_ensemble(first, others)
 
 
 def reload_difference(

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
+from stages.lib.core.progress import progress
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.core.stage import stage_main
@@ -48,6 +49,7 @@ from stages.lib.lm.loading import (
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.saving import merge_adapter, save_model, saved_weights_hash
+from stages.lib.lm.vllm_engine import sampling_engine
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import TokenizedDemonstrations
@@ -107,7 +109,8 @@ def main(params: Params, round_: str) -> None:
 
     # 2. the base model before training: the same one in every round, so that rounds are comparable
     base_model = load_causal_lm(ASSETS / "model", params.model)
-    base = measure(base_model, tokenizer, held_out, prompt_rows, params)
+    with progress("base model"):
+        base = measure(base_model, tokenizer, held_out, prompt_rows, params)
     del base_model  # its memory is for training
 
     # 3. train, from the base model or from the previous round's SFT model
@@ -120,7 +123,8 @@ def main(params: Params, round_: str) -> None:
     model = merge_adapter(model, resolve_dtype(params.model.dtype))
     save_model(model, tokenizer, folder / "model")
     saved_model = load_causal_lm(folder / "model", params.model)
-    sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
+    with progress("SFT model"):
+        sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
     demonstrations = truncate_demonstrations(held_out, params.ppo.response_length)
     training_texts = (row["completion"] for row in train.rows)
     outcomes = judge_responses(prompt_rows, base.responses, sft.responses, params, round_)
@@ -234,7 +238,8 @@ def generate_responses(
         encode(tokenizer, row["prompt"], None, prompt_format, max_length)[0] for row in rows
     ]
     generator = torch.Generator().manual_seed(params.seed)
-    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
+    engine = sampling_engine(params.model)
+    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
     ends = end_tokens(model, tokenizer)
     return GeneratedTexts(
         tokenizer.batch_decode(responses, skip_special_tokens=True),

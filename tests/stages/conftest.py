@@ -4,6 +4,7 @@ adapters, and a few made-up rows.
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -349,6 +350,35 @@ def status_server() -> Iterator[Callable[..., str]]:
             return f"http://127.0.0.1:{server.server_address[1]}"
 
         yield start
+
+
+SECOND_WINS = """from collections import Counter
+
+seen = Counter()
+
+
+def score(prompts, responses):
+    seen.update(prompts)
+    return [float(seen[prompt] == 2) for prompt in prompts]
+"""
+
+
+@pytest.fixture
+def second_is_best() -> Callable[[Params], Params]:
+    """Params with a judge that likes the second answer to a prompt best: so the second policy that
+    is validated is kept, which is trained and is not the last one.
+    """
+    from stages.assets.inputs import main as inputs
+
+    def with_judge(params: Params) -> Params:
+        Path("second_wins.py").write_text(SECOND_WINS)
+        sys.modules.pop("second_wins", None)  # it has seen other runs
+        evaluate = params.evaluate.model_copy(update={"judges": ["second_wins:score"]})
+        changed = params.model_copy(update={"evaluate": evaluate})
+        inputs(changed, "r0")
+        return changed
+
+    return with_judge
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.progress import progress
 from stages.lib.core.types import Row
 
 ROUNDS = Path("rounds")
@@ -142,10 +143,13 @@ def file_hash(path: Path) -> str:
     digest = hashlib.sha256()
     is_folder = path.is_dir()
     files = sorted(file for file in path.rglob("*") if file.is_file()) if is_folder else [path]
-    for file in files:
-        if is_folder:
-            digest.update(str(file.relative_to(path)).encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+    size = sum(file.stat().st_size for file in files)
+    with progress(f"hashing {path}", size, "bytes") as hashing:
+        for file in files:
+            if is_folder:
+                digest.update(str(file.relative_to(path)).encode())
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+                    hashing.add(len(block))
     return digest.hexdigest()

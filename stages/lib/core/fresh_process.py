@@ -4,14 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from stages.lib.core.errors import RondoError
+from stages.lib.core.progress import PROGRESS, print_line, progress
+
+SHOWN, SHOWN_LINES = 500, 20  # of its standard error, in the message of an error: characters, lines
 
 
 def run_in_fresh_process(module: str, *arguments: str | Path, failing: str) -> Any:
     """Run `python -m module arguments...` and parse the last line of its output as JSON.
+
+    Lines of progress, which it prints to its standard error, are printed here at once.
 
     Args:
         module: name of the module, e.g. `stages.reward.rescore`.
@@ -24,9 +31,20 @@ def run_in_fresh_process(module: str, *arguments: str | Path, failing: str) -> A
     # RONDO_PYTHON is set inside a flow: a launcher that forks from a process with the slow imports
     # done (flows/execution/fork_server.py).
     python = os.environ.get("RONDO_PYTHON", sys.executable)
-    process = subprocess.run(
-        [python, "-m", module, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    if process.returncode:
-        raise RondoError(f"{failing}: {process.stderr.strip()[-500:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+    command, errors = [python, "-m", module, *map(str, arguments)], deque[str](maxlen=SHOWN_LINES)
+    again = progress(f"{module} in a fresh process")
+    with again, TemporaryFile("w+", encoding="utf-8") as output:
+        with subprocess.Popen(
+            command, stdout=output, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+        ) as process:
+            assert process.stderr is not None
+            for line in map(str.rstrip, process.stderr):
+                if PROGRESS.match(line):
+                    print_line(line)
+                else:
+                    errors.append(line)
+        if process.returncode:
+            shown = "\n".join(errors).strip()[-SHOWN:]
+            raise RondoError(f"{failing}: {shown}")
+        output.seek(0)
+        return json.loads(output.read().splitlines()[-1])

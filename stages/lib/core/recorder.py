@@ -17,6 +17,7 @@ from stages.lib.core.files import (
     write_json,
     write_jsonl,
 )
+from stages.lib.core.progress import STEP, minutes, print_line
 from stages.lib.core.renamed import current_metrics
 from stages.lib.core.types import Metrics, StepMetrics
 
@@ -132,10 +133,8 @@ class MetricLogger:
             if steps_run and self.total_steps
             else 0.0
         )
-        print(
-            f"[{self.label}] step {step}/{self.total_steps or '?'}  "
-            f"eta {int(eta) // 60}:{int(eta) % 60:02d}  {text}",
-            flush=True,
+        print_line(
+            f"[{self.label}] {STEP} {step}/{self.total_steps or '?'}  eta {minutes(eta)}  {text}"
         )
 
     def finish(self, metrics: Mapping[str, Any]) -> None:

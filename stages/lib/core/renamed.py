@@ -2,7 +2,7 @@
 names. docs/renamed.md is the table for users; a test compares the two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 DEFAULT_RESPONSE_LENGTH = 24  # of files that do not set ppo.response_length
@@ -14,6 +14,10 @@ PARAMS = {
     "gates.sft.sentiment_gain": "gates.sft.net_win_rate",
     "gates.reward.sentiment_lead": "gates.reward.judge_lead",
     "replay.judge_low": "replay.sentiment_low",
+    "ppo.use_vllm": "model.use_vllm",
+    "ppo.vllm_mode": "model.vllm_mode",
+    "ppo.vllm_server_base_url": "model.vllm_server_base_url",
+    "ppo.vllm_gpu_memory_utilization": "model.vllm_gpu_memory_utilization",
 }
 # Settings whose unit changed from sequences to tokens: the old value over ppo.response_length
 PER_TOKEN = {
@@ -67,25 +71,38 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> current_params({"replay": {"judge_low": 0.1}})
     {'replay': {'sentiment_low': 0.1}}
     """
-    params = dict(values)
+    params = copy_sections(values)
     ppo = params.get("ppo")
     tokens = ppo.get("response_length") if isinstance(ppo, Mapping) else None
     for old, new in [*PARAMS.items(), *PER_TOKEN.items(), *((name, "") for name in REMOVED)]:
-        (*path, old_key), new_key = old.split("."), new.rpartition(".")[2]
-        section: Any = params
-        for key in path:
-            inner = section.get(key)
-            if not isinstance(inner, Mapping):
-                break
-            section[key] = dict(inner)
-            section = section[key]
-        else:
-            if not new:
-                section.pop(old_key, None)
-            elif old_key in section and new_key not in section:
-                value = section.pop(old_key)
-                section[new_key] = per_token(value, tokens) if old in PER_TOKEN else value
+        (*old_path, old_key), (*new_path, new_key) = old.split("."), (new or old).split(".")
+        section = section_at(params, old_path)
+        if old_key not in section:
+            continue
+        if not new:
+            del section[old_key]
+        elif new_key not in section_at(params, new_path):
+            value, target = section.pop(old_key), params
+            for key in new_path:
+                target = target.setdefault(key, {})
+            target[new_key] = per_token(value, tokens) if old in PER_TOKEN else value
     return params
+
+
+def copy_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested params, down to the values."""
+    return {
+        key: copy_sections(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+    }
+
+
+def section_at(params: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """The section of nested params at a path; empty if there is none."""
+    section: Any = params
+    for key in path:
+        section = section.get(key, {}) if isinstance(section, dict) else {}
+    return section if isinstance(section, dict) else {}
 
 
 def per_token(value: Any, tokens: Any) -> Any:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params, load_params
+from stages.lib.core.progress import reporting
 
 
 def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
     """Parse `--round`, read params.yaml and run the stage.
 
-    A RondoError is printed in one line and ends the process with its exit code.
+    A RondoError is printed in one line and ends the process with its exit code. Long passes print
+    how far they are.
 
     Args:
         name: the stage's name, for messages.
@@ -26,7 +28,8 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
         params = load_params()
         round_ = named or next(iter(params.rounds))
         params.check_round(round_)
-        stage(params, round_)
+        with reporting(address):
+            stage(params, round_)
     except RondoError as error:
         print(f"{address}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Overlong, TrainParams
+from stages.lib.core.progress import tracked
 from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import cut_to, encode
 
@@ -55,7 +56,7 @@ def tokenize_fitting(
     train: TrainParams = getattr(params, section)
     kept, prompts, overlong = list[Row](), list[TokenIds](), 0
     responses: dict[str, list[TokenIds]] = {column: [] for column in columns}
-    for row in rows:
+    for row in tracked("counting tokens", rows, len(rows)):
         encoded = [
             encode(tokenizer, row["prompt"], row[column], params.prepare.prompt_format)
             for column in columns

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import PromptRow, responses_of
 from stages.lib.data.prompts import ROLES, transcript
 from stages.lib.dedup.duplicates import (
@@ -44,6 +45,7 @@ from stages.lib.dedup.shingles import (
 )
 
 RUN = 13  # words
+TRAIN_ROWS = 20_000  # training rows per set whose texts are in memory at once
 SHOWN, LISTED = 5, 100  # leaks in an error message: with the shared words, and by location only
 SPEAKER = re.compile(rf"\n\n(?:{'|'.join(ROLES.values())}):")  # role labels of a transcript
 
@@ -99,7 +101,7 @@ def pools(rows: Sequence[PromptRow], words: WordIds) -> tuple[TextPool, TextPool
             numbers_of[text] = words.read(SPEAKER.sub("\n\n", text))
         return numbers_of[text]
 
-    for index, row in enumerate(rows):
+    for index, row in enumerate(tracked("words", rows, len(rows))):
         spans.of_row.append([])
         wholes.of_row.append([])
         prompt = row["prompt"] if isinstance(row["prompt"], str) else transcript(row["prompt"])
@@ -150,73 +152,141 @@ def find_leaks(
         >>> leak.row, leak.shared
         (1, 'once upon a time once upon a time once upon a time once')
     """
-    words = WordIds()
-    (held_spans, held_wholes), (spans, wholes) = pools(held_out, words), pools(train, words)
-    shared = shared_shingles(spans.texts, held_spans.texts)
-    duplicates = dict(near_duplicates(wholes.texts, held_wholes.texts, similarity))
-    leaks = []
-    for row in range(len(train)):
-        span = next((text for text in spans.of_row[row] if text in shared), None)
-        whole = next((text for text in wholes.of_row[row] if text in duplicates), None)
-        if span is not None:
-            other, start = shared[span]
-            run = spans.texts[span][start : start + RUN]
-            leaks.append(Leak(row, held_out[held_spans.first_row[other]], words.spell(run)))
-        elif whole is not None:
-            other = duplicates[whole]
-            beginning = wholes.texts[whole][:RUN]
-            leaks.append(Leak(row, held_out[held_wholes.first_row[other]], words.spell(beginning)))
-    return leaks
+    return leaks_by_set({"train": train}, held_out, similarity)["train"]
 
 
 def leaks_by_set(
     sets: Mapping[str, Sequence[PromptRow]], held_out: Sequence[PromptRow], similarity: float
 ) -> dict[str, list[Leak]]:
-    """`find_leaks` for several training sets at once, so that texts in common are read once.
+    """`find_leaks` for several training sets at once.
+
+    Texts of TRAIN_ROWS rows of each set are in memory at once. Rows at about the same place in
+    several sets often have texts in common, which are read once.
 
     Returns:
         By set, its leaks; `row` is an index into that set.
     """
-    all_leaks = find_leaks([row for rows in sets.values() for row in rows], held_out, similarity)
-    leaks, start = {}, 0
-    for name, rows in sets.items():
-        end = start + len(rows)
-        leaks[name] = [
-            leak._replace(row=leak.row - start) for leak in all_leaks if start <= leak.row < end
-        ]
-        start = end
+    searched, leaks = HeldOutTexts(held_out, similarity), {name: list[Leak]() for name in sets}
+    for start in range(0, max(map(len, sets.values()), default=0), TRAIN_ROWS):
+        parts = {name: rows[start : start + TRAIN_ROWS] for name, rows in sets.items()}
+        part_leaks = searched.leaks([row for part in parts.values() for row in part])
+        offset = 0  # of the set's rows among those of all parts
+        for name, part in parts.items():
+            leaks[name] += [
+                leak._replace(row=start + leak.row - offset)
+                for leak in part_leaks
+                if offset <= leak.row < offset + len(part)
+            ]
+            offset += len(part)
     return leaks
 
 
-def shared_shingles(
-    texts: Sequence[Numbers], held_out: Sequence[Numbers]
-) -> dict[int, tuple[int, int]]:
-    """Find the texts that share a run of words with a held-out text, boilerplate aside.
+class HeldOutTexts:
+    """The texts of held-out rows, which are searched for in training rows.
 
-    Returns:
-        {index of a text: (index of the held-out text, position of the run in the text)}, for the
-        first shared run of each text.
+    Args:
+        rows: held-out rows.
+        similarity: see `find_leaks`.
     """
-    held_out_hashes, held_out_text = distinctive_shingles(held_out)
-    held_out_set, shared = HashSet(held_out_hashes), dict[int, tuple[int, int]]()
-    for first, batch in batches(texts):
-        hashes, owner, position = hash_shingles(batch, RUN)
-        matches, matched = held_out_set.find(hashes)
-        order = np.argsort(matches)  # back to the order of texts and positions
-        matches, matched = matches[order], matched[order]
-        # np.unique returns the index of the first match of each text
-        owners, first_match = np.unique(owner[matches], return_index=True)
-        starts, others = position[matches][first_match], held_out_text[matched][first_match]
-        for text, start, other in zip(owners, starts, others, strict=True):
-            shared[first + int(text)] = int(other), int(start)
-    return shared
+
+    def __init__(self, rows: Sequence[PromptRow], similarity: float) -> None:
+        self.rows, self.similarity, self.words = rows, similarity, WordIds()
+        spans, wholes = pools(rows, self.words)
+        self.row_of_span, self.row_of_whole = spans.first_row, wholes.first_row
+        hashes, self.span_of_run = distinctive_shingles(spans.texts)
+        self.runs = HashSet(hashes)
+        del spans, hashes
+        grams = gram_sets(wholes.texts)
+        self.boilerplate = in_more_than(grams, BOILERPLATE)
+        self.grams = without(grams, self.boilerplate)
+        del grams
+        self.all_grams = HashSet(concatenate(self.grams))
+
+    def leaks(self, train: Sequence[PromptRow]) -> list[Leak]:
+        """The leaks of training rows, as `find_leaks` returns them."""
+        spans, wholes = pools(train, self.words)
+        shared = self.shared_runs(spans.texts)
+        duplicates = dict(self.near_duplicates(wholes.texts))
+        leaks = []
+        for row in range(len(train)):
+            span = next((text for text in spans.of_row[row] if text in shared), None)
+            whole = next((text for text in wholes.of_row[row] if text in duplicates), None)
+            if span is not None:
+                other, start = shared[span]
+                words = spans.texts[span][start : start + RUN]
+                held_out = self.rows[self.row_of_span[other]]
+            elif whole is not None:
+                words = wholes.texts[whole][:RUN]
+                held_out = self.rows[self.row_of_whole[duplicates[whole]]]
+            else:
+                continue
+            leaks.append(Leak(row, held_out, self.words.spell(words)))
+        return leaks
+
+    def shared_runs(self, texts: Sequence[Numbers]) -> dict[int, tuple[int, int]]:
+        """Find the texts that share a run of words with a held-out span, boilerplate aside.
+
+        Returns:
+            {index of a text: (number of the held-out span, position of the run in the text)}, for
+            the first shared run of each text.
+        """
+        shared: dict[int, tuple[int, int]] = {}
+        for first, batch in batches(texts):
+            hashes, owner, position = hash_shingles(batch, RUN)
+            matches, matched = self.runs.find(hashes)
+            order = np.argsort(matches)  # back to the order of texts and positions
+            matches, matched = matches[order], matched[order]
+            # np.unique returns the index of the first match of each text
+            owners, first_match = np.unique(owner[matches], return_index=True)
+            starts, others = position[matches][first_match], self.span_of_run[matched][first_match]
+            for text, start, other in zip(owners, starts, others, strict=True):
+                shared[first + int(text)] = int(other), int(start)
+        return shared
+
+    def near_duplicates(self, texts: Sequence[Numbers]) -> Iterator[tuple[int, int]]:
+        """Find near duplicates of held-out texts, boilerplate aside.
+
+        Yields:
+            (index of a text, number of the first held-out text that it is a near duplicate of).
+        """
+        text_grams: dict[int, Hashes] = {}
+        for first, batch in batches(texts):
+            sets = without(gram_sets(batch), self.boilerplate)
+            matching = may_match(sets, self.all_grams, self.similarity)
+            text_grams |= {first + int(number): sets[number] for number in matching}
+        lsh_index = LshIndex(self.similarity)
+        text_set = HashSet(concatenate(list(text_grams.values())))
+        possible = may_match(self.grams, text_set, self.similarity).tolist()
+        possible_signatures = signatures(self.grams[number] for number in possible)
+        for number, signature in zip(possible, possible_signatures, strict=True):
+            lsh_index.add(number, signature)
+        shown = tracked(
+            "near duplicates of held-out texts", text_grams.items(), len(text_grams), "texts"
+        )
+        for (text, grams), signature in zip(shown, signatures(text_grams.values()), strict=True):
+            for other in lsh_index.candidates(signature):
+                # Equal texts count for any similarity, also for a threshold of 1
+                if (
+                    np.array_equal(grams, self.grams[other])
+                    or jaccard(grams, self.grams[other]) > self.similarity
+                ):
+                    yield text, other
+                    break
 
 
-def distinctive_shingles(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int64]]:
+def distinctive_shingles(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.int32]]:
     """The runs in at most 10 texts: (distinct hashes, sorted; index of the first text of each)."""
-    hashes, owner, _ = hash_shingles(texts, RUN)
+    parts = [
+        (hashes, (first + owner).astype(np.int32))
+        for first, batch in batches(texts)
+        for hashes, owner, _ in [hash_shingles(batch, RUN)]
+    ]
+    hashes = np.concatenate([np.empty(0, np.uint64), *(part[0] for part in parts)])
+    owner = np.concatenate([np.empty(0, np.int32), *(part[1] for part in parts)])
+    del parts
     order = np.argsort(hashes, kind="stable")  # texts stay in order within a run
     hashes, owner = hashes[order], owner[order]
+    del order
     # ~x differs from x, so that the first run counts as new
     new_run = np.diff(hashes, prepend=~hashes[:1]) != 0
     starts = np.flatnonzero(new_run)
@@ -226,40 +296,6 @@ def distinctive_shingles(texts: Sequence[Numbers]) -> tuple[Hashes, NDArray[np.i
     number_of_texts = np.add.reduceat(new_text, starts, dtype=np.int64)
     distinctive = starts[number_of_texts <= BOILERPLATE]
     return hashes[distinctive], owner[distinctive]
-
-
-def near_duplicates(
-    texts: Sequence[Numbers], held_out: Sequence[Numbers], similarity: float
-) -> Iterator[tuple[int, int]]:
-    """Find near duplicates of held-out texts, boilerplate aside.
-
-    Yields:
-        (index of a text, index of the first held-out text that it is a near duplicate of).
-    """
-    held_out_grams = gram_sets(held_out)
-    boilerplate = in_more_than(held_out_grams, BOILERPLATE)
-    held_out_grams = without(held_out_grams, boilerplate)
-    held_out_set = HashSet(concatenate(held_out_grams))
-    text_grams: dict[int, Hashes] = {}
-    for first, batch in batches(texts):
-        sets = without(gram_sets(batch), boilerplate)
-        matching = may_match(sets, held_out_set, similarity)
-        text_grams |= {first + int(number): sets[number] for number in matching}
-    lsh_index = LshIndex(similarity)
-    text_set = HashSet(concatenate(list(text_grams.values())))
-    possible = may_match(held_out_grams, text_set, similarity).tolist()
-    possible_signatures = signatures(held_out_grams[number] for number in possible)
-    for number, signature in zip(possible, possible_signatures, strict=True):
-        lsh_index.add(number, signature)
-    for (text, grams), signature in zip(
-        text_grams.items(), signatures(text_grams.values()), strict=True
-    ):
-        for other in lsh_index.candidates(signature):
-            other_grams = held_out_grams[other]
-            # Equal texts count for any similarity, also for a threshold of 1
-            if np.array_equal(grams, other_grams) or jaccard(grams, other_grams) > similarity:
-                yield text, other
-                break
 
 
 def check_no_leaks(leaks: Sequence[tuple[str, Leak]], next_step: str) -> None:

@@ -5,12 +5,14 @@ take time, so `may_match` first drops texts that cannot have a near duplicate: J
 that at least a share s of a's 3-grams is in b.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from datasketch import MinHash, MinHashLSH
 from numpy.typing import NDArray
 
+from stages.lib.core.progress import tracked
 from stages.lib.dedup.shingles import (
     Hashes,
     HashSet,
@@ -23,6 +25,7 @@ from stages.lib.dedup.shingles import (
 
 GRAM = 3  # words
 PERMUTATIONS = 128  # values per MinHash signature
+MAX_LSH_THRESHOLD = 0.99  # of a higher one, datasketch makes a single band and refuses it
 # 3-grams in more texts than this number, or share, are boilerplate and say nothing about one text
 BOILERPLATE, BOILERPLATE_SHARE = 10, 0.05
 
@@ -53,17 +56,21 @@ def jaccard(one: Hashes, other: Hashes) -> float:
 
 def may_match(sets: Sequence[Hashes], among: HashSet, similarity: float) -> NDArray[np.int64]:
     """Indices of the sets with at least one gram, and a share `similarity` of them, in `among`."""
-    sizes = np.array([len(grams) for grams in sets], dtype=np.int64)
-    matches, _ = among.find(concatenate(sets))
-    set_of_gram = np.repeat(np.arange(len(sets)), sizes)
-    shared = np.bincount(set_of_gram[matches], minlength=len(sets))
-    return np.flatnonzero((shared >= similarity * sizes) & (shared > 0))
+    matching = [np.empty(0, np.int64)]
+    for first, batch in batches(sets):  # arrays with a number per gram are in memory per batch
+        sizes = np.array([len(grams) for grams in batch], dtype=np.int64)
+        matches, _ = among.find(concatenate(batch))
+        set_of_gram = np.repeat(np.arange(len(batch)), sizes)
+        shared = np.bincount(set_of_gram[matches], minlength=len(batch))
+        matching.append(first + np.flatnonzero((shared >= similarity * sizes) & (shared > 0)))
+    return np.concatenate(matching)
 
 
 def in_more_than(sets: Sequence[Hashes], number: int) -> HashSet:
     """The grams that are in more than `number` sets."""
     # A set has a gram once, so a gram in more sets equals its neighbour `number` places further on.
-    grams = np.sort(concatenate(sets))
+    grams = concatenate(sets)
+    grams.sort()
     return HashSet(
         grams[number:][grams[number:] == grams[: len(grams) - number]]
         if len(grams) > number
@@ -93,7 +100,11 @@ class LshIndex:
     def __init__(self, similarity: float) -> None:
         # Weights favour recall: a false candidate costs one exact comparison, a missed one stays in
         # the data.
-        self.lsh = MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS, weights=(0.1, 0.9))
+        self.lsh = MinHashLSH(
+            threshold=min(similarity, MAX_LSH_THRESHOLD),
+            num_perm=PERMUTATIONS,
+            weights=(0.1, 0.9),
+        )
 
     def add(self, number: int, signature: MinHash) -> None:
         self.lsh.insert(number, signature)
@@ -130,26 +141,29 @@ def find_duplicates(
         (exact, near), each {index of a duplicate: index of the earlier row that is kept}.
     """
     exact: dict[int, int] = {}
-    first: dict[str, int] = {}
+    first: dict[bytes, int] = {}
     for index, row in enumerate(rows):
-        kept = first.setdefault(" ".join(" ".join(row).casefold().split()), index)
+        text = " ".join(" ".join(row).casefold().split())
+        # a digest takes less memory than the text
+        kept = first.setdefault(hashlib.sha256(text.encode()).digest(), index)
         if kept != index:
             exact[index] = kept
 
-    words, numbers = WordIds(), list(first.values())
-    prompts, responses = ([words.read(rows[index][part]) for index in numbers] for part in (0, 1))
-    # Grams of the whole rows, and of the responses alone: a near duplicate must match in both
-    both = (
-        gram_sets([np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]),
-        gram_sets(responses),
+    # A near duplicate must match in the responses alone and in the whole rows, so the second are
+    # only read for the few rows that may match in the first.
+    words = WordIds()
+    responses = possible_sets(first.values(), lambda index: words.read(rows[index][1]), similarity)
+    whole = possible_sets(
+        responses,
+        lambda index: np.concatenate([words.read(text) for text in rows[index]]),
+        similarity,
     )
+    both = whole, responses
     lsh_indices, near = (LshIndex(similarity), LshIndex(similarity)), dict[int, int]()
-    possible_rows, possible_responses = (
-        may_match(sets, in_more_than(sets, 1), similarity) for sets in both
-    )
-    possible = np.intersect1d(possible_rows, possible_responses).tolist()
-    for text, *signed in zip(
-        possible, *(signatures(sets[text] for text in possible) for sets in both), strict=True
+    for index, *signed in zip(
+        tracked("near duplicates", whole, len(whole), "texts"),
+        *(signatures(sets[index] for index in whole) for sets in both),
+        strict=True,
     ):
         candidates = set.intersection(
             *(
@@ -160,14 +174,33 @@ def find_duplicates(
         similar = (
             other
             for other in sorted(candidates)
-            if all(jaccard(sets[text], sets[other]) > similarity for sets in both)
+            if all(jaccard(sets[index], sets[other]) > similarity for sets in both)
         )
         if (earlier := next(similar, None)) is not None:
-            near[numbers[text]] = numbers[earlier]
+            near[index] = earlier
             continue
         for lsh_index, signature in zip(lsh_indices, signed, strict=True):
-            lsh_index.add(text, signature)
+            lsh_index.add(index, signature)
     return exact, near
+
+
+def possible_sets(
+    indices: Collection[int], read: Callable[[int], Numbers], similarity: float
+) -> dict[int, Hashes]:
+    """The grams of those texts that may have a near duplicate among the texts, by index.
+
+    Args:
+        indices: of the texts.
+        read: returns the words and symbols of a text.
+        similarity: the threshold, 0..1.
+    """
+    sets = gram_sets([read(index) for index in indices])
+    possible = set(may_match(sets, in_more_than(sets, 1), similarity).tolist())
+    return {
+        index: grams
+        for number, (index, grams) in enumerate(zip(indices, sets, strict=True))
+        if number in possible
+    }
 
 
 def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
@@ -189,7 +222,11 @@ def near_groups(texts: Sequence[str], similarity: float) -> list[int]:
     sets = without(sets, in_more_than(sets, max(BOILERPLATE, round(BOILERPLATE_SHARE * len(sets)))))
     index = LshIndex(similarity)
     possible = may_match(sets, in_more_than(sets, 1), similarity).tolist()
-    for text, signature in zip(possible, signatures(sets[text] for text in possible), strict=True):
+    for text, signature in zip(
+        tracked("near-duplicate prompts", possible, len(possible), "prompts"),
+        signatures(sets[text] for text in possible),
+        strict=True,
+    ):
         for other in index.candidates(signature):
             earlier, later = sorted((first(text), first(other)))
             if earlier != later and jaccard(sets[text], sets[other]) > similarity:

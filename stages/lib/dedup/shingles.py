@@ -7,19 +7,21 @@ A text becomes an array of word numbers (`WordIds`), then an array of hashes of 
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int32]  # the words (positive) and symbols (negative) of a text
+Text = TypeVar("Text", Numbers, Hashes)
 
 # Chinese, Japanese and Korean are written without spaces between words: each character is a word
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 WORD = re.compile(rf"[^\W{CJK}]+(?:['\u2019][^\W{CJK}]+)*|[{CJK}]|[^\w\s]")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
 BITS = 27  # leading bits in the table of a `HashSet`, at most: 128 MiB
-BATCH_WORDS = 2_000_000  # words whose hashes are in memory at once
+BATCH_WORDS = 500_000  # words whose hashes are in memory at once: about 30 MB
 PAD = 0  # fills up a text that is shorter than a shingle
 
 
@@ -98,9 +100,11 @@ def hash_shingles(
 
 
 def batches(
-    texts: Sequence[Numbers], words: int = BATCH_WORDS
-) -> Iterator[tuple[int, Sequence[Numbers]]]:
-    """Split the texts into slices of about `words` words, each with the index of its first text."""
+    texts: Sequence[Text], words: int = BATCH_WORDS
+) -> Iterator[tuple[int, Sequence[Text]]]:
+    """Split the texts into slices of about `words` words, or hashes, each with the index of its
+    first text.
+    """
     slices = [total // words for total in accumulate(len(text) for text in texts)]
     start = 0
     for end in range(1, len(texts) + 1):

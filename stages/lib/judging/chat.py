@@ -8,7 +8,7 @@ file, log or message.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from openai.types.chat import ChatCompletion
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
+from stages.lib.core.progress import progress
 from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import transcript
@@ -84,17 +85,24 @@ class ChatClient:
             timeout=params.timeout,
         )
 
-    def in_parallel(self, function: Callable[[Item], Read], items: Iterable[Item]) -> list[Read]:
+    def in_parallel(self, function: Callable[[Item], Read], items: Sequence[Item]) -> list[Read]:
         """The results of a function that calls `read`, in the order of the items.
 
         Raises:
             BadInput, Unreachable, RondoError: see `read`; no further item is started.
         """
         pool = ThreadPoolExecutor(self.params.concurrency)
-        try:
-            return list(pool.map(function, items))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with progress(f"asking {self.params.model}", len(items), "questions") as asking:
+
+            def counted(item: Item) -> Read:
+                result = function(item)
+                asking.add()
+                return result
+
+            try:
+                return list(pool.map(counted, items))
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def read(self, messages: Messages, parse: Callable[[str], Read], form: str) -> Read | None:
         """The parsed answer to messages.

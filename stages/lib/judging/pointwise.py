@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from stages.lib.core.progress import progress
 from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.core.user_functions import check_scores
 from stages.lib.judging.pairwise import Comparison, LocalJudge, Preference, Verdict
@@ -54,6 +55,7 @@ class PointwiseJudge(LocalJudge):
         return Preference.a if gap > 0 else Preference.b
 
     def _checked_scores(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
-        scores = self.score(prompts, texts) if texts else []
+        with progress(f"judge {self.name}"):
+            scores = self.score(prompts, texts) if texts else []
         check_scores(scores, len(texts), f"judge {self.name}")
         return scores

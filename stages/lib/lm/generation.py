@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.progress import Pass, progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
+from stages.lib.lm.vllm_engine import VllmEngine
 
 COMPACT_BELOW = 0.75  # share of unfinished rows in a batch from which the finished ones are removed
 # Keys and values of a batch: 512 MiB on a CPU, a quarter of the memory of another device
@@ -66,11 +68,16 @@ def generate(
     longest = max(map(len, prompt_ids), default=0) + response_length
     batch_size = rows_per_batch(unwrap_peft(model), longest)
     responses: list[TokenIds] = []
-    with cached_adapter_weights(model), model_autocast(model):
+    tokens = len(prompt_ids) * response_length
+    with (
+        cached_adapter_weights(model),
+        model_autocast(model),
+        progress("sampling", tokens, "tokens") as sampling,
+    ):
         for start in range(0, len(prompt_ids), batch_size):
             rows = slice(start, start + batch_size)
             responses += _generate_batch(
-                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends
+                unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends, sampling
             )
     return responses
 
@@ -81,6 +88,7 @@ def sample_responses(
     prompt_ids: Sequence[TokenIds],
     ppo: PpoParams,
     generator: torch.Generator,
+    engine: VllmEngine | None = None,
 ) -> list[TokenIds]:
     """Sample one response per prompt with PPO's length and temperature.
 
@@ -90,15 +98,18 @@ def sample_responses(
         prompt_ids: tokens of each prompt.
         ppo: section `ppo` of params.yaml, for response_length and temperature.
         generator: source of random numbers, on the CPU.
+        engine: vLLM, which samples in place of `generate`; None: `generate` does.
 
     Returns:
         Tokens of each response, as `generate` returns them.
 
     Example:
         generator = torch.Generator().manual_seed(params.seed)
-        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator)
+        engine = sampling_engine(params.model)
+        responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
     """
-    return generate(
+    sample = engine.sample if engine else generate
+    return sample(
         model,
         prompt_ids,
         response_length=ppo.response_length,
@@ -128,6 +139,7 @@ def _generate_batch(
     uniforms: Tensor,
     temperature: float,
     ends: EndTokens,
+    sampling: Pass,
 ) -> list[TokenIds]:
     device, head = model.device, model.get_output_embeddings()
     prompts = pack(prompt_ids, [[] for _ in prompt_ids], device)
@@ -147,7 +159,9 @@ def _generate_batch(
         unfinished = unfinished & ~torch.isin(token, end_ids)
         remaining = int(unfinished.sum())
         if not remaining or step == uniforms.shape[1] - 1:
+            sampling.add(len(sampled) * (uniforms.shape[1] - step))
             break
+        sampling.add(len(sampled))
         # Finished rows leave the batch only now and then, because that copies the cache.
         if remaining <= COMPACT_BELOW * len(rows):
             cache.batch_select_indices(unfinished.nonzero().squeeze(1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -24,6 +25,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
+from stages.lib.core.progress import progress
 from stages.lib.lm.lora import load_adapters
 from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 
@@ -82,6 +84,21 @@ def resolve_attention(params: ModelParams) -> str:
     return "flash_attention_2" if flash else "sdpa"
 
 
+def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
+    """`resolve_attention`, but `sdpa` if `auto` gives FlashAttention-2 and the model lacks it.
+
+    Args:
+        kind: the Auto class of transformers.
+        path: the model folder.
+        params: section `model` of params.yaml.
+    """
+    attention = resolve_attention(params)
+    if params.attn_implementation != "auto" or attention != "flash_attention_2":
+        return attention
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    return attention if kind._model_mapping[type(config)]._supports_flash_attn else "sdpa"
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, with padding on the left.
 
@@ -117,15 +134,16 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
     """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
-    model, loading_info = kind.from_pretrained(
-        path,
-        dtype=resolve_dtype(params.dtype),
-        attn_implementation=resolve_attention(params),
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        **more,
-    )
+    with progress(f"loading {path}"):
+        model, loading_info = kind.from_pretrained(
+            path,
+            dtype=resolve_dtype(params.dtype),
+            attn_implementation=supported_attention(kind, path, params),
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **more,
+        )
     # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
     saved_as = read_json(path / "config.json", "").get("architectures") or []
     missing = sorted(loading_info["missing_keys"])

@@ -204,7 +204,7 @@ def token_logprobs(
     result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
     lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
     device = unwrap_peft(model).device
-    for batch in batches_by_tokens(lengths, device):
+    for batch in batches_by_tokens(lengths, device, "log-probabilities"):
         packed = pack([prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device)
         states = hidden_states(model, packed)[packed.predicts]
         flat = logprobs_from_states(model, states, packed.targets, temperature).cpu()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens
 
@@ -273,12 +274,22 @@ def flatten_states(packed: Packed, states: Tensor) -> Tensor:
     return states[0] if states.shape[1] == len(packed.input_ids) else packed.unpad(states)
 
 
-def batches_by_tokens(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
+def batches_by_tokens(
+    lengths: Sequence[int], device: torch.device, what: str
+) -> Iterator[list[int]]:
     """Indices of rows in batches for passes without gradients.
 
     Rows of a batch have similar lengths, so that attention pads little. A batch has at most
-    CPU_BATCH_TOKENS or GPU_BATCH_TOKENS tokens with its padding, or one row.
+    CPU_BATCH_TOKENS or GPU_BATCH_TOKENS tokens with its padding, or one row. `what` names the pass
+    in progress lines.
     """
+    with progress(what, sum(lengths), "tokens") as scoring:
+        for batch in _split_by_tokens(lengths, device):
+            yield batch
+            scoring.add(sum(lengths[index] for index in batch))
+
+
+def _split_by_tokens(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
     limit = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):

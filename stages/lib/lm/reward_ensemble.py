@@ -33,15 +33,18 @@ def ensemble_members(reward_model: Any) -> list[Any]:
 def ensemble_scores(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
     """Raw scores of an ensemble, in the units of its first member.
 
-    So an ensemble can be used like one reward model, with the calibration of the first member.
+    So an ensemble can be used like one reward model, with the calibration of the first member: its
+    calibrated scores of SFT demonstrations have mean 0 and standard deviation 1
+    (`config.ensemble_mean`, `config.ensemble_std`).
 
     Args:
         reward_model: the first member.
         read: returns one member's (B,) raw scores.
 
     Returns:
-        (B,) scores: mean or minimum (`config.ensemble_reduce`) of the calibrated scores, converted
-        back. Without further members, the raw scores of the one model.
+        (B,) scores: mean or minimum (`config.ensemble_reduce`) of the calibrated scores,
+        standardised again, because a mean varies less than its terms and a minimum is lower, and
+        converted back. Without further members, the raw scores of the one model.
     """
     first, *others = ensemble_members(reward_model)
     raw = read(first)
@@ -53,8 +56,11 @@ def ensemble_scores(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> t
             *(calibrate_scores(read(member), member) for member in others),
         ]
     )
-    reduced = scores.amin(0) if first.config.ensemble_reduce == Reduce.min.value else scores.mean(0)
-    return reduced * first.config.std + first.config.mean
+    config = first.config
+    reduced = scores.amin(0) if config.ensemble_reduce == Reduce.min.value else scores.mean(0)
+    # ensembles of older versions have no calibration of their own
+    mean, std = getattr(config, "ensemble_mean", 0.0), getattr(config, "ensemble_std", 1.0)
+    return (reduced - mean) / std * config.std + config.mean
 
 
 def calibrate_scores(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.files import file_hash, read_json, write_json
+from stages.lib.core.progress import progress, tracked
 from stages.lib.lm.packing import unwrap_peft
 
 
@@ -53,8 +54,9 @@ def save_adapter(model: Any, folder: Path) -> None:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save weights (safetensors), config and tokenizer in one folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with progress(f"saving {folder}"):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def saved_weights_hash(folder: Path) -> str:
@@ -67,7 +69,8 @@ def saved_weights_hash(folder: Path) -> str:
 def weights_hash(model: Any) -> str:
     """sha256 of a model's weights in memory, without adapters: their names, types and numbers."""
     digest = hashlib.sha256()
-    for name, weight in sorted(unwrap_peft(model).state_dict().items()):
+    weights = sorted(unwrap_peft(model).state_dict().items())
+    for name, weight in tracked("hashing weights", weights, len(weights), "tensors"):
         if "lora_" not in name:
             title = f"{name.replace('.base_layer', '')} {weight.dtype} {[*weight.shape]}"
             digest.update(title.encode())

@@ -61,7 +61,7 @@ def member_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
     They are read at each sequence's last token, which should be EOS, as in training.
     """
     scores, device = torch.empty(len(sequences)), unwrap_peft(model).device
-    for batch in batches_by_tokens([len(s) for s in sequences], device):
+    for batch in batches_by_tokens([len(s) for s in sequences], device, "reward scores"):
         packed = pack([sequences[i] for i in batch], [[] for _ in batch], device)
         states = hidden_states(model, packed)[packed.last]
         scores[torch.tensor(batch)] = score_head(model, states).cpu()
@@ -182,7 +182,7 @@ def score_responses(
         ]
         common, device = num_shared_layers(*models), unwrap_peft(model).device
     lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-    for batch in batches_by_tokens(lengths, device):
+    for batch in batches_by_tokens(lengths, device, "scoring"):
         packed = pack(
             [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, ends
         )

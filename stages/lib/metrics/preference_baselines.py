@@ -1,9 +1,10 @@
 """Baselines that a reward model must beat: rules and word models without a language model."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from stages.lib.core.progress import progress, tracked
 from stages.lib.core.rows import SIDES, AnyRow, PairTexts
 from stages.lib.core.types import Prompt
 
@@ -60,8 +61,9 @@ def word_model(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: 
 
     train, held_out = subsample(train, TFIDF_PAIRS, seed), subsample(held_out, TFIDF_PAIRS, seed)
 
-    def texts(pairs: Sequence[PairTexts]) -> list[str]:
-        return [prompt_text(pair["prompt"]) + pair[side] for side in SIDES for pair in pairs]
+    def texts(pairs: Sequence[PairTexts]) -> Iterator[str]:
+        listed = [prompt_text(pair["prompt"]) + pair[side] for side in SIDES for pair in pairs]
+        return tracked("TF-IDF", listed, len(listed), "texts")
 
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
     try:
@@ -72,7 +74,8 @@ def word_model(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: 
     better = features[: len(train)] - features[len(train) :]
     model = LogisticRegression(fit_intercept=False, C=10.0, max_iter=1000, random_state=seed)
     # Each pair in both orders, so that the two classes are balanced and mirror each other
-    model.fit(vstack([better, -better]), [1] * len(train) + [0] * len(train))
+    with progress("fitting the word model"):
+        model.fit(vstack([better, -better]), [1] * len(train) + [0] * len(train))
     margins = model.decision_function(new[: len(held_out)] - new[len(held_out) :])
     names, weights = vectorizer.get_feature_names_out(), model.coef_[0]
     order = weights.argsort(kind="stable")

@@ -1,9 +1,10 @@
 """Sentiment by VADER's lexicon (Hutto & Gilbert 2014)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+from stages.lib.core.progress import tracked
 from stages.lib.core.types import Prompt
 from stages.lib.metrics.text import strip_emoji_and_exclamations
 
@@ -26,7 +27,7 @@ def sentiment(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float
         prompt + response if isinstance(prompt, str) else response
         for prompt, response in zip(prompts, responses, strict=True)
     )
-    return [lexicon().polarity_scores(text)["compound"] for text in texts]
+    return _compound(texts, len(responses))
 
 
 def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
@@ -34,7 +35,11 @@ def sentiment_plain(prompts: Sequence[Prompt], responses: Sequence[str]) -> list
 
     The lexicon scores emoji and "!" too high, as reward models do.
     """
+    return _compound(map(strip_emoji_and_exclamations, responses), len(responses))
+
+
+def _compound(texts: Iterable[str], number: int) -> list[float]:
     return [
-        lexicon().polarity_scores(strip_emoji_and_exclamations(response))["compound"]
-        for response in responses
+        lexicon().polarity_scores(text)["compound"]
+        for text in tracked("sentiment", texts, number, "texts")
     ]

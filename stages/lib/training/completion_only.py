@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.logprobs import logprobs_from_states
 from stages.lib.lm.packing import unwrap_peft
@@ -42,13 +43,14 @@ def train_on_completions(
         {"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)}
         for p, c in zip(*train, strict=True)
     ]
-    trainer = (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
-        model=model,
-        args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[callback],
-    )
+    with progress("preparing the training"):
+        trainer = (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
+            model=model,
+            args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
     return run_trainer(trainer)
 
 

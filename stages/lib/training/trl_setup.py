@@ -10,6 +10,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from stages.lib.core.files import is_placeholder
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
+from stages.lib.core.progress import Pass, progress
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.loading import resolve_dtype
 from stages.lib.lm.packing import padding_free, unwrap_peft
@@ -83,6 +84,22 @@ class NoEmbeddingGradients(TrainerCallback):
         unwrap_peft(kwargs["model"]).disable_input_require_grads()
 
 
+class BatchCounter(TrainerCallback):
+    """Counts the batches of a training, so that a long step shows how far it is."""
+
+    def __init__(self, training: Pass) -> None:
+        self.training = training
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.training.total = state.max_steps * args.gradient_accumulation_steps
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.training.add()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.training.add()
+
+
 def run_trainer(trainer: Trainer) -> Any:
     """Train with one of TRL's trainers, without its printed metrics and without padding.
 
@@ -92,7 +109,8 @@ def run_trainer(trainer: Trainer) -> Any:
     trainer.remove_callback(PrinterCallback)
     unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
     trainer.add_callback(NoEmbeddingGradients)
-    with padding_free(trainer.model):
+    with padding_free(trainer.model), progress("training", unit="batches") as training:
+        trainer.add_callback(BatchCounter(training))
         trainer.train()
     return trainer.model.eval()
 

@@ -12,6 +12,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params.shared import TrainParams
+from stages.lib.core.progress import progress
 from stages.lib.core.rows import SIDES, PreferencePair, read_rows
 from stages.lib.core.types import TokenIds
 from stages.lib.data.lengths import tokenize_fitting
@@ -61,17 +62,17 @@ def make_trainer(
     arguments = trainer_arguments(
         train_params, params.model, params.seed, context.work, continues=False
     )
-    trainer = TokenDpoTrainer(
-        model=context.sft,
-        # the column `length` is not of TRL's, but pairs are batched by it
-        args=DPOConfig(**arguments, beta=params.dpo.beta, remove_unused_columns=False),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=context.tokenizer,
-        callbacks=[callback],
-        # a config, since of a ready PeftModel TRL would keep a copy as the reference
-        peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
-    )
-    return trainer
+    with progress("preparing the training"):
+        return TokenDpoTrainer(
+            model=context.sft,
+            # the column `length` is not of TRL's, but pairs are batched by it
+            args=DPOConfig(**arguments, beta=params.dpo.beta, remove_unused_columns=False),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=context.tokenizer,
+            callbacks=[callback],
+            # a config, since of a ready PeftModel TRL would keep a copy as the reference
+            peft_config=lora_config(lora, "CAUSAL_LM", context.sft) if lora.r else None,
+        )
 
 
 class TokenDpoTrainer(DPOTrainer):

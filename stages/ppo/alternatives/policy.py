@@ -19,6 +19,7 @@ from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
+from stages.lib.lm.vllm_engine import sampling_engine
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.reference import reference_view
@@ -65,6 +66,7 @@ class TrainedPolicy:
     def __init__(self, policy: Any, context: TrainingContext) -> None:
         self.policy, self.context, self.tokenizer = policy, context, context.tokenizer
         self.view = reference_view(policy)
+        self.engine = sampling_engine(context.params.model)
 
     def reference(self) -> AbstractContextManager[Any]:
         """A context in which the policy is as it was before training."""
@@ -74,7 +76,9 @@ class TrainedPolicy:
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
         """One response per prompt by the current policy."""
-        return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator)
+        return sample_responses(
+            self.policy, self.tokenizer, prompt_ids, ppo, generator, self.engine
+        )
 
     def score(
         self, update: int, episodes: Sequence[Episode], responses: list[TokenIds]

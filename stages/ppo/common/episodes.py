@@ -5,6 +5,7 @@ from typing import Any
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import encode
@@ -26,7 +27,8 @@ def make_episodes(
         return prompt_ids
 
     train, held_out = (
-        [(row, tokens(row)) for row in part] for part in hold_out_prompts(rows, params)
+        [(row, tokens(row)) for row in tracked("tokens of prompts", part, len(part))]
+        for part in hold_out_prompts(rows, params)
     )
     return train, held_out
 

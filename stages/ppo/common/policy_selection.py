@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.progress import progress
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
@@ -115,7 +116,8 @@ class PolicySelector:
 
     def validate(self, update: int) -> Validation:
         """Measure the policy after `update`; keep a copy of its weights if it is the best."""
-        validation = self.measure(update)
+        with progress("validation"):
+            validation = self.measure(update)
         if not self.weights or self.is_better(validation):
             self.best = validation
             # cloned, since the next update changes the weights in place

@@ -67,7 +67,7 @@ class FunctionReward:
         if self.by_keyword:
             arguments |= {"prompts": inputs.prompts, COMPLETIONS: list(inputs.texts)}
         keywords = self.chosen(arguments)
-        # a batch may consist of replayed rows only, which have no columns
+        # a batch may consist of reported prompts only, which have no columns
         keywords |= {name: [None] * len(inputs.texts) for name in self.required - keywords.keys()}
         if self.by_keyword:
             return self.function(**keywords)

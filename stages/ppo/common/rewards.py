@@ -18,6 +18,7 @@ from torch import Tensor
 from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams, RewardSource
+from stages.lib.core.progress import tracked
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import Prompt, StateDict
 from stages.lib.core.user_functions import import_function
@@ -63,9 +64,10 @@ class Rewards:
         }
 
         def results() -> RewardResults:
+            sources = self.sources.items()
             by_name = {
                 name: replies[name].result() if name in replies else source(inputs)
-                for name, source in self.sources.items()
+                for name, source in tracked("further rewards", sources, len(sources), "rewards")
             }
             return RewardResults(len(inputs.texts), by_name)
 

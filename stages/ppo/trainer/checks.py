@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.errors import Diverged, RondoError
+from stages.lib.core.progress import tracked
 from stages.lib.lm.packing import Packed, unwrap_peft
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.rollout import Rollout, concat_padded
@@ -50,7 +51,10 @@ def check_initial_ratio(
     tolerance = 0.05 if unwrap_peft(roles.policy).dtype is torch.bfloat16 else 1e-3
     kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
     whole_logprobs = concat_padded(
-        [roles.whole_logprobs(packed, temperature) for packed in micro_batches]
+        [
+            roles.whole_logprobs(packed, temperature)
+            for packed in tracked("checking", micro_batches, len(micro_batches), "micro-batches")
+        ]
     )
     log_ratio = (whole_logprobs - rollout.logprobs)[rollout.mask]
     ratio_error = float((log_ratio.exp() - 1).abs().max())

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from stages.lib.core.files import RESUME_STATE, replacing
+from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict
 
 
@@ -36,7 +37,7 @@ class Resume:
 
     def save(self, state: StateDict) -> None:
         """Replace the state. A kill at any moment leaves either the old or the new one."""
-        with replacing(self.path) as stream:
+        with progress(f"saving {self.path}"), replacing(self.path) as stream:
             torch.save(state, stream)
 
     def clear(self) -> None:

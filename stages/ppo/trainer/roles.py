@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
@@ -38,12 +37,9 @@ from stages.lib.lm.packing import Packed, hidden_states
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
 from stages.lib.lm.scoring import last_scores, score_head
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
+from stages.lib.lm.vllm_engine import VllmEngine, check_log_ratio, sampling_engine
 from stages.ppo.common.reference import FrozenModel, ReferenceView, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
-
-# Mean |log-ratio| per token of an engine's samples. Rounding in bfloat16 gives a few hundredths of
-# a nat, weights of another policy more.
-MAX_SAMPLER_LOG_RATIO = 0.1
 
 
 class ReferenceOutput(NamedTuple):
@@ -69,19 +65,6 @@ class ValueHead(torch.nn.Linear):
         return super().forward(states.float()).squeeze(-1)
 
 
-class SamplingEngine(Protocol):
-    """Samples responses in place of stages/lib/lm/generation.py.
-
-    logprobs: of all tokens that were sampled last, in nats, response by response.
-    """
-
-    logprobs: list[float]
-
-    def sample(self, prompt_ids: list[TokenIds], _: torch.Generator) -> list[TokenIds]:
-        """One response per prompt by the current policy."""
-        ...
-
-
 @dataclass
 class Roles:
     """The models of PPO. `policy` and `critic` are trained.
@@ -97,7 +80,7 @@ class Roles:
     tokenizer: PreTrainedTokenizerBase
     reward_model: Any = None
     rewards: Rewards = field(default_factory=Rewards)
-    engine: SamplingEngine | None = None
+    engine: VllmEngine | None = None
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -121,9 +104,9 @@ class Roles:
         self, prompt_ids: list[TokenIds], ppo: PpoParams, generator: torch.Generator
     ) -> list[TokenIds]:
         """One response per prompt by the current policy."""
-        if self.engine:
-            return self.engine.sample(prompt_ids, generator)
-        return sample_responses(self.policy, self.tokenizer, prompt_ids, ppo, generator)
+        return sample_responses(
+            self.policy, self.tokenizer, prompt_ids, ppo, generator, self.engine
+        )
 
     def sampler_log_ratio(self, logprobs: Tensor, mask: Tensor) -> float | None:
         """Mean |log p_engine - log p| of the tokens sampled last, in nats; None without an engine.
@@ -133,21 +116,11 @@ class Roles:
             mask: (B, T) bool, true on response tokens.
 
         Raises:
-            RondoError: it is above MAX_SAMPLER_LOG_RATIO, or not a number.
+            RondoError: the samples are not of the policy.
         """
         if self.engine is None:
             return None
-        sampled = torch.tensor(self.engine.logprobs, device=logprobs.device)
-        gap = float((sampled - logprobs[mask]).abs().mean())
-        if not gap <= MAX_SAMPLER_LOG_RATIO:
-            raise RondoError(
-                f"ppo.use_vllm: log-probabilities of vLLM and of the trainer differ by {gap:.3g} "
-                f"nats per token (at most {MAX_SAMPLER_LOG_RATIO}), so the rollout is not of the "
-                "policy that is trained. Next: check that vLLM received all weights (its log) and "
-                "runs with model.dtype; a server needs `--logprobs-mode processed_logprobs` if "
-                "ppo.temperature is not 1; or set ppo.use_vllm to false"
-            )
-        return gap
+        return check_log_ratio(self.engine.logprobs, logprobs[mask])
 
     def reference(self) -> AbstractContextManager[Any]:
         """A context in which the policy is as it was before training."""
@@ -261,12 +234,6 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     # in bfloat16 a score near 3 changes in steps of 0.016
     reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
-    tokenizer, engine = load_tokenizer(sft), None
-    if ppo.use_vllm:
-        # imported here: TRL takes seconds to import, and only vLLM needs it
-        from stages.ppo.trainer.vllm import VllmEngine
-
-        engine = VllmEngine(policy, tokenizer, params)
     # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     critic_is_reward_model = ppo.critic is Critic.reward
@@ -275,9 +242,9 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
         critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
         if critic_is_reward_model
         else head,
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(sft),
         reward_model=None if critic_is_reward_model else reward_model,
         rewards=load_rewards(params),
-        engine=engine,
+        engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stages.lib.core.params.policy import KlControl, LossLevel, PpoParams
+from stages.lib.core.progress import tracked
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm.packing import Packed, pack
 from stages.ppo.common.episodes import Episode, planned_updates
@@ -114,7 +115,7 @@ class PpoTrainer:
         outputs = concat_outputs(
             [
                 self.forward(self.pack_episodes(prompts, responses, micro_batch), keep_gradients)
-                for micro_batch in self.micro_batches(range(len(batch)))
+                for micro_batch in self.micro_batches(range(len(batch)), "scoring")
             ]
         )
 
@@ -170,14 +171,16 @@ class PpoTrainer:
         p, steps = self.params, 0
         rollout_pass, self.rollout_pass = self.rollout_pass, None
         totals: dict[str, float] = {}
-        for _ in range(p.num_ppo_epochs):
+        for epoch in range(1, p.num_ppo_epochs + 1):
             # the rollout's own pass has its rows in order; later epochs are reshuffled
             order = (
                 list(range(len(rollout.rows)))
                 if rollout_pass
                 else torch.randperm(len(rollout.rows), generator=self.generator).tolist()
             )
-            for mini_batch in split_evenly(order, p.mini_batch_size):
+            mini_batches = split_evenly(order, p.mini_batch_size)
+            number = len(mini_batches)
+            for mini_batch in tracked(f"epoch {epoch}:", mini_batches, number, "mini-batches"):
                 metrics = self.optimizer_step(rollout, mini_batch, rollout_pass)
                 rollout_pass = None
                 totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
@@ -224,7 +227,7 @@ class PpoTrainer:
             # the micro-batches of the rollout: in bfloat16, others would be rounded differently
             micro_batches = [
                 self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
-                for micro_batch in self.micro_batches(range(len(rollout.rows)))
+                for micro_batch in self.micro_batches(range(len(rollout.rows)), "packing")
             ]
             check_initial_ratio(self.roles, micro_batches, rollout, self.params.temperature)
 
@@ -240,10 +243,11 @@ class PpoTrainer:
             self.roles.ends,
         )
 
-    def micro_batches(self, indices: Indices) -> Iterator[Indices]:
-        """Split a batch into parts of `micro_batch_size`."""
+    def micro_batches(self, indices: Indices, what: str) -> Iterator[Indices]:
+        """Split a batch into parts of `micro_batch_size`; `what` names the pass over them."""
         size = self.params.micro_batch_size
-        return (indices[i : i + size] for i in range(0, len(indices), size))
+        parts = [indices[i : i + size] for i in range(0, len(indices), size)]
+        return tracked(what, parts, len(parts), "micro-batches")
 
     def optimizer_step(
         self, rollout: Rollout, mini_batch: list[int], rollout_pass: RolloutPass | None
@@ -255,7 +259,7 @@ class PpoTrainer:
         """
         p, tokens = self.params, rollout.mask[mini_batch].sum()
         sums: dict[str, Tensor] = {}
-        for micro_batch in self.micro_batches(mini_batch):
+        for micro_batch in self.micro_batches(mini_batch, "gradients"):
             shares = self.backward(rollout, micro_batch, rollout_pass, tokens, len(mini_batch))
             sums = {name: share + sums.get(name, 0.0) for name, share in shares.items()}
         policy_norm, critic_norm = (

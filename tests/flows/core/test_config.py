@@ -75,6 +75,8 @@ def test_the_form_has_the_sections_of_params() -> None:
         ("keep", None, ["ppo=3"], "ppo"),
         ("keep", 0, [], "at least 1"),
         ("smoke", None, ["ppo.batch_size=17"], "multiple of mini_batch_size"),
+        ("keep", None, ["sft.max_length=30"], r"sft\.max_length is 30, but prepare\.max_prompt"),
+        ("keep", None, ["ppo.response_length=900"], r"ppo\.response_length \(900\)"),
         (
             "keep",
             None,

@@ -17,6 +17,7 @@ from dvc.lock import DEFAULT_TIMEOUT
 
 from flows.core import config
 from flows.execution import dvc_stages
+from stages.lib.core import progress
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import write_text
 from tests.servers import of_project, until
@@ -35,7 +36,10 @@ def run_to(last: str, lines: list[str] | None = None) -> dvc_stages.Outcome:
     return outcome
 
 
-def test_a_stage_runs_is_unchanged_or_restored_and_its_lines_are_streamed(project: Path) -> None:
+def test_a_stage_runs_is_unchanged_or_restored_and_its_lines_are_streamed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dvc_stages, "QUIET_SECONDS", float("inf"))
     lines: list[str] = []
     assert run_to("prepare@r0", lines) == dvc_stages.Outcome.ran
     assert lines == [
@@ -52,6 +56,23 @@ def test_a_stage_runs_is_unchanged_or_restored_and_its_lines_are_streamed(projec
     assert dvc_stages.run("prepare@r0", lines.append) == dvc_stages.Outcome.restored
     rows = project / "rounds/r0/prepare/data/rows.jsonl"
     assert rows.read_text() == '{"id": "r0", "seed": 0}\n'
+
+
+def test_what_happens_while_the_stage_prints_nothing_is_reported(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dvc_stages, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
+    lines: list[str] = []
+    run_to("prepare@r0", lines)
+    own = [line for line in lines if line.startswith("[prepare@r0]")]
+    matches = [match for line in own if (match := progress.PROGRESS.match(line))]
+    assert list(dict.fromkeys(match["what"] for match in matches)) == [
+        dvc_stages.DVC_COMPARES,
+        dvc_stages.STAGE_STARTS,
+        "step",
+        dvc_stages.DVC_STORES,
+    ]
 
 
 def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) -> None:

@@ -61,6 +61,65 @@ def test_the_bar_is_updated_at_intervals_and_at_the_last_step() -> None:
     assert progress == [pytest.approx(100 / 3), 100.0]
 
 
+def test_a_pass_has_a_bar_of_its_own_that_says_what_is_done() -> None:
+    stage_artifacts = RunArtifacts("sft@r0", print)
+    lines = (
+        "[sft@r0] sampling 20/80 tokens  eta 0:30  base model",
+        "[sft@r0] sampling 80/80 tokens  eta 0:00  base model",
+    )
+    bars = [bar for line in lines for bar in stage_artifacts.updates(line)]
+    assert [(bar.key, bar.progress, bar.description) for bar in bars] == [  # type: ignore[union-attr]
+        ("pass-sft-r0", 25.0, "sft@r0: sampling 20 of 80 tokens, 0:30 left (base model)"),
+        ("pass-sft-r0", 100.0, "sft@r0: sampling 80 of 80 tokens, 0:00 left (base model)"),
+    ]
+    (step,) = stage_artifacts.updates("[sft@r0] step 1/4  eta 0:30  loss 2")
+    assert isinstance(step, ProgressArtifact)
+    assert (step.key, step.description) == ("progress-sft-r0", "sft@r0: step 1 of 4, 0:30 left")
+
+
+def test_a_bar_without_a_total_or_a_first_item_claims_no_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(artifacts, "PROGRESS_SECONDS", 0.0)
+    stage_artifacts = RunArtifacts("sft@r0", print)
+    lines = ("[sft@r0] loading a/b  for 0:20  base model", "[sft@r0] gradients 0/8 parts  eta ?")
+    bars = [bar for line in lines for bar in stage_artifacts.updates(line)]
+    assert [(bar.progress, bar.description) for bar in bars] == [  # type: ignore[union-attr]
+        (0.0, "sft@r0: loading a/b, for 0:20 (base model)"),
+        (0.0, "sft@r0: gradients 0 of 8 parts"),
+    ]
+
+
+def test_each_bar_is_one_artifact_that_is_updated_and_full_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sent: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        artifacts,
+        "create_progress_artifact",
+        lambda progress, key, text: sent.append(("new", key, progress)) or f"id of {key}",
+    )
+    monkeypatch.setattr(
+        artifacts,
+        "update_progress_artifact",
+        lambda bar, progress, text: sent.append((bar, progress)),
+    )
+    monkeypatch.setattr(artifacts, "PROGRESS_SECONDS", 0.0)
+    stage_artifacts = RunArtifacts("sft@r0", print)
+    for line in ("sampling 20/80 tokens", "step 1/2", "sampling 40/80 tokens"):
+        stage_artifacts.line(f"[sft@r0] {line}  eta 0:30")
+    stage_artifacts.end("restored")
+    bars = ("id of pass-sft-r0", "id of progress-sft-r0")
+    assert sent == [
+        ("new", "pass-sft-r0", 25.0),
+        ("new", "progress-sft-r0", 50.0),
+        (bars[0], 50.0),
+        (bars[0], 100.0),
+        (bars[1], 100.0),
+    ]
+
+
 def test_the_newest_responses_are_those_of_the_last_appended_update(
     rollout_log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +187,7 @@ def test_an_artifact_that_cannot_be_shown_is_logged_once_and_stops_nothing(
     rollout_log.write_bytes(b"no gzip")
     lines: list[str] = []
     stage_artifacts = RunArtifacts("ppo@r0", lines.append)
-    stage_artifacts.progress_due = float("inf")
+    stage_artifacts.bars_due["progress-ppo-r0"] = float("inf")
     for step in (1, 2):
         stage_artifacts.line(f"[ppo@r0] step {step}/20  eta 1:00")
     assert len(lines) == 1 and "showing ppo@r0 in Prefect failed (BadGzipFile" in lines[0]

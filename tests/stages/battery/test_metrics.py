@@ -1,16 +1,22 @@
 """Numbers from scores, against hand-worked values."""
 
+import math
+
+import numpy as np
 import pytest
 
+from stages.battery.best_of_n import ScoredSamples, score_metrics
 from stages.battery.metrics import (
     best_of_n,
     disjoint_pairs,
     highest_rate,
+    pair_metrics,
     rate,
     slice_indices,
     win,
     worst_slice,
 )
+from stages.lib.core.params import Params
 
 
 def pair(chosen: str, rejected: str, **more):
@@ -75,3 +81,32 @@ def test_disjoint_pairs_share_no_text_on_either_side():
     pairs = [pair("a", "b"), pair("a", "c"), pair("d", "a"), pair("d", "c")]
     pairs += [pair("a", "b") | {"prompt": "We"}]
     assert disjoint_pairs(pairs) == [pairs[0], pairs[3], pairs[4]]
+
+
+def test_samples_are_compared_with_demonstrations():
+    """Demonstrations 0 and 2: mean 1, deviation 1. Samples -2 and 4: the same mean, three times the
+    deviation. Their judge scores rise with their scores.
+    """
+    samples = ScoredSamples(["It"], [" a", " b"], [-2.0, 4.0], [0.1, 0.9])
+    scores = {"demonstrations": [0.0, 2.0], "sft_samples": samples.scores}
+    metrics = score_metrics(scores, samples)
+    numbers = [metrics[name] for name in ("centre", "drift", "scale", "judge_correlation")]
+    assert numbers == pytest.approx([1.0, 0.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_length_is_correlated_with_label_and_judge_held_fixed(judged):
+    """-P_xy / sqrt(P_xx P_yy) of the inverse covariance P (Whittaker 1990)."""
+    label, judge, noise = np.random.default_rng(0).normal(size=(3, 80))
+    label = np.tile([1.0, 0.0], 40)  # chosen, rejected
+    judge += label
+    lengths = np.round(20 + 5 * label + 4 * judge + 3 * noise).astype(int)
+    scores = 2 * label + judge + 0.2 * lengths + np.cos(np.arange(80.0))
+    texts = ["x" * length for length in lengths]
+    pairs = [pair(*both) for both in zip(texts[::2], texts[1::2], strict=True)]
+    pair_scores = list(zip(scores[::2].tolist(), scores[1::2].tolist(), strict=True))
+    metrics = pair_metrics(pairs, pair_scores, judge.tolist() if judged else None, Params())
+    fixed = [label, judge] if judged else [label]
+    precision = np.linalg.inv(np.cov([scores, lengths, *fixed]))
+    expected = -precision[0, 1] / math.sqrt(precision[0, 0] * precision[1, 1])
+    assert metrics["length_correlation_partial"] == pytest.approx(expected, abs=1e-6)

@@ -5,7 +5,12 @@ One overpays an ending, one ignores word order, one is sound.
 
 import pytest
 
-from stages.battery.probes import ProbeResult, run_corruption_probes, run_ending_probes
+from stages.battery.probes import (
+    ProbeResult,
+    probe_metrics,
+    run_corruption_probes,
+    run_ending_probes,
+)
 
 PAIRS = [
     {"prompt": "It", "chosen": f" was good day {n}", "rejected": f" was bad {n}"} for n in range(4)
@@ -92,3 +97,13 @@ def test_texts_that_a_probe_does_not_change_are_not_counted():
     assert [probe.text for probe in results["repeated_word"]] == [" good good"]
     assert [probe.prompt for probe in results["prompt_swapped"]] == ["We", "It"]
     assert results["truncated"][0] == ProbeResult("It", "", 0.0, " good", 1.0, pytest.approx(-1.0))
+
+
+def test_a_swapped_prompt_is_no_worst_probe():
+    def probe(score: float) -> ProbeResult:
+        return ProbeResult("It", " is", score, " was", 1.0, score - 1.0)
+
+    probes = {"prompt_swapped": [probe(2.0)], "empty": [probe(2.0), probe(0.0)], "word_salad": []}
+    metrics = probe_metrics(probes)
+    assert metrics["probes"]["prompt_swapped"]["rate"] == 1.0
+    assert metrics["worst_probe"] == 0.5

@@ -21,6 +21,7 @@ def settings(eval_hash: str = "f", **changes: dict[str, object]):
         settings(evaluate={"samples_per_prompt": 3}),
         settings(evaluate={"checkpoint_samples_per_prompt": 2}),
         settings(evaluate={"tie_margin": 0.1}),
+        settings(evaluate={"judges": ["lexicon"]}),
         settings(ppo={"temperature": 0.7}),
         settings(ppo={"response_length": 16}),
         settings(prepare={"prompt_format": "chat"}),

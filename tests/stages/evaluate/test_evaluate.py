@@ -17,7 +17,7 @@ from stages.assets.inputs import main as inputs
 from stages.battery.__main__ import main as battery
 from stages.evaluate.__main__ import main
 from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
-from stages.evaluate.reproduce import check_reproduced, rerun_policy
+from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
 from stages.evaluate.results import (
     describe,
     interval_over_prompts,
@@ -85,40 +85,48 @@ def test_win_rates_pair_samples_and_count_ties_half():
     assert rates[JURY] == (0.5, 0.5, 0.5)
 
 
-CPU = torch.device("cpu")
-
-
 def shortness(prompts, responses):
     return [-float(len(response)) for response in responses]
 
 
 def test_a_second_evaluation_that_differs_is_an_error():
     first = [sample("a"), sample("b")]
-    check_reproduced(first, list(first), CPU)
+    assert "all 2 prompts are equal" in check_reproduced(first, list(first), exact=True)
     for number in ("score", "kl", "sft_logprob"):
         other = replace(first[1], **{number: getattr(first[1], number) + 1e-7})
         with pytest.raises(RondoError, match="1 of 2 prompts, first on 1"):
-            check_reproduced(first, [first[0], other], CPU)
+            check_reproduced(first, [first[0], other], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "use_vllm", "exact"),
+    [("cpu", False, True), ("cpu", True, False), ("cuda", False, False), ("cuda", True, False)],
+)
+def test_only_a_cpu_without_vllm_repeats_the_same_bits(device, use_vllm, exact):
+    params = Params()
+    params.model.use_vllm = use_vllm
+    assert is_exact(params, torch.device(device)) is exact
 
 
 def test_on_a_gpu_a_few_texts_may_differ_and_numbers_a_little():
-    first, gpu = [sample(f"a {number}", 1.0, 2.0) for number in range(40)], torch.device("cuda")
+    first = [sample(f"a {number}", 1.0, 2.0) for number in range(40)]
     others = [replace(one, text="b", score=9.0) for one in first]
-    check_reproduced(first, others[:2] + first[2:], gpu)  # 5%
+    compared = check_reproduced(first, others[:2] + first[2:], exact=False)  # 5%
+    assert compared.startswith("38 of 40 texts are equal (at least 95% have to be)")
     with pytest.raises(RondoError, match="3 of 40 prompts, first on 0"):
-        check_reproduced(first, others[:3] + first[3:], gpu)
+        check_reproduced(first, others[:3] + first[3:], exact=False)
     for change in (
         {"length": first[0].length + 1},
         {"ended": False},
     ):  # other tokens, though the text is the same
         with pytest.raises(RondoError, match="40 of 40 prompts"):
-            check_reproduced(first, [replace(one, **change) for one in first], gpu)
+            check_reproduced(first, [replace(one, **change) for one in first], exact=False)
     for number, value in (("score", 1.0), ("kl", 2.0), ("sft_logprob", first[0].sft_logprob)):
         close, far = value * 1.04, value * 1.06
-        check_reproduced(first, [replace(one, **{number: close}) for one in first], gpu)
+        check_reproduced(first, [replace(one, **{number: close}) for one in first], exact=False)
         changed = [*first[:7], replace(first[7], **{number: far}), *first[8:]]
         with pytest.raises(RondoError, match="1 of 40 prompts, first on 7"):
-            check_reproduced(first, changed, gpu)
+            check_reproduced(first, changed, exact=False)
 
 
 def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round, monkeypatch):
@@ -130,7 +138,7 @@ def test_a_policy_that_changes_on_disk_is_not_reproduced(make_round, monkeypatch
     shutil.copytree(other, "rounds/r0/ppo/policy", dirs_exist_ok=True)
     message = r"in a fresh process the policy differs on 2 of 2 prompts, first on 0: .*score.*KL"
     with pytest.raises(RondoError, match=message):
-        check_reproduced(first, rerun_policy(params, "r0"), CPU)
+        check_reproduced(first, rerun_policy(params, "r0"), exact=True)
 
 
 def with_ppo(params: Params, **changes: object) -> Params:

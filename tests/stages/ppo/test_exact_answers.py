@@ -7,8 +7,9 @@ import pytest
 
 from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_jsonl
+from stages.lib.core.files import read_json, read_jsonl
 from stages.lib.core.params import check_params
+from stages.lib.core.params.policy import Algorithm
 from stages.lib.data.rollouts import read_rollouts
 from stages.ppo.__main__ import main as ppo
 from stages.prepare.__main__ import main as prepare
@@ -54,7 +55,10 @@ def solve(prompt: str) -> int:
     return int(a) + int(b)
 
 
-def test_the_answers_of_the_data_reach_functions_and_servers(params, server):
+def test_the_answers_of_the_data_reach_functions_and_servers(params, server, capsys):
+    """The server fails for the first of the four responses of each update."""
+    server.spoil = lambda reply: reply | {"rewards": [None, *reply["rewards"][1:]]}
+    params.ppo.max_failed_rewards = 0.25
     inputs(params, "r0")
     prepare(params, "r0")
     prompts = read_jsonl(Path("rounds/r0/prepare/data/prompts_train.jsonl"), "")
@@ -64,7 +68,10 @@ def test_the_answers_of_the_data_reach_functions_and_servers(params, server):
 
     ppo(params, "r0")
     rows = read_rollouts(Path("rounds/r0/ppo/rollouts"), "")
-    assert len(rows) == 8
+    assert len(rows) == 6
+    reason = "1 of 4 rewards failed, ppo.rewards far: returned None, not a finite number"
+    assert capsys.readouterr().out.count(reason) == 2
+    assert read_json(Path("rounds/r0/ppo/metrics.json"), "")["reward_failed_share"] == 0.25
     for row in rows:
         answer = solve(row["prompt"])
         assert row["score_sum"] == pytest.approx(answer + row["length"] / 100)
@@ -73,13 +80,17 @@ def test_the_answers_of_the_data_reach_functions_and_servers(params, server):
     sent = [
         (prompt, answer)
         for request in server.requests
-        for prompt, answer in zip(request["prompts"], request["columns"]["answer"], strict=True)
+        for prompt, answer in zip(
+            request["prompts"][1:], request["columns"]["answer"][1:], strict=True
+        )
     ]
     assert sent == [(row["prompt"], str(solve(row["prompt"]))) for row in rows]
 
 
-def test_a_column_that_the_data_lack_is_named(params):
+@pytest.mark.parametrize("algorithm", ["ppo", "best_of_n"])
+def test_a_column_that_the_data_lack_is_named(params, algorithm):
     params.prepare.columns.clear()
+    params.algorithm = Algorithm(algorithm)
     inputs(params, "r0")
     prepare(params, "r0")
     with pytest.raises(BadInput, match=r"ppo\.rewards exact: its function requires answer"):

@@ -269,7 +269,8 @@ def test_defects(raw: Any, reason: str) -> None:
 SPEAKERS = [
     ({**SKY, "chosen": " Human: And you?"}, "`chosen` has a line that begins with Human:"),
     ({**SKY, "rejected": " red.\nUser : Why?"}, "`rejected` has a line that begins with User :"),
-    ({"prompt": [user("a"), assistant("Human: b"), user("c")], "completion": "d"}, "turn 2 of"),
+    ({"prompt": [user("a"), assistant("User: b"), user("c")], "completion": "d"}, "turn 2 of"),
+    ({"prompt": [user("a\nAssistant: b")], "completion": "c"}, "turn 1 of .* with Assistant:"),
     (
         {
             "chosen": "\n\nHuman: a\n\nAssistant: Human: b",
@@ -305,6 +306,13 @@ def test_markers_inside_a_line_and_in_a_prompt_that_is_one_text_are_no_speakers(
 def test_a_pair_without_a_better_text_is_a_tie(raw: dict[str, Any]) -> None:
     with pytest.raises(Tie):
         normalise(raw, PLAIN)
+
+
+def test_a_user_may_quote_a_dialogue() -> None:
+    """As in PandaLM's pairs: the dialogue is the material of the task."""
+    quoted = user("Add an answer.\nCustomer: Hi.\nAI: Hello! Which one?\nSystem: Linux\nUser: root")
+    raw = {"prompt": [quoted], "completion": "The blue one."}
+    assert normalise(raw, CHAT) == raw
 
 
 def test_what_a_prompt_may_contain() -> None:

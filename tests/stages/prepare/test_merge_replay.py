@@ -46,6 +46,18 @@ def test_replay_is_capped_at_a_share_of_the_merged_file(tmp_path: Path) -> None:
         }
 
 
+def test_replayed_prompts_have_the_columns_of_the_data(tmp_path: Path) -> None:
+    """Of the same prompt, ignoring case and white space; a prompt from a report has none."""
+    replayed = [{"id": "b1", "prompt": "P3 "}, {"id": "b2", "prompt": "reported"}]
+    replay(tmp_path, {"prompts": replayed})
+    own = [{"id": f"own-{i}", "prompt": f"p{i}", "columns": {"answer": i}} for i in range(9)]
+    train: DataSets = {**TRAIN, "prompts": own}
+    assert merge_replay(train, HELD_OUT, tmp_path, 1.0, 0.9)["prompts"] == [
+        {**replayed[0], "columns": {"answer": 3}},
+        replayed[1],
+    ]
+
+
 def test_the_first_round_has_no_replay(tmp_path: Path) -> None:
     (tmp_path / "replay/data").mkdir(parents=True)
     (tmp_path / "replay/data/EMPTY").touch()

@@ -68,6 +68,8 @@ def test_a_retest_by_its_own_round_measures_chance_only():
     assert (passed.state, passed.by_chance) == (State.replayed, True)
     assert (failed.state, failed.by_chance, case.by_chance) == (State.replayed, False, False)
     assert not case.with_retest(NONE).by_chance  # of another round
+    # what a later round finds does not change it
+    assert passed.with_retest(ALL).by_chance and not failed.with_retest(NONE).by_chance
 
 
 def test_an_invalid_ledger_names_the_line(tmp_path, monkeypatch):

@@ -45,6 +45,8 @@ def fired(sample: PolicySample) -> dict[str, float]:
         ({"votes": {"lexicon": 0.0, JURY: 0.5}}, {}),  # one judge alone
         ({"votes": {}}, {}),  # of a rollout, nothing to compare with
         ({"score": 1.5, "lexicon": LexiconScores(0.4, -0.1, 0.0)}, {"blind_spot": 1.5}),
+        # neutral, as the lexicon finds most texts
+        ({"score": 1.5, "lexicon": LexiconScores(0.0, 0.0, 0.0)}, {}),
         # the reward model does not like it either
         ({"score": 0.9, "lexicon": LexiconScores(0.4, -0.1, 0.0)}, {}),
         # a high score because of its exploit alone

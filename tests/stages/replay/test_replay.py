@@ -13,10 +13,11 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params.data import rounds
-from stages.lib.data.splits import dedupe_prompts
+from stages.lib.data.splits import dedupe_prompts, shuffled
 from stages.replay.__main__ import main
 from stages.replay.badcases import MiningPrompt, Report, add_user_rows
 from stages.replay.inputs import last_third, read_inputs
+from stages.replay.sampler import Sampler
 from stages.replay.training_rows import demonstrations_of
 
 DATA = Path("rounds/r0/replay/data")
@@ -256,3 +257,14 @@ def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, adapter_a
 
     adapter, whole = adapter_and_whole("r0", mined)
     assert adapter == whole and adapter
+
+
+def test_each_fresh_response_is_compared_with_sfts_response_to_its_prompt(make_round):
+    params = make_round("r0", 1.0)
+    main(params, "r0")
+    prompts = [row["prompt"] for row in shuffled(read_inputs("r0").prompts, params.seed)]
+    texts = [response.text for response in Sampler(params, "r0").sft(prompts, params.seed)]
+    by_prompt = dict(zip(prompts, texts, strict=True))
+    rows = [row for row in read_jsonl(DATA / "badcases.jsonl", "") if row["origin"] == "fresh"]
+    assert len({row["sft"] for row in rows}) > 1
+    assert [row["sft"] for row in rows] == [by_prompt[row["prompt"]] for row in rows]

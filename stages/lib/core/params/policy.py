@@ -85,11 +85,6 @@ class LossLevel(str, Enum):
     sequence = "sequence"
 
 
-class VllmMode(str, Enum):
-    colocate = "colocate"
-    server = "server"
-
-
 class Critic(str, Enum):
     reward = "reward"
     policy = "policy"
@@ -150,22 +145,6 @@ class PpoParams(ParamsSection):
     response_length: int = Field(24, ge=1, description="Tokens per response, at most.")
     temperature: float = Field(
         1.0, gt=0, description="Sampling temperature; also divides the logits in training."
-    )
-    use_vllm: bool = Field(
-        False,
-        description="Sample with vLLM on a GPU (`pip install 'trl[vllm]'`; not measured yet).",
-    )
-    vllm_mode: VllmMode = Field(
-        VllmMode.colocate,
-        description="`colocate`: on the same GPU; `server`: a server started with `vllm serve`.",
-    )
-    vllm_server_base_url: str | None = Field(
-        None,
-        pattern=URL_PATTERN,
-        description="Address of the vLLM server, e.g. http://127.0.0.1:8000.",
-    )
-    vllm_gpu_memory_utilization: float = Field(
-        0.3, gt=0, lt=1, description="Share of GPU memory that vLLM takes with `colocate`."
     )
     learning_rate: float = Field(5e-4, gt=0, description="Learning rate of the policy.")
     critic_learning_rate: float = Field(5e-4, gt=0, description="Learning rate of the critic.")

@@ -18,6 +18,11 @@ class Dtype(str, Enum):
     float32 = "float32"
 
 
+class VllmMode(str, Enum):
+    colocate = "colocate"
+    server = "server"
+
+
 class InitFrom(str, Enum):
     base = "base"
     previous = "previous"
@@ -56,11 +61,28 @@ class ModelParams(ParamsSection):
     )
     attn_implementation: str = Field(
         "auto",
-        description="`auto`: `grouped` on a CPU; on a GPU `flash_attention_2` if it is installed, "
-        "else `sdpa`. Or the name of another implementation of transformers, e.g. `eager`.",
+        description="`auto`: `grouped` on a CPU; on a GPU `flash_attention_2` if it is installed "
+        "and the model supports it, else `sdpa`. Or the name of another implementation of "
+        "transformers, e.g. `eager`.",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads; null: all cores, or OMP_NUM_THREADS."
+    )
+    use_vllm: bool = Field(
+        False,
+        description="Sample with vLLM on a GPU, in every stage (never run on a GPU yet).",
+    )
+    vllm_mode: VllmMode = Field(
+        VllmMode.colocate,
+        description="`colocate`: on the same GPU; `server`: a server started with `vllm serve`.",
+    )
+    vllm_server_base_url: str | None = Field(
+        None,
+        pattern=URL_PATTERN,
+        description="Address of the vLLM server, e.g. http://127.0.0.1:8000.",
+    )
+    vllm_gpu_memory_utilization: float = Field(
+        0.3, gt=0, lt=1, description="Share of GPU memory that vLLM takes with `colocate`."
     )
 
 

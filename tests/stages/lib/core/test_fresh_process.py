@@ -23,3 +23,22 @@ def test_the_error_of_a_failed_module_has_its_meaning_and_its_cause(tmp_path: Pa
         RondoError, match=r"the policy is lost: (.|\n)*No such file or directory: '.*rows.json'"
     ):
         run_in_fresh_process("json.tool", tmp_path / "rows.json", failing="the policy is lost")
+
+
+def test_lines_of_progress_are_printed_and_are_no_part_of_the_result_or_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "[evaluate@r0] sampling 20/80 tokens  eta 0:30"
+    (tmp_path / "slow.py").write_text(
+        "import sys\n"
+        f"print({line!r}, file=sys.stderr)\n"
+        "print('a warning', file=sys.stderr)\n"
+        "print(42)\n"
+        "sys.exit(sys.argv[1:] == ['fail'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_in_fresh_process("slow", failing="it") == 42
+    assert capsys.readouterr().out == f"{line}\n"
+    with pytest.raises(RondoError) as caught:
+        run_in_fresh_process("slow", "fail", failing="it")
+    assert str(caught.value) == "it: a warning"

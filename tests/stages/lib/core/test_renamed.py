@@ -24,6 +24,7 @@ OLD_SETTINGS = {
     "replay": {"judge_low": 0.25},
     "gates": {"sft": {"judged_gain": -0.5}},
     "evaluate": {"batch_size": 8},
+    "ppo": {"use_vllm": True, "vllm_gpu_memory_utilization": 0.4, "temperature": 0.8},
 }
 
 
@@ -49,6 +50,8 @@ def test_old_settings_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("params.yaml").write_text(yaml.safe_dump(OLD_SETTINGS))
     read = load_params()
     assert (read.replay.sentiment_low, read.gates.sft.net_win_rate) == (0.25, -0.5)
+    assert read.model.use_vllm and read.model.vllm_gpu_memory_utilization == 0.4
+    assert read.ppo.temperature == 0.8 and read.model.dtype == Params().model.dtype
     assert Sections.model_validate(OLD_SETTINGS).replay == read.replay
     changed = resolve(settings=["replay.judge_low=0.5"])
     assert (changed.replay.sentiment_low, changed.gates.sft.net_win_rate) == (0.5, -0.5)

@@ -18,6 +18,9 @@ def test_hold_out_is_a_share_of_the_distinct_groups() -> None:
     groups = [*"abcdefghij", *"aaaa"]
     assert len(hold_out(groups, 0.3, seed=0)) == 3
     assert len(hold_out(["a"], 0.2, seed=0)) == 1
+    # shares are rounded to the nearest number: 0.29 * 10 is 2.9, and 29 / 100 * 100 is below 29
+    assert len(hold_out(groups, 0.29, seed=0)) == 3
+    assert len(hold_out(map(str, range(100)), 29 / 100, seed=0)) == 29
     assert hold_out(groups, 0.3, seed=0) == hold_out(reversed(groups), 0.3, seed=0)
     assert len({frozenset(hold_out(groups, 0.3, seed)) for seed in range(9)}) > 1
 

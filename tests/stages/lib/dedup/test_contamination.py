@@ -4,7 +4,9 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Prompt, Row
-from stages.lib.dedup.contamination import check_no_leaks, find_leaks
+from stages.lib.dedup import contamination
+from stages.lib.dedup.contamination import check_no_leaks, find_leaks, leaks_by_set
+from stages.lib.dedup.shingles import batches
 
 TEXT = "the quick brown fox jumps over the lazy dog while seven wizards quietly brew tea in a tower"
 RUN = " ".join(TEXT.split()[2:15])  # 13 words
@@ -39,6 +41,31 @@ def test_a_run_may_begin_in_the_prompt_and_the_other_text_may_be_a_prompt() -> N
     ]
     pair = {"id": "t", "prompt": "Go on:", "chosen": " Well.", "rejected": f" {TEXT}"}
     assert leaks_in(pair, held_out) == [("p", " ".join(words[:13]))]
+
+
+def test_a_run_may_have_a_single_word_in_the_response() -> None:
+    words = RUN.split()
+    held_out = row("e", "Tell me a tale.", f" {TEXT}")
+    assert leaks_in(row("t", " ".join(words[:12]), f" {words[12]}!"), held_out) == [("e", RUN)]
+
+
+def test_a_long_response_leaks_under_another_prompt() -> None:
+    """30 words, each tenth changed: 21 of 28 3-grams stay (21 of 35 in both), but no run."""
+    words = [f"w{i}" for i in range(30)]
+    other = " ".join(f"x{i}" if i % 10 == 9 else word for i, word in enumerate(words))
+    held_out = row("e", "Q", " " + " ".join(words))
+    prompt = " ".join(f"p{i}" for i in range(40))
+    assert leaks_in(row("t", prompt, f" {other}"), held_out, similarity=0.5) != []
+    assert leaks_in(row("t", prompt, f" {other}"), held_out, similarity=0.6) == []
+
+
+def test_equal_words_leak_at_any_similarity() -> None:
+    """No similarity is above 1. The held-out prompt is too short for a run."""
+    held_out = {"id": "p", "prompt": "Is it late?"}
+    assert leaks_in(row("t", "Is it", " late?"), held_out, similarity=1.0) == [
+        ("p", "is it late ?")
+    ]
+    assert leaks_in(row("t", "Is it", " early?"), held_out, similarity=1.0) == []
 
 
 def test_each_cjk_character_is_a_word() -> None:
@@ -115,6 +142,37 @@ def test_the_roles_of_a_conversation_are_not_words() -> None:
     assert leaks_in(row("t", prompt(RUN), "Yes, indeed."), row("e", prompt(RUN), "No, never.")) == [
         ("e", RUN)
     ]
+
+
+@pytest.mark.parametrize(("rows", "words"), [(1, 20), (3, 60), (20_000, 2_000_000)])
+def test_leaks_do_not_depend_on_what_is_in_memory_at_once(
+    monkeypatch: pytest.MonkeyPatch, rows: int, words: int
+) -> None:
+    """Rows 0, 4 and 6 of one set and 1 of another leak: by runs, and one by a near duplicate."""
+    monkeypatch.setattr(contamination, "TRAIN_ROWS", rows)
+    monkeypatch.setattr(batches, "__defaults__", (words,))
+
+    def other(name: str) -> Row:
+        return row(name, f"Say {name}.", "".join(f" {name}{i}" for i in range(20)))
+
+    held = [f"v{i}" for i in range(40)]
+    near = " ".join("x" if i % 9 == 8 else word for i, word in enumerate(held))
+    train = [other(f"t{i}") for i in range(8)]
+    for index in (0, 6):
+        train[index] = row(f"t{index}", "Write.", f" Once, {RUN}.")
+    train[4] = row("t4", "Go.", f" {near}")
+    held_out = [*(other(f"h{i}") for i in range(5)), row("near", "Go.", " " + " ".join(held))]
+    held_out += [*(other(f"g{i}") for i in range(5)), row("run", "Tell.", f" {TEXT}")]
+    sets = {"many": train, "few": [other("f"), row("f1", "Write.", f" {RUN}")], "none": []}
+    leaks_of = leaks_by_set(sets, held_out, 0.4)
+    assert {
+        name: [(leak.row, leak.held_out["id"], leak.shared.split()[0]) for leak in leaks]
+        for name, leaks in leaks_of.items()
+    } == {
+        "many": [(0, "run", "brown"), (4, "near", "go"), (6, "run", "brown")],
+        "few": [(1, "run", "brown")],
+        "none": [],
+    }
 
 
 def test_the_refusal_names_each_row_once() -> None:

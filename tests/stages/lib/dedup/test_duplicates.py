@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pytest
 
 from stages.lib.dedup.duplicates import (
     find_duplicates,
@@ -12,7 +13,7 @@ from stages.lib.dedup.duplicates import (
     near_groups,
     without,
 )
-from stages.lib.dedup.shingles import HashSet, WordIds
+from stages.lib.dedup.shingles import HashSet, WordIds, batches
 
 WORDS = ["one", "two", "three", "four", "five", "six"]
 WORDS += ["seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -74,6 +75,35 @@ def test_responses_alone_must_be_similar_too() -> None:
     )
 
 
+def test_rows_are_like_rows_that_are_kept() -> None:
+    """A chain: each is like the next (9 of 11 grams), the ends are not (8 of 12). The second is
+    dropped, so that nothing is dropped for it.
+    """
+    chain = texts(
+        " ".join(WORDS), " ".join([*WORDS[1:], "more"]), " ".join([*WORDS[2:], "more", "words"])
+    )
+    assert find_duplicates(chain, 0.8) == ({}, {1: 0})
+
+
+def test_equal_responses_to_other_prompts_are_no_duplicates() -> None:
+    """A prompt of 1 word and a response of 30: of the rows' 29 grams 28 are shared, 28 of 30 is
+    0.933. LSH proposes some of the 12 pairs all the same.
+    """
+    rows = [
+        (f"{prompt}{number}", " ".join(f"w{number}x{i}" for i in range(30)))
+        for number in range(12)
+        for prompt in ("this", "that")
+    ]
+    assert find_duplicates(rows, 0.94) == ({}, {})
+    assert len(find_duplicates(rows, 0.93)[1]) == 12
+
+
+def test_nothing_is_more_similar_than_one() -> None:
+    rows = texts(" ".join(WORDS), " ".join(WORDS) + "!", " ".join(WORDS).upper())
+    assert find_duplicates(rows, 1.0) == ({2: 0}, {})
+    assert near_groups([row for _, row in rows], 1.0) == [0, 1, 2]
+
+
 def texts(*rows: str) -> list[tuple[str, str]]:
     return [("", row) for row in rows]
 
@@ -88,8 +118,12 @@ def jaccard(one: str, other: str) -> float:
     return len(grams(one) & grams(other)) / len(grams(one) | grams(other))
 
 
-def test_the_texts_kept_are_not_similar() -> None:
-    """All pairs by brute force: nothing above the threshold stays, nothing below it goes."""
+@pytest.mark.parametrize("words", [50, 2_000_000])
+def test_the_texts_kept_are_not_similar(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    """All pairs by brute force: nothing above the threshold stays, nothing below it goes, however
+    many words are hashed at once.
+    """
+    monkeypatch.setattr(batches, "__defaults__", (words,))
     rows = [
         " ".join([*WORDS[: 12 - i % 7], *(f"w{i}j{j}" for j in range(i % 7))]) for i in range(60)
     ]

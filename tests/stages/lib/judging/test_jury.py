@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import metric_name
@@ -13,6 +15,7 @@ from stages.lib.judging.jury import Jury
 from stages.lib.judging.loading import base_model, load_jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.judging.pointwise import PointwiseJudge
+from stages.lib.lm.scoring import RewardScorer
 
 QUESTIONS = [
     Comparison("p", a, b) for a, b in (("aaa", "a"), ("a", "aaa"), ("b", "a"), ("aa", "bb"))
@@ -73,6 +76,25 @@ def test_judges_by_name(make_round):
     )
     with pytest.raises(BadInput, match=r"evaluate\.judges: mine:nothing cannot be imported"):
         load_jury(missing, "r0", base_model(params))
+
+
+def test_apart_is_the_second_reward_model(make_round):
+    """Its head is the first one's, turned round."""
+    params = make_round("r0", 1.0)
+    shutil.copytree("rounds/r0/reward/model", "rounds/r0/reward/judge")
+    weights = load_file("rounds/r0/reward/judge/model.safetensors")
+    weights["score.weight"] *= -1
+    save_file(weights, "rounds/r0/reward/judge/model.safetensors", metadata={"format": "pt"})
+    shutil.copytree("rounds/r0/reward/model", "first")
+    judges = {"evaluate": {"judges": ["apart", "first"]}, "reward": {"judge_share": 0.5}}
+    changed = check_params(params.model_dump() | judges, "test")
+    votes = load_jury(changed, "r0", base_model(changed)).compare(
+        [Comparison("The dinner", " took too long.", " was great.")]
+    )
+    assert sorted([votes["apart"], votes["first"]]) == [[0.0], [1.0]]
+    scorer = RewardScorer(Path("first"), AutoTokenizer.from_pretrained("first"), params)
+    long, great = scorer(["The dinner"] * 2, [" took too long.", " was great."])
+    assert votes["first"] == [float(long > great)]
 
 
 def test_two_language_models_and_their_dimensions(make_round, chat_server):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from stages.lib.core.progress import reporting
 from stages.lib.lm import generation, packing
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
@@ -146,3 +147,24 @@ def test_first_token_is_sampled_with_the_models_probabilities(tiny_lm):
     expected = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
     # each of 40 binomial shares is within 4 standard errors: sqrt(.25 / 4000) * 4
     assert (shares - expected).abs().max() < 0.032
+
+
+def test_a_batch_reports_each_token_and_is_full_when_all_rows_have_ended(tiny_lm, monkeypatch):
+    def lines_of(ends):
+        lines = []
+        with reporting("sft@r0", lines.append, quiet=0.0):
+            generate(
+                tiny_lm(),
+                PROMPTS[:2],
+                response_length=4,
+                temperature=1.0,
+                ends=ends,
+                generator=torch.Generator().manual_seed(0),
+            )
+        return [line.partition("  ")[0] for line in lines]
+
+    assert lines_of(EndTokens(39)) == [
+        f"[sft@r0] sampling {done}/8 tokens" for done in (2, 4, 6, 8)
+    ]
+    every_token = EndTokens(2, tuple(token for token in range(40) if token != 2))
+    assert lines_of(every_token) == ["[sft@r0] sampling 8/8 tokens"]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaForCausalLM
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
@@ -78,3 +78,29 @@ def test_attention_by_device(monkeypatch, cuda, installed, dtype, expected):
     monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: installed)
     assert loading.resolve_attention(ModelParams(dtype=dtype)) == expected
     assert loading.resolve_attention(ModelParams(attn_implementation="eager")) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("supports", "setting", "expected"),
+    [
+        (True, "auto", "flash_attention_2"),
+        (False, "auto", "sdpa"),
+        (False, "flash_attention_2", "flash_attention_2"),  # transformers refuses it by name
+    ],
+)
+def test_a_model_without_flash_attention_gets_sdpa(
+    monkeypatch, tiny_folder, supports, setting, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", supports)
+    params = ModelParams(dtype="bfloat16", attn_implementation=setting)
+    kind = loading.AutoModelForCausalLM
+    assert loading.supported_attention(kind, tiny_folder, params) == expected
+
+
+def test_models_load_with_the_attention_that_they_support(monkeypatch, tiny_folder):
+    monkeypatch.setattr(loading, "resolve_attention", lambda params: "flash_attention_2")
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", False)
+    model = loading.load_causal_lm(tiny_folder, ModelParams())
+    assert model.config._attn_implementation == "sdpa"

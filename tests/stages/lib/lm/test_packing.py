@@ -8,11 +8,20 @@ from transformers import MistralConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.progress import reporting
 from stages.lib.lm import packing
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.packing import hidden_states, pack, padding_free
 from stages.lib.lm.shared_layers import find_layers
-from tests.stages.lib.lm.shapes import ALL_SHAPES, PROMPTS, RESPONSES, SHAPES, SIZES, build
+from tests.stages.lib.lm.shapes import (
+    ALL_SHAPES,
+    PROMPTS,
+    RESPONSES,
+    SHAPES,
+    SIZES,
+    build,
+    with_adapters,
+)
 
 CPU = torch.device("cpu")
 
@@ -140,4 +149,29 @@ def test_a_padded_batch_of_a_trainer_runs_without_its_padding(shape, mask):
 )
 def test_batches_hold_so_many_tokens_with_their_padding(monkeypatch, limit, batches):
     monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", limit)
-    assert list(packing.batches_by_tokens([2 if limit != 4 else 3, 1, 9, 1], CPU)) == batches
+    lengths = [2 if limit != 4 else 3, 1, 9, 1]
+    assert list(packing.batches_by_tokens(lengths, CPU, "scoring")) == batches
+    with reporting("sft@r0", (lines := list[str]()).append, quiet=0.0):
+        list(packing.batches_by_tokens(lengths, CPU, "scoring"))
+    assert len(lines) == len(batches)
+    first, total = sum(lengths[row] for row in batches[0]), sum(lengths)
+    assert lines[0].startswith(f"[sft@r0] scoring {first}/{total} tokens")
+    assert lines[-1].startswith(f"[sft@r0] scoring {total}/{total} tokens")
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_adapters_of_a_bfloat16_model_compute_in_bfloat16(shape):
+    """Their weights are float32. Those of GPT-2's Conv1D layers are peft's own, which compute in
+    float32 without autocast.
+    """
+    model = with_adapters(build(ALL_SHAPES[shape], "eager").to(torch.bfloat16))
+    adapters = {
+        name: module for name, module in model.named_modules() if name.endswith("lora_A.default")
+    }
+    assert {module.weight.dtype for module in adapters.values()} == {torch.float32}
+    seen: list[torch.dtype] = []
+    for module in adapters.values():
+        module.register_forward_hook(lambda *arguments: seen.append(arguments[2].dtype))
+    states = hidden_states(model, pack(PROMPTS, RESPONSES, CPU))
+    assert states.dtype is torch.bfloat16
+    assert set(seen) == ({torch.bfloat16} if shape == "gpt2" else set())

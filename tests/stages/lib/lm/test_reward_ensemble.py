@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from stages.lib.core.files import read_jsonl
 from stages.lib.core.params.shared import Reduce
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import load_reward_model, load_sequence_classifier, load_tokenizer
-from stages.lib.lm.reward_ensemble import attach_ensemble, ensemble_members
-from stages.lib.lm.scoring import RewardScorer, reward_scores, score_responses
+from stages.lib.lm.reward_ensemble import (
+    attach_ensemble,
+    calibrate_scores,
+    ensemble_members,
+)
+from stages.lib.lm.scoring import RewardScorer, member_scores, reward_scores, score_responses
 from stages.reward.__main__ import main
-from stages.reward.saving import save_ensemble
+from stages.reward.saving import join_ensemble, save_ensemble, set_calibration
 from tests.paths import ROOT
 
 MODEL = Path("rounds/r0/reward/model")
@@ -52,9 +57,10 @@ def trio(tiny_reward_model):
 def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
     (first, *others), expected = trio
     first.config.ensemble_reduce = reduce
+    first.config.ensemble_mean, first.config.ensemble_std = 0.25, 0.5
     model, wanted = (
         attach_ensemble(first, others),
-        pytest.approx([0.5 + 2.0 * x for x in expected[reduce]], abs=1e-5),
+        pytest.approx([0.5 + 2.0 * (x - 0.25) / 0.5 for x in expected[reduce]], abs=1e-5),
     )
     assert reward_scores(model, WHOLE).tolist() == wanted
     # evaluation and PPO get the same scores
@@ -69,6 +75,23 @@ def test_an_ensemble_scores_in_its_first_members_units(trio, tiny_lm, reduce):
         temperature=1.0,
     )
     assert results.scores.tolist() == wanted
+
+
+@pytest.mark.parametrize("reduce", list(Reduce))
+def test_a_joined_ensemble_has_the_unit_of_one_reward_model(trio, reduce):
+    """The mean and the minimum of standardised scores have another standard deviation than 1."""
+    models, _ = trio
+    raw = torch.stack([member_scores(model, WHOLE) for model in models])
+    for model, scores in zip(models, raw, strict=True):
+        set_calibration(model, scores)
+    standardised = (raw - raw.mean(1, keepdim=True)) / raw.std(1, keepdim=True)
+    reduced = standardised.mean(0) if reduce is Reduce.mean else standardised.amin(0)
+    assert abs(float(reduced.std()) - 1) > 0.05
+    model = join_ensemble(models, reduce, WHOLE)
+    scores = calibrate_scores(reward_scores(model, WHOLE), model)
+    expected = (reduced - reduced.mean()) / reduced.std()
+    assert scores.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert join_ensemble(models[1:2], reduce, WHOLE) is models[1]
 
 
 def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
@@ -101,13 +124,19 @@ def test_the_stage_trains_saves_and_loads_an_ensemble(make_round, monkeypatch):
         for scores in read_jsonl(Path("rounds/r0/reward/scores.jsonl"), "")
         if scores["id"] == row["id"]
     ]
-    assert scores["chosen"] == pytest.approx((a + b) / 2, abs=1e-3)
+    mean, std = one.config.ensemble_mean, one.config.ensemble_std
+    assert scores["chosen"] == pytest.approx(((a + b) / 2 - mean) / std, abs=1e-3)
+    demonstrations = read_jsonl(Path("rounds/r0/prepare/data/sft_eval.jsonl"), "")
+    unit = RewardScorer(MODEL, tokenizer, params)(
+        [row["prompt"] for row in demonstrations], [row["completion"] for row in demonstrations]
+    )
+    assert fmean(unit) == pytest.approx(0, abs=1e-3) and stdev(unit) == pytest.approx(1, abs=1e-3)
     scorer = RewardScorer(MODEL, tokenizer, params)
     assert scorer.scores_per_member([ids[0].tolist()]).squeeze(1).tolist() == pytest.approx(
         [a, b], abs=1e-4
     )
     # saving fewer members removes the others
-    save_ensemble([load_sequence_classifier(SECOND, params.model)], tokenizer, Reduce.mean, MODEL)
+    save_ensemble(load_sequence_classifier(SECOND, params.model), tokenizer, MODEL)
     assert (
         not (MODEL / "members").exists()
         and len(ensemble_members(load_reward_model(MODEL, params.model))) == 1

@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from stages.assets.inputs import main as inputs
 from stages.evaluate.__main__ import main as evaluate
-from stages.lib.core.errors import BadInput, Diverged
+from stages.lib.core.errors import BadInput, Diverged, RondoError
 from stages.lib.core.files import file_hash
 from stages.lib.data.rollouts import read_rollouts
+from stages.lib.lm.loading import load_causal_lm
+from stages.lib.lm.saving import weights_hash
 from stages.ppo.__main__ import main
+from stages.ppo.alternatives import run
 from stages.ppo.alternatives.run import no_gain_finding
 from stages.ppo.common.policy_selection import Validation
 from stages.replay.__main__ import main as replay
@@ -41,16 +46,20 @@ OUTPUTS = [
 
 @pytest.mark.parametrize("algorithm", SECTIONS)
 def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_same_bytes(
-    make_params, algorithm
+    make_params, second_is_best, algorithm
 ):
-    params = make_params(algorithm, SECTIONS[algorithm])
-    main(params, "r0")
+    params = make_params(algorithm, SECTIONS[algorithm], learning_rate=0.01)
+    main(second_is_best(params), "r0")
     first = file_hash(FOLDER)
     assert sorted(path.name for path in FOLDER.iterdir()) == OUTPUTS
-    assert (FOLDER / "policy/adapter_model.safetensors").exists()
-    assert (FOLDER / "checkpoints/step_00002/adapter_model.safetensors").exists()
     metrics = json.loads((FOLDER / "metrics.json").read_text())
-    assert metrics["updates"] == 4 and metrics["policy_update"] in (0, 2, 4)
+    # of the policies after updates 0, 2 and 4 the judge likes the second best
+    assert (metrics["updates"], metrics["policy_update"]) == (4, 2)
+    policy, second, last = (
+        (FOLDER / name / "adapter_model.safetensors").read_bytes()
+        for name in ("policy", "checkpoints/step_00002", "checkpoints/step_00004")
+    )
+    assert policy == second != last
     assert metrics["dangers"] == 0
     assert metrics["health"] == json.loads((FOLDER / "health.json").read_text())["verdict"]
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
@@ -58,16 +67,16 @@ def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_sam
     assert [row["step"] for row in steps if "validation_judge_score" in row] == [2, 4]
     assert steps[-1]["validation_kl"] != 0.0
     rollouts = read_rollouts(FOLDER / "rollouts", "")
-    kept = [row for row in rollouts if row["update"] == metrics["policy_update"]]
+    kept = [row for row in rollouts if row["update"] == 2]
     columns = {"id", "prompt", "response", "score", "kl", "judge_score", "finish_reason", "length"}
     assert kept and columns <= kept[-1].keys()
+    inputs(params, "r0")
     evaluate(params, "r0")
     evaluated = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
-    assert evaluated["reproduced"]
-    assert (evaluated["ppo"]["kl"] == 0.0) == (metrics["policy_update"] == 0)
+    assert evaluated["reproduced"] and evaluated["ppo"]["kl"] > 0.0
     replay(params, "r0")
     assert json.loads(Path("rounds/r0/replay/metrics.json").read_text())["badcases"] > 0
-    main(params, "r0")
+    main(second_is_best(params), "r0")
     assert file_hash(FOLDER) == first
 
 
@@ -75,6 +84,8 @@ def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_sam
 def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params, algorithm):
     params = make_params(algorithm, SECTIONS[algorithm], lora={"r": 0})
     main(params, "r0")
+    reference = json.loads((FOLDER / "manifest.json").read_text())["reference"]
+    assert reference == weights_hash(load_causal_lm(Path("rounds/r0/sft/model"), params.model))
     assert (FOLDER / "policy/model.safetensors").exists() and (
         FOLDER / "checkpoints/step_00002/model.safetensors"
     ).exists()
@@ -82,6 +93,21 @@ def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params,
     assert {row["kl"] for row in rows if row["update"] == 0} == {0.0}
     steps = [json.loads(line) for line in (FOLDER / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["validation_kl"] != 0.0
+
+
+def test_a_reference_that_training_changed_is_refused(make_params, monkeypatch):
+    params = make_params("best_of_n", SECTIONS["best_of_n"])
+    train = run.ALGORITHMS[params.algorithm]
+
+    def changing(context):
+        callback = train(context)
+        with callback.trained_policy.reference() as model, torch.no_grad():
+            next(p for p in model.parameters() if not p.requires_grad).add_(1)
+        return callback
+
+    monkeypatch.setitem(run.ALGORITHMS, params.algorithm, changing)
+    with pytest.raises(RondoError, match="after training, the weights of the reference"):
+        main(params, "r0")
 
 
 @pytest.mark.parametrize("algorithm", ["rloo", "grpo"])

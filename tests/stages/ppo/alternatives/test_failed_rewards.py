@@ -1,5 +1,7 @@
 """PPO's alternatives leave out responses whose further rewards failed."""
 
+import math
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from stages.ppo.alternatives import grpo, rloo
 from stages.ppo.alternatives.best_of_n import choose
 from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
+from stages.ppo.common import reward_server
 from tests.stages.ppo.servers import length_server
 
 KINDS = {"rloo": rloo, "grpo": grpo}
@@ -62,7 +65,7 @@ def test_the_others_of_a_group_are_compared_without_a_failed_one(
     assert metrics["reward_mean"] == pytest.approx(17 / 7)
 
 
-def test_best_of_n_chooses_among_the_others(make_params, write_function):
+def test_best_of_n_chooses_among_the_others(make_params, write_function, capsys):
     """All rewards of the first prompt fail, and the best one of the second."""
     rewards = write_function(
         "some_fail", "[None] * 4 + [1, None, 3, 2] + [i % 4 for i in range(8, len(prompts))]"
@@ -71,6 +74,7 @@ def test_best_of_n_chooses_among_the_others(make_params, write_function):
     context = load(make_params("best_of_n", {"n": 4}, **ppo), "r0")
     model = add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM").eval()
     choice = choose(TrainedPolicy(model, context), context)
+    assert " rewards failed, ppo.rewards mine: returned None" in capsys.readouterr().out
     assert choice.prompts == [tokens for _, tokens in context.prompts[1:]]
     best = [max(choice.rows[:3], key=lambda row: row["score_mine"]), *choice.rows[6::4]]
     assert [row["score_mine"] for row in best] == [3] * len(choice.prompts)
@@ -86,6 +90,38 @@ def test_above_the_share_training_stops(make_params, write_function):
     model = add_adapters(context.sft, context.params.ppo.lora, "CAUSAL_LM").eval()
     with pytest.raises(RewardsFailed, match="of 25% of the responses failed"):
         choose(TrainedPolicy(model, context), context)
+
+
+FAULTS = {
+    "too many 500 error responses": lambda reply: 500,
+    "2 rewards for 3 responses": lambda reply: reply | {"rewards": [1, 2]},
+    "returned nan, not a finite number": lambda reply: reply | {"rewards": [math.nan] * 3},
+    "but the reply has": lambda reply: (
+        reply | {name: reply[name][::-1] for name in ("rewards", "ids")}
+    ),
+    "[Rr]ead timed out": lambda reply: time.sleep(0.6) or reply,
+}
+
+
+def test_faults_of_a_server_end_training(make_params, monkeypatch):
+    """As in PPO (test_reward_faults.py): no number is made up, and the run stops."""
+    monkeypatch.setattr(reward_server, "TRIES", 2)
+    monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(reward_server, "BACKOFF_SECONDS", 0.0)
+    with length_server() as server:
+        rewards = [{"name": "far", "url": server.url}]
+        context = load(make_params("best_of_n", {"n": 2}, rewards=rewards), "r0")
+        policy = TrainedPolicy(context.sft, context)
+        episodes, responses = context.prompts[:3], [[5, 6], [5], [5, 6, 7]]
+        scored = policy.score(1, episodes, responses)
+        lengths = [len(query) for query in server.requests[0]["query"]]
+        assert [row["score_far"] for row in scored.rows] == lengths
+        for reason, server.spoil in FAULTS.items():
+            with pytest.raises(RewardsFailed, match=f"100% .* 3 of 3 rewards failed, .*{reason}"):
+                policy.score(1, episodes, responses)
+        server.spoil, server.model = lambda reply: reply, "length-2"
+        with pytest.raises(RewardsFailed, match="model length-1, and now states length-2"):
+            policy.score(1, episodes, responses)
 
 
 def test_requests_overlap_with_the_forward_passes(make_params):

@@ -73,6 +73,22 @@ def test_each_problem_is_reported_and_no_other(name):
     assert monitor.verdict == worst_verdict
 
 
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_same_settings_mean_the_same_at_24_and_at_512_tokens(name):
+    """Lengths, and KL per sequence, are in proportion to `response_length`."""
+
+    def findings(tokens):
+        def change(share):
+            row = healthy(share * UPDATES) | PROBLEMS[name][0](share)
+            length = row["response_length"] * tokens / 24
+            return row | {"response_length": length, "kl": row["kl_per_token"] * length}
+
+        params = PARAMS.model_copy(update={"response_length": tokens})
+        return [(f.sign, f.verdict, f.update) for f in monitor_run(change, params).findings]
+
+    assert findings(24) == findings(512) != []
+
+
 def test_every_sign_has_a_problem():
     assert {sign.name for sign in HEALTH_CHECKS} == set(PROBLEMS)
 

@@ -103,6 +103,11 @@ def test_a_gain_within_its_standard_error_keeps_the_earlier_policy(selector, shi
     assert validation.metrics["validation_gain_z"] == pytest.approx(1.199, abs=1e-3)
 
 
+def test_of_equal_policies_the_first_is_kept(selector, shift):
+    validate_policies(selector, shift, [(0.0, 0.5), (0.01, 0.5)])
+    assert selector.best.update == 0
+
+
 def test_a_judge_that_only_compares_sees_each_policy_beside_sft(selector, shift):
     judge = LongerWins()
     selector.judge = PrimaryJudge("longer", judge)
@@ -159,11 +164,15 @@ def test_a_resumed_run_remembers_the_best(selector, shift, make_roles):
 def test_measurements_are_reproducible_and_kl_is_zero_before_training(selector):
     first, second = selector.measure(0), selector.measure(0)
     assert first == second
+    # later policies get the same random numbers
+    assert selector.measure(7) == first._replace(update=7)
     assert first.kl == 0.0
     assert first.judge_score > 0
 
 
-def test_kl_is_that_of_transformers_logits(selector, shift):
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_kl_is_that_of_transformers_logits(selector, shift, temperature):
+    selector.params = selector.params.model_copy(update={"temperature": temperature})
     policy = selector.roles.policy
     shift(policy, 0.1)
     judged_texts = []
@@ -172,7 +181,8 @@ def test_kl_is_that_of_transformers_logits(selector, shift):
 
     @torch.no_grad()
     def logprobs(ids):
-        return policy(input_ids=ids).logits[0, 1:-1].log_softmax(-1)  # prompts have two tokens
+        logits = policy(input_ids=ids).logits[0, 1:-1]  # prompts have two tokens
+        return (logits / temperature).log_softmax(-1)
 
     for (_, prompt), text in zip(selector.prompts, judged_texts, strict=True):
         response = [int(token) for token in text.split()]

@@ -82,11 +82,25 @@ class PlainRoles:
         with roles.reward_view.reference() as reward_model:
             self.reward_model = copy.deepcopy(reward_model).double()
 
-    def logprobs(self, prompt, response, model=None):
-        """Log-probability and entropy of each response token."""
+    def distributions(self, prompt, response, model=None):
+        """Log-probabilities of the whole vocabulary, for each response token."""
         output = (model or self.policy)(input_ids=torch.tensor([prompt + response]))
         logits = output.logits[0] / PARAMS.temperature
-        rows = [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
+        return [logits[len(prompt) - 1 + t].log_softmax(-1) for t in range(len(response))]
+
+    def kl(self, prompt, response):
+        """Exact KL of policy and reference, at each response token."""
+        with torch.no_grad():
+            policy_rows = self.distributions(prompt, response)
+            with adapter_off(self.reference):
+                ref_rows = self.distributions(prompt, response, self.reference)
+        return torch.stack(
+            [(p.exp() * (p - q)).sum() for p, q in zip(policy_rows, ref_rows, strict=True)]
+        )
+
+    def logprobs(self, prompt, response, model=None):
+        """Log-probability and entropy of each response token."""
+        rows = self.distributions(prompt, response, model)
         logprobs = torch.stack([row[token] for row, token in zip(rows, response, strict=True)])
         return logprobs, [-(row.exp() * row).sum() for row in rows]
 
@@ -209,8 +223,12 @@ def sample_episodes(trainer: PpoTrainer) -> tuple[Rollout, Episodes]:
 
 def test_scores_logprobs_values_and_advantages_of_a_rollout(trainer):
     rollout, episodes = sample_episodes(trainer)
-    expected = plain_rollout(PlainRoles(trainer.roles), episodes)
+    plain_roles = PlainRoles(trainer.roles)
+    expected = plain_rollout(plain_roles, episodes)
     close = {"rtol": 1e-4, "atol": 1e-4}
+    kl = torch.cat([plain_roles.kl(*episode) for episode in episodes])
+    assert kl.mean() > 0.01
+    torch.testing.assert_close(rollout.kl[rollout.mask].double(), kl, **close)
     torch.testing.assert_close(
         rollout.scores.double(), torch.tensor(expected.scores, dtype=torch.float64), **close
     )
@@ -257,3 +275,70 @@ def test_losses_and_gradients_of_an_optimizer_step(trainer, shift):
                 atol=atol,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+
+
+def plain_update(
+    roles: PlainRoles, episodes: Episodes, old: PlainRollout, batches: list[list[int]], rate: float
+) -> list[PlainLosses]:
+    """A step of AdamW per mini-batch; gradients of policy and critic are clipped to 0.5 each."""
+    optimizers = [
+        torch.optim.AdamW([p for _, p in trainable_named(model)], rate, eps=1e-5, weight_decay=0.0)
+        for model in (roles.policy, roles.critic)
+    ]
+    steps = []
+    for batch in batches:
+        part = PlainRollout(*([column[i] for i in batch] for column in old))
+        losses = plain_losses(roles, [episodes[i] for i in batch], part)
+        (losses.policy - losses.entropy_bonus + PARAMS.vf_coef * losses.value).backward()
+        for optimizer in optimizers:
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        steps.append(losses)
+    return steps
+
+
+@pytest.mark.parametrize("trainer", ["adapters", "value head"], indirect=True)
+def test_an_update_of_two_epochs_with_two_mini_batches_each(trainer):
+    """Weights and metrics after four optimizer steps, on mini-batches in a new order per epoch."""
+    rate = 0.01
+    changes = {"mini_batch_size": 4, "num_ppo_epochs": 2, "max_grad_norm": 0.5}
+    changes |= {"learning_rate": rate, "critic_learning_rate": rate}
+    params = PARAMS.model_copy(update=changes)
+    trainer = PpoTrainer(trainer.roles, trainer.prompts, params, seed=0)
+    rollout, episodes = sample_episodes(trainer)
+    plain_roles = PlainRoles(trainer.roles)
+    old = plain_rollout(plain_roles, episodes)
+    start = [p.clone() for _, p in trainable_named(plain_roles.policy)]
+    generator = torch.Generator()
+    generator.set_state(trainer.generator.get_state())
+    orders = [torch.randperm(8, generator=generator).tolist() for _ in range(2)]
+    assert orders[0] != orders[1]
+    batches = [order[begin : begin + 4] for order in orders for begin in (0, 4)]
+    steps = plain_update(plain_roles, episodes, old, batches, rate)
+    metrics = trainer.optimize(rollout)
+
+    tokens = [sum(len(old.logprobs[i]) for i in batch) for batch in batches]
+    expected = {
+        "policy_loss": [float(step.policy.detach()) for step in steps],
+        "value_loss": [float(step.value.detach()) for step in steps],
+        "clip_fraction": [step.clipped / n for step, n in zip(steps, tokens, strict=True)],
+    }
+    for name, values in expected.items():
+        assert metrics[name] == pytest.approx(sum(values) / 4, rel=1e-2, abs=1e-3), name
+    assert steps[0].clipped == 0 < steps[-1].clipped
+    for model, plain_model in (
+        (trainer.roles.policy, plain_roles.policy),
+        (trainer.roles.critic, plain_roles.critic),
+    ):
+        plain_weights = dict(trainable_named(plain_model))
+        for name, weight in trainable_named(model):
+            # AdamW moves a weight by about the rate, also where its gradient is mostly rounding
+            torch.testing.assert_close(
+                weight.detach().double(), plain_weights[name].detach(), rtol=0, atol=0.1 * rate
+            )
+    moves = [
+        (p.detach() - before).abs().max()
+        for (_, p), before in zip(trainable_named(plain_roles.policy), start, strict=True)
+    ]
+    assert max(moves) > 2 * rate

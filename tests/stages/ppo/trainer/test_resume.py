@@ -1,19 +1,27 @@
 """A run that is killed again and again ends with the same bits as one that is not."""
 
+import hashlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from flows.execution import fork_server
-from stages.lib.core.params import check_params
+from stages.assets.inputs import main as inputs
+from stages.lib.core.params import Params, check_params
+from stages.ppo.__main__ import main, run_identity
 from stages.ppo.trainer.resume import Resume, random_state, set_random_state
+from stages.ppo.trainer.update import PpoTrainer
 from tests.paths import ROOT
 
 UPDATES = 12
@@ -97,6 +105,93 @@ def test_killed_at_three_moments_and_started_again(make_round):
     subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
     assert f"step {UPDATES}/{UPDATES}  eta 0:00  resumes from here" in finish()
     assert outputs() == expected
+
+
+class Killed(BaseException):
+    """Ends a process as a kill does: nothing handles it."""
+
+
+def train_until(update: int | None, params: Params, patch: pytest.MonkeyPatch) -> None:
+    """Run the stage; killed in this update, after its optimizer steps."""
+    step = PpoTrainer.step
+
+    def killed(trainer: PpoTrainer) -> Any:
+        result = step(trainer)
+        if trainer.updates == update:
+            raise Killed
+        return result
+
+    with patch.context() as within, suppress(Killed):
+        within.setattr(PpoTrainer, "step", killed)
+        main(params, "r0")
+
+
+def with_ppo(params: Params, **changes: object) -> Params:
+    """Six short updates."""
+    ppo = params.ppo.model_dump()
+    ppo |= {"batch_size": 4, "mini_batch_size": 2, "micro_batch_size": 2, "num_ppo_epochs": 1}
+    ppo |= {"total_episodes": 4 * 6, "save_updates": 2, "learning_rate": 1e-2}
+    return check_params(
+        params.model_dump() | {"ppo": ppo | {"on_danger": "warn"} | changes}, "test"
+    )
+
+
+def test_updates_after_the_last_saved_state_are_made_again(make_round, monkeypatch, capsys):
+    """The state is saved after every fourth update: a run that is killed in the sixth one continues
+    with the fifth. The reward model is the judge here, so that a trained policy is kept.
+    """
+    params = with_ppo(make_round("r0", 1.0), resume_updates=4)
+    shutil.copytree("rounds/r0/reward/model", "judge")
+    params.evaluate.judges = ["judge"]
+    inputs(params, "r0")
+    shutil.rmtree("rounds/r0/ppo")
+    train_until(None, params, monkeypatch)
+    expected = outputs()
+    assert json.loads(expected["metrics.json"])["policy_update"] in (2, 4, 6)
+    shutil.rmtree("rounds/r0/ppo")
+    shutil.rmtree(".rondo")
+    train_until(6, params, monkeypatch)
+    assert len(Path("rounds/r0/ppo/metrics.jsonl").read_text().splitlines()) == 5
+    shutil.rmtree("rounds/r0/ppo")
+    assert "resumes from here" not in capsys.readouterr().out
+    train_until(None, params, monkeypatch)
+    assert "step 4/6" in next(
+        line for line in capsys.readouterr().out.splitlines() if "resumes from here" in line
+    )
+    assert outputs() == expected
+
+
+def test_a_run_with_other_settings_starts_anew(make_round, monkeypatch, capsys):
+    params = make_round("r0", 1.0)
+    train_until(3, with_ppo(params), monkeypatch)
+    train_until(1, with_ppo(params, kl_coef=0.2), monkeypatch)
+    assert "resumes from here" not in capsys.readouterr().out
+    train_until(3, with_ppo(params), monkeypatch)
+    assert "resumes from here" in capsys.readouterr().out
+
+
+def test_params_inputs_code_and_judge_identify_a_run(make_round):
+    params = with_ppo(make_round("r0", 1.0))
+    Path("mine.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    params.evaluate.judges = ["mine:score"]
+    prompts = Path("rounds/r0/prepare/data/prompts_train.jsonl")
+    original = run_identity(params, [prompts])
+    assert run_identity(params, [prompts]) == original
+    code = {path: digest for path, digest in original["files"].items() if path.endswith(".py")}
+    for name in ("stages/ppo/trainer/functional.py", "stages/lib/lm/generation.py"):
+        assert code[str(ROOT / name)] == hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+    others = [
+        run_identity(with_ppo(params, temperature=0.9), [prompts]),
+        run_identity(params.model_copy(update={"seed": 1}), [prompts]),
+    ]
+    with Path("mine.py").open("a") as stream:
+        stream.write("# another judge\n")
+    others.append(run_identity(params, [prompts]))
+    with prompts.open("a") as stream:
+        stream.write('{"id": "new", "prompt": "The queue"}\n')
+    others.append(run_identity(params, [prompts]))
+    identities = [json.dumps(identity, sort_keys=True) for identity in (original, *others)]
+    assert len(set(identities)) == 5
 
 
 def test_a_state_of_another_run_is_ignored(tmp_path):

@@ -1,0 +1,211 @@
+"""Sampling by vLLM (`model.use_vllm`) in place of generation.py, in every stage that samples.
+
+vLLM gets the weights of the model that is sampled: frozen ones once, the adapter and weights that
+may be trained before each call. Adapters that vLLM cannot read are merged in memory, and all
+weights are sent.
+"""
+
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.params.shared import ModelParams, VllmMode
+from stages.lib.core.progress import progress
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.logprobs import token_logprobs
+from stages.lib.lm.packing import unwrap_peft
+from stages.lib.lm.saving import save_adapter
+from stages.lib.lm.vllm_backends import Adapter, Backend, LocalVllm, Request, VllmServer
+
+# Mean |log-ratio| per token of vLLM and of the model. Rounding in bfloat16 gives a few hundredths
+# of a nat, weights of another model more.
+MAX_SAMPLER_LOG_RATIO = 0.1
+# Responses of each call that are compared; PPO compares those of its rollouts all
+CHECKED_RESPONSES = 8
+
+
+class VllmEngine:
+    """Samples as `stages.lib.lm.generation.generate` does.
+
+    Attributes:
+        logprobs: of the tokens that were sampled last, in nats, response by response.
+    """
+
+    def __init__(self, params: ModelParams) -> None:
+        """
+        Raises:
+            BadInput: vLLM is not installed.
+        """
+        if find_spec("vllm") is None:
+            raise BadInput(
+                "model.use_vllm: vLLM is not installed; install it on a machine with a GPU "
+                "(docs/performance.md names the versions), or set it to false"
+            )
+        self.params, self.logprobs = params, list[float]()
+        self.backend: Backend | None = None
+        self.folder = TemporaryDirectory(prefix="rondo-adapters-")
+        self.frozen: weakref.ref[Any] | None = None  # the model whose frozen weights vLLM has
+        self.adapter = Adapter(0, Path(self.folder.name) / "0")
+        self.reasons = set[str]()  # for merging, which were printed
+
+    def sample(
+        self,
+        model: Any,
+        prompt_ids: Sequence[TokenIds],
+        *,
+        response_length: int,
+        temperature: float,
+        generator: torch.Generator,
+        ends: EndTokens,
+    ) -> list[TokenIds]:
+        """Sample one response per prompt; arguments and result as in `generate`.
+
+        Each prompt gets a seed of its own from the generator, so two models with the same generator
+        state get the same random numbers. The tokens are not those of `generate`.
+
+        Raises:
+            RondoError: vLLM's log-probabilities are not those of the model.
+        """
+        if not prompt_ids:
+            self.logprobs = []
+            return []
+        if self.backend is None:
+            self.backend = self.start(model)
+        adapter = self.send(self.backend, model)
+        seeds = torch.randint(2**31, (len(prompt_ids),), generator=generator).tolist()
+        request = Request(
+            list(prompt_ids), seeds, response_length, temperature, list(ends.ids), adapter
+        )
+        with progress("sampling by vLLM"):
+            responses, logprobs = self.backend.sample(request)
+        self.logprobs = [value for row in logprobs for value in row]
+        few = slice(CHECKED_RESPONSES)
+        of_model = token_logprobs(model, prompt_ids[few], responses[few], temperature=temperature)
+        check_log_ratio([value for row in logprobs[few] for value in row], torch.cat(of_model))
+        return responses
+
+    def start(self, model: Any) -> Backend:
+        """The backend; it takes its memory until the process ends."""
+        inner = unwrap_peft(model)
+        if self.params.vllm_mode is VllmMode.server:
+            return VllmServer(inner, self.params)
+        return LocalVllm(inner, rank_of(active_adapters(model)), self.params)
+
+    def send(self, backend: Backend, model: Any) -> Adapter | None:
+        """Give vLLM the weights of the model; frozen ones once, those that may change each time.
+
+        torch's counters of changes in place would tell which did, but for fused optimizers.
+
+        Returns:
+            The adapter to sample with; None: there is none, or it is merged.
+        """
+        adapters, inner = active_adapters(model), unwrap_peft(model)
+        reason = why_merged(backend, adapters) if adapters else ""
+        if reason not in self.reasons | {""}:
+            print(f"model.use_vllm: adapters are merged, because {reason}", flush=True)
+            self.reasons.add(reason)
+        merged = adapters if reason else {}
+        frozen = not merged and not any(p.requires_grad for _, p in base_parameters(model))
+        if not (frozen and self.frozen is not None and self.frozen() is inner):
+            backend.load_weights(lambda: named_weights(model, merged))
+        self.frozen = weakref.ref(inner) if frozen else None
+        if merged or not adapters:
+            return None
+        number = self.adapter.number + 1
+        shutil.rmtree(self.adapter.folder, ignore_errors=True)
+        self.adapter = Adapter(number, Path(self.folder.name) / str(number))
+        save_adapter(model, self.adapter.folder)
+        return self.adapter
+
+
+@cache
+def _engine(*settings: Any) -> VllmEngine:
+    return VllmEngine(ModelParams(**dict(settings)))
+
+
+def sampling_engine(params: ModelParams) -> VllmEngine | None:
+    """The engine of this process; None: stages/lib/lm/generation.py samples."""
+    if not params.use_vllm:
+        return None
+    return _engine(*sorted(params.model_dump().items()))
+
+
+def check_log_ratio(sampled: Sequence[float], logprobs: Tensor) -> float:
+    """Mean |log p_vllm - log p| of sampled tokens, in nats.
+
+    Args:
+        sampled: N log-probabilities by vLLM.
+        logprobs: (N,) by the model.
+
+    Raises:
+        RondoError: it is above MAX_SAMPLER_LOG_RATIO, or not a number.
+    """
+    gap = float((torch.tensor(sampled, device=logprobs.device) - logprobs).abs().mean())
+    if not gap <= MAX_SAMPLER_LOG_RATIO:
+        raise RondoError(
+            f"model.use_vllm: log-probabilities of vLLM and of the model differ by {gap:.3g} nats "
+            f"per token (at most {MAX_SAMPLER_LOG_RATIO}), so the responses are not of this "
+            "model. Next: check that vLLM received all weights (its log) and runs with "
+            "model.dtype; a server needs `--logprobs-mode processed_logprobs` if the temperature "
+            "is not 1; or set model.use_vllm to false"
+        )
+    return gap
+
+
+def active_adapters(model: Any) -> dict[str, BaseTunerLayer]:
+    """The adapter layers by name; empty where they are disabled, as in the reference."""
+    return {
+        name: layer
+        for name, layer in unwrap_peft(model).named_modules()
+        if isinstance(layer, BaseTunerLayer) and not layer.disable_adapters
+    }
+
+
+def why_merged(backend: Backend, adapters: Mapping[str, Any]) -> str:
+    """Why adapter layers cannot be handed over; empty if they can."""
+    if not backend.max_lora_rank:
+        return backend.why_merged
+    for name, layer in adapters.items():
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+            return f"vLLM reads adapters of linear layers alone, and {name} is none"
+    if (rank := rank_of(adapters)) > backend.max_lora_rank:
+        return f"their rank {rank} is above {backend.max_lora_rank}, for which vLLM was started"
+    return ""
+
+
+def rank_of(adapters: Mapping[str, Any]) -> int:
+    """The highest rank of adapter layers; 0 without any."""
+    return max((max(layer.r.values()) for layer in adapters.values()), default=0)
+
+
+def base_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters without those of adapters."""
+    for name, parameter in unwrap_peft(model).named_parameters():
+        if "lora_" not in name:
+            yield name, parameter
+
+
+def named_weights(model: Any, merged: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The weights under transformers' names, with the `merged` adapters added.
+
+    peft would add them in place and subtract them again, which changes bfloat16 weights. Here the
+    sum is a new tensor, computed in float32 and rounded once to the type of the weight.
+    """
+    for name, parameter in base_parameters(model):
+        layer_name, weight = name.removesuffix(".base_layer.weight"), parameter.detach()
+        if layer_name in merged:
+            layer = merged[layer_name]
+            for adapter in layer.active_adapters:
+                weight = weight.float() + layer.get_delta_weight(adapter).float()
+        yield name.replace(".base_layer", ""), weight.to(parameter.dtype)

@@ -1,0 +1,57 @@
+"""Who is compared with whom, on models that have one answer each.
+
+By VADER, from its valence v (great 3.1, nice 1.8, dull -1.7, sad -2.1) a text scores
+v / sqrt(v^2 + 15): 0.6249, 0.4215, -0.4019, -0.4767.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages.evaluate.__main__ import main
+from stages.lib.core.files import file_hash, write_json
+from stages.lib.core.params import Params, check_params
+
+
+def write_models(round_: str, always: Callable[[str, Path], None], policy: str) -> None:
+    folder = Path("rounds") / round_
+    always(" was dull.", folder / "sft/model")
+    always(policy, folder / "ppo/policy")
+    always(" was dull.", folder / "ppo/checkpoints/step_00002")
+    always(" was sad.", folder / "ppo/checkpoints/step_00004")
+
+
+def test_each_model_is_the_first_of_its_comparison(
+    make_round: Callable[[str, float], Params], always: Callable[[str, Path], None]
+) -> None:
+    make_round("r0", 1.0)
+    params = make_round("r1", 1.0)
+    write_models("r0", always, " was great.")
+    write_models("r1", always, " was nice.")
+    champion = [Path("rounds/r0/ppo/policy"), Path("rounds/r0/sft/model")]
+    hashes = {str(path): file_hash(path) for path in champion}
+    write_json(Path("rounds/r1/champion/champion.json"), {"round": "r0", "hashes": hashes})
+    values = params.model_dump()
+    values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
+    values["ppo"]["temperature"] = 0.5
+    main(check_params(values, "test"), "r1")
+    metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
+
+    assert [metrics[f"win_rate{end}"] for end in ("", "_low", "_high")] == [1.0] * 3
+    assert [metrics[f"win_rate_champion{end}"] for end in ("", "_low", "_high")] == [0.0] * 3
+    assert metrics["judge_gain"] == pytest.approx(0.4215 + 0.4019, abs=1e-3)
+    judge_scores = {"champion": 0.6249, "ppo": 0.4215, "sft": -0.4019}
+    assert {name: metrics[name]["judge_score"] for name in judge_scores} == pytest.approx(
+        judge_scores, abs=1e-3
+    )
+    # of what the random base model writes the lexicon knows no word: neutral, so better than dull
+    assert (metrics["base"]["judge_score"], metrics["base"]["win_rate"]) == (0.0, 1.0)
+    checkpoints = metrics["checkpoints"]
+    assert [checkpoints[f"step_0000{n}"]["win_rate"] for n in (2, 4)] == [0.5, 0.0]
+    # two of the four tokens differ from SFT's (the adjective, and what follows it): their logits
+    # are 80, halved by the temperature, and those of all other tokens 0
+    assert metrics["ppo"]["kl"] == pytest.approx(2 * 80 / 0.5, rel=1e-3)
+    assert metrics["ppo"]["kl_per_token"] == pytest.approx(2 * 80 / 0.5 / 4, rel=1e-3)
+    assert checkpoints["step_00002"]["kl"] == pytest.approx(0.0, abs=1e-3)
