@@ -272,7 +272,7 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
 
 
 def _alternative(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
-    """TRL's trainers, which hold the logits of a batch as a whole, beside a float32 copy."""
+    """A training step of another algorithm."""
     ppo, algorithm = params.ppo, params.algorithm
     if algorithm is Algorithm.dpo:
         batch = lengths.pairs.longest(params.dpo.per_device_train_batch_size)
@@ -282,10 +282,7 @@ def _alternative(params: Params, lengths: TextLengths, model: MemoryModel) -> fl
         rows = params.best_of_n.per_device_train_batch_size if best else ppo.micro_batch_size
         batch = lengths.prompts.random(rows, ppo.response_length)
         tokens = float(rows * ppo.response_length)
-        if best:
-            return model.training(batch, ppo.lora, ppo.gradient_checkpointing, tokens)
-    logits = tokens * model.shape.vocabulary * (2 * model.number + FLOAT)
-    return logits + model.training(batch, ppo.lora, ppo.gradient_checkpointing, 0)
+    return model.training(batch, ppo.lora, ppo.gradient_checkpointing, tokens)
 
 
 def _judges(model: MemoryModel, named: list[str]) -> float:
