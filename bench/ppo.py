@@ -17,7 +17,7 @@ from typing import Any
 from curve import REWARD, SFT, episodes
 
 from flows.core.config import resolve
-from flows.execution import estimate
+from flows.execution.machine import dtype_of, measure
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.loading import setup_torch
@@ -91,8 +91,8 @@ def main() -> None:
     sizes.append(f"ppo.micro_batch_size={min(options.episodes, 32)}")
     params = resolve("keep", None, [*sizes, *options.set])
     setup_torch(params)
-    machine = estimate.measure()
-    rate = machine.rates[estimate.dtype_of(params, machine)]
+    machine = measure()
+    rate = machine.rates[dtype_of(params, machine)]
     roles = load_roles(params, SFT, REWARD)
     roles.tokenizer.eos_token = NEVER_SAMPLED
     unwrap_peft(roles.policy).generation_config.eos_token_id = None

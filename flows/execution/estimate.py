@@ -1,4 +1,5 @@
-"""Estimates the time and memory of a run on this machine, before it starts.
+"""Estimates the time of a run on this machine, before it starts, and reports it with its memory
+(memory.py) and disk.
 
 FLOPs of a transformer with N weights, per token: 2N forward (Kaplan et al. 2020, section 2.1) and
 4N backward, of which 2N are the weights' gradients. LoRA has nearly no weight gradients, so its
@@ -7,17 +8,19 @@ below them); full training takes 6N. Generation reads all weights once per token
 slower than its FLOPs suggest: `GENERATION`.
 """
 
-import json
-import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 from rich.filesize import decimal
 
 from flows.core.addresses import split_address
-from flows.execution import disk, fork_server
+from flows.execution import disk, memory, memory_check, text_lengths
+from flows.execution.machine import Machine, dtype_of
+from flows.execution.memory import BYTES_PER_NUMBER, MemoryModel
+from flows.execution.model_shape import KNOWN, ModelShape, read_shape
+from flows.execution.text_lengths import TextLengths
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
@@ -43,22 +46,8 @@ ANSWER_SECONDS = 2.0  # per answer of a language-model judge; a guess, it depend
 # Texts that the battery scores per pair, without the endings that params.yaml lists: the pair's own
 # two, five probes, mined phrases.
 TEXTS_PER_PAIR = 11
-LAYERS = 30  # of the embedded model; the models of the presets have 24 to 32
-BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
-# Bytes per weight of a fully trained role: weights, frozen copy, gradient, float32 master, two
-# moments of Adam.
-FULL_BYTES = 20
-WORKSPACE_GB = 2.8  # interpreter, activations of a micro batch, logits
-
-# Weights, and rows of data (demonstrations, pairs, prompts), of the names that params.yaml accepts;
-# anything else is estimated as `embedded`.
-WEIGHTS = {
-    "tiny": 1e5,
-    "embedded": 135e6,
-    "HuggingFaceTB/SmolLM2-360M-Instruct": 362e6,
-    "Qwen/Qwen2.5-0.5B-Instruct": 494e6,
-    "EleutherAI/pythia-410m": 405e6,
-}
+# Rows of data (demonstrations, pairs, prompts) of the names that params.yaml accepts; anything else
+# is estimated as `embedded`.
 ROWS = {
     "tiny": (64, 64, 64),
     "embedded": (936, 1195, 483),
@@ -66,69 +55,29 @@ ROWS = {
 }
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The machine that a run would use.
-
-    rates: FLOP/s by dtype. auto: the dtype that stages choose here. memory: bytes of the GPU, or
-    free bytes of RAM if there is no GPU.
-    """
-
-    device: str
-    rates: dict[str, float]
-    auto: str
-    memory: float
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds per stage of one round, and peak bytes of memory."""
-
-    seconds: dict[str, float]
-    memory: float
-
-
-def measure() -> Machine:
-    """Measure this machine's matrix products (about a second), and free memory."""
-    # A process of its own, whose memory is free again when the stages start.
-    process = subprocess.run(
-        [fork_server.python(), "-m", "flows.execution.matmul_speed"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    speed = json.loads(process.stdout)
-    memory = speed["memory"] or psutil.virtual_memory().available
-    return Machine(speed["device"], speed["rates"], speed["auto"], memory)
-
-
-def dtype_of(params: Params, machine: Machine) -> str:
-    """The dtype that the stages compute in."""
-    dtype = params.model.dtype.value
-    return machine.auto if dtype == "auto" else dtype
-
-
-def weights_of(model: str) -> float:
-    """The number of weights; of a local folder, from the size of its safetensors (2 bytes each)."""
-    files = list(Path(model).glob("*.safetensors"))
-    if files:
-        return sum(file.stat().st_size for file in files) / 2
-    return WEIGHTS.get(without_revision(model), WEIGHTS["embedded"])
+def shape_or_embedded(params: Params) -> ModelShape:
+    """The shape of the base model; that of the embedded one if it is unknown."""
+    return read_shape(params.assets.model) or KNOWN["embedded"]
 
 
 def without_revision(named: str) -> str:
-    """The name of a model or data set of the hub without its `@commit`."""
+    """The name of a data set of the hub without its `@commit`."""
     return named.partition("@")[0]
 
 
-def estimate(params: Params, machine: Machine, continues: bool = False) -> Estimate:
-    """Estimate one round from the token counts of the params and the rate of the machine.
+def stage_seconds(
+    params: Params, machine: Machine, continues: bool = False, shape: ModelShape | None = None
+) -> dict[str, float]:
+    """Seconds per stage of one round, from the token counts of the params and the rate of the
+    machine.
 
     Args:
         continues: whether the round is a later one, which may continue training earlier models.
+        shape: of the base model; None: read it.
     """
-    weights, dtype = weights_of(params.assets.model), dtype_of(params, machine)
-    rate, ppo, replay = machine.rates[dtype], params.ppo, params.replay
+    shape = shape or shape_or_embedded(params)
+    weights, rate = shape.weights, machine.rates[dtype_of(params, machine)]
+    ppo, replay = params.ppo, params.replay
     demonstrations, pairs, prompts = _rows(params)
     prompt = _prompt_tokens(params)
     length = prompt + ppo.response_length
@@ -147,13 +96,13 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
     work = {
         "prepare": 0.0,
         "sft": _training_seconds(
-            params.sft, demonstrations, 1, weights, rate * TRAINING["sft"], continues
+            params.sft, demonstrations, 1, shape, rate * TRAINING["sft"], continues
         ),
         "reward": params.reward.ensemble
-        * _training_seconds(params.reward, pairs, 2, weights, rate * TRAINING["reward"], continues),
+        * _training_seconds(params.reward, pairs, 2, shape, rate * TRAINING["reward"], continues),
         "battery": weights * best_of_responses * length * sample_and_score / rate
         + weights * probe_texts * length * 2 / FORWARD / rate,
-        "ppo": _policy_flops(params, updates, prompts, length) * weights / rate,
+        "ppo": _policy_flops(params, updates, prompts, length, shape.layers) * weights / rate,
         "evaluate": evaluated * length * weights * (2 / GENERATION + 3 * 2 / FORWARD) / rate
         + _judge_seconds(params, compared),
         # prompts of slices only: the size of other capability tasks is not known here
@@ -176,10 +125,7 @@ def estimate(params: Params, machine: Machine, continues: bool = False) -> Estim
         work[stage] += seconds
     if params.annotate.annotator is Annotator.judge or params.annotate.revisions:
         work["annotate"] = _annotation_seconds(params, length, weights, rate)
-    return Estimate(
-        seconds={stage: STAGE_SECONDS + seconds for stage, seconds in work.items()},
-        memory=_memory_bytes(params, weights, BYTES_PER_WEIGHT[dtype]),
-    )
+    return {stage: STAGE_SECONDS + seconds for stage, seconds in work.items()}
 
 
 def _rows(params: Params) -> tuple[int, int, int]:
@@ -191,12 +137,12 @@ def _rows(params: Params) -> tuple[int, int, int]:
 
 def disk_bytes(params: Params, waiting: set[str]) -> float:
     """Bytes of disk that the models of the stages of `waiting` take."""
-    _, pairs, prompts = _rows(params)
+    (_, pairs, prompts), shape = _rows(params), shape_or_embedded(params)
     by_stage = disk.model_bytes(
         params,
-        weights_of(params.assets.model),
-        BYTES_PER_WEIGHT.get(params.model.dtype.value, BYTES_PER_WEIGHT["bfloat16"]),
-        LAYERS,
+        shape.weights,
+        BYTES_PER_NUMBER.get(params.model.dtype.value, 2),
+        shape.layers,
         _updates(params, pairs, prompts) // params.ppo.save_updates,
     )
     return sum(by_stage.get(split_address(address)[0], 0.0) for address in waiting)
@@ -217,6 +163,42 @@ def check_disk(needed: float, waiting: set[str]) -> None:
         )
 
 
+def stage_memory(
+    params: Params, machine: Machine, shape: ModelShape, lengths: TextLengths | None = None
+) -> dict[str, float]:
+    """Peak bytes of each stage on this machine; lengths: None: those that the params admit."""
+    attention = params.model.attn_implementation
+    model = MemoryModel(
+        shape,
+        BYTES_PER_NUMBER[dtype_of(params, machine)],
+        machine.device,
+        machine.attention if attention == "auto" else attention,
+        machine.limits,
+    )
+    return memory.stage_memory(params, lengths or text_lengths.admitted(params), model)
+
+
+def check_memory(params: Params, waiting: set[str], machine: Machine) -> Mapping[str, float] | None:
+    """Bytes by stage; None if the shape of the base model is unknown.
+
+    Raises:
+        RondoError: a stage of `waiting` needs more memory than this machine has.
+    """
+    if (shape := read_shape(params.assets.model)) is None:
+        return None
+    prepared = [name for name in params.rounds if f"prepare@{name}" not in waiting]
+
+    counts = text_lengths.count(prepared[0]) if prepared else None
+
+    def measure(changed: Params) -> Mapping[str, float]:
+        lengths = text_lengths.measured(changed, counts) if counts else None
+        return stage_memory(changed, machine, shape, lengths)
+
+    stages = {split_address(address)[0] for address in waiting}
+    memory_check.check(params, stages, machine.total, measure)
+    return measure(params)
+
+
 def _prompt_tokens(params: Params) -> float:
     """The mean length of a prompt; 1.5 tokens per word, and half of the limit for other data."""
     if params.assets.data == "embedded":
@@ -224,20 +206,11 @@ def _prompt_tokens(params: Params) -> float:
     return params.prepare.max_prompt_tokens / 2
 
 
-def _memory_bytes(params: Params, weights: float, bytes_per_weight: int) -> float:
-    """Peak memory of PPO, the largest stage: policy and critic."""
-    roles = sum(
-        FULL_BYTES if lora.r == 0 else 1.5 * bytes_per_weight
-        for lora in (params.ppo.lora, params.ppo.critic_lora)
-    )
-    return weights * roles + WORKSPACE_GB * 1e9
-
-
 def _training_seconds(
     section: TrainParams,
     rows: int,
     texts_per_row: int,
-    weights: float,
+    shape: ModelShape,
     rate: float,
     continues: bool,
 ) -> float:
@@ -248,8 +221,8 @@ def _training_seconds(
     batch = section.per_device_train_batch_size * section.gradient_accumulation_steps
     batch_texts = batch * texts_per_row
     texts = min(rows * texts_per_row * epochs, batch_texts * (section.max_steps or sys.maxsize))
-    flops = _lora_flops(section.lora) if section.lora.r else 6
-    return texts * section.max_length / 4 * weights * flops / rate
+    flops = _lora_flops(section.lora, shape.layers) if section.lora.r else 6
+    return texts * section.max_length / 4 * shape.weights * flops / rate
 
 
 def _updates(params: Params, pairs: int, prompts: int) -> int:
@@ -266,7 +239,7 @@ def _updates(params: Params, pairs: int, prompts: int) -> int:
     return min(max(int(updates), 1), ppo.max_steps or sys.maxsize)
 
 
-def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> float:
+def _policy_flops(params: Params, updates: int, prompts: int, length: float, layers: int) -> float:
     """FLOPs of the policy's training per weight, divided by the share of the rate it reaches."""
     ppo, algorithm = params.ppo, params.algorithm
     # a sample is read twice: by reference and reward model, or by policy and reference
@@ -274,20 +247,20 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float) -> 
     validation = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length * sampled
     if algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
         texts = 2 * updates * params.dpo.per_device_train_batch_size
-        training = texts * length * (_lora_flops(ppo.lora) / TRAINING["sft"] + 2 / FORWARD)
+        training = texts * length * (_lora_flops(ppo.lora, layers) / TRAINING["sft"] + 2 / FORWARD)
     elif algorithm is Algorithm.best_of_n:
         texts = updates * params.best_of_n.per_device_train_batch_size
-        learning = texts * _lora_flops(ppo.lora) / TRAINING["sft"]
+        learning = texts * _lora_flops(ppo.lora, layers) / TRAINING["sft"]
         training = length * (prompts * params.best_of_n.n * sampled + learning)
     else:
         # PPO trains only the adapted layers, num_ppo_epochs times per rollout. TRL's trainers also
         # run the layers below them, and read each sample three times more: with policy and
         # reference, and with the policy for the KL.
         if algorithm is Algorithm.ppo:
-            learning = _adapted_flops(ppo.lora) + _adapted_flops(ppo.critic_lora)
+            learning = _adapted_flops(ppo.lora, layers) + _adapted_flops(ppo.critic_lora, layers)
             more_reading: float = 0
         else:
-            learning = _lora_flops(ppo.lora)
+            learning = _lora_flops(ppo.lora, layers)
             more_reading = 3 * 2 / FORWARD
         epochs = ppo.num_ppo_epochs * learning / PPO_LEARNING
         training = updates * ppo.batch_size * length * (sampled + more_reading + epochs)
@@ -338,52 +311,55 @@ def _annotation_seconds(params: Params, length: float, weights: float, rate: flo
     return sampling + _answer_seconds(config.endpoint, answers)
 
 
-def _adapted_flops(lora: LoraParams) -> float:
+def _adapted_flops(lora: LoraParams, layers: int) -> float:
     """FLOPs of a training step per weight and token, from the lowest adapted layer upwards.
 
     2 forward and 2 backward, times the share of these layers.
     """
-    return 4 * min((lora.top_layers or LAYERS) / LAYERS, 1.0)
+    return 4 * min((lora.top_layers or layers) / layers, 1.0)
 
 
-def _lora_flops(lora: LoraParams) -> float:
+def _lora_flops(lora: LoraParams, layers: int) -> float:
     """FLOPs of a training step per weight and token, with the forward pass of all layers."""
-    return 2 + _adapted_flops(lora) / 2
+    return 2 + _adapted_flops(lora, layers) / 2
 
 
 def report(
-    params: Params, addresses: list[str], waiting: set[str], disk_needed: float
+    params: Params,
+    addresses: list[str],
+    waiting: set[str],
+    disk_needed: float,
+    machine: Machine | None,
+    sizes: Mapping[str, float] | None,
 ) -> list[str]:
     """Lines to print: the speed of this machine, and time, memory and disk of the `waiting` stages.
 
-    Memory that is not free is reported as a warning. If no stage waits, nothing is measured.
+    machine: None if no stage waits. sizes: bytes of memory by stage; None if the shape of
+    the base model is unknown.
     """
-    if not waiting:
+    if not waiting or machine is None:
         return [f"to do: nothing; all {len(addresses)} stages are up to date"]
-    machine = measure()
     starts = {name for name, entry in params.rounds.items() if entry.previous == START}
-    first, later = (estimate(params, machine, continues) for continues in (False, True))
+    shape = shape_or_embedded(params)
+    first, later = (stage_seconds(params, machine, continues, shape) for continues in (False, True))
     todo = [split_address(address) for address in addresses if address in waiting]
     seconds = [
-        (first if round_ in starts else later).seconds.get(
-            stage, START_SECONDS.get(stage, STAGE_SECONDS)
-        )
+        (first if round_ in starts else later).get(stage, START_SECONDS.get(stage, STAGE_SECONDS))
         for stage, round_ in todo
     ]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in machine.rates.items())
-    minutes = ", ".join(f"{stage} {time / 60:.1f}" for stage, time in first.seconds.items())
+    minutes = ", ".join(f"{stage} {time / 60:.1f}" for stage, time in first.items())
+    needed = {stage: sizes[stage] for stage, _ in todo if stage in sizes} if sizes else {}
     lines = [
         f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; "
         f"trains in {dtype_of(params, machine)}",
         f"to do: {len(seconds)} of {len(addresses)} stages of {len(params.rounds)} round(s); "
         "the others are up to date",
-        f"estimate: {sum(seconds) / 60:.0f} min; {first.memory / 1e9:.1f} GB of memory, "
-        f"{disk_needed / 1e9:.1f} GB of disk",
+        f"estimate: {sum(seconds) / 60:.0f} min; {max(needed.values(), default=0) / 1e9:.1f} GB of "
+        f"memory, {disk_needed / 1e9:.1f} GB of disk",
         f"minutes per round: {minutes}",
     ]
-    if first.memory > machine.memory:
-        lines.append(
-            f"warning: {first.memory / 1e9:.1f} GB of memory needed, "
-            f"{machine.memory / 1e9:.1f} GB free"
-        )
-    return lines
+    if needed:
+        by_stage = ", ".join(f"{stage} {size / 1e9:.1f}" for stage, size in needed.items())
+        lines.append(f"GB of memory: {by_stage}")
+    return lines + memory_check.warnings(params, needed, sizes is not None, machine.memory)

@@ -1,7 +1,8 @@
 """Measures matrix products on this machine: `python -m flows.execution.matmul_speed` prints JSON.
 
 Keys: device, rates (FLOP/s by dtype), auto (the dtype that stages choose), memory (bytes of the
-GPU, 0 without one). It runs as a process of its own, so that its memory is free again at the end.
+GPU, 0 without one), attention (what `auto` stands for), limits (of stages/lib/lm: piece, cache,
+tokens). It runs as a process of its own, so that its memory is free again at the end.
 """
 
 import json
@@ -9,8 +10,11 @@ import time
 
 import torch
 
-from stages.lib.core.params.shared import Dtype
-from stages.lib.lm.loading import resolve_dtype
+from stages.lib.core.params.shared import Dtype, ModelParams
+from stages.lib.lm.generation import CPU_CACHE_BYTES, GPU_CACHE_SHARE
+from stages.lib.lm.loading import resolve_attention, resolve_dtype
+from stages.lib.lm.logprobs import CPU_PIECE, GPU_PIECE
+from stages.lib.lm.packing import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
 
 SECONDS = 0.3  # per dtype
 
@@ -28,7 +32,15 @@ def main() -> None:
         rates[name] = 2 * size**3 * products / (time.perf_counter() - start)
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     auto = str(resolve_dtype(Dtype.auto)).removeprefix("torch.")
-    print(json.dumps({"device": device, "rates": rates, "auto": auto, "memory": memory}))
+    on_cpu = device == "cpu"
+    limits = {
+        "piece": CPU_PIECE if on_cpu else GPU_PIECE,
+        "cache": CPU_CACHE_BYTES if on_cpu else GPU_CACHE_SHARE * memory,
+        "tokens": CPU_BATCH_TOKENS if on_cpu else GPU_BATCH_TOKENS,
+    }
+    attention = resolve_attention(ModelParams())
+    machine = {"device": device, "rates": rates, "auto": auto, "memory": memory}
+    print(json.dumps(machine | {"attention": attention, "limits": limits}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,302 @@
+"""The peak memory of each stage, from the model's shape, the params and the lengths of texts.
+
+A number has 2 bytes in bfloat16 and 4 in float32. A stage holds the weights of its models; on top
+comes the largest of its phases:
+
+- Training keeps, per token and trained layer, what the backward pass reads (`kept_per_token`). With
+  gradient checkpointing it keeps one state per token and layer, and the rest of one layer at a
+  time. Attention is computed again in the backward pass, except `eager`, which keeps its weights.
+- An adapter's weight is float32, with a gradient and Adam's two moments: 16 bytes.
+- Logits exist in pieces (stages/lib/lm/logprobs.py), each beside its gradient or the reference's.
+- Merging holds the old weights, float32 weights and merged ones.
+- Sampling holds keys and values (stages/lib/lm/generation.py), at the prefill in two layouts.
+
+bench/stage_memory.py compares the result with measured peaks (docs/performance.md).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.execution.model_shape import ModelShape, read_shape
+from flows.execution.text_lengths import Batch, TextLengths, Texts
+from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
+from stages.lib.core.params.judging import Annotator
+from stages.lib.core.params.policy import Algorithm, Critic
+from stages.lib.core.params.shared import LoraParams
+
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
+# Interpreter and libraries: in RAM measured; of a GPU, the size of a CUDA context (not measured)
+LIBRARIES = {"cpu": 0.48e9, "cuda": 0.6e9}
+# Memory per byte of activations: the heap loses room between tensors of different sizes. Measured
+# on a CPU; on a GPU not.
+HEAP = {"cpu": 1.3, "cuda": 1.1}
+ADAM_BYTES = 16  # per trained weight: weight, gradient, two moments, in float32
+# Per weight if all are trained: also the optimiser's float32 copy. On a CPU the heap (MALLOC in
+# dvc_stages.py) loses more than that: from one measured run, docs/performance.md.
+FULL_BYTES = {"cpu": 45, "cuda": 20}
+FLOAT = 4
+LOGITS = 2  # pieces of logits at once
+REPLAY_ROWS = 96  # fresh samples of replay
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What stages/lib/lm allows on a device: cells of a piece of logits, bytes of a cache of keys
+    and values, tokens of a pass without gradients.
+    """
+
+    piece: int
+    cache: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes of the phases of stages that work with one model.
+
+    number: bytes per number. attention: transformers' name of the implementation.
+    """
+
+    shape: ModelShape
+    number: int
+    device: str
+    attention: str
+    limits: Limits
+
+    @property
+    def weights(self) -> float:
+        return float(self.shape.weights * self.number)
+
+    def trained(self, lora: LoraParams) -> float:
+        """Adapters; or all weights, less those of the model itself, which are counted apart."""
+        if lora.r:
+            return float(self.shape.adapter_weights(lora) * ADAM_BYTES)
+        return float(self.shape.weights * FULL_BYTES[self.device])
+
+    def kept_per_token(self, full: bool = False) -> float:
+        """Bytes that one layer keeps per token for the backward pass.
+
+        The input of two norms in float32 and their results; queries, keys and values before and
+        after their rotation; the result of attention; input, gate and product of the MLP. All
+        weights trained (`full`): also the norms' results before their weights, in float32.
+        """
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_size, shape.key_heads * shape.head_size
+        norms = shape.hidden * 2 * (FLOAT * (2 if full else 1) + self.number)
+        attention = 2 * (queries + 2 * keys) * self.number + queries * self.number
+        mlp = (4 if shape.gated else 2) * shape.inner * self.number
+        return float(norms + attention + mlp)
+
+    def attention_weights(self, batch: Batch, backward: bool) -> float:
+        """The (rows, heads, L, L) weights of one layer; FlashAttention and sdpa have none."""
+        if self.attention not in ("grouped", "eager"):
+            return 0.0
+        copies = FLOAT + 2 * self.number
+        return batch.rows * self.shape.heads * batch.longest**2 * copies * (2 if backward else 1)
+
+    def padded(self, batch: Batch) -> float:
+        """Tokens that the layers compute: with padding, if attention cannot run rows end to end."""
+        packs = self.attention in ("grouped", "flash_attention_2")
+        return batch.tokens if packs else batch.rows * batch.longest
+
+    def kept(self, batch: Batch, lora: LoraParams, checkpointing: bool) -> float:
+        """What the backward pass reads of a forward pass."""
+        tokens, layers = self.padded(batch), self.shape.trained_layers(lora)
+        if checkpointing:
+            return tokens * layers * self.shape.hidden * self.number
+        weights = self.attention_weights(batch, backward=False) if self.attention == "eager" else 0
+        return layers * (tokens * self.kept_per_token(lora.r == 0) + weights)
+
+    def one_layer(self, batch: Batch, lora: LoraParams, checkpointing: bool) -> float:
+        """What the backward pass of one layer needs on top: its gradients and attention weights,
+        and with gradient checkpointing its activations.
+        """
+        layer = self.padded(batch) * self.kept_per_token(lora.r == 0)
+        return layer * (2 if checkpointing else 1) + self.attention_weights(batch, backward=True)
+
+    def logits(self, tokens: float) -> float:
+        cells = min(tokens * self.shape.vocabulary, self.limits.piece)
+        return LOGITS * max(cells, self.shape.vocabulary) * self.number
+
+    def scoring(self, texts: int, longest: float) -> float:
+        """A pass without gradients over `texts` texts, in batches of `limits.tokens`."""
+        rows = max(min(texts, int(self.limits.tokens // max(longest, 1))), 1)
+        batch = Batch(rows, rows * longest, longest)
+        layer = self.padded(batch) * self.kept_per_token()
+        return layer + self.attention_weights(batch, backward=False) + self.logits(batch.tokens)
+
+    def sampling(self, rows: int, prompt: float, response: int) -> float:
+        """Keys and values of a batch, its prompts in two layouts, and its next tokens' logits."""
+        per_token = self.shape.cached_numbers * self.number
+        rows = max(min(rows, int(self.limits.cache // (per_token * (prompt + response)))), 1)
+        batch = Batch(rows, rows * prompt, prompt)
+        prefill = batch.tokens * (per_token + self.kept_per_token()) + self.attention_weights(
+            batch, backward=False
+        )
+        cache = rows * (prompt + response) * per_token
+        return cache + prefill + rows * self.shape.vocabulary * (self.number + FLOAT)
+
+    def training(
+        self, batch: Batch, lora: LoraParams, checkpointing: bool, head_tokens: float
+    ) -> float:
+        """A training step, without the model's own weights.
+
+        Args:
+            batch: the texts of a micro-batch.
+            lora: what is trained.
+            checkpointing: gradient checkpointing.
+            head_tokens: tokens whose logits are computed.
+        """
+        return self.trained(lora) + self.backward(
+            self.kept(batch, lora, checkpointing), batch, lora, checkpointing, head_tokens
+        )
+
+    def backward(
+        self, kept: float, batch: Batch, lora: LoraParams, checkpointing: bool, head_tokens: float
+    ) -> float:
+        """A backward pass with `kept` bytes of activations, from the head or in a layer."""
+        heap = HEAP[self.device]
+        logits = self.logits(head_tokens) if head_tokens else 0.0
+        return kept * heap + max(logits, heap * self.one_layer(batch, lora, checkpointing))
+
+    def merging(self) -> float:
+        return float(self.shape.weights * (FLOAT + self.number))
+
+
+def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> dict[str, float]:
+    """Peak bytes of each stage that runs a model."""
+    reward, ppo = params.reward, params.ppo
+    members = model.weights * reward.ensemble
+    primary, judges = (
+        _judges(model, named) for named in (params.evaluate.judges[:1], params.evaluate.judges)
+    )
+    # an adapter is on an SFT model of its own
+    policy = model.weights * (1 if ppo.lora.r else 2)
+
+    def answers(rows: int) -> float:
+        return _answers(params, lengths, model, rows)
+
+    held = {
+        "sft": _sft(params, lengths, model, primary),
+        "reward": _reward(params, lengths, model),
+        "battery": model.weights
+        + members
+        + primary
+        + answers(params.battery.prompts * max(params.battery.best_of)),
+        "ppo": members + primary + _policy(params, lengths, model),
+        "evaluate": 2 * model.weights + policy + members + judges + answers(lengths.evaluation),
+        "capability": model.weights
+        + policy
+        + model.sampling(
+            params.capability.batch_size,
+            lengths.prompts.longest(1).longest,
+            params.capability.response_length,
+        ),
+        "replay": policy + members + judges + answers(REPLAY_ROWS),
+    }
+    annotate = params.annotate
+    if annotate.annotator is Annotator.judge or annotate.revisions:
+        rows = annotate.prompts * annotate.samples + annotate.revisions
+        held["annotate"] = model.weights + primary + answers(rows)
+    return {stage: LIBRARIES[model.device] + size for stage, size in held.items()}
+
+
+def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float) -> float:
+    sft = params.sft
+    batch = lengths.demonstrations.longest(sft.per_device_train_batch_size)
+    prompts = batch.rows * lengths.prompts.random(batch.rows).tokens / batch.rows
+    responses = max(batch.tokens - prompts, batch.rows)
+    text = lengths.demonstrations.longest(1).longest
+    answers = _answers(params, lengths, model, lengths.evaluation * sft.samples_per_prompt)
+    return max(
+        model.weights + model.training(batch, sft.lora, sft.gradient_checkpointing, responses),
+        # the saved model is loaded again to be measured, beside the merged one
+        model.merging() + model.weights,
+        2 * model.weights + judge + max(answers, model.scoring(model.limits.tokens, text)),
+    )
+
+
+def _reward(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
+    """Further members and the judge, trained before, stay in memory."""
+    reward = params.reward
+    batch = _hard(lengths.pairs, reward.per_device_train_batch_size, reward.hard_negatives)
+    others = model.weights * (reward.ensemble - 1 + (reward.judge_share > 0))
+    scoring = model.scoring(model.limits.tokens, batch.longest)
+    training = model.training(batch, reward.lora, reward.gradient_checkpointing, 0)
+    return others + max(model.weights + training, model.merging(), model.weights + scoring)
+
+
+def _hard(pairs: Texts, rows: int, hard_negatives: float) -> Batch:
+    """The longest pairs. Hard negatives are longest: a text and its corruption, of one length."""
+    batch = pairs.longest(rows)
+    if not hard_negatives:
+        return batch
+    longest = sorted((max(row) for row in pairs.fitting), reverse=True)[:rows]
+    return Batch(batch.rows, 2 * sum(longest) if longest else batch.tokens, batch.longest)
+
+
+def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
+    """The stage ppo, without the reward model that stays as it is."""
+    ppo = params.ppo
+    rewards = [source.model for source in ppo.rewards if source.model]
+    held = model.weights * (1 if ppo.lora.r else 2) + _judges(model, rewards)
+    prompt, rows = lengths.prompts.longest(1).longest, max(ppo.validation_prompts, ppo.batch_size)
+    if params.algorithm is Algorithm.ppo:
+        sampling = model.sampling(rows, prompt, ppo.response_length)
+        return held + _ppo(params, lengths, model, sampling)
+    answers = _answers(params, lengths, model, rows)
+    return held + max(answers, _alternative(params, lengths, model))
+
+
+def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: float) -> float:
+    ppo = params.ppo
+    batch, micro = (
+        lengths.prompts.random(rows, ppo.response_length + 1)
+        for rows in (ppo.batch_size, ppo.micro_batch_size)
+    )
+    critic, recompute = ppo.critic is Critic.reward, ppo.gradient_checkpointing
+    # the states below the adapters of policy and critic, of all episodes
+    states = batch.tokens * model.shape.hidden * model.number * (1 + critic) * (ppo.lora.r > 0)
+    head_tokens = micro.rows * ppo.response_length
+    trained = model.trained(ppo.lora) + (model.trained(ppo.critic_lora) if critic else 0)
+    frozen = model.weights if critic and not ppo.critic_lora.r else 0.0
+    passes = [ppo.lora, *([ppo.critic_lora] if critic else [])]
+    kept = [model.kept(micro, lora, recompute) for lora in passes]
+    # if a micro-batch is the whole rollout, its passes serve the first step: both are kept
+    activations = sum(kept) if ppo.micro_batch_size == ppo.batch_size else max(kept)
+    step = states + model.backward(activations, micro, ppo.lora, recompute, head_tokens)
+    # on a CPU the heap keeps what sampling freed, in parts too small for the activations
+    both = step + sampling if model.device == "cpu" else max(step, sampling)
+    return trained + frozen + both
+
+
+def _alternative(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
+    """A training step of another algorithm."""
+    ppo, algorithm = params.ppo, params.algorithm
+    if algorithm is Algorithm.dpo:
+        batch = lengths.pairs.longest(params.dpo.per_device_train_batch_size)
+        tokens = batch.tokens
+    else:
+        best = algorithm is Algorithm.best_of_n
+        rows = params.best_of_n.per_device_train_batch_size if best else ppo.micro_batch_size
+        batch = lengths.prompts.random(rows, ppo.response_length)
+        tokens = float(rows * ppo.response_length)
+    return model.training(batch, ppo.lora, ppo.gradient_checkpointing, tokens)
+
+
+def _judges(model: MemoryModel, named: list[str]) -> float:
+    """Weights of those judges or rewards that are models."""
+    weights = 0.0
+    for name in set(named):
+        if name in (FLUENCY, HELD_OUT_REWARD_MODEL):
+            weights += model.weights
+        elif Path(name).is_dir() and (shape := read_shape(name)):
+            weights += shape.weights * model.number
+    return weights
+
+
+def _answers(params: Params, lengths: TextLengths, model: MemoryModel, rows: int) -> float:
+    """Responses to `rows` prompts, sampled, then scored."""
+    prompt, response = lengths.prompts.longest(1).longest, params.ppo.response_length
+    return max(model.sampling(rows, prompt, response), model.scoring(rows, prompt + response))

@@ -1,0 +1,167 @@
+"""Sizes of a model and of what training and sampling hold, worked out by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.execution.memory import LIBRARIES, Limits, MemoryModel, stage_memory
+from flows.execution.model_shape import KNOWN, ModelShape, read_shape, shape_of
+from flows.execution.text_lengths import Batch, TextLengths, Texts, admitted
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import LoraParams
+
+# 2 heads of 4 for queries, 1 for keys and values; MLP of three 8 x 16 matrices; 10 tokens
+SMALL = ModelShape(hidden=8, layers=3, heads=2, key_heads=1, head_size=4, inner=16, vocabulary=10)
+LIMITS = Limits(piece=50, cache=4096, tokens=64)
+MODEL = MemoryModel(SMALL, 2, "cpu", "grouped", LIMITS)
+LORA, FULL = LoraParams(r=2), LoraParams(r=0)
+
+
+def test_weights_are_those_of_the_matrices() -> None:
+    """Queries and output 8 x 8, keys and values 8 x 4, MLP 3 x 8 x 16; embeddings 10 x 8."""
+    layer = 2 * 64 + 2 * 32 + 3 * 128
+    assert SMALL.weights == 3 * layer + 80
+    assert MODEL.weights == 2 * (3 * layer + 80)
+    # what the model cards report
+    millions = {name: round(shape.weights / 1e6) for name, shape in KNOWN.items() if name != "tiny"}
+    assert list(millions.values()) == [134, 362, 494, 405]
+
+
+def test_adapters_have_rank_times_inputs_and_outputs() -> None:
+    """Inputs + outputs of a layer: 16, 12, 12, 16, and 24 three times: 128; 16 bytes per weight."""
+    assert SMALL.adapter_weights(LORA) == 2 * 3 * 128
+    assert SMALL.adapter_weights(LoraParams(r=2, top_layers=1)) == 2 * 128
+    assert MODEL.trained(LORA) == 16 * 2 * 3 * 128
+    assert MODEL.trained(FULL) == 45 * SMALL.weights
+
+
+def test_the_backward_pass_reads_norms_attention_and_mlp() -> None:
+    """Per token: two norms of 8, in float32 and bfloat16; queries of 8, keys and values of 4,
+    twice, and the result of 8; four states of 16."""
+    per_token = 2 * 8 * (4 + 2) + 2 * (2 * (8 + 4 + 4) + 8) + 4 * 16 * 2
+    assert MODEL.kept_per_token() == per_token
+    batch = Batch(rows=2, tokens=10, longest=6)
+    assert MODEL.kept(batch, LORA, False) == 3 * 10 * per_token
+    assert MODEL.kept(batch, LoraParams(r=2, top_layers=2), False) == 2 * 10 * per_token
+    assert MODEL.kept(batch, LORA, True) == 3 * 10 * 8 * 2
+    padded = MemoryModel(SMALL, 2, "cpu", "sdpa", LIMITS)
+    assert padded.kept(batch, LORA, False) == 3 * 12 * per_token
+    # 2 rows, 2 heads, 6 x 6 weights: float32 and twice bfloat16
+    eager = MemoryModel(SMALL, 2, "cpu", "eager", LIMITS)
+    assert eager.kept(batch, LORA, False) == 3 * (12 * per_token + 2 * 2 * 36 * 8)
+
+
+def test_logits_are_held_in_pieces() -> None:
+    """3 tokens have 30 logits; 9 have 90, of which a piece has 50. Two pieces of bfloat16."""
+    assert MODEL.logits(3) == 2 * 30 * 2
+    assert MODEL.logits(9) == 2 * 50 * 2
+
+
+def test_sampling_holds_keys_and_values() -> None:
+    """A token has 2 x 3 layers x 4 numbers, 48 bytes; a row of 5 + 3 tokens 384: 10 rows fit in
+    4096 bytes. The prompts are there twice, with the states of a layer; attention weights of 2
+    heads x 5 x 5 x 8 bytes; logits in bfloat16 and float32."""
+    prefill = 5 * (48 + MODEL.kept_per_token()) + 2 * 25 * 8
+    assert MODEL.sampling(4, 5, 3) == 4 * (384 + prefill + 10 * 6)
+    assert MODEL.sampling(99, 5, 3) == 10 * (384 + prefill + 10 * 6)
+
+
+def test_the_longest_rows_that_fit_make_the_batch() -> None:
+    pairs = Texts(((5, 9), (30, 4), (8, 8)), limit=20)
+    assert pairs.longest(1) == Batch(2, 14, 9)
+    assert pairs.longest(5) == Batch(4, 30, 9)
+    assert Texts((), 20, 2).longest(3) == Batch(6, 120, 20)
+    # mean 10, deviation 2: 4 rows have at most 10 + 2 x 2 / 2 = 12 tokens on average
+    assert Texts(((8,), (12,)), 20).random(4, more=7) == Batch(4, 4 * 19, 19)
+
+
+def test_shapes_are_read_from_configs_of_any_age(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    assert shape_of(gpt2, "") == ModelShape(768, 12, 12, 12, 64, 3072, 50257, gated=False)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": gpt2}))
+    assert read_shape(str(tmp_path)) == shape_of(gpt2, "")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"config\.json has no hidden_size, num_hidden_layers"):
+        read_shape(str(tmp_path))
+    named = "Qwen/Qwen2.5-0.5B-Instruct@7ae557604adf67be50417f59c2c2f167def9a775"
+    assert read_shape(named) == KNOWN["Qwen/Qwen2.5-0.5B-Instruct"]
+
+
+def test_a_model_of_the_hub_that_cannot_be_reached_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert read_shape("nobody/nothing@main") is None
+
+
+def stages(**sections: Any) -> dict[str, float]:
+    params = Params.model_validate({"assets": {"data": "files"}, **sections})
+    model = MemoryModel(KNOWN["embedded"], 2, "cpu", "grouped", Limits(1 << 26, 1 << 29, 1 << 12))
+    return stage_memory(params, admitted(params), model)
+
+
+def test_memory_grows_with_texts_batches_models_and_full_training() -> None:
+    base = stages()
+    chat = {"max_length": 304, "per_device_train_batch_size": 16}
+    for section in ("sft", "reward"):
+        long = stages(**{section: chat})[section]
+        assert long > base[section]
+        assert long > stages(**{section: chat | {"gradient_checkpointing": True}})[section]
+        assert long > stages(**{section: chat | {"per_device_train_batch_size": 4}})[section]
+        assert stages(**{section: chat | {"lora": {"r": 0}}})[section] > long
+    ensemble = stages(reward={"ensemble": 3})
+    extra = 2 * 2 * 134_479_872  # two more models in bfloat16
+    for stage in ("reward", "battery", "ppo", "evaluate", "replay"):
+        assert ensemble[stage] - base[stage] == pytest.approx(extra)
+    assert ensemble["sft"] == base["sft"]
+
+
+def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:
+    long = {"batch_size": 32, "mini_batch_size": 32, "response_length": 400}
+    whole, half, recomputed, full = (
+        stages(ppo=long | more)["ppo"]
+        for more in (
+            {"micro_batch_size": 32},
+            {"micro_batch_size": 16},
+            {"micro_batch_size": 32, "gradient_checkpointing": True},
+            {"micro_batch_size": 32, "lora": {"r": 0}, "critic_lora": {"r": 0}},
+        )
+    )
+    # 16 layers of 32 rows and 10 more of the critic, against 16 layers of 16 rows
+    assert (whole - LIBRARIES["cpu"]) / (half - LIBRARIES["cpu"]) > 2
+    assert recomputed < half < whole < full
+    assert (
+        stages(algorithm="dpo")["ppo"]
+        > stages(algorithm="dpo", dpo={"per_device_train_batch_size": 4})["ppo"]
+    )
+
+
+def test_evaluation_holds_every_judge_that_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_CONFIG))
+    lexicon, model, both = (
+        stages(evaluate={"judges": judges})["evaluate"]
+        for judges in (["lexicon"], ["fluency"], ["fluency", str(tmp_path)])
+    )
+    assert model - lexicon == 2 * 134_479_872
+    assert both - model == 2 * SMALL.weights
+
+
+SMALL_CONFIG = {
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+}
+
+
+def test_a_round_without_data_has_the_lengths_that_the_params_admit() -> None:
+    lengths = admitted(Params.model_validate({"assets": {"data": "files"}}))
+    assert lengths.demonstrations.longest(2) == Batch(2, 2 * 96, 96)
+    assert lengths.pairs.longest(2) == Batch(4, 4 * 96, 96)
+    assert isinstance(lengths, TextLengths) and lengths.evaluation == 88
+    assert admitted(Params()).demonstrations.longest(1).tokens == 46
