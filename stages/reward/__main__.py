@@ -54,6 +54,9 @@ from stages.reward.hard_negatives import hard_negatives
 from stages.reward.saving import check_reloaded, reload_difference, save_ensemble, set_calibration
 
 RELOAD_ROWS = 32
+# Added to the seed. A judge that starts with the reward model's random head prefers what the reward
+# model prefers, whatever their pairs are.
+JUDGE_SEED = 1000
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def main(params: Params, round_: str) -> None:
         judge = trainer.train(
             judge_rows + make_hard_negatives(judge_rows, params),
             *initial_checkpoint(params.reward, previous / "judge", sft / "model"),
-            params.seed,
+            params.seed + JUDGE_SEED,
         )
         save_model(judge, tokenizer, folder / "judge")
     else:
