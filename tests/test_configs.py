@@ -14,6 +14,7 @@ from flows.core import config
 from flows.execution import dvc_stages
 from stages.gate.thresholds import THRESHOLDS, markdown
 from stages.gate.thresholds.form import GATE_STAGES
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
@@ -26,13 +27,22 @@ def test_params_yaml_holds_the_defaults() -> None:
     assert load_params(ROOT / "params.yaml") == Params()
 
 
+# What a preset leaves to its user
+SETTINGS = {"chat": ["prepare.sources=[{path: pairs.jsonl}]"]}
+
+
 @pytest.mark.parametrize(
-    "name", ["smoke", "tiny", "smollm2-360m-hh", "qwen2.5-0.5b-hh", "pythia-410m-hh"]
+    "name", ["chat", "smoke", "tiny", "smollm2-360m-hh", "qwen2.5-0.5b-hh", "pythia-410m-hh"]
 )
 def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
-    params = config.resolve(name)
+    params = config.resolve(name, settings=SETTINGS.get(name, []))
     assert params != Params()
     assert params.rounds.items() <= Params().rounds.items()
+
+
+def test_the_chat_preset_has_no_data_of_its_own() -> None:
+    with pytest.raises(BadInput, match=r"prepare\.sources is empty"):
+        config.resolve("chat")
 
 
 def test_every_key_of_ppo_is_explained() -> None:
@@ -62,6 +72,7 @@ def test_presets_are_those_of_the_folder() -> None:
     assert config.preset_names() == [
         "keep",
         "default",
+        "chat",
         "pythia-410m-hh",
         "qwen2.5-0.5b-hh",
         "smoke",

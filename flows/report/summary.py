@@ -15,7 +15,7 @@ from rich.table import Table
 from flows.core.tables import render_text
 from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
-from stages.gate.verdict import format_check
+from stages.gate.verdict import format_check, passed_or_approved
 from stages.lib.core.files import REPORTS, ROUNDS, stage_dir, write_text
 from stages.lib.core.renamed import current_metrics
 
@@ -202,19 +202,20 @@ def read_json_or_nothing(path: Path) -> dict[str, Any]:
 
 
 def verdict_lines(rounds: list[str]) -> list[str]:
-    """A line per round: the stage at fault by the first gate that failed, and the gates that were
-    approved, or let the run continue with `policy: warn`.
+    """A line per round: if a gate stopped it, the stage at fault by the first gate that failed,
+    even if that one let the run continue with `policy: warn`; and the other gates that failed or
+    were approved.
     """
     lines = []
     for name in rounds:
         results = {gate: result for gate in GATES if (result := read_gate(name, gate))}
-        failed_gate = next(
-            (gate for gate, result in results.items() if not result["may_continue"]), None
-        )
+        failed_gate = None
+        if not all(result["may_continue"] for result in results.values()):
+            failed_gate = next(g for g, result in results.items() if not passed_or_approved(result))
         not_passed = "".join(
             f"; {gate} gate: {outcome(result)}"
             for gate, result in results.items()
-            if result["may_continue"] and not result["passed"]
+            if gate != failed_gate and not result["passed"]
         )
         if failed_gate:
             at_fault = stage_at_fault(name, failed_gate, results[failed_gate])

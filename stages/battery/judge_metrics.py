@@ -11,6 +11,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.metrics.stats import wilson_interval
 
 
 def text_scores(pairs: Sequence[PreferencePair], judge: PrimaryJudge) -> list[float] | None:
@@ -24,8 +25,9 @@ def pair_agreement(
 ) -> Metrics:
     """Agreement of judge and reward model with the labels of the same pairs; a tie counts half.
 
-    `judge_lead` is the accuracy of the reward model minus the judge's. A judge that only compares
-    is asked about battery.pairs of the pairs, since each is a request.
+    `judge_lead` is the accuracy of the reward model minus the judge's. `judge_accuracy_low` is the
+    lower bound of Wilson's 95% interval, of the correct pairs and half the ties. A judge that only
+    compares is asked about battery.pairs of the pairs, since each is a request.
     """
     indices = list(range(len(pairs)))
     if judge.only_compares:
@@ -33,9 +35,11 @@ def pair_agreement(
         del indices[params.battery.pairs :]
     judged = [pairs[index] for index in indices]
     chosen, rejected = ([row[side] for row in judged] for side in SIDES)
-    accuracy = fmean(judge.outcomes([row["prompt"] for row in judged], chosen, rejected))
+    outcomes = judge.outcomes([row["prompt"] for row in judged], chosen, rejected)
+    accuracy = fmean(outcomes)
     return {
         "judge_accuracy": accuracy,
+        "judge_accuracy_low": wilson_interval(int(sum(outcomes)), len(judged))[0],
         "judge_lead": fmean(win(*scores[index]) for index in indices) - accuracy,
         "judged_pairs": len(judged),
     }

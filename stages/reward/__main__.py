@@ -60,6 +60,9 @@ from stages.reward.saving import (
 )
 
 RELOAD_ROWS = 32
+# Added to the seed. A judge that starts with the reward model's random head prefers what the reward
+# model prefers, whatever their pairs are.
+JUDGE_SEED = 1000
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def main(params: Params, round_: str) -> None:
         judge = trainer.train(
             judge_rows + make_hard_negatives(judge_rows, params),
             *initial_checkpoint(params.reward, previous / "judge", sft / "model"),
-            params.seed,
+            params.seed + JUDGE_SEED,
         )
         save_model(judge, tokenizer, folder / "judge")
     else:

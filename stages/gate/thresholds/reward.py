@@ -43,6 +43,18 @@ REWARD = (
         "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
     ),
     Threshold(
+        "battery.judge_accuracy_low",
+        ">",
+        "judge_accuracy",
+        "Accuracy of the primary judge (the first of evaluate.judges) on held-out pairs: lower "
+        "bound of Wilson's 95% interval; a tie of the judge is half right. 0.5 is chance. This "
+        "judge selects the policy and votes on its promotion. If it does not know better than "
+        "chance what people prefer in your pairs, its win rates mean nothing.",
+        "the primary judge does not prefer what people prefer in your pairs: put a judge that fits "
+        "your task first in evaluate.judges. For `apart`, raise reward.judge_share, or add pairs "
+        "or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
+    ),
+    Threshold(
         "battery.judge_lead",
         ">=",
         "judge_lead",

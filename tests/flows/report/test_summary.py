@@ -191,13 +191,19 @@ def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
     write(
         files / "reports/r4/gate_sft.json", gate(passed=False, may_continue=True, approval=approval)
     )
+    # PPO on a reward model whose gate only warned
+    for name in ("sft", "reward", "promote"):
+        verdict = gate(passed=name == "sft", may_continue=name != "promote")
+        write(files / f"reports/r5/gate_{name}.json", verdict)
     failed = "reward.accuracy_low 0.7, wanted >= 0.8"
-    assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4"]) == [
+    assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4", "r5"]) == [
         "r0: all gates passed",
         f"r1: the reward model is at fault: {failed}. Look at the data.",
         "r2: has not reached the sft gate",
         f"r3: no gate stopped the run; reward gate: failed (policy: warn): {failed}",
         f"r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): {failed}",
+        f"r5: the reward model is at fault: {failed}. Look at the data.; promote gate: failed:"
+        f" {failed}",
     ]
 
 

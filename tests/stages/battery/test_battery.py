@@ -57,6 +57,8 @@ def test_two_rounds(make_round):
         (min(halves), max(halves))
     )
     assert r0["judge_accuracy"] == 1.0  # wonderful, great, lovely against awful, sad, dull
+    # Wilson's bound of 18 of 18 is n / (n + z^2)
+    assert r0["judge_accuracy_low"] == pytest.approx(18 / (18 + 1.96**2), abs=1e-4)
     assert r0["scores"]["chosen"]["mean"] == pytest.approx(fmean(row["chosen"] for row in rows))
     assert r0["drift"] == pytest.approx(r0["scores"]["sft_samples"]["mean"] - r0["centre"])
 

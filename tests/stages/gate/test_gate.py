@@ -39,6 +39,7 @@ REWARD = {
     "reload_max_difference": 0.0,
 }
 BATTERY = {
+    "judge_accuracy_low": 0.7,
     "judge_lead": -0.02,
     "worst_slice": 0.8,
     "centre": -0.1,
@@ -157,6 +158,13 @@ def test_good_numbers_pass(attempt, gate):
             {"reload_max_difference": 0.1},
             "reward.reload_max_difference",
             "do not use this model",
+        ),
+        (
+            "reward",
+            "battery",
+            {"judge_accuracy_low": 0.5},
+            "battery.judge_accuracy_low",
+            "first in evaluate.judges. For `apart`",
         ),
         (
             "reward",

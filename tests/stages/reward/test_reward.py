@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.lib.core.files import is_placeholder, write_jsonl
@@ -87,8 +88,13 @@ def test_the_judge_is_trained_on_its_own_pairs(make_round, monkeypatch: pytest.M
     metrics = json.loads((folder / "metrics.json").read_text())
     assert not is_placeholder(folder / "judge")
     assert metrics["judge_pairs"] + metrics["train_pairs"] == 54 and metrics["judge_pairs"] > 0
-    weights = [(folder / name / "model.safetensors").read_bytes() for name in ("judge", "model")]
-    assert weights[0] != weights[1]
+    # two random heads of 64 weights have a cosine of 0 +- 0.13; of two equal ones it is still 0.99
+    # after these steps
+    judge, model = (
+        load_file(folder / name / "model.safetensors")["score.weight"].flatten()
+        for name in ("judge", "model")
+    )
+    assert abs(torch.cosine_similarity(judge, model, dim=0)) < 0.5
 
 
 def test_scores_are_centred_on_a_sample_of_held_out_demonstrations(

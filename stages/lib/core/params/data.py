@@ -107,7 +107,7 @@ class PrepareParams(ParamsSection):
     max_rows: int | None = Field(
         None,
         ge=8,
-        description="Use at most this many rows of the sources, for smoke runs; null: all.",
+        description="Use at most the first this many rows of each source; null: all.",
     )
     max_eval_prompts: int = Field(
         88, ge=2, description="Largest size of the frozen evaluation set, in prompts."

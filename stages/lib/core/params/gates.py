@@ -77,6 +77,13 @@ class RewardGate(Gate):
     baseline_lead: float = Field(
         0.0, description="Accuracy must exceed those of longest-wins and TF-IDF by more than this."
     )
+    judge_accuracy: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Accuracy of the primary judge on held-out pairs: its lower bound (95%) must "
+        "exceed this.",
+    )
     judge_lead: float = Field(
         -0.1,
         description="Smallest lead of accuracy over the primary judge's; negative: it may be "

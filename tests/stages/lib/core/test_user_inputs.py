@@ -81,7 +81,7 @@ def test_what_params_do_not_use_is_no_input() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"assets": {"data": "files"}}, r"prepare\.sources is empty"),
+        ({"assets": {"data": "files"}}, r"--set 'prepare\.sources=\[\{path: pairs"),
         ({"evaluate": {"judges": ["models/none"]}}, r"evaluate\.judges: no model in models/none"),
         (
             {"evaluate": {"judges": ["none:score"]}},
