@@ -71,7 +71,7 @@ def is_complete(round_: str) -> bool:
     The promotion gate may have failed, if no decision of a person waits for it. In a clone without
     the outputs, dvc.lock alone does not make a round complete.
     """
-    locks, stages = _read_entries(LOCK), _read_yaml(Path("dvc.yaml"))["stages"]
+    locks, stages = _read_locks(), _read_yaml(Path("dvc.yaml"))["stages"]
     addresses = [
         f"{name}@{round_}"
         for name, stage in stages.items()
@@ -83,12 +83,18 @@ def is_complete(round_: str) -> bool:
         return False
     if _unavailable([out for address in addresses for out in locks[address].get("outs", [])]):
         return False
-    outputs = {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
-    return all(
-        outputs.get(dep["path"], dep["md5"]) == dep["md5"]
-        for address in addresses
-        for dep in locks[address].get("deps", [])
-    )
+    outputs = _outputs(locks)
+    return all(_has_read(locks[address], outputs) for address in addresses)
+
+
+def _outputs(locks: Locks) -> dict[str, str]:
+    """The md5 of each output of the stages, by path."""
+    return {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
+
+
+def _has_read(lock: Mapping[str, Any], outputs: Mapping[str, str]) -> bool:
+    """Whether a stage has run on these outputs of other stages."""
+    return all(outputs.get(dep["path"], dep["md5"]) == dep["md5"] for dep in lock.get("deps", []))
 
 
 def _newly_approved(round_: str) -> bool:
@@ -124,7 +130,7 @@ def write(params: Params, ended: list[str]) -> list[str]:
     Returns:
         A line per change of params.yaml.
     """
-    before, locks = ended_rounds(), _read_entries(LOCK)
+    before, locks = ended_rounds(), _read_locks()
     _check_model(params, ended, locks)
     for name in ended:
         if name not in before:
@@ -169,8 +175,14 @@ def _round_of(address: str) -> str:
 
 
 def _settings(round_: str, locks: Locks) -> dict[str, Any]:
-    """The params with which the stages of a round, and those that all rounds share, have run."""
-    values: dict[str, Any] = {"rounds": {round_: load_params().rounds[round_].model_dump()}}
+    """The params with which the stages of a round, and those that all rounds share, have run.
+
+    A promotion gate that failed is not in dvc.lock; it has read params.yaml.
+    """
+    params = load_params()
+    values: dict[str, Any] = {"rounds": {round_: params.rounds[round_].model_dump()}}
+    if f"{LAST_GATE}@{round_}" not in locks:
+        values["gates"] = {"promote": params.gates.promote.model_dump(mode="json")}
     for address, entry in locks.items():
         if _round_of(address) in ("", round_):
             for key, value in entry.get("params", {}).get("params.yaml", {}).items():
@@ -212,6 +224,19 @@ def _track_as_data(ended: list[str], locks: Locks) -> None:
             f"either: `dvc pull {' '.join(files)}` fetches them from a remote, `rondo run --rerun "
             f"{incomplete[0]}` computes them again ({error})"
         ) from None
+
+
+def _read_locks() -> Locks:
+    """The entries of dvc.lock, without those of promotion gates that have failed since: DVC leaves
+    the entry of the last time that the gate passed, with the settings of that run.
+    """
+    locks = _read_entries(LOCK)
+    outputs = _outputs(locks)
+    return {
+        address: lock
+        for address, lock in locks.items()
+        if split_address(address)[0] != LAST_GATE or _has_read(lock, outputs)
+    }
 
 
 def _read_entries(path: Path) -> Locks:

@@ -169,6 +169,20 @@ def test_a_round_whose_gate_failed_ends_unless_it_has_to_read_an_approval(
     assert history.rounds_to_end(config.KEEP, 2, ()) == (["r0"] if ends else [])
 
 
+def test_a_gate_that_failed_has_the_settings_of_its_own_run(rounds: Path) -> None:
+    """DVC leaves the entry of the run in which the gate had passed, here of an older version."""
+    lock = yaml.safe_load(Path("dvc.lock").read_text())
+    lock["stages"]["gate_promote@r0"] = {
+        "cmd": "python -m stages.gate",
+        "deps": [{"path": "rounds/r0/evaluate/data", "hash": "md5", "md5": "0" * 32}],
+        "params": {"params.yaml": {"gates.promote.max_kl": 8.0}},
+    }
+    Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    config.write_params(config.resolve(settings=["gates.promote.win_rate=0.55"]))
+    assert of_round(run(number=2)) == {"r1"}
+    assert params_of("r0").gates.promote.win_rate == 0.55
+
+
 @pytest.mark.parametrize("moment", ["settings kept", "params written"])
 def test_an_interruption_is_completed_by_the_next_run(rounds: Path, moment: str) -> None:
     params = config.resolve(config.KEEP, 2, ended=["r0"])
