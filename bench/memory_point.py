@@ -139,15 +139,11 @@ def project_folder(point: Point) -> Path:
     return folder
 
 
-def texts(rows: int, tokens: int) -> list[list[int]]:
-    """Random tokens, no special ones."""
-    import torch
+def texts_of(point: Point, tokens: int) -> list[list[int]]:
+    from random_texts import random_texts
 
-    generator = torch.Generator().manual_seed(0)
-    drawn: list[list[int]] = torch.randint(
-        1000, 40_000, (rows, tokens), generator=generator
-    ).tolist()
-    return drawn
+    rows: list[list[int]] = random_texts(point.rows, tokens, 40_000)
+    return rows
 
 
 @contextmanager
@@ -179,7 +175,7 @@ def measure_ppo(point: Point, params: Any) -> Peaks:
     unwrap_peft(roles.policy).generation_config.eos_token_id = None
     prompts = [
         ({"id": str(number), "prompt": ""}, tokens)
-        for number, tokens in enumerate(texts(point.rows, PROMPT_TOKENS))
+        for number, tokens in enumerate(texts_of(point, PROMPT_TOKENS))
     ]
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)  # type: ignore[arg-type]
     peaks = Peaks()
@@ -198,92 +194,55 @@ def measure_ppo(point: Point, params: Any) -> Peaks:
 
 def measure_sft(point: Point, params: Any) -> Peaks:
     from stages.lib.lm.loading import load_causal_lm, load_tokenizer
+
+    lm, _ = folders(point)
+    tokenizer, rows = load_tokenizer(lm), texts_of(point, point.tokens)
+    model, arguments = load_causal_lm(lm, params.model), random_order(params.sft, params)
+    if point.trainer == "trl":
+        from trl_trainers import sft_trainer
+
+        trainer = sft_trainer(model, tokenizer, rows, PROMPT_TOKENS, arguments, params, [])
+        return trained(trainer.train)
     from stages.lib.lm.lora import add_adapters
     from stages.lib.training.completion_only import train_on_completions
 
-    lm, _ = folders(point)
-    tokenizer, rows = load_tokenizer(lm), texts(point.rows, point.tokens)
-    prompts, responses = ([row[part] for row in rows] for part in (slice(8), slice(8, None)))
-    model = load_causal_lm(lm, params.model)
-    if point.trainer == "trl":
-        from datasets import Dataset
-        from trl.trainer.sft_config import SFTConfig
-        from trl.trainer.sft_trainer import SFTTrainer
-
-        data = [
-            {"input_ids": row, "completion_mask": [0] * 8 + [1] * (len(row) - 8)} for row in rows
-        ]
-        trainer = SFTTrainer(
-            model=trl_model(model),
-            args=SFTConfig(**trl_arguments(params.sft, params), completion_only_loss=True),
-            train_dataset=Dataset.from_list(data),
-            processing_class=tokenizer,
-            peft_config=trl_lora(params.sft.lora, "CAUSAL_LM", model),
-        )
-        return trained(trainer.train)
+    parts = (slice(PROMPT_TOKENS), slice(PROMPT_TOKENS, None))
+    prompts, responses = ([row[part] for row in rows] for part in parts)
     model = add_adapters(model, params.sft.lora, "CAUSAL_LM")
-    arguments = trl_arguments(params.sft, params)
     return trained(
         lambda: train_on_completions(model, tokenizer, (prompts, responses), arguments, silent())
     )
 
 
 def measure_reward(point: Point, params: Any) -> Peaks:
-    from stages.lib.core.recorder import MetricLogger
     from stages.lib.lm.loading import load_sequence_classifier, load_tokenizer
-    from stages.reward.fit import fit
 
     lm, scorer = folders(point)
-    tokenizer, rows = load_tokenizer(lm), texts(point.rows, point.tokens)
+    tokenizer, rows = load_tokenizer(lm), texts_of(point, point.tokens)
+    model = load_sequence_classifier(scorer, params.model)
+    if point.trainer == "trl":
+        from trl_trainers import reward_trainer
+
+        arguments = random_order(params.reward, params)
+        return trained(reward_trainer(model, tokenizer, rows, arguments, params, []).train)
+    from stages.lib.core.recorder import MetricLogger
+    from stages.reward.fit import fit
+
     half = point.rows // 2
     pairs: Any = [
         {"chosen_ids": chosen, "rejected_ids": rejected, "length": point.tokens}
         for chosen, rejected in zip(rows[:half], rows[half:], strict=True)
     ]
-    model = load_sequence_classifier(scorer, params.model)
-    if point.trainer == "trl":
-        from datasets import Dataset
-        from trl.trainer.reward_config import RewardConfig
-        from trl.trainer.reward_trainer import RewardTrainer
-
-        trainer = RewardTrainer(
-            model=trl_model(model),
-            args=RewardConfig(
-                **trl_arguments(params.reward, params), center_rewards_coefficient=0.01
-            ),
-            train_dataset=Dataset.from_list(pairs).remove_columns("length"),
-            processing_class=tokenizer,
-            peft_config=trl_lora(params.reward.lora, "SEQ_CLS", model),
-        )
-        return trained(trainer.train)
     recorder = MetricLogger("reward", "r0")
     return trained(lambda: fit(model, tokenizer, pairs, params, 0, recorder, continues=False))
 
 
-def trl_arguments(train: Any, params: Any) -> dict[str, Any]:
+def random_order(train: Any, params: Any) -> dict[str, Any]:
     """The stage's arguments for TRL; random order, since all texts are equally long."""
     from stages.lib.training.trl_setup import trainer_arguments
 
     arguments = trainer_arguments(train, params.model, 0, Path("work"), continues=False)
     return arguments | {"train_sampling_strategy": "random"}
-
-
-def trl_model(model: Any) -> Any:
-    """The model as TRL's users have it: with transformers' own attention."""
-    model.set_attn_implementation("sdpa")
-    return model
-
-
-def trl_lora(lora: Any, task: str, model: Any) -> Any:
-    """The stage's adapters with peft's own layers."""
-    from peft import LoraConfig
-
-    from stages.lib.lm.lora import lora_config
-
-    ours = lora_config(lora, task, model)
-    names = ("r", "lora_alpha", "lora_dropout", "target_modules", "task_type")
-    names += ("layers_to_transform",)
-    return LoraConfig(**{name: getattr(ours, name) for name in names})
 
 
 def silent() -> Any:
