@@ -187,7 +187,6 @@ def check_memory(params: Params, waiting: set[str], machine: Machine) -> Mapping
     if (shape := read_shape(params.assets.model)) is None:
         return None
     prepared = [name for name in params.rounds if f"prepare@{name}" not in waiting]
-
     counts = text_lengths.count(prepared[0]) if prepared else None
 
     def measure(changed: Params) -> Mapping[str, float]:
@@ -195,8 +194,7 @@ def check_memory(params: Params, waiting: set[str], machine: Machine) -> Mapping
         return stage_memory(changed, machine, shape, lengths)
 
     stages = {split_address(address)[0] for address in waiting}
-    memory_check.check(params, stages, machine.total, measure)
-    return measure(params)
+    return memory_check.check(params, stages, machine.total, measure)
 
 
 def _prompt_tokens(params: Params) -> float:

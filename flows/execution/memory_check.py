@@ -18,7 +18,7 @@ Settings = dict[str, Any]  # values by dotted key
 Measure = Callable[[Params], Mapping[str, float]]  # bytes by stage
 
 
-def check(params: Params, stages: set[str], total: float, measure: Measure) -> None:
+def check(params: Params, stages: set[str], total: float, measure: Measure) -> Mapping[str, float]:
     """Check that each stage fits in the memory of this machine.
 
     Args:
@@ -27,17 +27,21 @@ def check(params: Params, stages: set[str], total: float, measure: Measure) -> N
         total: bytes of the GPU, or of RAM without one.
         measure: estimates the memory of the stages.
 
+    Returns:
+        Bytes by stage, of all stages.
+
     Raises:
         RondoError: a stage needs more; names the keys to lower, the values, and their effect.
     """
-    needed = {stage: size for stage, size in measure(params).items() if stage in stages}
-    for stage, size in needed.items():
-        if size > MARGIN * total:
+    sizes = measure(params)
+    for stage, size in sizes.items():
+        if stage in stages and size > MARGIN * total:
             raise RondoError(
                 f"{stage} needs about {decimal(int(size))} of memory, and this machine has "
                 f"{decimal(int(total))}: {advice(params, stage, total, measure)} (docs/running.md, "
                 "Memory)"
             )
+    return sizes
 
 
 def warnings(params: Params, needed: Mapping[str, float], known: bool, free: float) -> list[str]:
