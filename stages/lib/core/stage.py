@@ -1,19 +1,23 @@
 """The command line that all stages share: `python -m stages.<name> --round r0`."""
 
 import argparse
+import resource
 import sys
 from collections.abc import Callable
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params, load_params
-from stages.lib.core.progress import reporting
+from stages.lib.core.progress import print_line, reporting
+
+# of getrusage's ru_maxrss
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
     """Parse `--round`, read params.yaml and run the stage.
 
     A RondoError is printed in one line and ends the process with its exit code. Long passes print
-    how far they are.
+    how far they are, and the last line has the peak of memory.
 
     Args:
         name: the stage's name, for messages.
@@ -30,6 +34,16 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
         params.check_round(round_)
         with reporting(address):
             stage(params, round_)
+            print_line(f"[{address}] peak memory: {peak_memory()}")
     except RondoError as error:
         print(f"{address}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+
+
+def peak_memory() -> str:
+    """`1.56 GB`: resident memory of this process at its peak; and of tensors on a GPU."""
+    sizes = {"": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES}
+    torch = sys.modules.get("torch")  # a stage without models does not import it
+    if torch and torch.cuda.is_initialized():
+        sizes[" on the GPU"] = torch.cuda.max_memory_allocated()
+    return ", ".join(f"{size / 1e9:.2f} GB{where}" for where, size in sizes.items())
