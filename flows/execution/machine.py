@@ -3,15 +3,13 @@
 import json
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from flows.execution import fork_server
 from flows.execution.memory import Limits
 from stages.lib.core.params import Params
-
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container: bytes, or `max`
+from stages.lib.core.ram import ram_bytes
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,6 @@ def measure() -> Machine:
     return Machine(
         **speed | {"limits": Limits(**speed["limits"])}, memory=free, total=total or free
     )
-
-
-def ram_bytes() -> float:
-    """The RAM of this machine, or of this container if it has a limit."""
-    total = psutil.virtual_memory().total
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return total if limit == "max" else min(total, int(limit))
 
 
 def dtype_of(params: Params, machine: Machine) -> str:

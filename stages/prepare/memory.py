@@ -1,12 +1,12 @@
 """The memory that prepare needs, estimated from the files before they are read."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams, SourceParams
+from stages.lib.core.ram import ram_bytes
 
 # docs/performance.md: memory at the peak per byte of text in JSON Lines, and what imports, tables
 # of hashes and the TF-IDF baseline take for any large number of rows
@@ -33,7 +33,7 @@ def check_memory(sources: Sequence[SourceParams], config: PrepareParams) -> None
         if Path(source.path).is_file()
     ]
     text, rows = (sum(column) for column in zip(Size(0, 0), *sizes, strict=True))
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = ram_bytes()
     needed = FIXED_BYTES + PEAK_PER_BYTE * text
     if needed > available:
         fitting = int(rows * max(available - FIXED_BYTES, 0) / (needed - FIXED_BYTES) / len(sizes))

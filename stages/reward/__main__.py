@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.files import ASSETS, stage_dir, work_dir, write_jsonl, write_text
 from stages.lib.core.params import Params
+from stages.lib.core.progress import print_line
 from stages.lib.core.recorder import MetricLogger, write_manifest
 from stages.lib.core.rows import SIDES, Demonstration, PreferencePair, RewardScores, read_rows
 from stages.lib.core.stage import stage_main
@@ -90,10 +91,21 @@ class RewardModelTrainer:
         report_overlong(label, tokenized.overlong, len(rows), "reward", self.params)
         return tokenized
 
-    def train(self, rows: list[PreferencePair], start: Path, continues: bool, seed: int) -> Any:
-        """Train one reward model on the pairs `rows`; returns it merged and calibrated."""
+    def train(
+        self,
+        rows: list[PreferencePair],
+        start: Path,
+        continues: bool,
+        seed: int,
+        role: str = "the reward model",
+    ) -> Any:
+        """Train one reward model on the pairs `rows`; returns it merged and calibrated.
+
+        role: of the model, for the log.
+        """
         params = self.params
         tokenized = self.tokenize(rows)
+        print_line(f"[{self.recorder.label}] training {role} on {len(tokenized.rows)} pairs")
         pairs = training_pairs(tokenized.rows, *map(tokenized.texts, SIDES))
         torch.manual_seed(seed)  # of the new score head and the adapters
         model = load_sequence_classifier(
@@ -141,6 +153,7 @@ def main(params: Params, round_: str) -> None:
             judge_rows + make_hard_negatives(judge_rows, params),
             *initial_checkpoint(params.reward, previous / "judge", sft / "model"),
             params.seed + JUDGE_SEED,
+            "the judge",
         )
         save_model(judge, tokenizer, folder / "judge")
     else:

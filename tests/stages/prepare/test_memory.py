@@ -1,6 +1,5 @@
 """Memory is estimated from the files, before they are read."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from stages.lib.core import ram
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
@@ -20,12 +20,13 @@ LINE = len('{"prompt": "p000", "chosen": "", "rejected": ""}\n') + 80
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the memory of the machine, in bytes."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the memory of the container, in bytes."""
 
     def with_memory(size: float) -> None:
-        answers = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(size)}
-        monkeypatch.setattr(os, "sysconf", answers.__getitem__)
+        limit = tmp_path / "memory.max"
+        limit.write_text(f"{int(size)}\n")
+        monkeypatch.setattr(ram, "CGROUP_LIMIT", limit)
 
     return with_memory
 
