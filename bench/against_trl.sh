@@ -6,15 +6,16 @@
 #                                  TRL, Rondo and Rondo's slow path, seeds 0 to 2; takes an hour
 #
 # The script creates .rondo/trl, a virtual environment with trl==1.12.0 on the same torch. The
-# settings alternate within a round, so that a slower machine slows all of them; on 2 cores a round
-# takes about 10 minutes. Each side runs as its users run it: Rondo with the malloc settings that
-# the pipeline gives its stages, TRL without. `MALLOC=both bench/against_trl.sh` gives them to TRL
-# too; `curve` always does.
+# trainers alternate within a round, so that a slower machine slows all of them; on 2 cores a round
+# takes about 10 minutes. Each side runs as its users run it: Rondo with the settings of glibc and
+# oneDNN that the pipeline gives its stages, TRL without. `SETTINGS=both bench/against_trl.sh` gives
+# them to TRL too; `curve` always does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 trl_python=.rondo/trl/bin/python rondo_python=.venv/bin/python
-print_malloc='from flows.execution.dvc_stages import MALLOC; print(MALLOC)'
-malloc=GLIBC_TUNABLES=$("$rondo_python" -c "$print_malloc")
+print_settings='from flows.execution.dvc_stages import SETTINGS as settings
+for setting in settings.items(): print(*setting, sep="=")'
+mapfile -t settings < <("$rondo_python" -c "$print_settings")
 if [ ! -x "$trl_python" ]; then
     "$rondo_python" -m venv .rondo/trl
     shared='torch|transformers|peft|datasets|accelerate|tokenizers|safetensors|numpy|pandas|pyarrow'
@@ -25,9 +26,9 @@ fi
 export PYTHONPATH=. # TRL's interpreter imports the project's code too
 results=.rondo/against_trl_${1:-5}.jsonl
 : > "$results"
-trl_malloc=
-rondo() { env "$malloc" "$rondo_python" "$@"; }
-trl() { env ${trl_malloc:+"$trl_malloc"} "$trl_python" bench/trl_ppo.py "$@" 2>> .rondo/trl.log; }
+trl_settings=()
+rondo() { env "${settings[@]}" "$rondo_python" "$@"; }
+trl() { env "${trl_settings[@]}" "$trl_python" bench/trl_ppo.py "$@" 2>> .rondo/trl.log; }
 # Appends the JSON on standard input to the results, with the name of its setting.
 record() {
     echo "{\"setting\": \"$1\", \"told\": $(cat)}" | tr -d '\n' >> "$results"
@@ -35,7 +36,7 @@ record() {
 }
 
 if [ "${1:-}" = curve ]; then
-    trl_malloc=$malloc
+    trl_settings=("${settings[@]}")
     for seed in 0 1 2; do
         rondo bench/curve.py --set seed=$seed | record "adapters, seed $seed"
         rondo bench/curve.py --set seed=$seed --set ppo.lora.top_layers=null \
@@ -48,7 +49,7 @@ if [ "${1:-}" = curve ]; then
     exit
 fi
 
-[ "${MALLOC:-}" != both ] || trl_malloc=$malloc
+[ "${SETTINGS:-}" != both ] || trl_settings=("${settings[@]}")
 for _ in $(seq "${1:-5}"); do
     rondo bench/ppo.py --updates 4 --set ppo.num_ppo_epochs=4 | record adapters
     rondo bench/ppo.py --updates 3 --set ppo.num_ppo_epochs=4 --set ppo.lora.r=0 \

@@ -156,9 +156,12 @@ MALLOC = ":".join(
     }.items()
 )
 
-# oneDNN keeps up to 1,024 compiled products by default, up to 1 MB each on a CPU with AMX, one per
-# shape; and batches differ in their number of tokens. A training step has about 30 shapes.
-PRODUCTS = 64
+SETTINGS = {
+    "GLIBC_TUNABLES": MALLOC,
+    # oneDNN keeps up to 1,024 compiled products by default, up to 1 MB each on a CPU with AMX, one
+    # per shape; and batches differ in their number of tokens. A training step has about 30 shapes.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
 
 
 def command_environment() -> dict[str, str]:
@@ -178,9 +181,8 @@ def command_environment() -> dict[str, str]:
 
 
 def stage_environment() -> dict[str, str]:
-    """The environment of a stage: `command_environment` with settings of glibc and oneDNN."""
-    settings = {"GLIBC_TUNABLES": MALLOC, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": f"{PRODUCTS}"}
-    return settings | command_environment()
+    """The environment of a stage: `command_environment` with the settings of glibc and oneDNN."""
+    return SETTINGS | command_environment()
 
 
 def run(

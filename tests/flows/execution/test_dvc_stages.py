@@ -248,3 +248,17 @@ def test_a_stage_can_resume_until_dvc_has_recorded_its_outputs(project: Path) ->
     assert dvc_stages.run("sft@r0", print) == dvc_stages.Outcome.ran
     assert not any(state.parent.exists() for state in states)
     assert (project / ".rondo/work/r0/sft/clock.jsonl").exists()
+
+
+def test_stages_get_the_settings_of_glibc_and_onednn_unless_the_user_has_set_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("GLIBC_TUNABLES", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    (tmp_path / "job.py").write_text(f"import os\nfor name in {names}: print(os.environ[name])\n")
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    for own in ({}, {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}):
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        assert dvc_stages.stream(["job"], lines.append) == 0
+    assert lines == [dvc_stages.MALLOC, "64", dvc_stages.MALLOC, "8"]
