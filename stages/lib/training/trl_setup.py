@@ -9,6 +9,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from stages.lib.core.files import is_placeholder
+from stages.lib.core.heap import trim_heap
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.recorder import MetricLogger
@@ -100,6 +101,19 @@ class BatchCounter(TrainerCallback):
         self.training.add()
 
 
+class HeapTrimmer(TrainerCallback):
+    """Trims the heap now and then: trimmed at each step, SFT takes a tenth longer."""
+
+    STEPS = 10
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.STEPS == 0:
+            trim_heap()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trim_heap()
+
+
 def run_trainer(trainer: Trainer) -> Any:
     """Train with one of TRL's trainers, without its printed metrics and without padding.
 
@@ -111,6 +125,7 @@ def run_trainer(trainer: Trainer) -> Any:
     trainer.add_callback(NoEmbeddingGradients)
     with padding_free(trainer.model), progress("training", unit="batches") as training:
         trainer.add_callback(BatchCounter(training))
+        trainer.add_callback(HeapTrimmer)
         trainer.train()
     return trainer.model.eval()
 

@@ -1,0 +1,26 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flows.execution.dvc_stages import MALLOC
+from tests.paths import ROOT
+
+# 300 pieces of 1 MB, each with a small piece behind it that is still in use
+FREES_300_MB = """
+import psutil
+from stages.lib.core.heap import trim_heap
+pieces = [(bytearray(1 << 20), bytearray(4096)) for _ in range(300)]
+pieces = [small for _, small in pieces]
+freed = psutil.Process().memory_info().rss
+trim_heap()
+print((freed - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is on Linux only")
+def test_memory_that_was_freed_between_used_pieces_is_returned() -> None:
+    environment = {**os.environ, "GLIBC_TUNABLES": MALLOC, "PYTHONPATH": str(ROOT)}
+    output = subprocess.check_output([sys.executable, "-c", FREES_300_MB], env=environment)
+    assert 250 <= int(output) <= 320
