@@ -4,13 +4,13 @@ import argparse
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import print_line, reporting
 
-# of getrusage's ru_maxrss
-MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+STATUS = Path("/proc/self/status")  # on Linux
 
 
 def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
@@ -42,8 +42,17 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
 
 def peak_memory() -> str:
     """`1.56 GB`: resident memory of this process at its peak; and of tensors on a GPU."""
-    sizes = {"": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES}
+    sizes = {"": peak_resident()}
     torch = sys.modules.get("torch")  # a stage without models does not import it
     if torch and torch.cuda.is_initialized():
         sizes[" on the GPU"] = torch.cuda.max_memory_allocated()
     return ", ".join(f"{size / 1e9:.2f} GB{where}" for where, size in sizes.items())
+
+
+def peak_resident() -> int:
+    """Bytes of resident memory at the peak."""
+    if STATUS.exists():
+        lines = STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    # macOS: in bytes. Linux's own would begin with the peak of the process that started this one.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
