@@ -13,8 +13,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 trl_python=.rondo/trl/bin/python rondo_python=.venv/bin/python
-print_settings='from flows.execution.dvc_stages import SETTINGS as settings
-for setting in settings.items(): print(*setting, sep="=")'
+print_settings='from flows.execution.dvc_stages import SETTINGS
+for setting in SETTINGS.items(): print(*setting, sep="=")'
 mapfile -t settings < <("$rondo_python" -c "$print_settings")
 if [ ! -x "$trl_python" ]; then
     "$rondo_python" -m venv .rondo/trl

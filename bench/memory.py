@@ -104,9 +104,9 @@ def run(point: Point) -> dict[str, Any]:
         command += ["--episodes", str(point.rows), "--response-length", str(point.tokens)]
         command += ["--updates", "1", "--epochs", "1", "--gradient-checkpointing"]
     if point.settings:
-        settings = "import json; from flows.execution.dvc_stages import SETTINGS as settings"
-        code = f"{settings}; print(json.dumps(settings))"
-        environment |= json.loads(output([sys.executable, "-c", code]))
+        settings = "import json; from flows.execution.dvc_stages import SETTINGS; "
+        command_line = [sys.executable, "-c", settings + "print(json.dumps(SETTINGS))"]
+        environment |= json.loads(output(command_line))
     try:
         report = json.loads(output(command, folder, environment))
     except subprocess.CalledProcessError as error:

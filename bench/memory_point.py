@@ -15,34 +15,31 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import psutil
 from memory import ROOT, Point
+
+from stages.lib.core.ram import peak_bytes
 
 NEVER_SAMPLED = "<jupyter_start>"  # a token of SmolLM2 that does not occur in ordinary text
 WORDS = ("the", "a", "in", "on", "at", "it", "is", "was")  # of the prompts of TRL's PPO
 PROMPT_TOKENS = len(WORDS)
 
 
-def status(name: str) -> int:
-    """MiB of this process: VmRSS, or VmHWM, the peak since the last `Peaks.end`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith(name))
-
-
 class Peaks:
     """Peak MiB and CPU seconds by phase."""
 
     def __init__(self) -> None:
-        self.mib = {"load": status("VmHWM")}
+        self.mib = {"load": peak_bytes() >> 20}
         self.seconds: dict[str, float] = {}
-        self.start = status("VmRSS")
+        self.start = psutil.Process().memory_info().rss >> 20
         self._reset()
 
     def _reset(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         self.since = time.process_time()
 
     def end(self, phase: str) -> None:
-        self.mib[phase] = max(self.mib.get(phase, 0), status("VmHWM"))
+        self.mib[phase] = max(self.mib.get(phase, 0), peak_bytes() >> 20)
         self.seconds[phase] = round(time.process_time() - self.since, 2)  # of the last update
         self._reset()
 

@@ -17,7 +17,7 @@ from flows.execution.machine import measure
 from flows.execution.model_shape import read_shape
 from stages.lib.core.params import load_params
 
-PEAK = re.compile(r"\[(\w+)@(\w+)\] peak memory: ([\d.]+) GB")
+PEAK = r"\[(\w+)@{round}\] peak memory: ([\d.]+) GB"
 
 
 def main() -> None:
@@ -27,15 +27,16 @@ def main() -> None:
     params = load_params()
     machine, shape = measure(), read_shape(params.assets.model)
     print("| stage | estimate, GB | measured, GB | estimate / measured |\n|---|---:|---:|---:|")
-    for stage, round_, gigabytes in PEAK.findall(log):
+    for round_ in params.rounds:
         counts = text_lengths.count(round_)
         if shape is None or counts is None:
             sys.exit(f"the model's shape or the data of {round_} is missing")
         lengths = text_lengths.measured(params, counts)
         estimated = estimate.stage_memory(params, machine, shape, lengths)
-        if stage in estimated:
-            size, peak = estimated[stage] / 1e9, float(gigabytes)
-            print(f"| {stage}, {round_} | {size:.2f} | {peak:.2f} | {size / peak:.2f} |")
+        for stage, gigabytes in re.findall(PEAK.format(round=round_), log):
+            if stage in estimated:
+                size, peak = estimated[stage] / 1e9, float(gigabytes)
+                print(f"| {stage}, {round_} | {size:.2f} | {peak:.2f} | {size / peak:.2f} |")
 
 
 if __name__ == "__main__":

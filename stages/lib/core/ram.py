@@ -1,10 +1,12 @@
-"""The RAM that this process may use."""
+"""The RAM that this process may use, and the most that it has used."""
 
+import resource
 from pathlib import Path
 
 import psutil
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container: bytes, or `max`
+STATUS = Path("/proc/self/status")  # on Linux
 
 
 def ram_bytes() -> int:
@@ -12,3 +14,12 @@ def ram_bytes() -> int:
     total = int(psutil.virtual_memory().total)
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return total if limit == "max" else min(total, int(limit))
+
+
+def peak_bytes() -> int:
+    """Resident memory of this process at its peak."""
+    if STATUS.exists():
+        lines = STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    # macOS: in bytes. Linux's own would begin with the peak of the process that started this one.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

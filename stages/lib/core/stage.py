@@ -1,16 +1,13 @@
 """The command line that all stages share: `python -m stages.<name> --round r0`."""
 
 import argparse
-import resource
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import print_line, reporting
-
-STATUS = Path("/proc/self/status")  # on Linux
+from stages.lib.core.ram import peak_bytes
 
 
 def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
@@ -42,17 +39,8 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
 
 def peak_memory() -> str:
     """`1.56 GB`: resident memory of this process at its peak; and of tensors on a GPU."""
-    sizes = {"": peak_resident()}
+    sizes = {"": peak_bytes()}
     torch = sys.modules.get("torch")  # a stage without models does not import it
     if torch and torch.cuda.is_initialized():
         sizes[" on the GPU"] = torch.cuda.max_memory_allocated()
     return ", ".join(f"{size / 1e9:.2f} GB{where}" for where, size in sizes.items())
-
-
-def peak_resident() -> int:
-    """Bytes of resident memory at the peak."""
-    if STATUS.exists():
-        lines = STATUS.read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
-    # macOS: in bytes. Linux's own would begin with the peak of the process that started this one.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

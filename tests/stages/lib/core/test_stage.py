@@ -13,9 +13,7 @@ stage_main("example", stage)
 """
 
 
-def test_the_last_line_of_a_stage_is_its_peak_of_memory(
-    tmp_path: Path,
-) -> None:
+def test_the_last_line_of_a_stage_is_its_peak_of_memory(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     taken_here = bytearray(600_000_000)  # the peak of this process is not the stage's
     del taken_here
