@@ -55,7 +55,8 @@ def merge_replay(
             for location, row in zip(locations, rows, strict=True)
         ),
         held_out["prompts"],
-        "remove the row",
+        f"if seed or data changed since {previous.name}, `rondo run --rerun all` makes all rounds "
+        "again; else remove the row",
     )
     held_out_rows = [row for name in held_out for row in held_out[name]]
     leaks = find_leaks(rows, held_out_rows, similarity)

@@ -23,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
+from stages.lib.core.heap import trim_heap
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.core.progress import progress
@@ -134,6 +135,7 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
     """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
+    trim_heap()  # what an earlier model's work left free is in pieces too small for weights
     with progress(f"loading {path}"):
         model, loading_info = kind.from_pretrained(
             path,

@@ -70,7 +70,8 @@ def test_an_evaluation_prompt_in_the_replay_is_refused_even_beyond_the_cap(tmp_p
         {"id": "b8", "prompt": " The SKY"}
     ]
     replay(tmp_path, {"prompts": rows})
-    with pytest.raises(BadInput, match=r"prompts\.jsonl:9: its prompt is evaluation prompt e-7"):
+    message = r"prompts\.jsonl:9: its prompt is evaluation prompt e-7, .*`rondo run --rerun all`"
+    with pytest.raises(BadInput, match=message):
         merge_replay(TRAIN, HELD_OUT, tmp_path, 0.25, 0.9)
 
 

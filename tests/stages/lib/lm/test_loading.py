@@ -104,3 +104,18 @@ def test_models_load_with_the_attention_that_they_support(monkeypatch, tiny_fold
     monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", False)
     model = loading.load_causal_lm(tiny_folder, ModelParams())
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_earlier_work_left_in_the_heap_is_freed_before_a_model_is_loaded(
+    monkeypatch, tiny_folder
+):
+    steps: list[str] = []
+    load = loading.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(loading, "trim_heap", lambda: steps.append("trimmed"))
+    monkeypatch.setattr(
+        loading.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **kwargs: steps.append("loaded") or load(*args, **kwargs),
+    )
+    loading.load_causal_lm(tiny_folder, ModelParams())
+    assert steps == ["trimmed", "loaded"]
