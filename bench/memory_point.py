@@ -145,20 +145,30 @@ def texts_of(point: Point, tokens: int) -> list[list[int]]:
 
 @contextmanager
 def no_attention() -> Iterator[None]:
-    """Within this context, attention returns the value of each token itself."""
+    """Within this context, attention returns the value of each token itself, and decoding does not
+    add keys and values to the cache: transformers copies the whole cache for each token.
+    """
     from transformers import AttentionInterface
+    from transformers.cache_utils import DynamicLayer
 
     def values(_: Any, query: Any, __: Any, value: Any, *___: Any, **____: Any) -> Any:
         length, groups = query.shape[2], query.shape[1] // value.shape[1]
         own = value[:, :, -length:].repeat_interleave(groups, 1)
         return own.transpose(1, 2), None
 
-    original = AttentionInterface._global_mapping["grouped"]
+    def update(layer: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        if not layer.is_initialized:
+            return append(layer, keys, values)
+        return keys, values
+
+    original, append = AttentionInterface._global_mapping["grouped"], DynamicLayer.update
     AttentionInterface.register("grouped", values)
+    DynamicLayer.update = update
     try:
         yield
     finally:
         AttentionInterface.register("grouped", original)
+        DynamicLayer.update = append
 
 
 def measure_ppo(point: Point, params: Any) -> Peaks:
