@@ -27,7 +27,6 @@ from stages.lib.core.params.data import START
 from stages.lib.core.params.judging import Annotator, EndpointParams
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
-from stages.lib.data.slices import read_slices
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a
@@ -87,7 +86,6 @@ def stage_seconds(
     # of the policy again
     evaluated = params.prepare.max_eval_prompts * (4 * sampled + checkpoints + 1)
     compared = params.prepare.max_eval_prompts * (3 * sampled + checkpoints)
-    slice_prompts = sum(len(rows) for rows in read_slices().values())
     best_of_responses = params.battery.prompts * max(params.battery.best_of)
     # human texts, some of them cut, are half as long as a prompt with a full response
     probe_texts = params.battery.pairs * (TEXTS_PER_PAIR + len(params.battery.endings)) / 2
@@ -107,7 +105,7 @@ def stage_seconds(
         + _judge_seconds(params, compared),
         # prompts of slices only: the size of other capability tasks is not known here
         "capability": 2
-        * slice_prompts
+        * text_lengths.slice_prompts()
         * (prompt + params.capability.response_length)
         * weights
         * 2

@@ -37,7 +37,7 @@ ADAM_BYTES = 16  # per trained weight: weight, gradient, two moments, in float32
 FULL_BYTES = {"cpu": 45, "cuda": 20}
 FLOAT = 4
 LOGITS = 2  # pieces of logits at once
-REPLAY_ROWS = 96  # fresh samples of replay
+FRESH_PROMPTS = 96  # of replay
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class MemoryModel:
         rows = max(min(texts, int(self.limits.tokens // max(longest, 1))), 1)
         batch = Batch(rows, rows * longest, longest)
         layer = self.padded(batch) * self.kept_per_token()
-        return layer + self.attention_weights(batch, backward=False) + self.logits(batch.tokens)
+        layer += self.attention_weights(batch, backward=False)
+        return HEAP[self.device] * layer + self.logits(batch.tokens)
 
     def sampling(self, rows: int, prompt: float, response: int) -> float:
         """Keys and values of a batch, its prompts in two layouts, and its next tokens' logits."""
@@ -177,6 +178,11 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
     def answers(rows: int) -> float:
         return _answers(params, lengths, model, rows)
 
+    def turns(rows: int) -> float:
+        """Several models sample and score by turns: on a CPU the heap keeps parts of both."""
+        sampling, scoring = _sampled_and_scored(params, lengths, model, rows)
+        return sampling + scoring if model.device == "cpu" else max(sampling, scoring)
+
     held = {
         "sft": _sft(params, lengths, model, primary),
         "reward": _reward(params, lengths, model),
@@ -185,15 +191,9 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         + primary
         + answers(params.battery.prompts * max(params.battery.best_of)),
         "ppo": members + primary + _policy(params, lengths, model),
-        "evaluate": 2 * model.weights + policy + members + judges + answers(lengths.evaluation),
-        "capability": model.weights
-        + policy
-        + model.sampling(
-            params.capability.batch_size,
-            lengths.prompts.longest(1).longest,
-            params.capability.response_length,
-        ),
-        "replay": policy + members + judges + answers(REPLAY_ROWS),
+        "evaluate": 2 * model.weights + policy + members + judges + turns(lengths.evaluation),
+        "capability": _capability(params, lengths, model, policy),
+        "replay": policy + members + judges + turns(_replay_rows(params)),
     }
     annotate = params.annotate
     if annotate.annotator is Annotator.judge or annotate.revisions:
@@ -285,6 +285,23 @@ def _alternative(params: Params, lengths: TextLengths, model: MemoryModel) -> fl
     return model.training(batch, ppo.lora, ppo.gradient_checkpointing, tokens)
 
 
+def _capability(params: Params, lengths: TextLengths, model: MemoryModel, policy: float) -> float:
+    """SFT and policy, sampled on the prompts of slices/ and on the batches of tasks."""
+    config, slice_prompts = params.capability, len(lengths.slices.rows)
+    if not slice_prompts and not config.tasks:
+        return 0.0
+    prompts = lengths.slices if slice_prompts else lengths.prompts
+    rows = max(slice_prompts, config.batch_size if config.tasks else 0)
+    sampling = model.sampling(rows, prompts.longest(1).longest, config.response_length)
+    return model.weights + policy + sampling
+
+
+def _replay_rows(params: Params) -> int:
+    """The most responses that replay samples at once: candidates, or those that are retested."""
+    replay = params.replay
+    return max(FRESH_PROMPTS, replay.max_badcases * max(replay.best_of, replay.tries))
+
+
 def _judges(model: MemoryModel, named: list[str]) -> float:
     """Weights of those judges or rewards that are models."""
     weights = 0.0
@@ -298,5 +315,12 @@ def _judges(model: MemoryModel, named: list[str]) -> float:
 
 def _answers(params: Params, lengths: TextLengths, model: MemoryModel, rows: int) -> float:
     """Responses to `rows` prompts, sampled, then scored."""
+    return max(_sampled_and_scored(params, lengths, model, rows))
+
+
+def _sampled_and_scored(
+    params: Params, lengths: TextLengths, model: MemoryModel, rows: int
+) -> tuple[float, float]:
+    """Sampling of responses to `rows` prompts, and scoring them."""
     prompt, response = lengths.prompts.longest(1).longest, params.ppo.response_length
-    return max(model.sampling(rows, prompt, response), model.scoring(rows, prompt + response))
+    return model.sampling(rows, prompt, response), model.scoring(rows, prompt + response)

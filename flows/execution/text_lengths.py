@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.execution import fork_server
 from stages.lib.core.params import Params
+from stages.lib.data.slices import read_slices
 
 # Tokens of the longest demonstrations, texts of pairs and prompts of the embedded data
 TWEETS = (46, 46, 15)
@@ -61,13 +62,14 @@ class Texts:
 
 @dataclass(frozen=True)
 class TextLengths:
-    """demonstrations, pairs: with prompt and EOS. prompts: to train on. evaluation: the number of
-    frozen prompts.
+    """demonstrations, pairs: with prompt and EOS. prompts: to train on. slices: prompts of slices/.
+    evaluation: the number of frozen prompts.
     """
 
     demonstrations: Texts
     pairs: Texts
     prompts: Texts
+    slices: Texts
     evaluation: int
 
 
@@ -81,8 +83,14 @@ def admitted(params: Params) -> TextLengths:
         Texts((), demonstration),
         Texts((), pair, 2),
         Texts((), prompt),
+        Texts(((prompt,),) * slice_prompts(), prompt),
         params.prepare.max_eval_prompts,
     )
+
+
+def slice_prompts() -> int:
+    """The number of prompts in slices/."""
+    return sum(map(len, read_slices().values()))
 
 
 def count(round_: str) -> Counts | None:
@@ -103,4 +111,6 @@ def measured(params: Params, counts: Counts) -> TextLengths:
         Texts(tuple(map(tuple, counts[name])), limit)
         for name, limit in zip(("demonstrations", "pairs", "prompts"), limits, strict=True)
     )
-    return TextLengths(demonstrations, pairs, prompts, counts["evaluation"])
+    slices = tuple((tokens,) for tokens in counts["slices"])
+    longest = max(counts["slices"], default=0)  # none is left out
+    return TextLengths(demonstrations, pairs, prompts, Texts(slices, longest), counts["evaluation"])

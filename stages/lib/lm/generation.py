@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stages.lib.core.heap import trim_heap
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.types import TokenIds
@@ -79,6 +80,7 @@ def generate(
             responses += _generate_batch(
                 unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends, sampling
             )
+            trim_heap()  # the cache was copied for each token, and left pieces of all sizes
     return responses
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from stages.lib.core.heap import trim_heap
 from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens
@@ -287,6 +288,7 @@ def batches_by_tokens(
         for batch in _split_by_tokens(lengths, device):
             yield batch
             scoring.add(sum(lengths[index] for index in batch))
+    trim_heap()  # batches of different lengths left pieces of all sizes
 
 
 def _split_by_tokens(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:

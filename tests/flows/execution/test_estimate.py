@@ -185,7 +185,13 @@ def test_what_fits_is_not_refused_by_an_error_of_a_fifth() -> None:
 
 def test_texts_that_prepare_wrote_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds whose prepare waits have the lengths that the params admit."""
-    counts = {"demonstrations": [[20]], "pairs": [[20, 20]], "prompts": [[5]], "evaluation": 4}
+    counts = {
+        "demonstrations": [[20]],
+        "pairs": [[20, 20]],
+        "prompts": [[5]],
+        "slices": [],
+        "evaluation": 4,
+    }
     counted_rounds = []
 
     def count(round_: str) -> dict[str, object]:

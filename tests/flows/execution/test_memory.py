@@ -8,7 +8,7 @@ import pytest
 
 from flows.execution.memory import LIBRARIES, Limits, MemoryModel, stage_memory
 from flows.execution.model_shape import KNOWN, ModelShape, read_shape, shape_of
-from flows.execution.text_lengths import Batch, TextLengths, Texts, admitted
+from flows.execution.text_lengths import Batch, TextLengths, Texts, admitted, measured
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
@@ -67,6 +67,13 @@ def test_sampling_holds_keys_and_values() -> None:
     prefill = 5 * (48 + MODEL.kept_per_token()) + 2 * 25 * 8
     assert MODEL.sampling(4, 5, 3) == 4 * (384 + prefill + 10 * 6)
     assert MODEL.sampling(99, 5, 3) == 10 * (384 + prefill + 10 * 6)
+
+
+def test_scoring_fills_batches_by_tokens() -> None:
+    """64 tokens are 8 texts of 8; the states and attention weights of one layer, which take 1.6
+    times their size of the heap, and two pieces of logits."""
+    layer = 64 * MODEL.kept_per_token() + 8 * 2 * 64 * 8
+    assert MODEL.scoring(99, 8) == 1.6 * layer + 2 * 50 * 2
 
 
 def test_the_longest_rows_that_fit_make_the_batch() -> None:
@@ -157,6 +164,41 @@ SMALL_CONFIG = {
     "intermediate_size": 16,
     "vocab_size": 10,
 }
+
+
+def test_capability_holds_what_it_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT and policy are one model with an adapter, or two; capability loads SFT once more. 300
+    prompts fill the cache, tasks have batches of 32."""
+    monkeypatch.chdir(tmp_path)
+    assert stages()["capability"] == LIBRARIES["cpu"]
+    tasks = stages(capability={"tasks": ["hellaswag"]})["capability"]
+    both = {"lora": {"r": 0}, "critic_lora": {"r": 0}}
+    full = stages(capability={"tasks": ["hellaswag"]}, ppo=both)["capability"]
+    assert full - tasks == pytest.approx(2 * 134_479_872)
+    (tmp_path / "slices").mkdir()
+    rows = [json.dumps({"prompt": f"How {n}?", "label": "safe"}) for n in range(300)]
+    (tmp_path / "slices/own.jsonl").write_text("\n".join(rows))
+    weights, prompt = 2 * 2 * 134_479_872, Params().prepare.max_prompt_tokens
+    sampling = stages()["capability"] - LIBRARIES["cpu"] - weights
+    model = MemoryModel(KNOWN["embedded"], 2, "cpu", "grouped", Limits(1 << 26, 1 << 29, 1 << 12))
+    assert sampling == pytest.approx(model.sampling(300, prompt, 64)) and sampling > 1 << 29
+    assert tasks - LIBRARIES["cpu"] - weights == pytest.approx(model.sampling(32, prompt, 64))
+
+
+def test_slices_have_their_own_lengths() -> None:
+    counts: dict[str, Any] = {"demonstrations": [[20]], "pairs": [[20, 20]], "prompts": [[5]]}
+    slices = measured(Params(), counts | {"slices": [7, 400], "evaluation": 4}).slices
+    assert slices.longest(2) == Batch(2, 407, 400)
+
+
+def test_replay_samples_candidates_and_retests_badcases() -> None:
+    base = stages()["replay"]  # 64 badcases with 4 candidates and 4 tries
+    assert stages(replay={"tries": 8})["replay"] > base
+    assert stages(replay={"best_of": 8})["replay"] == stages(replay={"tries": 8})["replay"]
+    assert stages(replay={"max_badcases": 32})["replay"] < base
+    # not below the fresh samples
+    few, fewer = (stages(replay={"max_badcases": number})["replay"] for number in (8, 4))
+    assert few == fewer
 
 
 def test_a_round_without_data_has_the_lengths_that_the_params_admit() -> None:
