@@ -31,10 +31,11 @@ LIBRARIES = {"cpu": 0.48e9, "cuda": 0.6e9}
 # Memory per byte of activations: the heap loses room between tensors of different sizes. Measured
 # on a CPU; on a GPU not.
 HEAP = {"cpu": 1.6, "cuda": 1.1}
+# Share of a pass that stays in the heap during another kind of pass: set with whole runs
+HEAP_KEEPS = {"cpu": 0.5, "cuda": 0.0}
 ADAM_BYTES = 16  # per trained weight: weight, gradient, two moments, in float32
-# Per weight if all are trained: also the optimiser's float32 copy. On a CPU the heap (MALLOC in
-# dvc_stages.py) loses more than that: from one measured run, docs/performance.md.
-FULL_BYTES = {"cpu": 45, "cuda": 20}
+# Per weight if all are trained: also gradient and copy in the optimiser's float32
+FULL_BYTES = 20
 FLOAT = 4
 LOGITS = 2  # pieces of logits at once
 FRESH_PROMPTS = 96  # of replay
@@ -72,7 +73,7 @@ class MemoryModel:
         """Adapters; or all weights, less those of the model itself, which are counted apart."""
         if lora.r:
             return float(self.shape.adapter_weights(lora) * ADAM_BYTES)
-        return float(self.shape.weights * FULL_BYTES[self.device])
+        return float(self.shape.weights * FULL_BYTES)
 
     def kept_per_token(self, full: bool = False) -> float:
         """Bytes that one layer keeps per token for the backward pass.
@@ -179,9 +180,9 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         return _answers(params, lengths, model, rows)
 
     def turns(rows: int) -> float:
-        """Several models sample and score by turns: on a CPU the heap keeps parts of both."""
-        sampling, scoring = _sampled_and_scored(params, lengths, model, rows)
-        return sampling + scoring if model.device == "cpu" else max(sampling, scoring)
+        """Several models sample and score by turns."""
+        passes = _sampled_and_scored(params, lengths, model, rows)
+        return max(passes) + HEAP_KEEPS[model.device] * min(passes)
 
     held = {
         "sft": _sft(params, lengths, model, primary),

@@ -35,7 +35,7 @@ def test_adapters_have_rank_times_inputs_and_outputs() -> None:
     assert SMALL.adapter_weights(LORA) == 2 * 3 * 128
     assert SMALL.adapter_weights(LoraParams(r=2, top_layers=1)) == 2 * 128
     assert MODEL.trained(LORA) == 16 * 2 * 3 * 128
-    assert MODEL.trained(FULL) == 45 * SMALL.weights
+    assert MODEL.trained(FULL) == 20 * SMALL.weights
 
 
 def test_the_backward_pass_reads_norms_attention_and_mlp() -> None:

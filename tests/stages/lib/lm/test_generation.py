@@ -95,6 +95,22 @@ def cache_bytes(model, tokens):
     return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
 
 
+def test_the_heap_is_trimmed_after_each_batch(tiny_lm, monkeypatch):
+    trims: list[bool] = []
+    monkeypatch.setattr(generation, "rows_per_batch", lambda *_: 2)
+    monkeypatch.setattr(generation, "trim_heap", lambda: trims.append(True))
+    sample = torch.Generator().manual_seed(0)
+    generate(
+        tiny_lm(),
+        [[5], [6], [7]],
+        response_length=2,
+        temperature=1.0,
+        generator=sample,
+        ends=EndTokens(2),
+    )
+    assert len(trims) == 2
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, *POSITIONS_ADDED])
 def test_batches_are_as_large_as_the_cache_may_be(shape, monkeypatch):
     model = build(ALL_SHAPES[shape], "eager")

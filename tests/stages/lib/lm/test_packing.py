@@ -159,6 +159,14 @@ def test_batches_hold_so_many_tokens_with_their_padding(monkeypatch, limit, batc
     assert lines[-1].startswith(f"[sft@r0] scoring {total}/{total} tokens")
 
 
+def test_the_heap_is_trimmed_after_a_pass(monkeypatch):
+    steps: list[object] = []
+    monkeypatch.setattr(packing, "CPU_BATCH_TOKENS", 4)
+    monkeypatch.setattr(packing, "trim_heap", lambda: steps.append("trimmed"))
+    steps.extend(packing.batches_by_tokens([2, 1, 9], CPU, "scoring"))
+    assert steps == [[1, 0], [2], "trimmed"]
+
+
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_adapters_of_a_bfloat16_model_compute_in_bfloat16(shape):
     """Their weights are float32. Those of GPT-2's Conv1D layers are peft's own, which compute in
