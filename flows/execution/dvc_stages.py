@@ -220,7 +220,6 @@ def run(
         dvc_lines: list[str] = []
 
         def sort_line(line: str) -> None:
-            reporter.printed()
             if DVC_NOISE.match(line):
                 dvc_lines.append(line)
                 if line.startswith(RUNNING):
@@ -230,6 +229,7 @@ def run(
                 step.what = DVC_STORES
                 stage_lines.append(line)
                 on_line(line)
+                reporter.printed()
 
         flags = ["--single-item", *(["--force"] if force else [])]
         # DVC gives up after 3 s by default. Another `dvc` in this folder, e.g. `dvc push`, may hold

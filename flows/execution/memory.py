@@ -6,10 +6,10 @@ comes the largest of its phases:
 - Training keeps, per token and trained layer, what the backward pass reads (`kept_per_token`). With
   gradient checkpointing it keeps one state per token and layer, and the rest of one layer at a
   time. Attention is computed again in the backward pass, except `eager`, which keeps its weights.
-- An adapter's weight is float32, with a gradient and Adam's two moments: 16 bytes.
+- A trained weight is float32, with a gradient and Adam's two moments: 16 bytes.
 - Logits exist in pieces (stages/lib/lm/logprobs.py), each beside its gradient or the reference's.
 - Merging holds the old weights, float32 weights and merged ones.
-- Sampling holds keys and values (stages/lib/lm/generation.py), at the prefill in two layouts.
+- Sampling holds keys and values (stages/lib/lm/generation.py), those of prompts in two layouts.
 
 bench/stage_memory.py compares the result with measured peaks (docs/performance.md).
 """
@@ -34,11 +34,10 @@ HEAP = {"cpu": 1.6, "cuda": 1.1}
 # Share of a pass that stays in the heap during another kind of pass: set with whole runs
 HEAP_KEEPS = {"cpu": 0.5, "cuda": 0.0}
 ADAM_BYTES = 16  # per trained weight: weight, gradient, two moments, in float32
-# Per weight if all are trained: also gradient and copy in the optimiser's float32
-FULL_BYTES = 20
 FLOAT = 4
 LOGITS = 2  # pieces of logits at once
 FRESH_PROMPTS = 96  # of replay
+UNKNOWN_PROMPTS = 4096  # prompts to train on before prepare has counted them
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,9 @@ class MemoryModel:
         return float(self.shape.weights * self.number)
 
     def trained(self, lora: LoraParams) -> float:
-        """Adapters; or all weights, less those of the model itself, which are counted apart."""
-        if lora.r:
-            return float(self.shape.adapter_weights(lora) * ADAM_BYTES)
-        return float(self.shape.weights * FULL_BYTES)
+        """Adapters; or all weights, beside those that the passes compute with."""
+        weights = self.shape.adapter_weights(lora) if lora.r else self.shape.weights
+        return float(weights * ADAM_BYTES)
 
     def kept_per_token(self, full: bool = False) -> float:
         """Bytes that one layer keeps per token for the backward pass.
@@ -129,15 +127,17 @@ class MemoryModel:
         return HEAP[self.device] * layer + self.logits(batch.tokens)
 
     def sampling(self, rows: int, prompt: float, response: int) -> float:
-        """Keys and values of a batch, its prompts in two layouts, and its next tokens' logits."""
+        """Of a batch the prefill, with the prompts' keys and values in two layouts, or all keys and
+        values; and its next tokens' logits.
+        """
         per_token = self.shape.cached_numbers * self.number
         rows = max(min(rows, int(self.limits.cache // (per_token * (prompt + response)))), 1)
         batch = Batch(rows, rows * prompt, prompt)
-        prefill = batch.tokens * (per_token + self.kept_per_token()) + self.attention_weights(
+        prefill = batch.tokens * (2 * per_token + self.kept_per_token()) + self.attention_weights(
             batch, backward=False
         )
         cache = rows * (prompt + response) * per_token
-        return cache + prefill + rows * self.shape.vocabulary * (self.number + FLOAT)
+        return max(prefill, cache) + rows * self.shape.vocabulary * (self.number + FLOAT)
 
     def training(
         self, batch: Batch, lora: LoraParams, checkpointing: bool, head_tokens: float
@@ -165,6 +165,13 @@ class MemoryModel:
     def merging(self) -> float:
         return float(self.shape.weights * (FLOAT + self.number))
 
+    def by_turns(self, *passes: float) -> float:
+        """Passes one after the other, each with its own tensors: the heap keeps a share of the
+        others during the largest.
+        """
+        largest = max(passes)
+        return largest + HEAP_KEEPS[self.device] * (sum(passes) - largest)
+
 
 def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> dict[str, float]:
     """Peak bytes of each stage that runs a model."""
@@ -181,8 +188,7 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
 
     def turns(rows: int) -> float:
         """Several models sample and score by turns."""
-        passes = _sampled_and_scored(params, lengths, model, rows)
-        return max(passes) + HEAP_KEEPS[model.device] * min(passes)
+        return model.by_turns(*_sampled_and_scored(params, lengths, model, rows))
 
     held = {
         "sft": _sft(params, lengths, model, primary),
@@ -209,12 +215,16 @@ def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float)
     prompts = batch.rows * lengths.prompts.random(batch.rows).tokens / batch.rows
     responses = max(batch.tokens - prompts, batch.rows)
     text = lengths.demonstrations.longest(1).longest
-    answers = _answers(params, lengths, model, lengths.evaluation * sft.samples_per_prompt)
+    # the base model is sampled and scored before the training, and the SFT model after it
+    rows = lengths.evaluation * sft.samples_per_prompt
+    sampling, scoring = _sampled_and_scored(params, lengths, model, rows)
+    passes = sampling, max(scoring, model.scoring(model.limits.tokens, text))
+    training = model.training(batch, sft.lora, sft.gradient_checkpointing, responses)
     return max(
-        model.weights + model.training(batch, sft.lora, sft.gradient_checkpointing, responses),
+        model.weights + model.by_turns(training, *passes),
         # the saved model is loaded again to be measured, beside the merged one
         model.merging() + model.weights,
-        2 * model.weights + judge + max(answers, model.scoring(model.limits.tokens, text)),
+        2 * model.weights + judge + model.by_turns(*passes),
     )
 
 
@@ -225,7 +235,7 @@ def _reward(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     others = model.weights * (reward.ensemble - 1 + (reward.judge_share > 0))
     scoring = model.scoring(model.limits.tokens, batch.longest)
     training = model.training(batch, reward.lora, reward.gradient_checkpointing, 0)
-    return others + max(model.weights + training, model.merging(), model.weights + scoring)
+    return others + max(model.weights + model.by_turns(training, scoring), model.merging())
 
 
 def _hard(pairs: Texts, rows: int, hard_negatives: float) -> Batch:
@@ -242,12 +252,15 @@ def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     ppo = params.ppo
     rewards = [source.model for source in ppo.rewards if source.model]
     held = model.weights * (1 if ppo.lora.r else 2) + _judges(model, rewards)
-    prompt, rows = lengths.prompts.longest(1).longest, max(ppo.validation_prompts, ppo.batch_size)
+    rows = max(ppo.validation_prompts, ppo.batch_size)
     if params.algorithm is Algorithm.ppo:
+        prompt = lengths.prompts.longest(1).longest
         sampling = model.sampling(rows, prompt, ppo.response_length)
         return held + _ppo(params, lengths, model, sampling)
-    answers = _answers(params, lengths, model, rows)
-    return held + max(answers, _alternative(params, lengths, model))
+    if params.algorithm is Algorithm.best_of_n:
+        rows = max(rows, params.best_of_n.n * (len(lengths.prompts.rows) or UNKNOWN_PROMPTS))
+    passes = _sampled_and_scored(params, lengths, model, rows)
+    return held + model.by_turns(_alternative(params, lengths, model), *passes)
 
 
 def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: float) -> float:

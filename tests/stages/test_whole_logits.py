@@ -14,10 +14,10 @@ import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
-from trl.kernels import chunked_logprob
 
 from stages.lib.core.params import check_params
 from stages.lib.lm import generation, logprobs
+from stages.lib.training import trl_setup
 from tests.paths import ROOT
 from tests.stages.test_training_settings import TRAINING, with_settings
 
@@ -50,7 +50,7 @@ def largest_logits(make_round, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config = AutoConfig.from_pretrained("assets/model")
     monkeypatch.setattr(logprobs, "CPU_PIECE", PIECE * config.vocab_size)
-    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", PIECE)  # of TRL's trainers
+    monkeypatch.setattr(trl_setup, "CPU_TILE_TOKENS", PIECE)
     monkeypatch.setattr(generation, "CPU_CACHE_BYTES", 1)  # samples one row at a time
 
     def run(name: str) -> int:

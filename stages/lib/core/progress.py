@@ -127,7 +127,8 @@ _current = NOT_REPORTING
 def reporting(
     label: str, emit: Callable[[str], object] | None = None, quiet: float = QUIET_SECONDS
 ) -> Iterator[Reporter]:
-    """Within the block, print a line whenever this process has printed none for a while.
+    """Within the block, print a line whenever this process has printed none for a while, also
+    counting from before the block if it is within another one.
 
     Args:
         label: of the lines, e.g. `sft@r0`.
@@ -136,7 +137,10 @@ def reporting(
     """
     global _current
     outer, ended = _current, Event()
-    reporter = _current = Reporter(label, emit or print_line, quiet)
+    reporter = Reporter(label, emit or print_line, quiet)
+    if outer is not NOT_REPORTING:
+        reporter.last_line = outer.last_line  # silence goes on from block to block
+    _current = reporter
 
     def watch() -> None:
         while not ended.wait(TICK_SECONDS):
@@ -150,7 +154,7 @@ def reporting(
         yield reporter
     finally:
         _current = outer
-        _current.printed()
+        outer.last_line = reporter.last_line
         ended.set()
         thread.join(TICK_SECONDS)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
+from trl.kernels import chunked_logprob
 
 from stages.lib.core.files import is_placeholder
 from stages.lib.core.heap import trim_heap
@@ -15,6 +16,10 @@ from stages.lib.core.progress import Pass, progress
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.loading import resolve_dtype
 from stages.lib.lm.packing import padding_free, unwrap_peft
+
+# Tokens whose logits TRL computes at once on a CPU. Its 4,096 are for Triton; without Triton some
+# eight float32 copies of them exist (docs/performance.md).
+CPU_TILE_TOKENS = 256
 
 
 def initial_checkpoint(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
@@ -120,6 +125,8 @@ def run_trainer(trainer: Trainer) -> Any:
     Returns:
         The trained model in eval mode.
     """
+    if not torch.cuda.is_available():
+        chunked_logprob.TOKEN_CHUNK_SIZE = CPU_TILE_TOKENS
     trainer.remove_callback(PrinterCallback)
     unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
     trainer.add_callback(NoEmbeddingGradients)

@@ -75,6 +75,17 @@ def test_what_happens_while_the_stage_prints_nothing_is_reported(
     ]
 
 
+def test_a_line_of_dvc_that_is_not_shown_is_no_sign_of_life(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last lines of `dvc repro`, about its lock file, are not shown: silence goes on."""
+    shown: list[float] = []
+    monkeypatch.setattr(progress.Reporter, "printed", lambda _: shown.append(time.monotonic()))
+    lines: list[str] = []
+    run_to("prepare@r0", lines)
+    assert len(shown) == len(lines) > 0
+
+
 def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) -> None:
     run_to("prepare@r0")
     lock = project / "dvc.lock"

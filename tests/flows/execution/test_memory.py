@@ -1,6 +1,7 @@
 """Sizes of a model and of what training and sampling hold, worked out by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stages.lib.core.params.shared import LoraParams
 SMALL = ModelShape(hidden=8, layers=3, heads=2, key_heads=1, head_size=4, inner=16, vocabulary=10)
 LIMITS = Limits(piece=50, cache=4096, tokens=64)
 MODEL = MemoryModel(SMALL, 2, "cpu", "grouped", LIMITS)
+FEW = {"batch_size": 2, "mini_batch_size": 2, "micro_batch_size": 2, "response_length": 4}
 LORA, FULL = LoraParams(r=2), LoraParams(r=0)
 
 
@@ -35,7 +37,7 @@ def test_adapters_have_rank_times_inputs_and_outputs() -> None:
     assert SMALL.adapter_weights(LORA) == 2 * 3 * 128
     assert SMALL.adapter_weights(LoraParams(r=2, top_layers=1)) == 2 * 128
     assert MODEL.trained(LORA) == 16 * 2 * 3 * 128
-    assert MODEL.trained(FULL) == 20 * SMALL.weights
+    assert MODEL.trained(FULL) == 16 * SMALL.weights
 
 
 def test_the_backward_pass_reads_norms_attention_and_mlp() -> None:
@@ -62,11 +64,19 @@ def test_logits_are_held_in_pieces() -> None:
 
 def test_sampling_holds_keys_and_values() -> None:
     """A token has 2 x 3 layers x 4 numbers, 48 bytes; a row of 5 + 3 tokens 384: 10 rows fit in
-    4096 bytes. The prompts are there twice, with the states of a layer; attention weights of 2
-    heads x 5 x 5 x 8 bytes; logits in bfloat16 and float32."""
-    prefill = 5 * (48 + MODEL.kept_per_token()) + 2 * 25 * 8
-    assert MODEL.sampling(4, 5, 3) == 4 * (384 + prefill + 10 * 6)
-    assert MODEL.sampling(99, 5, 3) == 10 * (384 + prefill + 10 * 6)
+    4096 bytes. Those of the prompts are there twice at first, with the states of a layer and
+    attention weights of 2 heads x 5 x 5 x 8 bytes; a row of 5 + 60 tokens needs more later. Logits
+    in bfloat16 and float32."""
+    prefill = 5 * (2 * 48 + MODEL.kept_per_token()) + 2 * 25 * 8
+    assert MODEL.sampling(4, 5, 3) == 4 * (prefill + 10 * 6)
+    assert MODEL.sampling(99, 5, 3) == 10 * (prefill + 10 * 6)
+    assert MODEL.sampling(4, 5, 60) == 65 * 48 + 10 * 6
+
+
+def test_the_heap_keeps_half_of_what_other_passes_freed() -> None:
+    """On a CPU; another device gives it back."""
+    assert MODEL.by_turns(30, 10, 6) == 30 + (10 + 6) / 2
+    assert replace(MODEL, device="cuda").by_turns(30, 10, 6) == 30
 
 
 def test_scoring_fills_batches_by_tokens() -> None:
@@ -126,6 +136,15 @@ def test_memory_grows_with_texts_batches_models_and_full_training() -> None:
     assert ensemble["sft"] == base["sft"]
 
 
+def test_sft_has_the_heap_of_the_base_model_s_responses() -> None:
+    """Its training needs most, and more with more responses sampled before."""
+    few, many = (
+        stages(sft={"max_length": 304}, prepare={"max_eval_prompts": prompts})["sft"]
+        for prompts in (20, 80)
+    )
+    assert few < many
+
+
 def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:
     long = {"batch_size": 32, "mini_batch_size": 32, "response_length": 400}
     whole, half, recomputed, full = (
@@ -144,6 +163,22 @@ def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:
         stages(algorithm="dpo")["ppo"]
         > stages(algorithm="dpo", dpo={"per_device_train_batch_size": 4})["ppo"]
     )
+
+
+def test_best_of_n_samples_all_prompts_at_once() -> None:
+    """n x prompts responses fill the batches by memory; the other algorithms sample a batch."""
+    texts = Texts(((8,),) * 40, 20)
+    lengths = TextLengths(texts, Texts(((9, 9),), 20), texts, texts, evaluation=4)
+
+    def rows(**best_of_n: int) -> float:
+        sections = {"assets": {"data": "files"}, "best_of_n": best_of_n, "ppo": FEW}
+        params = Params.model_validate(sections | {"algorithm": "best_of_n"})
+        model = replace(MODEL, limits=Limits(50, 1e9, 10**9))
+        return stage_memory(params, lengths, model)["ppo"]
+
+    # twice 4 x 40 responses more: keys and values of 8 + 4 tokens, logits, scoring with its share
+    assert rows(n=8) - rows(n=4) > 160 * 12 * 48
+    assert rows(n=8) - rows(n=4) == pytest.approx(rows(n=12) - rows(n=8))
 
 
 def test_evaluation_holds_every_judge_that_is_a_model(tmp_path: Path) -> None:

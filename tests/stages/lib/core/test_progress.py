@@ -175,6 +175,12 @@ def test_only_the_innermost_block_reports_and_its_lines_count_for_the_outer_one(
             assert outer_lines == []
             outer.last_line = 0.0
         assert outer.last_line > 0.0
+    # silence is counted from the last line, whichever block printed it
+    with reporting("run", quiet=float("inf")) as outer:
+        outer.last_line = 5.0
+        with reporting("sft@r0", quiet=float("inf")) as inner:
+            assert inner.last_line == 5.0
+        assert outer.last_line == 5.0
     with reporting("sft@r0", quiet=float("inf")) as reporter:
         reporter.last_line = 0.0
         print_line("a step")
