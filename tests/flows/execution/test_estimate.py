@@ -153,7 +153,7 @@ def test_the_report_warns_of_memory_that_may_be_missing_and_of_unknown_models() 
 
 
 def test_a_stage_that_cannot_fit_is_refused_with_a_change_that_fits() -> None:
-    big = params(reward={"per_device_train_batch_size": 32, "max_length": 304})
+    big = params(reward={"per_device_train_batch_size": 32, "max_length": 288})
     big = big.model_copy(update={"assets": big.assets.model_copy(update={"data": "files"})})
     with pytest.raises(RondoError) as refusal:
         estimate.check_memory(big, {"prepare@r0", "prepare@r1", "reward@r0"}, MACHINE)
