@@ -25,7 +25,7 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
 from stages.lib.core.params.judging import Annotator, EndpointParams
-from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.params.policy import Algorithm, PolicySelection, PpoParams
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 
@@ -240,7 +240,8 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
     ppo, algorithm = params.ppo, params.algorithm
     # a sample is read twice: by reference and reward model, or by policy and reference
     sampled = 2 / GENERATION + 2 * 2 / FORWARD
-    validation = (updates // ppo.validation_updates + 1) * ppo.validation_prompts * length * sampled
+    validations = _validations(ppo, updates) + 1
+    validation = validations * ppo.validation_prompts * length * sampled
     if algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
         texts = 2 * updates * params.dpo.per_device_train_batch_size
         training = texts * length * (_lora_flops(ppo.lora, layers) / TRAINING["sft"] + 2 / FORWARD)
@@ -267,6 +268,12 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
     return training + validation + description
 
 
+def _validations(ppo: PpoParams, updates: int) -> int:
+    """Validated policies after SFT; up to two are scaled, in most runs (docs/ppo.md)."""
+    scaled = 2 if ppo.policy_selection is PolicySelection.target_kl else 0
+    return updates // ppo.validation_updates + scaled
+
+
 def _judge_seconds(params: Params, compared: int) -> float:
     """Seconds that the language models of evaluate.judges take to compare, in both orders."""
     endpoints = params.language_models().values()
@@ -279,11 +286,10 @@ def _primary_judge_seconds(params: Params, updates: int) -> dict[str, float]:
     if primary not in params.language_models():
         return {}
     _, endpoint = params.language_models()[primary]
-    validations = updates // ppo.validation_updates
     compared = {
         "sft": params.prepare.max_eval_prompts * params.sft.samples_per_prompt,
         "battery": params.battery.pairs + params.battery.prompts * len(params.battery.best_of),
-        "ppo": validations * ppo.validation_prompts,
+        "ppo": _validations(ppo, updates) * ppo.validation_prompts,
     }
     return {stage: _answer_seconds(endpoint, 2 * number) for stage, number in compared.items()}
 

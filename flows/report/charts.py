@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 Curve = tuple[Sequence[float], Sequence[float]]  # x, y
 Rate = tuple[float, float, float]  # share, low and high end of its interval
+Interval = tuple[Sequence[float], Sequence[float]]  # low and high ends
+NO_INTERVALS: Mapping[str, Interval] = {}
 
 # matplotlib does not know CSS variables: it draws with these unused colours, and _svg replaces each
 # by its variable
@@ -82,14 +84,20 @@ def lines(
     y_label: str,
     marks: Marks = NO_MARKS,
     dots: bool = False,
+    intervals: Mapping[str, Interval] = NO_INTERVALS,
 ) -> Markup:
-    """Curves by their label, with marks; `dots` marks each measurement."""
+    """Curves by their label, with marks; `dots` marks each measurement.
+
+    intervals: low and high ends for the values of some curves, by label.
+    """
     legend_entries = len(series) + len(marks) if len(series) > 1 or marks else 0
 
     def draw(axes: Axes) -> None:
         curve_style: dict[str, Any] = {"markersize": 4, "linewidth": 1.6}
         for (label, (xs, ys)), colour in zip(series.items(), SERIES, strict=False):
             axes.plot(xs, ys, "o-" if dots else "-", color=colour, label=label, **curve_style)
+            if label in intervals:
+                axes.vlines(xs, *intervals[label], color=colour, linewidth=1)
         _draw_bounds(axes, marks.bounds)
         for label, x in marks.updates.items():
             axes.axvline(x, color=INK, linestyle="--", linewidth=1, label=label)

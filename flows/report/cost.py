@@ -117,8 +117,10 @@ def evaluation_tokens(results: RoundResults) -> Amount:
     metrics, config = results.metrics["evaluate"], results.settings("evaluate").get("evaluate")
     if "prompts" not in metrics or not config:
         return None
-    # The checkpoint of the selected update has the policy's weights: evaluate reuses its responses
-    reused = f"step_{results.metrics['ppo'].get('policy_update', 0):05d}"
+    # If the policy is not scaled, the checkpoint of its update has its weights: evaluate reuses its
+    # responses
+    ppo = results.metrics["ppo"]
+    reused = f"step_{ppo.get('policy_update', 0) if ppo.get('policy_scale', 1) == 1 else 0:05d}"
     tokens_per_prompt = [
         metrics[name]["length"] * config["samples_per_prompt"]
         for name in EVALUATED_MODELS

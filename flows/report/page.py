@@ -100,14 +100,17 @@ def rate(row: Mapping[str, Any]) -> charts.Rate:
 
 
 def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
-    """Judge score, reward score and distinct-2 of SFT, checkpoints and policy, over KL from SFT."""
+    """Judge score with its 95% interval, reward score and distinct-2 of SFT, checkpoints and
+    policy, over KL from SFT.
+    """
     curve = results.curves["evaluate"]
     if not curve:
         return []
     order = sorted(range(len(curve["kl"])), key=lambda index: curve["kl"][index])
-    kl, judge, reward, distinct = (
-        [curve[name][index] for index in order]
-        for name in ("kl", "judge_score", "score", "distinct_2")
+    names = ("kl", "judge_score", "score", "distinct_2", "judge_score_low", "judge_score_high")
+    # rounds of older versions have no intervals
+    kl, judge, reward, distinct, *interval = (
+        [curve[name][index] for index in order] for name in names if name in curve
     )
     series = {
         "primary judge": (kl, judge),
@@ -115,7 +118,10 @@ def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
         "distinct-2": (kl, distinct),
     }
     title = "Judge score and reward score, SFT to the policy"
-    return [charts.lines(title, series, "KL, nats per sequence", "", dots=True)]
+    intervals = {"primary judge": (interval[0], interval[1])} if interval else {}
+    return [
+        charts.lines(title, series, "KL, nats per sequence", "", dots=True, intervals=intervals)
+    ]
 
 
 PICTURES = {

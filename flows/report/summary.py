@@ -60,6 +60,7 @@ ROWS = {
     "RM pairs reversed by the worst ending": "{battery.worst_ending:.2f}",
     "policy's reward, first -> selected": "{ppo.score_mean_first:.2f} -> {ppo.score_mean:.2f}",
     "policy selected": "update {ppo.policy_update} of {ppo.updates}, {ppo.health}",
+    "selected policy scaled by": "{ppo.policy_scale:.2f}",
     "policy's KL from SFT, nats": "{evaluate.ppo.kl:.2f}",
     "policy's response length, tokens": "{evaluate.ppo.length:.1f}",
     "win rate against SFT [95%]": _interval("evaluate.win_rate"),

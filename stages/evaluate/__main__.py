@@ -44,7 +44,10 @@ from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 NO_CHAMPION = dict.fromkeys(
     ("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")
 )
-CURVE = ("kl", "judge_score", "score", "distinct_2")
+CURVE = (
+    *("kl", "kl_per_token", "judge_score", "judge_score_low", "judge_score_high"),
+    *("score", "distinct_2"),
+)
 
 
 def main(params: Params, round_: str) -> None:
@@ -53,9 +56,7 @@ def main(params: Params, round_: str) -> None:
     check_unchanged("judges", params)
     config, ppo = params.evaluate, stage_dir(round_, "ppo")
     settings = evaluation_settings(params, eval_set_hash(round_))
-    selected_update = read_metrics(round_, "ppo")["policy_update"]
-    # SFT's losses are on the same human texts as the policy's perplexity
-    losses = read_metrics(round_, "sft")
+    selected = read_metrics(round_, "ppo")
     recorder = MetricLogger("evaluate", round_)
     evaluator = Evaluator(params, round_)
     tokenizer, prompts = evaluator.tokenizer, len(evaluator.prompts)
@@ -66,20 +67,21 @@ def main(params: Params, round_: str) -> None:
     # 2. base and SFT; the jury, which sees texts only
     base = load_causal_lm(ASSETS / "model", params.model)
     jury = load_jury(params, round_, lambda: base)
-    results = ModelResults(evaluator, jury, losses, recorder.label)
+    # SFT's losses are on the same human texts as the policy's perplexity
+    results = ModelResults(evaluator, jury, read_metrics(round_, "sft"), recorder.label)
     metrics = results.metrics
     results.add_model("sft", evaluator.sft, config.samples_per_prompt)
     results.add_model("base", base, config.samples_per_prompt)
     base_win_rate = results.win_rates("base", "sft")["win_rate"]
     metrics["base"] |= with_interval("win_rate", base_win_rate)
-    curve = {0: curve_point(metrics["sft"], 0.5)}
+    curve = [curve_point(0, metrics["sft"], 0.5)]
 
     # 3. PPO's checkpoints; those with the policy's weights are not evaluated twice
     checkpoints = sorted((ppo / "checkpoints").glob("step_*"))
     policy_hash = file_hash(evaluator.policy_path)
     same_as_policy = [path.name for path in checkpoints if file_hash(path) == policy_hash]
     others = [path for path in checkpoints if path.name not in same_as_policy]
-    curve |= evaluate_checkpoints(others, results)
+    curve += evaluate_checkpoints(others, results)
 
     # 4. the policy against SFT, then its first samples again in a fresh process
     results.add_model("ppo", evaluator.load_ppo(), config.samples_per_prompt)
@@ -89,7 +91,9 @@ def main(params: Params, round_: str) -> None:
     comparisons |= with_intervals(intervals)
     policy_metrics = metrics["ppo"] | with_interval("win_rate", win_rate)
     metrics |= dict.fromkeys(same_as_policy, policy_metrics)
-    curve[selected_update] = curve_point(metrics["ppo"], win_rate[0])
+    update, scale = selected["policy_update"], selected["policy_scale"]
+    if update:  # else the policy is SFT
+        curve.append(curve_point(update, metrics["ppo"], win_rate[0], scale))
     exact = is_exact(params, evaluator.sft.device)
     compared = check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), exact)
     print(f"{recorder.label}: in a fresh process, {compared}", flush=True)
@@ -108,8 +112,8 @@ def main(params: Params, round_: str) -> None:
         )
 
     # 6. write
-    for update in sorted(curve):
-        recorder.log(update, curve[update])
+    for point in sorted(curve, key=lambda point: (point["step"], point["scale"])):
+        recorder.log(int(point["step"]), point)
     checkpoint_metrics = {path.name: metrics.pop(path.name) for path in checkpoints}
     write_samples_and_manifest(results, round_, settings)
     final = {
@@ -121,43 +125,44 @@ def main(params: Params, round_: str) -> None:
         **comparisons,
         "judge": jury.primary.name,
         "jury": jury.report(),
-        "overoptimisation": overoptimisation(points_by_update(curve)),
+        "overoptimisation": overoptimisation(fitted_points(curve)),
         "evaluation_id": evaluation_id(settings),
     }
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
 
 
-def evaluate_checkpoints(
-    checkpoints: list[Path], results: ModelResults
-) -> dict[int, dict[str, float]]:
-    """Add each checkpoint to the results, compared with SFT; returns curve points by PPO update."""
+def evaluate_checkpoints(checkpoints: list[Path], results: ModelResults) -> list[dict[str, float]]:
+    """Add each checkpoint to the results, compared with SFT; returns its curve points."""
     params, sft = results.evaluator.params, results.evaluator.sft_path
     samples = params.evaluate.checkpoint_samples_per_prompt
-    curve = {}
+    curve = []
     for path in checkpoints:
         # the model has no name here: it is freed before the next one is loaded
         results.add_model(path.name, load_policy(sft, path, params.model), samples)
         win_rate = results.win_rates(path.name, "sft")["win_rate"]
         results.metrics[path.name] |= with_interval("win_rate", win_rate)
         update = int(path.name.removeprefix("step_"))
-        curve[update] = curve_point(results.metrics[path.name], win_rate[0])
+        curve.append(curve_point(update, results.metrics[path.name], win_rate[0]))
     return curve
 
 
-def curve_point(metrics: dict[str, float], win_rate: float) -> dict[str, float]:
-    """A policy on the curve of reward score and judges against KL."""
+def curve_point(
+    update: int, metrics: dict[str, float], win_rate: float, scale: float = 1.0
+) -> dict[str, float]:
+    """A policy on the curve of reward score and judges against KL; scale: of the update's policy,
+    towards SFT (stages/ppo/common/interpolation.py).
+    """
     return {name: metrics[name] for name in CURVE} | {
+        "step": update,
+        "scale": scale,
         "sqrt_kl": distance(metrics["kl"]),
         "win_rate": win_rate,
     }
 
 
-def points_by_update(curve: dict[int, dict[str, float]]) -> list[Point]:
-    return [
-        Point(update, values["kl"], values["score"], values["judge_score"])
-        for update, values in sorted(curve.items())
-    ]
+def fitted_points(curve: list[dict[str, float]]) -> list[Point]:
+    return [Point(int(one["step"]), one["kl"], one["score"], one["judge_score"]) for one in curve]
 
 
 def write_samples_and_manifest(

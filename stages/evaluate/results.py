@@ -117,7 +117,9 @@ class ModelResults:
         self.judge_scores[name], metrics = scores, self.metrics[name]
         values = [score for one_pass in scores for score in one_pass]
         rewards = [s.score for one_pass in self.samples[name] for s in one_pass][: len(values)]
-        metrics["judge_score"] = sum(values) / len(values)
+        metrics |= with_interval(
+            "judge_score", interval_over_prompts(scores, self.evaluator.params)
+        )
         # falls towards 0 if the policy has learnt to please the reward model alone
         correlation = pearson(rewards, values)
         if correlation is not None:

@@ -82,8 +82,8 @@ def main(params: Params, round_: str) -> None:
     run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
     run.train()
 
-    # 4. outputs: the policy that the judge prefers among those within the KL budget
-    run.selector.restore()
+    # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
+    run.selector.select(trainer.updates, run.monitor.stopped)
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
     publish_outputs(run.work, folder)
@@ -98,18 +98,14 @@ def main(params: Params, round_: str) -> None:
     )
     metrics = summary(run)
     run.recorder.finish(metrics)
-    kept = run.selector.best
     print(
-        f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; "
-        f"kept the policy after update {kept.update}: "
-        f"{run.judge.name} {run.selector.first.judge_score:.2f} -> {kept.judge_score:.2f} "
-        f"on held-out prompts, KL {kept.kl:.2f} nats per sequence",
+        f"[ppo@{round_}] {metrics['stopped']}, {metrics['health']}; {run.selector.describe()}",
         flush=True,
     )
 
 
 def summary(run: TrainingRun) -> Metrics:
-    """The metrics of the kept policy, and means over the rollouts around it."""
+    """The metrics of the kept policy, and means over the rollouts around it, before scaling."""
     steps, kept = run.recorder.steps, run.selector.best
     # steps[n] is update n + 1, whose rollout was sampled by the policy after update n
     nearby_steps = steps[max(kept.update - 2, 0) : kept.update + 1]
@@ -120,12 +116,10 @@ def summary(run: TrainingRun) -> Metrics:
         "updates": run.trainer.updates,
         "episodes": run.trainer.updates * run.params.batch_size,
         "stopped": run.monitor.stopped or "completed",
-        "policy_update": kept.update,
-        "judge": run.judge.name,
-        "validation_judge_score_before": run.selector.first.judge_score,
-        **kept.metrics,
+        **run.selector.metrics,
         "health": run.monitor.verdict,
-        "dangers": run.monitor.dangers(kept.update + 1),  # up to the kept policy's own rollout
+        # up to the kept policy's own rollout
+        "dangers": run.monitor.dangers(kept.update + 1, kept.kl_per_token),
     }
 
 

@@ -188,7 +188,7 @@ def make_round(
             template | {"evaluation_hash": evaluation_hash(folder / "prepare/data")},
         )
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
-        write_json(folder / "ppo/metrics.json", {"policy_update": 4})
+        write_json(folder / "ppo/metrics.json", {"policy_update": 4, "policy_scale": 0.9})
         write_json(folder / "champion/champion.json", {"round": None})
         scores = {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0}
         ending = {**scores, "finish_reason": "stop", "length": 6}
@@ -365,16 +365,18 @@ def score(prompts, responses):
 
 @pytest.fixture
 def second_is_best() -> Callable[[Params], Params]:
-    """Params with a judge that likes the second answer to a prompt best: so the second policy that
-    is validated is kept, which is trained and is not the last one.
+    """Params with a judge that likes the second answer to a prompt best, and `best_update`: so the
+    second policy that is validated is kept, which is trained and is not the last one.
     """
     from stages.assets.inputs import main as inputs
+    from stages.lib.core.params.policy import PolicySelection
 
     def with_judge(params: Params) -> Params:
         Path("second_wins.py").write_text(SECOND_WINS)
         sys.modules.pop("second_wins", None)  # it has seen other runs
         evaluate = params.evaluate.model_copy(update={"judges": ["second_wins:score"]})
-        changed = params.model_copy(update={"evaluate": evaluate})
+        ppo = params.ppo.model_copy(update={"policy_selection": PolicySelection.best_update})
+        changed = params.model_copy(update={"evaluate": evaluate, "ppo": ppo})
         inputs(changed, "r0")
         return changed
 

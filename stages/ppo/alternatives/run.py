@@ -51,9 +51,9 @@ def main(params: Params, round_: str) -> None:
     with callback.trained_policy.reference() as model:
         check_reference_weights(model, reference, "after training")
 
-    # 3. the policy that the judge prefers among those within the KL budget, and its rollouts
-    callback.selector.restore()
-    policy, kept = callback.trained_policy.policy.eval(), callback.selector.best
+    # 3. the policy at the target KL, or the judge's best within the budget, and its rollouts
+    policy = callback.trained_policy.policy.eval()
+    kept = callback.selector.select(callback.updates, callback.monitor.stopped)
     save_trained(policy, tokenizer, folder / "policy")
     rows = callback.sample_rows(kept.update) if kept.update else callback.initial_rows
 
@@ -79,10 +79,7 @@ def main(params: Params, round_: str) -> None:
     )
     context.recorder.finish(summary(callback, rows))
     print(
-        f"[ppo@{round_}] {params.algorithm.value}: kept the policy after update {kept.update}: "
-        f"{context.judge.name} {callback.selector.first.judge_score:.2f} -> "
-        f"{kept.judge_score:.2f} "
-        f"on held-out prompts, KL {kept.kl:.2f} nats per sequence",
+        f"[ppo@{round_}] {params.algorithm.value}: {callback.selector.describe()}",
         flush=True,
     )
 
@@ -130,12 +127,9 @@ def summary(callback: PolicyCallback, rows: list[RolloutRow]) -> Metrics:
         "score_mean_first": fmean(row["score"] for row in callback.initial_rows),
         "updates": callback.updates,
         "stopped": callback.monitor.stopped or "completed",
-        "policy_update": kept.update,
-        "judge": callback.context.judge.name,
-        "validation_judge_score_before": callback.selector.first.judge_score,
-        **kept.metrics,
+        **callback.selector.metrics,
         "health": callback.monitor.verdict,
-        "dangers": callback.monitor.dangers(kept.update + 1),
+        "dangers": callback.monitor.dangers(kept.update + 1, kept.kl_per_token),
     }
 
 

@@ -21,6 +21,7 @@ from stages.lib.core.types import Metrics, StepMetrics
 WINDOW = 5
 WARN, DANGER = "warn", "danger"
 KL_KEY = "ppo.kl_coef"
+KL_ABOVE_BUDGET = "kl above budget"
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
 # The texts of a sign are written to health.json, so a change of wording changes that output.
 HEALTH_CHECKS = (
     HealthCheck(
-        "kl above budget",
+        KL_ABOVE_BUDGET,
         metric="kl_per_token",
         threshold="at most ppo.max_kl_per_token nats",
         cause="the policy drifts from the reference faster than beta holds it",
@@ -340,10 +341,15 @@ class Monitor:
             return ""
         return next((finding.sign for finding in self.findings if finding.verdict == DANGER), "")
 
-    def dangers(self, update: int) -> int:
-        """The number of dangers found up to `update`."""
+    def dangers(self, update: int, kl: float) -> int:
+        """The number of dangers that concern a policy: found up to `update`; that of a KL above
+        the budget only if the policy's own `kl`, nats per token, is above it.
+        """
         return sum(
-            finding.verdict == DANGER and finding.update <= update for finding in self.findings
+            finding.verdict == DANGER
+            and finding.update <= update
+            and (finding.sign != KL_ABOVE_BUDGET or kl > self.params.max_kl_per_token)
+            for finding in self.findings
         )
 
     @property

@@ -1,7 +1,9 @@
-"""Selects the policy to keep: the primary judge's best on held-out prompts, within the KL budget.
+"""Selects the policy to keep, on held-out prompts, by KL and the primary judge.
 
-A later policy has to be better by more than the noise. The judge never rewards the policy, and the
-policy is never trained on these prompts.
+By default the trained policy is scaled towards the reference until its KL is the target, and kept
+unless an earlier policy is better by more than the noise. With `best_update` the judge's best
+update within the KL budget is kept. The judge never rewards the policy, and the policy is never
+trained on these prompts.
 """
 
 import math
@@ -15,15 +17,31 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.policy import PolicySelection, PpoParams
 from stages.lib.core.progress import progress
-from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.core.types import Metrics, StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.lib.metrics.stats import ratio_of_sums
 from stages.ppo.common.episodes import Episode
+from stages.ppo.common.health import KL_ABOVE_BUDGET
+from stages.ppo.common.interpolation import distance, interpolate, scale_for_kl
+
+SCALE_TOLERANCE = 0.02  # 3% of the KL: less than its standard error on 64 prompts
+MAX_SCALED = 4  # scaled policies that are validated, at most
+# of each validation in metrics.json
+CURVE = [
+    "update",
+    "scale",
+    "kl",
+    "kl_per_token",
+    "kl_per_token_se",
+    "judge_score",
+    "gain",
+    "gain_error",
+]
 
 
 class TrainablePolicy(Protocol):
@@ -46,13 +64,15 @@ class TrainablePolicy(Protocol):
 class Validation(NamedTuple):
     """Results on the held-out prompts.
 
-    judge_scores: (P,) by the primary judge; if it only compares, against the first validated
-    policy, which is SFT. kl: mean from the reference, nats per sequence. kl_per_token: nats, with
-    its standard error. gain: mean of the judge
-    scores less those of the first validated policy; gain_error: its standard error.
+    scale: of the trained policy's distance from the reference; 1 is that policy. judge_scores: (P,)
+    by the primary judge; if it only compares, against the first validated policy, which is SFT.
+    kl: mean from the reference, nats per sequence. kl_per_token: nats, with its standard error.
+    gain: mean of the judge scores less those of the first validated policy; gain_error: its
+    standard error.
     """
 
     update: int
+    scale: float
     judge_scores: tuple[float, ...]
     kl: float
     kl_per_token: float
@@ -77,7 +97,7 @@ class Validation(NamedTuple):
         }
 
 
-NO_VALIDATION = Validation(0, (math.nan,), *[math.nan] * 5)
+NO_VALIDATION = Validation(0, 1.0, (math.nan,), *[math.nan] * 5)
 
 
 def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, float]:
@@ -92,7 +112,7 @@ def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, floa
 
 @dataclass
 class PolicySelector:
-    """Validates the current policy and remembers the best one.
+    """Validates policies and remembers the best one.
 
     All policies respond to the same prompts with the same random numbers, so that they differ by
     their weights alone.
@@ -100,7 +120,7 @@ class PolicySelector:
     Attributes:
         best: the validation of the best policy so far.
         weights: its trained weights.
-        first: the first validation, which is of SFT.
+        history: all validations, in their order; the first is of SFT.
         first_texts: the responses of SFT.
     """
 
@@ -111,40 +131,80 @@ class PolicySelector:
     seed: int
     best: Validation = NO_VALIDATION
     weights: dict[str, Tensor] = field(default_factory=dict)
-    first: Validation = NO_VALIDATION
+    history: list[Validation] = field(default_factory=list)
     first_texts: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Validation:
+        """The validation of SFT."""
+        return self.history[0] if self.history else NO_VALIDATION
 
     def validate(self, update: int) -> Validation:
         """Measure the policy after `update`; keep a copy of its weights if it is the best."""
         with progress("validation"):
             validation = self.measure(update)
-        if not self.weights or self.is_better(validation):
-            self.best = validation
-            # cloned, since the next update changes the weights in place
-            self.weights = {
-                name: weight.clone()
-                for name, weight in trainable_state_dict(self.roles.policy).items()
-            }
+        if not self.weights or self.is_better(validation, self.best):
+            self.best, self.weights = validation, self._copy_of_weights()
         return validation
 
-    def is_better(self, new: Validation) -> bool:
-        """Whether a policy is better than the best so far.
+    def is_better(self, new: Validation, old: Validation) -> bool:
+        """Whether a policy is better than an older one.
 
         Within the KL budget: if the judge's mean gain over it exceeds one standard error. A policy
         beyond the budget loses to all within it, and to those with a smaller KL. The budget holds
         for a KL of one standard error more, since it is measured on a few prompts.
         """
-        best_fits, new_fits = (
+        old_fits, new_fits = (
             validation.kl_per_token + validation.kl_per_token_se <= self.params.max_kl_per_token
-            for validation in (self.best, new)
+            for validation in (old, new)
         )
-        if new_fits and best_fits:
-            gain, error = paired_gain(new.judge_scores, self.best.judge_scores)
+        if new_fits and old_fits:
+            gain, error = paired_gain(new.judge_scores, old.judge_scores)
             return gain > error
-        return new_fits if new_fits != best_fits else new.kl_per_token < self.best.kl_per_token
+        return new_fits if new_fits != old_fits else new.kl_per_token < old.kl_per_token
 
-    def measure(self, update: int) -> Validation:
-        """Sample responses to the held-out prompts, and return their judge scores and KL."""
+    def select(self, update: int, danger: str) -> Validation:
+        """Give the policy the weights of the selected one, after the last `update`.
+
+        Args:
+            update: the number of the last update.
+            danger: the sign of the danger that ended the training, or "". A policy that another
+                danger than its KL has ended is not scaled: it may be broken.
+        """
+        scales = self.params.policy_selection is PolicySelection.target_kl
+        if scales and update and danger in ("", KL_ABOVE_BUDGET):
+            with progress("scaling the policy to the target KL"):
+                self._scale_to_target(update)
+        load_trainable(self.roles.policy, self.weights)
+        return self.best
+
+    def _scale_to_target(self, update: int) -> None:
+        """Validate scaled policies until the estimated scale is that of the last one, and keep it;
+        unless the best one so far has a smaller KL and is better.
+        """
+        trained = self._copy_of_weights()
+        last = self.history[-1]
+        scaled = [last if last.update == update else self.measure(update)]
+        while len(scaled) <= MAX_SCALED:
+            points = [(one.scale, max(one.kl_per_token, 1e-8)) for one in scaled]
+            scale = scale_for_kl(points, self.params.target_kl_per_token)
+            if distance(scale, scaled[-1].scale) <= SCALE_TOLERANCE:
+                break
+            interpolate(self.roles.policy, self.roles.reference, trained, scale)
+            scaled.append(self.measure(update, scale))
+        smaller = self.best.kl_per_token < scaled[-1].kl_per_token
+        if not (smaller and self.is_better(self.best, scaled[-1])):
+            self.best, self.weights = scaled[-1], self._copy_of_weights()
+
+    def _copy_of_weights(self) -> dict[str, Tensor]:
+        """Cloned, since the next update changes the weights in place."""
+        weights = trainable_state_dict(self.roles.policy)
+        return {name: weight.clone() for name, weight in weights.items()}
+
+    def measure(self, update: int, scale: float = 1.0) -> Validation:
+        """Sample responses to the held-out prompts; their judge scores and KL also go to the
+        history.
+        """
         p, tokenizer = self.params, self.roles.tokenizer
         prompt_ids = [tokens for _, tokens in self.prompts]
         generator = torch.Generator().manual_seed(self.seed)
@@ -164,23 +224,42 @@ class PolicySelector:
         gain = paired_gain(scores, self.first.judge_scores if self.first_texts else scores)
         kls = response_scores.kl.tolist()
         kl_per_token = ratio_of_sums(kls, [len(response) for response in responses])
-        validation = Validation(update, scores, fmean(kls), *kl_per_token, *gain)
-        if not self.first_texts:
-            self.first, self.first_texts = validation, texts
+        validation = Validation(update, scale, scores, fmean(kls), *kl_per_token, *gain)
+        self.first_texts = self.first_texts or texts
+        self.history.append(validation)
         return validation
 
-    def restore(self) -> None:
-        """Give the policy the weights of the best one."""
-        load_trainable(self.roles.policy, self.weights)
+    @property
+    def metrics(self) -> Metrics:
+        """Of the best policy, and the points of the judge's curve against KL: `validations`."""
+        return {
+            "policy_update": self.best.update,
+            "policy_scale": self.best.scale,
+            "judge": self.judge.name,
+            "validation_judge_score_before": self.first.judge_score,
+            **self.best.metrics,
+            "validations": [{name: getattr(one, name) for name in CURVE} for one in self.history],
+        }
+
+    def describe(self) -> str:
+        """The best policy in words."""
+        best = self.best
+        scaled = "" if best.scale == 1 else f", scaled by {best.scale:.2f}"
+        return (
+            f"kept the policy after update {best.update}{scaled}: {self.judge.name} "
+            f"{self.first.judge_score:.2f} -> {best.judge_score:.2f} on held-out prompts, "
+            f"KL {best.kl:.2f} nats per sequence"
+        )
 
     def state(self) -> StateDict:
         return {
             "best": list(self.best),
             "weights": self.weights,
             "first_texts": self.first_texts,
-            "first": list(self.first),
+            "history": [list(validation) for validation in self.history],
         }
 
     def load_state(self, state: StateDict) -> None:
         self.best, self.weights = Validation(*state["best"]), state["weights"]
-        self.first, self.first_texts = Validation(*state["first"]), state["first_texts"]
+        self.history = [Validation(*values) for values in state["history"]]
+        self.first_texts = state["first_texts"]

@@ -76,9 +76,13 @@ def test_language_models_that_judge_take_time() -> None:
     assert evaluate == pytest.approx(10 * (3 * 2 + 2) * 2 * 2 / 4)
     assert replay == pytest.approx(5 * (6 + 3) * 2 * 2 / 4)
     # as the primary judge: 10 prompts with 4 samples; 96 pairs, and 32 prompts for 3 sizes of
-    # best-of-n; 64 prompts, 5 times in 20 updates
-    for stage, comparisons in {"sft": 10 * 4, "battery": 96 + 32 * 3, "ppo": 64 * 5}.items():
+    # best-of-n; 64 prompts, after 10 and 20 updates and for two scaled policies
+    for stage, comparisons in {"sft": 10 * 4, "battery": 96 + 32 * 3, "ppo": 64 * 4}.items():
         assert judged[stage] - automatic[stage] == pytest.approx(comparisons * 2 * 2 / 4)
+    primary = {"evaluate": {"judges": ["endpoint"]}, "annotate": {"endpoint": endpoint}}
+    unscaled = params(**sizes, **primary, ppo={"policy_selection": "best_update"})
+    saved = judged["ppo"] - estimate.stage_seconds(unscaled, MACHINE)["ppo"]
+    assert saved > 64 * 2 * 2 * 2 / 4  # of the judge, and the samples
     second = {"judges": ["lexicon", "endpoint"]}
     jury = estimate.stage_seconds(
         params(**sizes, evaluate=second, annotate={"endpoint": endpoint}), MACHINE

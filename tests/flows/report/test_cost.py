@@ -67,6 +67,11 @@ def test_tokens_of_training_and_writing(project: Path) -> None:
     write_text(stage_dir("r0", "ppo") / "curves.csv", "step,response_length\n1,8\n2,12.5\n")
     generated = rows()["tokens generated"]
     assert (generated.cell("ppo"), generated.total) == ("656", "10,156")
+    # scaled, the policy has other weights than step_00020, which then writes 12 tokens per prompt
+    metrics(
+        "ppo", {"episodes": 64, "response_length": 9.0, "policy_update": 20, "policy_scale": 0.9}
+    )
+    assert rows()["tokens generated"].cell("evaluate") == "10,700"
 
 
 def test_usage_of_judges_is_summed(project: Path) -> None:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from flows.report import charts, page
-from flows.report.round_data import extreme_samples
+from flows.report.round_data import extreme_samples, read_round
 from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
 from stages.lib.core.params import load_params
 from stages.replay.badcases import Badcase, Cause, Retest, ledger_path
@@ -165,6 +165,20 @@ def test_the_same_picture_twice_is_the_same_text() -> None:
     )
     assert first == second and first != charts.lines("B", {"x": points}, "update", "nats")
     assert "<script" not in charts.bars("<script>", {"<b>": (0.5, 0.4, 0.6)}, {})
+
+
+def test_the_judge_curve_has_its_intervals_where_they_were_measured(project: Path) -> None:
+    """Each point of the curve has a vertical line of its own; older rounds have none."""
+    columns = "step,kl,judge_score,score,distinct_2"
+    pictures = []
+    for names, ends in (("", ""), (",judge_score_low,judge_score_high", ",0.25,0.35")):
+        write_text(
+            stage_dir("r0", "evaluate") / "curves.csv",
+            f"{columns}{names}\n0,0,0.3,-1,0.9{ends}\n2,1.5,0.3,0.2,0.8{ends}\n",
+        )
+        pictures += page.evaluation_pictures(read_round("r0", {}), load_params())
+    without, with_intervals = (picture.count("stroke: var(--c1)") for picture in pictures)
+    assert with_intervals == without + 2
 
 
 def test_the_best_and_the_worst_samples_once_each() -> None:

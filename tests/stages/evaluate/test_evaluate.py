@@ -234,6 +234,9 @@ def check_samples_and_curve(metrics: dict) -> None:
     curve = list(csv.DictReader(Path("rounds/r1/evaluate/curves.csv").read_text().splitlines()))
     assert [row["step"] for row in curve] == ["0", "2", "4"]
     assert float(curve[0]["win_rate"]) == 0.5 and float(curve[2]["kl"]) == metrics["ppo"]["kl"]
+    for row in curve:  # an interval over prompts
+        low, mean, high = (float(row[f"judge_score{end}"]) for end in ("_low", "", "_high"))
+        assert low <= mean <= high
     assert [float(row["sqrt_kl"]) ** 2 for row in curve] == pytest.approx(
         [max(float(row["kl"]), 0) for row in curve]
     )

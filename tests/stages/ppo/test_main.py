@@ -1,10 +1,13 @@
 """The stage from its inputs to its outputs, in each assignment of models to the four roles."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.params import Params, check_params
@@ -64,6 +67,38 @@ def test_every_assignment_of_roles_is_trained_saved_and_evaluated(
     evaluate(params, "r0")
     evaluated = json.loads(Path("rounds/r0/evaluate/metrics.json").read_text())
     assert evaluated["reproduced"] and evaluated["ppo"]["kl"] > 0.0
+
+
+@pytest.mark.parametrize("r", [4, 0], ids=["adapters", "all weights"])
+def test_the_last_policy_is_scaled_to_the_target_kl_saved_and_evaluated(make_round, r):
+    params = with_ppo(
+        make_round("r0", 1.0),
+        lora={"r": r},
+        save_updates=3,
+        learning_rate=0.001,
+        target_kl_per_token=0.0005,
+    )
+    folder = Path("rounds/r0/ppo")
+    shutil.rmtree(folder)
+    main(params, "r0")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    scale, last = metrics["policy_scale"], metrics["validations"][2]
+    assert last["update"] == metrics["policy_update"] == 3 and last["kl_per_token"] > 0.003
+    assert scale < 1 and abs(metrics["validation_kl_per_token"] - 0.0005) < 1e-4
+    name = "adapter_model.safetensors" if r else "model.safetensors"
+    kept, trained = (
+        load_file(folder / path / name) for path in ("policy", "checkpoints/step_00003")
+    )
+    sft = {} if r else load_file(Path("rounds/r0/sft/model") / name)
+    for weight, value in trained.items():
+        start = sft.get(weight, torch.zeros_like(value))
+        expected = value if "lora_A" in weight else start + scale * (value - start)
+        torch.testing.assert_close(kept[weight], expected)
+    evaluate(params, "r0")
+    curve = csv.DictReader(Path("rounds/r0/evaluate/curves.csv").read_text().splitlines())
+    points = [(row["step"], float(row["scale"]), float(row["kl"])) for row in curve]
+    assert [point[:2] for point in points] == [("0", 1.0), ("3", scale), ("3", 1.0)]
+    assert 0.0 == points[0][2] < points[1][2] < points[2][2]
 
 
 def test_held_out_prompts_are_never_trained_on_even_if_replay_repeats_them():

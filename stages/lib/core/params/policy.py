@@ -80,6 +80,11 @@ class KlControl(str, Enum):
     fixed = "fixed"
 
 
+class PolicySelection(str, Enum):
+    target_kl = "target_kl"
+    best_update = "best_update"
+
+
 class LossLevel(str, Enum):
     token = "token"
     sequence = "sequence"
@@ -178,7 +183,9 @@ class PpoParams(ParamsSection):
         "`fixed`: constant beta.",
     )
     target_kl_per_token: float = Field(
-        0.45, gt=0, description="KL that the controller aims at, nats per token."
+        0.45,
+        gt=0,
+        description="KL that the controller aims at and the selected policy has, nats per token.",
     )
     kl_horizon: int = Field(
         64,
@@ -242,11 +249,11 @@ class PpoParams(ParamsSection):
         ge=1,
         description="Prompts that PPO does not train on, to compare policies by the judge.",
     )
-    validation_updates: int = Field(
-        4,
-        ge=1,
-        description="Updates between validations; the best policy within `max_kl_per_token` is "
-        "selected.",
+    validation_updates: int = Field(10, ge=1, description="Updates between validations.")
+    policy_selection: PolicySelection = Field(
+        PolicySelection.target_kl,
+        description="`target_kl`: the last policy, scaled towards SFT until its KL is "
+        "`target_kl_per_token`; `best_update`: the judge's best update within `max_kl_per_token`.",
     )
     on_danger: OnDanger = Field(
         OnDanger.stop,

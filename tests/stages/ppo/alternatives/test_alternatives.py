@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stages.assets.inputs import main as inputs
 from stages.evaluate.__main__ import main as evaluate
@@ -81,6 +82,24 @@ def test_a_policy_is_trained_evaluated_and_mined_and_the_same_seed_gives_the_sam
 
 
 @pytest.mark.parametrize("algorithm", SECTIONS)
+def test_the_last_policy_is_scaled_to_the_target_kl(make_params, algorithm):
+    """The judge knows no word of these texts, so that no earlier policy is better."""
+    section = SECTIONS[algorithm]
+    main(make_params(algorithm, section, learning_rate=0.001, target_kl_per_token=0.0005), "r0")
+    metrics = json.loads((FOLDER / "metrics.json").read_text())
+    assert (metrics["policy_update"], metrics["updates"]) == (4, 4)
+    assert metrics["validations"][2]["kl_per_token"] > 0.002 and metrics["policy_scale"] < 1
+    assert abs(metrics["validation_kl_per_token"] - 0.0005) < 1e-4
+    kept, trained = (
+        load_file(FOLDER / name / "adapter_model.safetensors")
+        for name in ("policy", "checkpoints/step_00004")
+    )
+    for name, weight in trained.items():
+        scale = metrics["policy_scale"] if "lora_B" in name else 1.0
+        torch.testing.assert_close(kept[name], weight * scale)
+
+
+@pytest.mark.parametrize("algorithm", SECTIONS)
 def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params, algorithm):
     params = make_params(algorithm, SECTIONS[algorithm], lora={"r": 0})
     main(params, "r0")
@@ -128,9 +147,9 @@ def test_a_danger_stops_the_run_and_names_what_to_change(make_params, algorithm)
 
 
 def test_a_warning_if_sft_is_kept():
-    [finding] = no_gain_finding(Validation(0, (0.1,), *[0.0] * 5))
+    [finding] = no_gain_finding(Validation(0, 1.0, (0.1,), *[0.0] * 5))
     assert (finding.sign, finding.verdict) == ("nothing gained", "warn")
-    assert no_gain_finding(Validation(4, (0.1,), 2.0, 0.1, 0.0, 0.0, 0.0)) == []
+    assert no_gain_finding(Validation(4, 1.0, (0.1,), 2.0, 0.1, 0.0, 0.0, 0.0)) == []
 
 
 def test_a_run_that_diverges_is_stopped(make_params):

@@ -1,14 +1,17 @@
-"""The selected policy: the judge's best within the KL budget, on held-out prompts."""
+"""The selected policy: scaled to the target KL, or the judge's best update within the budget."""
 
 import pytest
 import torch
 
-from stages.lib.core.params.policy import PpoParams
+from stages.lib.core.params.policy import PolicySelection, PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
+from stages.ppo.common.health import KL_ABOVE_BUDGET
+from stages.ppo.common.interpolation import MAX_SCALE
 from stages.ppo.common.policy_selection import PolicySelector
+from stages.ppo.trainer.roles import Roles
 from tests.stages.judges import LongerWins
 
 
@@ -19,13 +22,17 @@ def by_score(score: ScoreFunction) -> PrimaryJudge:
 @pytest.fixture
 def selector(make_roles) -> PolicySelector:
     """Its judge likes long texts."""
-    prompts = [({"prompt": str(i)}, [5 + i, 6]) for i in range(24)]
-    params = PpoParams(response_length=6, max_kl_per_token=0.2)
+    return make_selector(make_roles(lora=LoraParams(r=4)))
+
+
+def make_selector(roles: Roles) -> PolicySelector:
     return PolicySelector(
-        make_roles(lora=LoraParams(r=4)),
-        prompts,
+        roles,
+        [({"prompt": str(i)}, [5 + i, 6]) for i in range(24)],
         by_score(lambda _, texts: [float(len(text)) for text in texts]),
-        params,
+        PpoParams(
+            response_length=6, max_kl_per_token=0.2, policy_selection=PolicySelection.best_update
+        ),
         seed=0,
     )
 
@@ -65,9 +72,10 @@ def test_the_judges_best_within_the_budget_is_kept_and_restored(selector, shift)
         kls[1],
         pytest.approx(0.3),
     )
-    selector.restore()
+    assert selector.select(3, "") == best
     restored = trained_weights(selector)
     assert all(torch.equal(weight, weights[1][name]) for name, weight in restored.items())
+    assert [one.update for one in selector.history] == [0, 1, 2, 3]
 
 
 def test_if_none_is_within_the_budget_the_nearest_is_kept(selector, shift):
@@ -83,9 +91,9 @@ def test_the_budget_holds_for_a_kl_of_one_standard_error_more(selector, shift):
     middle = far.kl_per_token + far.kl_per_token_se / 2
     for budget, update in ((middle, 0), (middle + far.kl_per_token_se, 1)):
         selector.params = selector.params.model_copy(update={"max_kl_per_token": budget})
-        selector.best = far._replace(kl_per_token=0.0, kl_per_token_se=0.0)
+        near = far._replace(kl_per_token=0.0, kl_per_token_se=0.0)
         better = far._replace(update=1, judge_scores=tuple(s + 1 for s in far.judge_scores))
-        assert (1 if selector.is_better(better) else 0) == update
+        assert (1 if selector.is_better(better, near) else 0) == update
 
 
 def test_a_gain_within_its_standard_error_keeps_the_earlier_policy(selector, shift):
@@ -141,18 +149,11 @@ def judged_lengths(selector: PolicySelector, judge: LongerWins) -> list[int]:
 
 def test_a_resumed_run_remembers_the_best(selector, shift, make_roles):
     validate_policies(selector, shift, [(0.0, 0.2), (0.01, 0.5), (0.002, 0.4)])
-    resumed = PolicySelector(
-        make_roles(lora=LoraParams(r=4)),
-        selector.prompts,
-        selector.judge,
-        selector.params,
-        selector.seed,
-    )
+    resumed = make_selector(make_roles(lora=LoraParams(r=4)))
     resumed.load_state(selector.state())
-    selector.restore()
-    resumed.restore()
-    assert resumed.best == selector.best
+    assert selector.select(2, "") == resumed.select(2, "")
     assert resumed.first_texts == selector.first_texts != []
+    assert resumed.history == selector.history and len(resumed.history) == 3
     assert resumed.first == selector.first
     assert resumed.first.judge_scores == (0.2,) * 24
     weights = trained_weights(selector)
@@ -165,7 +166,7 @@ def test_measurements_are_reproducible_and_kl_is_zero_before_training(selector):
     first, second = selector.measure(0), selector.measure(0)
     assert first == second
     # later policies get the same random numbers
-    assert selector.measure(7) == first._replace(update=7)
+    assert selector.measure(7, 0.5) == first._replace(update=7, scale=0.5)
     assert first.kl == 0.0
     assert first.judge_score > 0
 
@@ -192,3 +193,96 @@ def test_kl_is_that_of_transformers_logits(selector, shift, temperature):
             kls.append(float((p.exp() * (p - logprobs(ids))).sum()))
     assert validation.kl == pytest.approx(sum(kls) / len(kls), rel=1e-3)
     assert validation.kl > 0.01
+
+
+TARGET = 0.15  # nats per token; shifted by 0.02, the policy has more than twice as much
+
+
+@pytest.fixture
+def to_target(make_roles, shift):
+    """A selector after SFT and one update, which moved the weights by `distance`. Its judge gives
+    the n-th validation the n-th of `scores`, then the last one.
+    """
+
+    def make(distance: float, scores: list[float], r: int = 4, target: float = TARGET):
+        selector = make_selector(make_roles(lora=LoraParams(r=r)))
+        selector.params = selector.params.model_copy(
+            update={
+                "policy_selection": PolicySelection.target_kl,
+                "target_kl_per_token": target,
+                "max_kl_per_token": 10 * target,
+            }
+        )
+        rest = list(scores)
+        selector.judge = by_score(
+            lambda prompts, _: [rest.pop(0) if len(rest) > 1 else rest[0]] * len(prompts)
+        )
+        # each score is one number for all prompts, so no gain has an error
+        selector.validate(0)
+        shift(selector.roles.policy, distance)
+        selector.validate(1)
+        return selector
+
+    return make
+
+
+@pytest.mark.parametrize("r", [4, 0], ids=["adapters", "all weights"])
+def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
+    selector = to_target({4: 0.02, 0: 0.03}[r], [0.1, 0.5], r)
+    trained, [_, before] = trained_weights(selector), list(selector.history)
+    assert before.kl_per_token > 1.5 * TARGET
+    selected = selector.select(1, "")
+    assert selected.update == 1 and selected.scale < 0.9
+    assert abs(selected.kl_per_token - TARGET) < 0.2 * TARGET
+    assert selected == selector.history[-1] and len(selector.history) <= 5
+    # what is selected is what was validated
+    again = selector.measure(1, selected.scale)
+    assert again == selected
+    kept = trained_weights(selector)
+    assert any(not torch.equal(weight, kept[name]) for name, weight in trained.items())
+    assert selector.metrics["policy_scale"] == selected.scale
+    assert [one["scale"] for one in selector.metrics["validations"]][:3] == [
+        1.0,
+        1.0,
+        selector.history[2].scale,
+    ]
+    assert f"after update 1, scaled by {selected.scale:.2f}: mine 0.10 -> 0.50" in (
+        selector.describe()
+    )
+
+
+def test_a_policy_that_moved_too_little_is_scaled_up_but_not_far(to_target):
+    selector = to_target(0.005, [0.1, 0.5])
+    assert selector.select(1, "").scale == MAX_SCALE
+    assert [one.scale for one in selector.history] == [1.0, 1.0, MAX_SCALE]
+
+
+def test_a_policy_at_the_target_is_not_validated_again(to_target):
+    at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
+    selector = to_target(0.02, [0.1, 0.5], target=at)
+    assert selector.select(1, "") == selector.history[1] and len(selector.history) == 2
+
+
+def test_an_earlier_policy_is_kept_if_it_is_better_at_a_smaller_kl(to_target):
+    """The judge likes SFT best, then the trained policy, which has a larger KL than the scaled."""
+    selector = to_target(0.02, [0.9, 0.8, 0.1])
+    assert selector.select(1, "") == selector.history[0]
+    assert all(
+        torch.equal(w, torch.zeros_like(w))
+        for name, w in trained_weights(selector).items()
+        if "lora_B" in name
+    )
+    selector = to_target(0.02, [0.0, 0.8, 0.1])
+    assert selector.best.update == 1 and selector.best.scale == 1
+    assert selector.select(1, "").scale < 1
+
+
+@pytest.mark.parametrize(
+    ("danger", "scaled"), [("", True), (KL_ABOVE_BUDGET, True), ("mode collapse", False)]
+)
+def test_only_a_kl_that_is_too_large_is_mended_by_scaling(to_target, danger, scaled):
+    """After a danger the last update is not validated: it is, before it is scaled."""
+    selector = to_target(0.02, [0.1, 0.5])
+    selected = selector.select(2, danger)
+    assert (selected.update, selected.scale < 1) == ((2, True) if scaled else (1, False))
+    assert ([one.update for one in selector.history][:3] == [0, 1, 2]) == scaled

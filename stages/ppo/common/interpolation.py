@@ -1,0 +1,84 @@
+"""Policies between the reference and a trained policy, on the line through their weights.
+
+Linear interpolation towards the initialisation (LITI) of Ramé et al. 2024 (WARP, arXiv 2406.16768):
+at the same KL, a policy that was trained for longer and is scaled back is better than an earlier
+one (docs/log.md).
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import geometric_mean
+
+import torch
+
+from stages.lib.core.types import StateDict
+from stages.lib.lm.logprobs import Reference
+from stages.lib.lm.saving import trainable_named
+
+# A policy beyond the trained one is a guess: with 1.3, one was worse than a later one (docs/log.md)
+MAX_SCALE = 1.25
+EXPONENT = 1.7  # KL is about proportional to scale ** EXPONENT (docs/log.md)
+NEAR = 1.15  # ratio of scales for which that holds well enough
+
+
+@torch.no_grad()
+def interpolate(
+    policy: torch.nn.Module, reference: Reference, trained: StateDict, scale: float
+) -> None:
+    """Give `policy` the weights reference + scale * (trained - reference).
+
+    An adapter is this difference: its product B A is scaled by scaling B.
+
+    Args:
+        policy: the model whose trainable weights change.
+        reference: opens a context with the model as it was before training.
+        trained: weights by name, as of `trainable_state_dict`; copies.
+        scale: 0: the reference; 1: the trained policy.
+    """
+    if hasattr(policy, "peft_config"):
+        for name, parameter in trainable_named(policy):
+            parameter.copy_(trained[name] * scale if ".lora_B." in name else trained[name])
+        return
+    with reference() as model:
+        start = dict(model.named_parameters())
+        for name, parameter in trainable_named(policy):
+            parameter.copy_(start[name].to(parameter.dtype).lerp(trained[name], scale))
+
+
+def scale_for_kl(measured: Sequence[tuple[float, float]], target: float) -> float:
+    """The scale at which the KL should be `target`, at most MAX_SCALE.
+
+    Between two policies that are far apart, log KL is taken as linear in log scale. Else KL rises
+    with EXPONENT; a measured KL has an error of several percent, so the estimate is a mean over the
+    policies near it.
+
+    Args:
+        measured: (scale, KL) of policies on one line, both above 0, at least one.
+        target: KL in the same unit, above 0.
+
+    Example:
+        >>> round(scale_for_kl([(1.0, 8.0)], 4.0), 3)  # (1/2) ** (1/1.7)
+        0.665
+        >>> round(scale_for_kl([(1.0, 8.0), (0.665, 4.4)], 4.0), 3)  # 0.665 (1/1.1) ** (1/1.7)
+        0.629
+        >>> round(scale_for_kl([(1.0, 8.0), (0.5, 2.0)], 4.0), 3)  # KL rises with scale ** 2
+        0.707
+    """
+    low = max((point for point in measured if point[1] <= target), default=None)
+    high = min((point for point in measured if point[1] > target), default=None)
+    if low and high and high[0] > low[0] * NEAR:
+        share = distance(target, low[1]) / distance(high[1], low[1])
+        return min(low[0] * (high[0] / low[0]) ** share, MAX_SCALE)
+    estimates = {(scale, kl): scale * (target / kl) ** (1 / EXPONENT) for scale, kl in measured}
+    best = estimates[min(estimates, key=lambda point: distance(point[1], target))]
+    near = [
+        estimate
+        for (scale, _), estimate in estimates.items()
+        if distance(scale, best) <= math.log(NEAR)
+    ]
+    return min(geometric_mean(near or [best]), MAX_SCALE)
+
+
+def distance(a: float, b: float) -> float:
+    """Of two positive numbers, as the logarithm of their ratio."""
+    return abs(math.log(a / b))
