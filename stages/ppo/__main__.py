@@ -119,7 +119,7 @@ def summary(run: TrainingRun) -> Metrics:
         **run.selector.metrics,
         "health": run.monitor.verdict,
         # up to the kept policy's own rollout
-        "dangers": run.monitor.dangers(kept.update + 1, kept.kl_per_token),
+        "dangers": run.monitor.dangers(kept.update + 1),
     }
 
 

@@ -129,7 +129,7 @@ def summary(callback: PolicyCallback, rows: list[RolloutRow]) -> Metrics:
         "stopped": callback.monitor.stopped or "completed",
         **callback.selector.metrics,
         "health": callback.monitor.verdict,
-        "dangers": callback.monitor.dangers(kept.update + 1, kept.kl_per_token),
+        "dangers": callback.monitor.dangers(kept.update + 1),
     }
 
 

@@ -341,14 +341,14 @@ class Monitor:
             return ""
         return next((finding.sign for finding in self.findings if finding.verdict == DANGER), "")
 
-    def dangers(self, update: int, kl: float) -> int:
-        """The number of dangers that concern a policy: found up to `update`; that of a KL above
-        the budget only if the policy's own `kl`, nats per token, is above it.
+    def dangers(self, update: int) -> int:
+        """The number of dangers found up to `update` that concern the selected policy: its KL is
+        within the budget, whatever that of the rollouts was.
         """
         return sum(
             finding.verdict == DANGER
             and finding.update <= update
-            and (finding.sign != KL_ABOVE_BUDGET or kl > self.params.max_kl_per_token)
+            and finding.sign != KL_ABOVE_BUDGET
             for finding in self.findings
         )
 

@@ -278,6 +278,12 @@ class PpoParams(ParamsSection):
                 f"kl_coef 0 stays 0 with kl_control {self.kl_control.value}, which multiplies it: "
                 "set kl_control to fixed, or kl_coef above 0"
             )
+        scales = self.policy_selection is PolicySelection.target_kl
+        if scales and self.target_kl_per_token > self.max_kl_per_token:
+            raise ValueError(
+                f"target_kl_per_token {self.target_kl_per_token} is above max_kl_per_token "
+                f"{self.max_kl_per_token}, the budget of the selected policy: lower it"
+            )
         names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"ppo.rewards: the names {names} must differ")

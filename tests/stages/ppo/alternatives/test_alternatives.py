@@ -143,6 +143,8 @@ def test_a_danger_stops_the_run_and_names_what_to_change(make_params, algorithm)
         "no movement",
         "danger",
     )
+    # the policy after the danger is neither validated nor scaled
+    assert [(one["update"], one["scale"]) for one in metrics["validations"]] == [(0, 1), (2, 1)]
     assert health["findings"][0]["first_fix"] == f"raise ppo.learning_rate, lower {algorithm}.beta"
 
 

@@ -107,14 +107,13 @@ def test_dangers_are_counted_up_to_an_update_and_warnings_are_not():
     # the clip fraction is above 0.6 as soon as it can be read, at 10. Entropy falls by 0.2 per
     # update, its first mean is 4.2, its last one 4.8 - 0.2 * (n - 2): a warning below 2.1 (n = 16),
     # a danger below 1.47 (n = 19)
-    assert [monitor.dangers(update, 0.0) for update in (9, 10, 18, 19)] == [0, 1, 1, 2]
+    assert [monitor.dangers(update) for update in (9, 10, 18, 19)] == [0, 1, 1, 2]
 
 
-def test_a_kl_above_the_budget_concerns_only_policies_above_it():
+def test_a_kl_above_the_budget_is_no_danger_of_the_selected_policy():
     monitor = monitor_run(lambda share: {"kl_per_token": 9.0})
-    [danger] = [finding.update for finding in monitor.findings if finding.sign == KL_ABOVE_BUDGET]
-    budget = PARAMS.max_kl_per_token
-    assert [monitor.dangers(danger, kl) for kl in (budget, budget + 0.01)] == [0, 1]
+    assert [finding.sign for finding in monitor.findings] == [KL_ABOVE_BUDGET]
+    assert monitor.dangers(UPDATES) == 0
 
 
 def test_a_judge_that_prefers_sft_while_the_reward_falls_is_no_hack():

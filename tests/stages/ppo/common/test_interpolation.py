@@ -54,6 +54,9 @@ def test_all_weights_are_on_the_line_from_the_reference_to_the_trained_policy(
         ([(1.0, 0.9 * 0.95**-1.7), (1.0, 0.9 * 1.05**-1.7)], (0.95 * 1.05) ** 0.5),
         # the first one is too far away to count
         ([(1.0, 9.0), (0.3, 0.9 * 1.02**1.7)], 0.3 / 1.02),
+        # so near each other that their order is noise: no line through them
+        ([(1.0, 0.9 * 0.99), (0.95, 0.9 * 1.1)], ((1 / 0.99) * (0.95**1.7 / 1.1)) ** (0.5 / 1.7)),
+        ([(1.0, 0.9 * 1.1), (0.95, 0.9 * 0.8)], ((1 / 1.1) * (0.95**1.7 / 0.8)) ** (0.5 / 1.7)),
         # between two that are far apart, KL rises with scale ** 3
         ([(1.0, 3.6), (0.5, 0.45)], 0.5 * 2 ** (1 / 3)),
         ([(1.0, 3.6), (0.5, 0.45), (2.0, 3.7), (0.1, 0.4)], 0.5 * 2 ** (1 / 3)),

@@ -226,6 +226,14 @@ def to_target(make_roles, shift):
     return make
 
 
+def test_a_target_above_the_budget_is_refused_unless_nothing_is_scaled_to_it():
+    with pytest.raises(
+        ValueError, match=r"target_kl_per_token 0\.6 is above max_kl_per_token 0\.5"
+    ):
+        PpoParams(target_kl_per_token=0.6, max_kl_per_token=0.5)
+    assert PpoParams(target_kl_per_token=0.6, max_kl_per_token=0.5, policy_selection="best_update")
+
+
 @pytest.mark.parametrize("r", [4, 0], ids=["adapters", "all weights"])
 def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
     selector = to_target({4: 0.02, 0: 0.03}[r], [0.1, 0.5], r)
@@ -285,4 +293,5 @@ def test_only_a_kl_that_is_too_large_is_mended_by_scaling(to_target, danger, sca
     selector = to_target(0.02, [0.1, 0.5])
     selected = selector.select(2, danger)
     assert (selected.update, selected.scale < 1) == ((2, True) if scaled else (1, False))
-    assert ([one.update for one in selector.history][:3] == [0, 1, 2]) == scaled
+    points = [(one.update, one.scale) for one in selector.history]
+    assert points[:2] == [(0, 1.0), (1, 1.0)] and (points[2:3] == [(2, 1.0)]) == scaled
