@@ -112,13 +112,14 @@ def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
     kl, judge, reward, distinct, *interval = (
         [curve[name][index] for index in order] for name in names if name in curve
     )
+    judge_label = "primary judge, with its 95% interval" if interval else "primary judge"
     series = {
-        "primary judge": (kl, judge),
+        judge_label: (kl, judge),
         f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in reward]),
         "distinct-2": (kl, distinct),
     }
     title = "Judge score and reward score, SFT to the policy"
-    intervals = {"primary judge": (interval[0], interval[1])} if interval else {}
+    intervals = {judge_label: (interval[0], interval[1])} if interval else {}
     return [
         charts.lines(title, series, "KL, nats per sequence", "", dots=True, intervals=intervals)
     ]

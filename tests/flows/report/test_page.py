@@ -177,6 +177,7 @@ def test_the_judge_curve_has_its_intervals_where_they_were_measured(project: Pat
             f"{columns}{names}\n0,0,0.3,-1,0.9{ends}\n2,1.5,0.3,0.2,0.8{ends}\n",
         )
         pictures += page.evaluation_pictures(read_round("r0", {}), load_params())
+    assert ["95% interval" in picture for picture in pictures] == [False, True]
     without, with_intervals = (picture.count("stroke: var(--c1)") for picture in pictures)
     assert with_intervals == without + 2
 
