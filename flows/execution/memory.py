@@ -198,7 +198,8 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         + primary
         + answers(params.battery.prompts * max(params.battery.best_of)),
         "ppo": members + primary + _policy(params, lengths, model),
-        "evaluate": 2 * model.weights + policy + members + judges + turns(lengths.evaluation),
+        # base, SFT and the first round's SFT
+        "evaluate": 3 * model.weights + policy + members + judges + turns(lengths.evaluation),
         "capability": _capability(params, lengths, model, policy),
         "replay": policy + members + judges + turns(_replay_rows(params)),
     }

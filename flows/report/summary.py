@@ -62,6 +62,9 @@ ROWS = {
     "policy selected": "update {ppo.policy_update} of {ppo.updates}, {ppo.health}",
     "selected policy scaled by": "{ppo.policy_scale:.2f}",
     "policy's KL from SFT, nats": "{evaluate.ppo.kl:.2f}",
+    "KL from the first SFT: policy; champion": (
+        "{evaluate.ppo.kl_anchor:.2f}; {evaluate.champion.kl_anchor:.2f}"
+    ),
     "policy's response length, tokens": "{evaluate.ppo.length:.1f}",
     "win rate against SFT [95%]": _interval("evaluate.win_rate"),
     "win rate against the champion [95%]": (

@@ -1,9 +1,10 @@
-"""The champion that evaluate compares the policy with, as stages/gate/champion.py recorded it.
+"""The champion that evaluate compares the policy with, and the anchor of KL, as
+stages/gate/champion.py recorded them.
 
-champion.json has the hashes of the champion's weights, so that DVC runs evaluate again when they
-change.
+champion.json has the hashes of their weights, so that DVC runs evaluate again when they change.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +31,27 @@ def load_champion(round_: str) -> Champion | None:
     champion_round = recorded["round"]
     if champion_round is None:
         return None
-    for name, recorded_hash in recorded["hashes"].items():
-        if not Path(name).exists() or file_hash(Path(name)) != recorded_hash:
-            raise BadInput(
-                f"{name} is not the version that became champion: run `dvc checkout {name}`, "
-                f"or `dvc repro champion@{round_}`"
-            )
+    _check_hashes(recorded["hashes"], round_)
     sft, ppo = stage_dir(champion_round, "sft"), stage_dir(champion_round, "ppo")
     return Champion(champion_round, sft / "model", ppo / "policy")
+
+
+def anchor_path(round_: str) -> Path:
+    """The SFT model of the first round, which KL is also measured from; in the first round its own.
+
+    Raises:
+        BadInput: its files are not those that champion.json recorded.
+    """
+    path = stage_dir(round_, "champion") / "champion.json"
+    anchor = read_json(path, f"dvc repro champion@{round_}").get("anchor", {})
+    _check_hashes(anchor, round_)
+    return Path(next(iter(anchor), stage_dir(round_, "sft") / "model"))
+
+
+def _check_hashes(hashes: Mapping[str, str], round_: str) -> None:
+    for name, recorded_hash in hashes.items():
+        if not Path(name).exists() or file_hash(Path(name)) != recorded_hash:
+            raise BadInput(
+                f"{name} is not the version in {stage_dir(round_, 'champion')}/champion.json: run "
+                f"`dvc checkout {name}`, or `dvc repro champion@{round_}`"
+            )

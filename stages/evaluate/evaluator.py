@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stages.evaluate.champion import anchor_path
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked
@@ -28,13 +29,15 @@ from stages.lib.metrics.text import repetition_n
 class Sample:
     """One response.
 
-    score: calibrated reward score. kl (from SFT), sft_logprob: nats per sequence. length: tokens.
-    repetition: share of the text's 3-grams that it repeats.
+    score: calibrated reward score. kl (from SFT), kl_anchor (from the first round's SFT),
+    sft_logprob: nats per sequence. length: tokens. repetition: share of the text's 3-grams that it
+    repeats.
     """
 
     text: str
     score: float
     kl: float
+    kl_anchor: float
     sft_logprob: float
     length: int
     ended: bool
@@ -66,6 +69,9 @@ class Evaluator:
         self.people = human.rows
         self.human = human.prompts, human.responses["completion"]
         self.sft = load_causal_lm(self.sft_path, params.model)
+        anchor = anchor_path(round_)
+        same = anchor == self.sft_path
+        self.anchor = self.sft if same else load_causal_lm(anchor, params.model)
         self.reward = load_reward_model(self.reward_path, params.model)
         self.engine = sampling_engine(params.model)
 
@@ -97,14 +103,24 @@ class Evaluator:
             ends=ends,
             temperature=p.ppo.temperature,
         )
+        kl_anchor = scored.kl
+        if self.anchor is not self.sft:
+            kl_anchor = score_responses(
+                model,
+                lambda: nullcontext(self.anchor),
+                self.prompt_ids,
+                responses,
+                ends=ends,
+                temperature=p.ppo.temperature,
+            ).kl
         scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Sample(text, score, kl, logprob, len(tokens), ends.end(tokens), repetition_n(text, 3))
-            for text, score, kl, logprob, tokens in zip(
+            Sample(text, score, *kls, logprob, len(tokens), ends.end(tokens), repetition_n(text, 3))
+            for text, score, kls, logprob, tokens in zip(
                 texts,
                 scores,
-                scored.kl.tolist(),
+                zip(scored.kl.tolist(), kl_anchor.tolist(), strict=True),
                 scored.ref_logprobs.tolist(),
                 responses,
                 strict=True,

@@ -30,6 +30,7 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
     values = {
         "score": [s.score for s in samples],
         "kl": [s.kl for s in samples],
+        "kl_anchor": [s.kl_anchor for s in samples],
         "length": [float(s.length) for s in samples],
         "eos_rate": [float(s.ended) for s in samples],
         "distinct_2": [distinct_n((s.text for s in one_pass), 2) for one_pass in passes],

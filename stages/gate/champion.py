@@ -4,7 +4,8 @@ The champion is the policy of the last earlier round that passed its promotion g
 and was not rolled back (`rondo promote --rollback`). It is computed round by round: the champion
 after a round is that round's own policy, or else the champion before it. Reads the previous round's
 champion.json, metrics and approvals; writes rounds/<round>/champion/champion.json, which
-stages/evaluate/champion.py reads. Loads no model.
+stages/evaluate/champion.py reads. It also records the anchor: the SFT model of the first round,
+from which the KL of all rounds' policies is measured. Loads no model.
 
 Run: `python -m stages.gate.champion --round r1`.
 """
@@ -25,8 +26,21 @@ NO_CHAMPION: Metrics = {"round": None}
 def main(params: Params, round_: str) -> None:
     previous = Path(params.rounds[round_].previous)
     # the first round has a placeholder outside rounds/ as its previous one
-    champion = champion_after(params, previous) if previous.parent == ROUNDS else NO_CHAMPION
-    write_json(stage_dir(round_, "champion") / "champion.json", champion)
+    is_first = previous.parent != ROUNDS
+    champion = NO_CHAMPION if is_first else champion_after(params, previous)
+    anchor = {} if is_first else {"anchor": anchor_of(params, previous)}
+    write_json(stage_dir(round_, "champion") / "champion.json", {**champion, **anchor})
+
+
+def anchor_of(params: Params, previous: Path) -> dict[str, str]:
+    """The SFT model of the first of the rounds before, with its hash."""
+    while previous.name in params.rounds:
+        earlier = Path(params.rounds[previous.name].previous)
+        if earlier.parent != ROUNDS:
+            break
+        previous = earlier
+    sft = previous / "sft/model"
+    return {str(sft): file_hash(sft)}
 
 
 def champion_after(params: Params, previous: Path) -> Metrics:

@@ -204,6 +204,7 @@ def test_the_server_alone_gives_the_champion_and_the_reward_model(
     assert record("first", database, home, *MADE, "evaluate@r0", "gate_promote@r0") == []
     models = models_of(database, "first")
     assert {name: model.status for name, model in models.items()} == dict.fromkeys(ALL, "READY")
+    write_json(stage_dir("r0", "champion") / "champion.json", {"round": None})
     evaluator = Evaluator(params, "r0")
     expected = [
         [sample.text for sample in evaluator.sample(evaluator.load_ppo(), number)]

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from stages.evaluate.__main__ import main
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.params import Params, check_params
+
+MODELS = ("sft", "ppo", "champion")
 
 
 def write_models(round_: str, always: Callable[[str, Path], None], policy: str) -> None:
@@ -55,3 +58,36 @@ def test_each_model_is_the_first_of_its_comparison(
     assert metrics["ppo"]["kl"] == pytest.approx(2 * 80 / 0.5, rel=1e-3)
     assert metrics["ppo"]["kl_per_token"] == pytest.approx(2 * 80 / 0.5 / 4, rel=1e-3)
     assert checkpoints["step_00002"]["kl"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_kl_is_also_measured_from_the_first_rounds_sft(
+    make_round: Callable[[str, float], Params], always: Callable[[str, Path], None]
+) -> None:
+    """r1's policy writes what r0's SFT wrote. Two tokens differ between any two answers: 2 x 80
+    nats, and twice that at temperature 0.5.
+    """
+    make_round("r0", 1.0)
+    params = make_round("r1", 1.0)
+    write_models("r0", always, " was great.")
+    write_models("r1", always, " was nice.")
+    sft, policy = Path("rounds/r0/sft/model"), Path("rounds/r0/ppo/policy")
+    always(" was nice.", sft)
+    recorded = {
+        "round": "r0",
+        "hashes": {str(policy): file_hash(policy)},
+        "anchor": {str(sft): file_hash(sft)},
+    }
+    write_json(Path("rounds/r1/champion/champion.json"), recorded)
+    values = params.model_dump()
+    values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
+    values["ppo"]["temperature"] = 0.5
+    main(check_params(values, "test"), "r1")
+    metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
+    kls = {name: (metrics[name]["kl"], metrics[name]["kl_anchor"]) for name in MODELS}
+    far = pytest.approx(320, rel=1e-3)
+    near = pytest.approx(0, abs=1e-3)
+    assert kls == {"sft": (near, far), "ppo": (far, near), "champion": (far, far)}
+
+    always(" was sad.", sft)
+    with pytest.raises(BadInput, match=r"rounds/r0/sft/model is not the version in rounds/r1/"):
+        main(check_params(values, "test"), "r1")

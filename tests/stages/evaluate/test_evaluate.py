@@ -46,7 +46,7 @@ def sample(
     length: int = 4,
     ended: bool = True,
 ) -> Sample:
-    return Sample(text, score, kl, -2.0 * length, length, ended, repetition=0.5)
+    return Sample(text, score, kl, kl + 1, -2.0 * length, length, ended, repetition=0.5)
 
 
 def test_describe_by_hand():
@@ -56,7 +56,7 @@ def test_describe_by_hand():
     ]
     means = describe(passes)
     assert means["score"] == 1.0
-    assert means["kl"] == 1.5
+    assert (means["kl"], means["kl_anchor"]) == (1.5, 2.5)
     assert means["kl_per_token"] == pytest.approx(6 / 14)
     assert means["eos_rate"] == 0.75 and means["repetition_3"] == 0.5
     assert means["distinct_2"] == pytest.approx((3 / 4 + 1) / 2)  # ab bc bd of 4; xy yx of 2
@@ -220,7 +220,7 @@ def test_a_round_and_its_champion(make_round):
     check_samples_and_curve(r1)
 
     shutil.copytree("rounds/r0/ppo/checkpoints/step_00002", policy, dirs_exist_ok=True)
-    message = r"rounds/r0/ppo/policy is not the version that became champion: run `dvc checkout"
+    message = r"rounds/r0/ppo/policy is not the version in rounds/r1/champion/champion\.json: run"
     with pytest.raises(BadInput, match=message):
         main(params, "r1")
 

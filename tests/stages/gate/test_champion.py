@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.evaluate.champion import load_champion
+from stages.evaluate.champion import anchor_path, load_champion
 from stages.gate.approvals import Approval, Rollback, rollback_path, write_approval
 from stages.gate.champion import main
 from stages.lib.core.errors import BadInput
@@ -61,6 +61,13 @@ def test_the_last_policy_that_passed_is_champion() -> None:
         write_round(name, low)
     assert champions() == [None, "r0", "r0", "r2", "r2"]
     assert load_champion("r3") == ("r2", Path("rounds/r2/sft/model"), Path("rounds/r2/ppo/policy"))
+    # whoever is champion, KL is measured from the first round's SFT
+    anchors = [anchor_path(f"r{number}") for number in range(5)]
+    assert anchors == [Path("rounds/r0/sft/model")] * 5
+    write_text(Path("rounds/r0/sft/model/model.bin"), "another")
+    assert anchor_path("r0") == anchors[0]
+    with pytest.raises(BadInput, match=r"rounds/r0/sft/model is not the version in rounds/r4/"):
+        anchor_path("r4")
 
 
 def decide(round_: str, approved: bool, reason: str) -> None:
@@ -111,7 +118,7 @@ def test_files_that_are_not_those_of_the_champion() -> None:
     assert champions(number=2) == [None, "r0"]
     write_text(Path("rounds/r0/sft/model/model.bin"), "another")
     message = (
-        r"rounds/r0/sft/model is not the version that became champion: "
+        r"rounds/r0/sft/model is not the version in rounds/r1/champion/champion\.json: "
         r"run `dvc checkout rounds/r0/sft/model`"
     )
     with pytest.raises(BadInput, match=message):
