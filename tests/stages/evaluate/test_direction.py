@@ -79,11 +79,15 @@ def test_kl_is_also_measured_from_the_first_rounds_sft(
         "anchor": {str(sft): file_hash(sft)},
     }
     write_json(Path("rounds/r1/champion/champion.json"), recorded)
+    # a policy that is SFT would be a second point of the curve at update 0
+    write_json(Path("rounds/r1/ppo/metrics.json"), {"policy_update": 0, "policy_scale": 1.0})
     values = params.model_dump()
     values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
     values["ppo"]["temperature"] = 0.5
     main(check_params(values, "test"), "r1")
     metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
+    curve = Path("rounds/r1/evaluate/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in curve] == [0, 2, 4]
     kls = {name: (metrics[name]["kl"], metrics[name]["kl_anchor"]) for name in MODELS}
     far = pytest.approx(320, rel=1e-3)
     near = pytest.approx(0, abs=1e-3)
