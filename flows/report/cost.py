@@ -120,7 +120,8 @@ def evaluation_tokens(results: RoundResults) -> Amount:
     # If the policy is not scaled, the checkpoint of its update has its weights: evaluate reuses its
     # responses
     ppo = results.metrics["ppo"]
-    reused = f"step_{ppo.get('policy_update', 0) if ppo.get('policy_scale', 1) == 1 else 0:05d}"
+    is_scaled = ppo.get("policy_scale", 1) != 1
+    reused = "" if is_scaled else f"step_{ppo.get('policy_update', 0):05d}"
     tokens_per_prompt = [
         metrics[name]["length"] * config["samples_per_prompt"]
         for name in EVALUATED_MODELS

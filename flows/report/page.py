@@ -107,19 +107,20 @@ def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:
     if not curve:
         return []
     order = sorted(range(len(curve["kl"])), key=lambda index: curve["kl"][index])
-    names = ("kl", "judge_score", "score", "distinct_2", "judge_score_low", "judge_score_high")
-    # rounds of older versions have no intervals
-    kl, judge, reward, distinct, *interval = (
-        [curve[name][index] for index in order] for name in names if name in curve
-    )
-    judge_label = "primary judge, with its 95% interval" if interval else "primary judge"
+
+    def column(name: str) -> list[float]:
+        return [curve[name][index] for index in order]
+
+    kl, judge_label, intervals = column("kl"), "primary judge", {}
+    if "judge_score_low" in curve:  # not in rounds of older versions
+        judge_label += ", with its 95% interval"
+        intervals = {judge_label: (column("judge_score_low"), column("judge_score_high"))}
     series = {
-        judge_label: (kl, judge),
-        f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in reward]),
-        "distinct-2": (kl, distinct),
+        judge_label: (kl, column("judge_score")),
+        f"reward model / {REWARD_SCALE}": (kl, [value / REWARD_SCALE for value in column("score")]),
+        "distinct-2": (kl, column("distinct_2")),
     }
     title = "Judge score and reward score, SFT to the policy"
-    intervals = {judge_label: (interval[0], interval[1])} if interval else {}
     return [
         charts.lines(title, series, "KL, nats per sequence", "", dots=True, intervals=intervals)
     ]

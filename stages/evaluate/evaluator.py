@@ -94,33 +94,39 @@ class Evaluator:
         responses = sample_responses(
             model, self.tokenizer, self.prompt_ids, p.ppo, generator, self.engine
         )
-        scored = score_responses(
-            None if model is self.sft else model,  # None: KL 0, without a second forward pass
-            lambda: nullcontext(self.sft),
-            self.prompt_ids,
-            responses,
-            reward_model=self.reward,
+        score_samples = partial(
+            score_responses,
+            prompt_ids=self.prompt_ids,
+            response_ids=responses,
             ends=ends,
             temperature=p.ppo.temperature,
         )
-        kl_anchor = scored.kl
+        scored = score_samples(
+            None if model is self.sft else model,  # None: KL 0, without a second forward pass
+            lambda: nullcontext(self.sft),
+            reward_model=self.reward,
+        )
+        from_anchor = scored
         if self.anchor is not self.sft:
-            kl_anchor = score_responses(
-                model,
-                lambda: nullcontext(self.anchor),
-                self.prompt_ids,
-                responses,
-                ends=ends,
-                temperature=p.ppo.temperature,
-            ).kl
+            from_anchor = score_samples(model, lambda: nullcontext(self.anchor))
         scores = calibrate_scores(scored.scores, self.reward).tolist()
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         return [
-            Sample(text, score, *kls, logprob, len(tokens), ends.end(tokens), repetition_n(text, 3))
-            for text, score, kls, logprob, tokens in zip(
+            Sample(
+                text,
+                score,
+                kl,
+                kl_anchor,
+                logprob,
+                len(tokens),
+                ends.end(tokens),
+                repetition_n(text, 3),
+            )
+            for text, score, kl, kl_anchor, logprob, tokens in zip(
                 texts,
                 scores,
-                zip(scored.kl.tolist(), kl_anchor.tolist(), strict=True),
+                scored.kl.tolist(),
+                from_anchor.kl.tolist(),
                 scored.ref_logprobs.tolist(),
                 responses,
                 strict=True,

@@ -34,11 +34,8 @@ def main(params: Params, round_: str) -> None:
 
 def anchor_of(params: Params, previous: Path) -> dict[str, str]:
     """The SFT model of the first of the rounds before, with its hash."""
-    while previous.name in params.rounds:
-        earlier = Path(params.rounds[previous.name].previous)
-        if earlier.parent != ROUNDS:
-            break
-        previous = earlier
+    while (entry := params.rounds.get(previous.name)) and Path(entry.previous).parent == ROUNDS:
+        previous = Path(entry.previous)
     sft = previous / "sft/model"
     return {str(sft): file_hash(sft)}
 

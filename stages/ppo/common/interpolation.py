@@ -1,8 +1,8 @@
 """Policies between the reference and a trained policy, on the line through their weights.
 
-Linear interpolation towards the initialisation (LITI) of Ramé et al. 2024 (WARP, arXiv 2406.16768):
-at the same KL, a policy that was trained for longer and is scaled back is better than an earlier
-one (docs/log.md).
+Linear interpolation towards the initialisation (LITI) of Ramé et al. 2024 (WARP, arXiv
+2406.16768): at the same KL, a policy that was trained for longer and is scaled back is better than
+an earlier one (docs/log.md).
 """
 
 import math
@@ -42,7 +42,7 @@ def interpolate(
     with reference() as model:
         start = dict(model.named_parameters())
         for name, parameter in trainable_named(policy):
-            parameter.copy_(start[name].to(parameter.dtype).lerp(trained[name], scale))
+            parameter.copy_(start[name].lerp(trained[name], scale))
 
 
 def scale_for_kl(measured: Sequence[tuple[float, float]], target: float) -> float:

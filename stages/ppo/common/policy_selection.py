@@ -31,17 +31,6 @@ from stages.ppo.common.interpolation import distance, interpolate, scale_for_kl
 
 SCALE_TOLERANCE = 0.02  # 3% of the KL: less than its standard error on 64 prompts
 MAX_SCALED = 4  # scaled policies that are validated, at most
-# of each validation in metrics.json
-CURVE = [
-    "update",
-    "scale",
-    "kl",
-    "kl_per_token",
-    "kl_per_token_se",
-    "judge_score",
-    "gain",
-    "gain_error",
-]
 
 
 class TrainablePolicy(Protocol):
@@ -95,6 +84,13 @@ class Validation(NamedTuple):
             "validation_kl_per_token": self.kl_per_token,
             "validation_kl_per_token_se": self.kl_per_token_se,
         }
+
+    @property
+    def curve_point(self) -> dict[str, float]:
+        """All but the scores of single prompts."""
+        values = self._asdict() | {"judge_score": self.judge_score}
+        del values["judge_scores"]
+        return values
 
 
 NO_VALIDATION = Validation(0, 1.0, (math.nan,), *[math.nan] * 5)
@@ -219,13 +215,12 @@ class PolicySelector:
             temperature=p.temperature,
         )
         prompts = [row["prompt"] for row, _ in self.prompts]
-        reference_texts = self.first_texts or texts
-        scores = tuple(self.judge.scores_against(prompts, texts, reference_texts))
-        gain = paired_gain(scores, self.first.judge_scores if self.first_texts else scores)
+        self.first_texts = self.first_texts or texts
+        scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
+        gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
         kls = response_scores.kl.tolist()
         kl_per_token = ratio_of_sums(kls, [len(response) for response in responses])
         validation = Validation(update, scale, scores, fmean(kls), *kl_per_token, *gain)
-        self.first_texts = self.first_texts or texts
         self.history.append(validation)
         return validation
 
@@ -238,7 +233,7 @@ class PolicySelector:
             "judge": self.judge.name,
             "validation_judge_score_before": self.first.judge_score,
             **self.best.metrics,
-            "validations": [{name: getattr(one, name) for name in CURVE} for one in self.history],
+            "validations": [validation.curve_point for validation in self.history],
         }
 
     def describe(self) -> str:
