@@ -282,7 +282,8 @@ class PpoParams(ParamsSection):
         if scales and self.target_kl_per_token > self.max_kl_per_token:
             raise ValueError(
                 f"target_kl_per_token {self.target_kl_per_token} is above max_kl_per_token "
-                f"{self.max_kl_per_token}, the budget of the selected policy: lower it"
+                f"{self.max_kl_per_token}, the budget of the selected policy: lower it, or raise "
+                "the budget (and gates.promote.max_kl_per_token, if it is less)"
             )
         names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):
