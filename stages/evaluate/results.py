@@ -37,7 +37,6 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
         "repetition_3": [s.repetition for s in samples],
     }
     means = {name: sum(column) / len(column) for name, column in values.items()}
-    means["kl_per_token"] = means["kl"] / means["length"]
     means["nll"] = -sum(s.sft_logprob for s in samples) / sum(s.length for s in samples)
     return means
 
@@ -100,6 +99,8 @@ class ModelResults:
         with progress(f"responses of {name}"):
             passes = self.samples[name] = self.evaluator.sample_all(model, samples)
         metrics = self.metrics[name] = describe(passes)
+        # over the length of SFT's responses, which is the first model
+        metrics["kl_per_token"] = metrics["kl"] / self.metrics.get("sft", metrics)["length"]
         if name in ("base", "sft"):
             loss = self.losses["loss_before" if name == "base" else "loss_after"]
             metrics["ppl_human"] = math.exp(loss)

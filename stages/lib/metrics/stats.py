@@ -73,20 +73,14 @@ def paired_bootstrap(
     return mean, float(low), float(high)
 
 
-def ratio_of_sums(
-    numerators: Sequence[float], denominators: Sequence[float]
-) -> tuple[float, float]:
-    """Sum of the numerators over the sum of the denominators, with its standard error over the
-    pairs (Cochran 1977, eq. 2.39); the error of one pair is 0.
+def mean_with_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error, which is 0 for a single value.
 
-    >>> ratio_of_sums([1.0, 3.0], [2.0, 2.0])
-    (1.0, 0.5)
+    >>> mean_with_error([1.0, 3.0])
+    (2.0, 1.0)
     """
-    x, y = np.array(numerators, dtype=float), np.array(denominators, dtype=float)
-    ratio, n = float(x.sum() / y.sum()), len(x)
-    if n < 2:
-        return ratio, 0.0
-    return ratio, float(np.sqrt(((x - ratio * y) ** 2).sum() * n / (n - 1)) / y.sum())
+    error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return float(np.mean(values)), float(error)
 
 
 def prompts_needed(prompts: int, rate: float, low: float, high: float) -> int | None:

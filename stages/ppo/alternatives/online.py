@@ -72,7 +72,7 @@ class OnlineCallback(PolicyCallback):
     def describe(self) -> dict[str, float]:
         rows = self.scored.rows
         rewards = [row["reward"] for row in rows]
-        metrics = describe_rows(rows) | {
+        metrics = describe_rows(rows, self.selector.first.length) | {
             "reward_mean": fmean(rewards),
             "reward_std": pstdev(rewards),
         }

@@ -123,7 +123,7 @@ def summary(callback: PolicyCallback, rows: list[RolloutRow]) -> Metrics:
     """The metrics of the kept policy, with means over its rollout `rows`."""
     kept = callback.selector.best
     return {
-        **describe_rows(rows),
+        **describe_rows(rows, callback.selector.first.length),
         "score_mean_first": fmean(row["score"] for row in callback.initial_rows),
         "updates": callback.updates,
         "stopped": callback.monitor.stopped or "completed",

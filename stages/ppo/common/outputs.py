@@ -10,7 +10,7 @@ from typing import cast
 from torch import Tensor
 
 from stages.lib.core.rows import PromptRow, RolloutRow
-from stages.lib.metrics.stats import pearson, ratio_of_sums
+from stages.lib.metrics.stats import pearson
 from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
 
 ENDING_TOKENS = 2
@@ -84,14 +84,16 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def describe_rows(rows: list[RolloutRow]) -> dict[str, float]:
-    """Means over rollout rows, and the metrics of their texts."""
-    kls, lengths = [row["kl"] for row in rows], [row["length"] for row in rows]
+def describe_rows(rows: list[RolloutRow], sft_length: float) -> dict[str, float]:
+    """Means over rollout rows, and the metrics of their texts; sft_length: mean tokens of SFT's
+    responses.
+    """
+    kl = fmean(row["kl"] for row in rows)
     return {
         "score_mean": fmean(row["score"] for row in rows),
-        "kl": fmean(kls),
-        "kl_per_token": ratio_of_sums(kls, lengths)[0],
-        "response_length": fmean(lengths),
+        "kl": kl,
+        "kl_per_token": kl / sft_length,
+        "response_length": fmean(row["length"] for row in rows),
         "eos_rate": fmean(row["finish_reason"] == "stop" for row in rows),
         **describe_texts(rows),
     }

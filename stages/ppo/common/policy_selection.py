@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
-from stages.lib.metrics.stats import ratio_of_sums
+from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET
 from stages.ppo.common.interpolation import distance, interpolate, scale_for_kl
@@ -55,7 +55,8 @@ class Validation(NamedTuple):
 
     scale: of the trained policy's distance from the reference; 1 is that policy. judge_scores: (P,)
     by the primary judge; if it only compares, against the first validated policy, which is SFT.
-    kl: mean from the reference, nats per sequence. kl_per_token: nats, with its standard error.
+    kl: mean from the reference, nats per response. length: mean tokens of the responses.
+    kl_per_token: kl over the length of SFT's responses, with its standard error.
     gain: mean of the judge scores less those of the first validated policy; gain_error: its
     standard error.
     """
@@ -66,6 +67,7 @@ class Validation(NamedTuple):
     kl: float
     kl_per_token: float
     kl_per_token_se: float
+    length: float
     gain: float
     gain_error: float
 
@@ -93,7 +95,7 @@ class Validation(NamedTuple):
         return values
 
 
-NO_VALIDATION = Validation(0, 1.0, (math.nan,), *[math.nan] * 5)
+NO_VALIDATION = Validation(0, 1.0, (math.nan,), *[math.nan] * 6)
 
 
 def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, float]:
@@ -102,8 +104,7 @@ def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, floa
     >>> paired_gain([1.0, 0.5], [0.0, 0.5])
     (0.5, 0.5)
     """
-    gains = [a - b for a, b in zip(new, old, strict=True)]
-    return fmean(gains), stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return mean_with_error([a - b for a, b in zip(new, old, strict=True)])
 
 
 @dataclass
@@ -218,9 +219,12 @@ class PolicySelector:
         self.first_texts = self.first_texts or texts
         scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
         gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
-        kls = response_scores.kl.tolist()
-        kl_per_token = ratio_of_sums(kls, [len(response) for response in responses])
-        validation = Validation(update, scale, scores, fmean(kls), *kl_per_token, *gain)
+        length = fmean(len(response) for response in responses)
+        kl, error = mean_with_error(response_scores.kl.tolist())
+        sft_length = self.first.length if self.history else length
+        validation = Validation(
+            update, scale, scores, kl, kl / sft_length, error / sft_length, length, *gain
+        )
         self.history.append(validation)
         return validation
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import TokenIds
-from stages.lib.metrics.stats import ratio_of_sums
+from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.trainer import functional as F
 
 
@@ -118,12 +118,13 @@ def concat_padded(parts: list[Any]) -> Any:
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
-def describe(rollout: Rollout) -> dict[str, float]:
-    """Metrics of a rollout: scores, KL (nats per sequence; nats per token with its standard error),
-    entropy (nats per token), length (tokens), critic.
+def describe(rollout: Rollout, sft_length: float) -> dict[str, float]:
+    """Metrics of a rollout: scores, KL (nats per response, and over the length of SFT's responses,
+    `sft_length` tokens, with its standard error), entropy (nats per token), length (tokens),
+    critic.
     """
     lengths = rollout.mask.sum(1).tolist()
-    kl_per_token, kl_per_token_se = ratio_of_sums(rollout.sequence_kl.tolist(), lengths)
+    kl, kl_error = mean_with_error(rollout.sequence_kl.tolist())
     parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
     if parts:
         parts["reward_failed_share"] = rollout.failed_share
@@ -137,9 +138,9 @@ def describe(rollout: Rollout) -> dict[str, float]:
             "score_std": float(rollout.calibrated.std()),
             "reward_mean": float(rollout.scores.mean()),
             "reward_std": float(rollout.scores.std()),
-            "kl": float(rollout.sequence_kl.mean()),
-            "kl_per_token": kl_per_token,
-            "kl_per_token_se": kl_per_token_se,
+            "kl": kl,
+            "kl_per_token": kl / sft_length,
+            "kl_per_token_se": kl_error / sft_length,
             "entropy": float(F.masked_mean(rollout.entropies, rollout.mask)),
             "response_length": fmean(lengths),
             "eos_rate": float(rollout.ended.float().mean()),

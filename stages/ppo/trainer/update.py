@@ -1,6 +1,7 @@
 """One PPO update: sample prompts, generate, score, reference KL, advantages, update."""
 
 from collections.abc import Iterator
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class PpoTrainer:
         self.generator = torch.Generator().manual_seed(seed)
         self.order: list[int] = []  # indices of the prompts that come next
         self.updates = 0
+        # mean tokens of SFT's responses; if a validation has not set it, of the first rollout's
+        self.sft_length = 0.0
         # the rollout's own forward pass with gradients, until the first optimizer step has used it
         self.rollout_pass: RolloutPass | None = None
         self.kl_controller = F.AdaptiveKLController(
@@ -77,7 +80,8 @@ class PpoTrainer:
         # 2. generate, 3. score, 4. reference KL, 5. advantages
         rollout = self.rollout(batch)
         self.check_rollout(rollout)
-        metrics = describe(rollout) | {"kl_coef": self.kl_controller.kl_coef}
+        self.sft_length = self.sft_length or fmean(map(len, rollout.responses))
+        metrics = describe(rollout, self.sft_length) | {"kl_coef": self.kl_controller.kl_coef}
         # 6. update
         metrics |= self.optimize(rollout)
         self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))
@@ -359,6 +363,7 @@ class PpoTrainer:
         """Everything that the next update depends on, for `load_state`."""
         return {
             "updates": self.updates,
+            "sft_length": self.sft_length,
             "order": self.order,
             "kl_coef": self.kl_controller.kl_coef,
             "optimizers": [optimizer.state() for optimizer in self.optimizers],
@@ -369,6 +374,7 @@ class PpoTrainer:
 
     def load_state(self, state: StateDict) -> None:
         self.updates, self.order = state["updates"], state["order"]
+        self.sft_length = state["sft_length"]
         self.kl_controller.kl_coef = state["kl_coef"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state(saved)

@@ -248,7 +248,7 @@ def test_ppo_measures_its_health_metrics() -> None:
         "judge_score": 0.5,
     }
     # entropy comes from the tensors of the rollout, not from its rows
-    assert set(HEALTH) - {"entropy"} <= describe_rows([row]).keys()
+    assert set(HEALTH) - {"entropy"} <= describe_rows([row], 2.0).keys()
 
 
 def test_steps_without_a_clock_get_the_current_time(project: Path) -> None:

@@ -57,7 +57,6 @@ def test_describe_by_hand():
     means = describe(passes)
     assert means["score"] == 1.0
     assert (means["kl"], means["kl_anchor"]) == (1.5, 2.5)
-    assert means["kl_per_token"] == pytest.approx(6 / 14)
     assert means["eos_rate"] == 0.75 and means["repetition_3"] == 0.5
     assert means["distinct_2"] == pytest.approx((3 / 4 + 1) / 2)  # ab bc bd of 4; xy yx of 2
     assert means["nll"] == pytest.approx(2.0)

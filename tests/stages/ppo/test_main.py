@@ -101,6 +101,27 @@ def test_the_last_policy_is_scaled_to_the_target_kl_saved_and_evaluated(make_rou
     assert 0.0 == points[0][2] < points[1][2] < points[2][2]
 
 
+def test_kl_per_token_is_over_the_length_of_sfts_responses(make_round):
+    params = with_ppo(
+        make_round("r0", 1.0), response_length=200, learning_rate=0.1, max_kl_per_token=100
+    )
+    folder = Path("rounds/r0")
+    shutil.rmtree(folder / "ppo")
+    main(params, "r0")
+    metrics = json.loads((folder / "ppo/metrics.json").read_text())
+    rollouts = [json.loads(one) for one in (folder / "ppo/metrics.jsonl").read_text().splitlines()]
+    sft = metrics["validations"][0]
+    for row in [*rollouts, *metrics["validations"]]:
+        assert row["kl_per_token"] == pytest.approx(row["kl"] / sft["length"])
+    assert metrics["validations"][-1]["length"] != sft["length"] > 0
+    evaluate(params, "r0")
+    evaluated = json.loads((folder / "evaluate/metrics.json").read_text())
+    policies = [evaluated["ppo"], *evaluated["checkpoints"].values()]
+    for row in policies:
+        assert row["kl_per_token"] == pytest.approx(row["kl"] / evaluated["sft"]["length"])
+    assert any(row["length"] != evaluated["sft"]["length"] for row in policies)
+
+
 def test_held_out_prompts_are_never_trained_on_even_if_replay_repeats_them():
     rows = [{"id": f"{n}{copy}", "prompt": f"Prompt {n}"} for n in range(20) for copy in "ab"]
     train, held_out = hold_out_prompts(rows, with_ppo(Params(), validation_prompts=6))

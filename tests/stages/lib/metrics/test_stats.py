@@ -9,11 +9,11 @@ from scipy import stats
 from stages.lib.metrics.stats import (
     calibration,
     connected_groups,
+    mean_with_error,
     paired_bootstrap,
     partial_correlation,
     pearson,
     prompts_needed,
-    ratio_of_sums,
     wilson_interval,
 )
 
@@ -88,13 +88,10 @@ def test_no_number_of_prompts_if_decided_or_at_one_half(rate: float, low: float,
     assert prompts_needed(100, rate, low, high) is None
 
 
-def test_ratio_of_sums_by_hand():
-    # residuals 2 - 0.6 * 4 and 1 - 0.6 * 1: -0.4 and 0.4; sqrt(0.32 * 2 / 1) / 5
-    assert ratio_of_sums([2.0, 1.0], [4.0, 1.0]) == pytest.approx((0.6, 0.16))
-    assert ratio_of_sums([3.0], [2.0]) == (1.5, 0.0)
-    # of equal denominators: the standard error of the mean
+def test_mean_with_error():
     values = [1.0, 2.0, 4.0, 3.0]
-    assert ratio_of_sums(values, [1.0] * 4) == pytest.approx((2.5, stats.sem(values)))
+    assert mean_with_error(values) == pytest.approx((2.5, stats.sem(values)))
+    assert mean_with_error([1.5]) == (1.5, 0.0)
 
 
 def test_calibration_by_hand():

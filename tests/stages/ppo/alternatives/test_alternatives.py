@@ -149,9 +149,9 @@ def test_a_danger_stops_the_run_and_names_what_to_change(make_params, algorithm)
 
 
 def test_a_warning_if_sft_is_kept():
-    [finding] = no_gain_finding(Validation(0, 1.0, (0.1,), *[0.0] * 5))
+    [finding] = no_gain_finding(Validation(0, 1.0, (0.1,), *[0.0] * 6))
     assert (finding.sign, finding.verdict) == ("nothing gained", "warn")
-    assert no_gain_finding(Validation(4, 1.0, (0.1,), 2.0, 0.1, 0.0, 0.0, 0.0)) == []
+    assert no_gain_finding(Validation(4, 1.0, (0.1,), 2.0, 0.1, *[0.0] * 4)) == []
 
 
 def test_a_run_that_diverges_is_stopped(make_params):

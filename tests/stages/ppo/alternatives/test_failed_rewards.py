@@ -15,6 +15,7 @@ from stages.ppo.alternatives.best_of_n import choose
 from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.alternatives.run import load
 from stages.ppo.common import reward_server
+from stages.ppo.common.policy_selection import PolicySelector
 from tests.stages.ppo.servers import length_server
 
 KINDS = {"rloo": rloo, "grpo": grpo}
@@ -51,7 +52,11 @@ def test_the_others_of_a_group_are_compared_without_a_failed_one(
     context = load(params, "r0")
     trainer = KINDS[algorithm].make_trainer(context)
     callback = trainer.policy_callback
-    callback.trained_policy = TrainedPolicy(trainer.model, context)
+    policy = callback.trained_policy = TrainedPolicy(trainer.model, context)
+    callback.selector = PolicySelector(
+        policy, context.held_out, context.judge, context.params.ppo, seed=0
+    )
+    sft_length = callback.selector.validate(0).length
     batch = [trainer.train_dataset[index] for index in (0, 0, 0, 0, 1, 1, 1, 1)]
     trainer.model.train()
     with padding_free(trainer.model):
@@ -63,6 +68,7 @@ def test_the_others_of_a_group_are_compared_without_a_failed_one(
     metrics = callback.describe()
     assert metrics["reward_failed_share"] == 0.125
     assert metrics["reward_mean"] == pytest.approx(17 / 7)
+    assert metrics["kl_per_token"] == metrics["kl"] / sft_length
 
 
 def test_best_of_n_chooses_among_the_others(make_params, write_function, capsys):

@@ -10,7 +10,7 @@ from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.ppo.common.health import KL_ABOVE_BUDGET
 from stages.ppo.common.interpolation import MAX_SCALE
-from stages.ppo.common.policy_selection import PolicySelector
+from stages.ppo.common.policy_selection import MAX_SCALED, PolicySelector
 from stages.ppo.trainer.roles import Roles
 from tests.stages.judges import LongerWins
 
@@ -242,7 +242,7 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
     selected = selector.select(1, "")
     assert selected.update == 1 and selected.scale < 0.9
     assert abs(selected.kl_per_token - TARGET) < 0.2 * TARGET
-    assert selected == selector.history[-1] and len(selector.history) <= 5
+    assert selected == selector.history[-1] and len(selector.history) <= 2 + MAX_SCALED
     # what is selected is what was validated
     again = selector.measure(1, selected.scale)
     assert again == selected

@@ -97,7 +97,7 @@ def test_entropy_is_a_mean_over_response_tokens(step):
     """
     rollout, vocabulary = step.rollout, step.logits.shape[1]
     entropies = scipy_entropy(step.logits.softmax(-1).numpy(), axis=1)
-    assert describe(rollout)["entropy"] == pytest.approx(entropies.mean(), rel=1e-4)
+    assert describe(rollout, 1.0)["entropy"] == pytest.approx(entropies.mean(), rel=1e-4)
     for columns in (0, 10):
         mask = torch.nn.functional.pad(rollout.mask, (0, columns))
         logits = torch.zeros(*mask.shape, vocabulary).masked_scatter(mask[..., None], step.logits)

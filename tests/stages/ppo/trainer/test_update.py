@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from stages.lib.core.errors import Diverged, RondoError
@@ -103,7 +104,9 @@ def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(make_roles):
 
 
 def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
-    """The rule has kl / target - 1 and the share of the horizon; here it doubles beta."""
+    """The first rollout is SFT's, and its length counts. The rule has kl / target - 1 and the share
+    of the horizon; here it doubles beta.
+    """
     params = PpoParams(
         **(SETTINGS | {"kl_control": "adaptive", "kl_horizon": 64, "total_episodes": 96}),
         kl_coef=0.1,
@@ -112,12 +115,15 @@ def test_beta_follows_the_kl_per_token_of_the_rollout(roles):
     prompts = [({"id": str(i), "prompt": str(i)}, [5 + i % 20, 6]) for i in range(64)]
     trainer, calls = PpoTrainer(roles, prompts, params, seed=0), []
     trainer.kl_controller.rule = lambda *arguments: calls.append(arguments) or 2.0
-    metrics = []
+    metrics, sft_length = [], None
     for _ in range(3):
         rollout, row = trainer.step()
-        kl, tokens = rollout.sequence_kl.sum().item(), sum(map(len, rollout.responses))
-        assert row["kl_per_token"] == pytest.approx(kl / tokens)
+        sft_length = sft_length or sum(map(len, rollout.responses)) / 32
+        kls = rollout.sequence_kl.numpy()
+        assert row["kl_per_token"] == pytest.approx(kls.mean() / sft_length)
+        assert row["kl_per_token_se"] == pytest.approx(stats.sem(kls) / sft_length)
         metrics.append(row)
+    assert row["response_length"] != pytest.approx(sft_length)
     assert calls == [(row["kl_per_token"] / 0.5 - 1, 0.5) for row in metrics]
     assert [row["kl_coef"] for row in metrics] == [0.1, 0.2, 0.4]
     assert metrics[-1]["kl_per_token"] > 0 and metrics[-1]["kl"] > metrics[-1]["kl_per_token"]
