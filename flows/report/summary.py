@@ -37,6 +37,7 @@ STAGES = (
 )
 NOT_COMPARABLE = "†"  # marks a row of another evaluation than the first, †† of a third one
 CHAMPION = "evaluate.win_rate_champion_low"
+EQUAL_KL = "win_rate_champion_equal_kl"
 GATES = {"sft": "SFT", "reward": "the reward model", "promote": "{algorithm}"}
 
 
@@ -70,6 +71,7 @@ ROWS = {
     "win rate against the champion [95%]": (
         "{evaluate.champion_round}: " + _interval("evaluate.win_rate_champion")
     ),
+    "win rate against the champion at equal KL [95%]": _interval(f"evaluate.{EQUAL_KL}"),
     "prompts needed to decide the win rate": "{evaluate.win_rate_prompts_needed}",
     "judge score, SFT -> policy": (
         "{evaluate.sft.judge_score:.2f} -> {evaluate.ppo.judge_score:.2f}"
@@ -228,8 +230,21 @@ def verdict_lines(rounds: list[str]) -> list[str]:
             text = "no gate stopped the run" if not_passed else "all gates passed"
         else:
             text = f"has not reached the {next(g for g in GATES if g not in results)} gate"
-        lines.append(f"{name}: {text}{not_passed}")
+        lines.append(f"{name}: {text}{not_passed}{effect(name)}")
     return lines
+
+
+def effect(round_: str) -> str:
+    """Whether a round made a better policy than the champion at equal KL; empty if unknown."""
+    metrics = read_metrics(stage_dir(round_, "evaluate"))
+    low, high = (metrics.get(f"{EQUAL_KL}_{end}") for end in ("low", "high"))
+    if low is None or high is None:
+        return ""
+    verdict = "helped" if low > 0.5 else "hurt" if high < 0.5 else "no difference shown"
+    needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
+    prompts = f" (about {needed} prompts would decide)" if needed else ""
+    champion = metrics["champion_round"]
+    return f"; at equal KL, the round against {champion}: {verdict}{prompts}"
 
 
 def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:

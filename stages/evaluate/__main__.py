@@ -20,6 +20,7 @@ from typing import Any
 
 from stages.evaluate.champion import load_champion
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
+from stages.evaluate.equal_kl import WIN_RATE, compare_at_equal_kl
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
 from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
@@ -42,7 +43,7 @@ from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
 # the values if there is no champion
 NO_CHAMPION = dict.fromkeys(
-    ("win_rate_champion", "win_rate_champion_low", "win_rate_champion_high")
+    f"{name}{end}" for name in ("win_rate_champion", WIN_RATE) for end in ("", "_low", "_high")
 )
 CURVE = (
     *("kl", "kl_per_token", "judge_score", "judge_score_low", "judge_score_high"),
@@ -110,6 +111,7 @@ def main(params: Params, round_: str) -> None:
         comparisons |= win_rate_with_prompts_needed(
             "win_rate_champion", win_rate, prompts, recorder.label
         )
+        comparisons |= compare_at_equal_kl(results, champion)
 
     # 6. write
     for point in sorted(curve, key=lambda point: (point["step"], point["scale"])):
@@ -151,7 +153,7 @@ def curve_point(
     update: int, metrics: dict[str, float], win_rate: float, scale: float = 1.0
 ) -> dict[str, float]:
     """A policy on the curve of reward score and judges against KL; scale: of the update's policy,
-    towards SFT (stages/ppo/common/interpolation.py).
+    towards SFT (stages/lib/lm/interpolation.py).
     """
     return {name: metrics[name] for name in CURVE} | {
         "step": update,

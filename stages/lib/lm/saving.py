@@ -90,6 +90,16 @@ def trainable_state_dict(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in trainable_named(model)}
 
 
+def policy_weights(model: Any) -> dict[str, Tensor]:
+    """Copies of a policy's adapter, or of all weights if it has none, by name."""
+    adapter_only = hasattr(model, "peft_config")
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if "lora_" in name or not adapter_only
+    }
+
+
 @torch.no_grad()
 def load_trainable(model: Any, weights: dict[str, Tensor]) -> None:
     """Copy weights, by name, into the model's trainable parameters."""

@@ -22,15 +22,12 @@ from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
+from stages.lib.lm.interpolation import interpolate, search_scale
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET
-from stages.ppo.common.interpolation import distance, interpolate, scale_for_kl
-
-SCALE_TOLERANCE = 0.02  # 3% of the KL: less than its standard error on 64 prompts
-MAX_SCALED = 4  # scaled policies that are validated, at most
 
 
 class TrainablePolicy(Protocol):
@@ -176,22 +173,21 @@ class PolicySelector:
         return self.best
 
     def _scale_to_target(self, update: int) -> None:
-        """Validate scaled policies until the estimated scale is that of the last one, and keep it;
-        unless the best one so far has a smaller KL and is better.
+        """Validate policies with other scales and keep the last one, whose KL is the target, unless
+        the best policy so far has a smaller KL and is better.
         """
         trained = self._copy_of_weights()
-        last = self.history[-1]
-        scaled = [last if last.update == update else self.measure(update)]
-        while len(scaled) <= MAX_SCALED:
-            points = [(one.scale, max(one.kl_per_token, 1e-8)) for one in scaled]
-            scale = scale_for_kl(points, self.params.target_kl_per_token)
-            if distance(scale, scaled[-1].scale) <= SCALE_TOLERANCE:
-                break
+
+        def measure_kl(scale: float) -> float:
             interpolate(self.roles.policy, self.roles.reference, trained, scale)
-            scaled.append(self.measure(update, scale))
-        smaller = self.best.kl_per_token < scaled[-1].kl_per_token
-        if not (smaller and self.is_better(self.best, scaled[-1])):
-            self.best, self.weights = scaled[-1], self._copy_of_weights()
+            return self.measure(update, scale).kl_per_token
+
+        last = self.history[-1]
+        trained_kl = (last if last.update == update else self.measure(update)).kl_per_token
+        search_scale(measure_kl, trained_kl, self.params.target_kl_per_token)
+        scaled = self.history[-1]
+        if self.best.kl_per_token >= scaled.kl_per_token or not self.is_better(self.best, scaled):
+            self.best, self.weights = scaled, self._copy_of_weights()
 
     def _copy_of_weights(self) -> dict[str, Tensor]:
         """Cloned, since the next update changes the weights in place."""

@@ -222,6 +222,28 @@ def test_the_algorithm_that_trained_the_policy_is_at_fault(
     assert line.startswith(f"r0: {name} is at fault: ")
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "needed", "verdict"),
+    [
+        (0.51, 0.62, None, "helped"),
+        (0.38, 0.49, None, "hurt"),
+        (0.49, 0.6, 230, "no difference shown (about 230 prompts would decide)"),
+        (0.5, 0.5, None, "no difference shown"),
+    ],
+)
+def test_whether_a_round_helped_at_equal_kl(files: Path, low, high, needed, verdict) -> None:
+    values = {"": 0.55, "_low": low, "_high": high, "_prompts_needed": needed}
+    equal_kl = {f"win_rate_champion_equal_kl{end}": value for end, value in values.items()}
+    metrics = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
+    write(files / "rounds/r1/evaluate/metrics.json", metrics)
+    table = summary.markdown(["r0", "r1"])
+    cell = f"0.550 [{low:.3f}, {high:.3f}]"
+    assert rows(table)["win rate against the champion at equal KL [95%]"] == ["-", cell]
+    lines = [line for line in table.splitlines() if line.startswith("- r")]
+    assert "at equal KL" not in lines[0]
+    assert lines[1].endswith(f"; at equal KL, the round against r0: {verdict}")
+
+
 def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
     lost = {
         "metric": "evaluate.win_rate_champion_low",

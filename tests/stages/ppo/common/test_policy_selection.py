@@ -8,9 +8,9 @@ from stages.lib.core.params.shared import LoraParams
 from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm.interpolation import MAX_SCALE, MAX_SCALED
 from stages.ppo.common.health import KL_ABOVE_BUDGET
-from stages.ppo.common.interpolation import MAX_SCALE
-from stages.ppo.common.policy_selection import MAX_SCALED, PolicySelector
+from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.trainer.roles import Roles
 from tests.stages.judges import LongerWins
 
