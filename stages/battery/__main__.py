@@ -18,7 +18,7 @@ from stages.battery.best_of_n import (
     score_metrics,
 )
 from stages.battery.judge_metrics import (
-    ending_rates,
+    ending_outcomes,
     pair_agreement,
     text_scores,
     with_judge_scores,
@@ -113,8 +113,8 @@ def main(params: Params, round_: str) -> None:
     phrases = phrases_to_try(Path(params.rounds[round_].previous), samples, config.endings)
     endings = [*config.endings, *phrases]
     ending_results = run_ending_probes(endings, pairs, chosen, rejected, scorer)
-    judge_rates = ending_rates(ending_results, judge)
-    metrics |= ending_metrics(ending_results, judge_rates, config.endings, phrases)
+    judge_outcomes = ending_outcomes(ending_results, judge)
+    metrics |= ending_metrics(ending_results, judge_outcomes, config.endings, phrases)
     worst, mined = (format_metric(metrics[name]) for name in ("worst_ending", "worst_mined"))
     recorder.log_progress(4, f"endings: worst listed {worst}, worst mined {mined} of {phrases}")
 

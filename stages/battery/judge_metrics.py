@@ -45,24 +45,25 @@ def pair_agreement(
     }
 
 
-def ending_rates(
+def ending_outcomes(
     results: Sequence[Sequence[ProbeResult]], judge: PrimaryJudge
-) -> list[float | None]:
-    """For each ending how often the judge, too, prefers the text with it to the original.
+) -> list[list[float] | None]:
+    """For each ending, whether the judge, too, prefers the texts with it to their originals.
 
-    A high rate means that the text really is better, or that the ending misleads the judge as
-    well. None for an ending without results, and if the judge only compares: this would be a
-    request per text.
+    None if the judge only compares: this would be a request per text.
     """
     if judge.only_compares:
         return [None] * len(results)
-    return [_rate(ending_results, judge) if ending_results else None for ending_results in results]
-
-
-def _rate(results: Sequence[ProbeResult], judge: PrimaryJudge) -> float:
-    prompts = [result.prompt for result in results]
-    texts, originals = [r.text for r in results], [r.original for r in results]
-    return fmean(judge.outcomes(prompts, texts, originals))
+    return [
+        list(
+            judge.outcomes(
+                [one.prompt for one in ending_results],
+                [one.text for one in ending_results],
+                [one.original for one in ending_results],
+            )
+        )
+        for ending_results in results
+    ]
 
 
 def with_judge_scores(rows: Sequence[ScoredText], judge: PrimaryJudge) -> list[ScoredText]:

@@ -45,8 +45,8 @@ def rate(outcomes: Sequence[float], name: str, count_name: str) -> Rate:
     return {name: wins / total, "low": low, "high": high, count_name: total}
 
 
-def highest_rate(rates: Iterable[Rate]) -> float | None:
-    values = (rate["rate"] for rate in rates)
+def highest_rate(rates: Iterable[Rate], name: str = "rate") -> float | None:
+    values = (rate[name] for rate in rates)
     return max((value for value in values if value is not None), default=None)
 
 

@@ -125,34 +125,46 @@ def probe_metrics(probes: Mapping[str, Sequence[ProbeResult]]) -> Metrics:
 
 def ending_metrics(
     results: Sequence[Sequence[ProbeResult]],
-    judge_rates: Sequence[float | None],
+    judge_outcomes: Sequence[Sequence[float] | None],
     listed: Sequence[str],
     phrases: Sequence[str],
 ) -> Metrics:
-    """For each ending how often it reverses a pair, by how much it raises the score, and
-    `judge_rate`: how often the primary judge, too, prefers the text with the ending.
+    """For each ending how often it reverses a pair, by how much it raises the score, and what the
+    primary judge says (`one_ending`); the worst of each kind by `against_judge`.
 
     `results` are those of the listed endings, then those of the mined phrases; so are
-    `judge_rates`.
+    `judge_outcomes`.
     """
-
-    def metrics(ending_results: Sequence[ProbeResult], judge_rate: float | None) -> Rate:
-        rises = [result.rise for result in ending_results]
-        return failure_rate(ending_results, "pairs") | {
-            "uplift": fmean(rises) if rises else None,
-            "judge_rate": judge_rate,
-        }
-
-    rates = list(map(metrics, results, judge_rates))
+    rates = list(map(one_ending, results, judge_outcomes))
     listed_rates, mined_rates = rates[: len(listed)], rates[len(listed) :]
     return {
         "endings": {f"ending_{number}": value for number, value in enumerate(listed_rates, 1)},
         "endings_text": listed,
-        "worst_ending": highest_rate(listed_rates),
+        "worst_ending": highest_rate(listed_rates, "against_judge"),
         "mined": {str(number): value for number, value in enumerate(mined_rates, 1)},
         "mined_text": phrases,
-        "worst_mined": highest_rate(mined_rates),
+        "worst_mined": highest_rate(mined_rates, "against_judge"),
     }
+
+
+def one_ending(results: Sequence[ProbeResult], judge_outcomes: Sequence[float] | None) -> Rate:
+    """The rates of one ending.
+
+    rate: share of the pairs that it reverses. uplift: mean rise of the score. judge_rate: share of
+    the pairs in which the judge, too, prefers the text with the ending, because it is the better
+    text, or because the ending misleads the judge as well. against_judge: share of the pairs that
+    the ending reverses and the judge does not; `rate` if the judge only compares.
+    """
+    reversals = [result.beats_original for result in results]
+    rates = failure_rate(results, "pairs") | {"uplift": None, "judge_rate": None}
+    rates["against_judge"] = rates["rate"]
+    if results:
+        rates["uplift"] = fmean(result.rise for result in results)
+    if results and judge_outcomes is not None:
+        both = zip(reversals, judge_outcomes, strict=True)
+        rates["judge_rate"] = fmean(judge_outcomes)
+        rates["against_judge"] = fmean(reversal * (1 - judge) for reversal, judge in both)
+    return rates
 
 
 def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:

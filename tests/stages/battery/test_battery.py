@@ -10,7 +10,7 @@ import pytest
 
 from stages.battery.__main__ import main
 from stages.battery.best_of_n import ScoredSamples
-from stages.battery.judge_metrics import ending_rates
+from stages.battery.judge_metrics import ending_outcomes
 from stages.battery.probes import ProbeResult
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
@@ -67,7 +67,7 @@ def test_two_rounds(make_round):
     assert {name: rate["texts"] for name, rate in probes.items()} == dict.fromkeys(probes, 6)
     assert endings["ending_1"]["uplift"] > 0 > r1["endings"]["ending_1"]["uplift"]
     assert r0["endings_text"] == [" Enjoy!", "."]
-    assert r0["worst_ending"] == max(rate["rate"] for rate in endings.values())
+    assert r0["worst_ending"] == max(rate["against_judge"] for rate in endings.values())
     curve = r0["best_of_n"]
     assert set(curve) == {"1", "2", "rise", "rise_low", "rise_high"}
     assert curve["2"]["score"] > curve["1"]["score"]
@@ -120,6 +120,7 @@ def test_phrases_of_the_previous_round_are_tried(make_round):
         "pairs",
         "uplift",
         "judge_rate",
+        "against_judge",
     }
 
 
@@ -197,4 +198,6 @@ def test_how_often_the_judge_prefers_the_text_with_the_ending():
     praised = ProbeResult("It", " was sad. Wonderful! Great!", 1.0, " was sad.", 0.0, 1.0)
     dotted = ProbeResult("It", " was sad..", 1.0, " was lovely.", 0.0, 1.0)
     judge = PrimaryJudge("lexicon", LexiconJudge(0.05))
-    assert ending_rates([[praised, dotted], []], judge) == [0.5, None]
+    assert ending_outcomes([[praised, dotted], []], judge) == [[1.0, 0.0], []]
+    longer = PrimaryJudge("longer", LongerWins())
+    assert ending_outcomes([[praised, dotted], []], longer) == [None, None]

@@ -7,6 +7,8 @@ import pytest
 
 from stages.battery.probes import (
     ProbeResult,
+    ending_metrics,
+    one_ending,
     probe_metrics,
     run_corruption_probes,
     run_ending_probes,
@@ -107,3 +109,31 @@ def test_a_swapped_prompt_is_no_worst_probe():
     metrics = probe_metrics(probes)
     assert metrics["probes"]["prompt_swapped"]["rate"] == 1.0
     assert metrics["worst_probe"] == 0.5
+
+
+def probe(reversed_: bool, rise: float) -> ProbeResult:
+    return ProbeResult("It", " was bad!", 1.0 if reversed_ else -1.0, " was good", 0.0, rise)
+
+
+FOUR = [probe(True, 3.0), probe(True, 1.0), probe(False, 1.0), probe(False, -1.0)]
+
+
+def test_a_reversal_that_the_judge_shares_is_not_held_against_the_reward_model():
+    """The judge prefers the first text too; the second is a tie for it: half a reversal."""
+    rates = one_ending(FOUR, [1.0, 0.5, 1.0, 0.0])
+    assert (rates["rate"], rates["pairs"], rates["uplift"]) == (0.5, 4, 1.0)
+    assert rates["judge_rate"] == 2.5 / 4 and rates["against_judge"] == 0.5 / 4
+
+
+def test_if_the_judge_only_compares_every_reversal_counts():
+    rates = one_ending(FOUR, None)
+    assert rates["judge_rate"] is None and rates["against_judge"] == rates["rate"] == 0.5
+    assert one_ending([], []) == one_ending([], None)
+    assert one_ending([], [])["against_judge"] is None
+
+
+def test_the_worst_endings_are_those_with_the_most_reversals_against_the_judge():
+    agrees, disagrees = [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]
+    metrics = ending_metrics([FOUR, FOUR, FOUR], [agrees, disagrees, agrees], ["!", "."], ["?"])
+    assert metrics["worst_ending"] == 0.25 and metrics["worst_mined"] == 0.0
+    assert [metrics["endings"][f"ending_{n}"]["against_judge"] for n in (1, 2)] == [0.0, 0.25]

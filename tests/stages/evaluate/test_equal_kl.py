@@ -27,7 +27,9 @@ def evaluate_rounds(
 ) -> Callable[..., dict[str, Any]]:
     """Evaluate r1, whose champion is r0's policy, with B of their adapters scaled."""
 
-    def run(r0: float, r1: float, whole: bool = False, other: bool = False) -> dict[str, Any]:
+    def run(
+        r0: float, r1: float, whole: bool = False, other: bool = False, anchor: str = "sft/model"
+    ) -> dict[str, Any]:
         make_round("r0", 1.0)
         params = make_round("r1", 1.0)
         if other:
@@ -39,7 +41,8 @@ def evaluate_rounds(
                 adapter_and_whole(round_, lambda: None)
         paths = [Path("rounds/r0/ppo/policy"), Path("rounds/r0/sft/model")]
         champion = {"round": "r0", "hashes": {str(path): file_hash(path) for path in paths}}
-        champion["anchor"] = {str(paths[1]): file_hash(paths[1])}
+        anchor_path = Path("rounds/r0") / anchor
+        champion["anchor"] = {str(anchor_path): file_hash(anchor_path)}
         write_json(Path("rounds/r1/champion/champion.json"), champion)
         shutil.rmtree("rounds/r1/ppo/checkpoints")
         values = params.model_dump()
@@ -71,6 +74,13 @@ def test_the_one_with_more_kl_is_scaled_until_both_have_as_much(
     assert metrics["win_rate_champion_equal_kl"] == pytest.approx(wins) != 0.5
     low, high = (metrics[f"win_rate_champion_equal_kl_{end}"] for end in ("low", "high"))
     assert low <= wins <= high
+
+
+def test_kl_is_that_from_the_anchor(evaluate_rounds):
+    """The champion has more KL from its SFT model, but it is the anchor itself."""
+    metrics = evaluate_rounds(0.2, 0.1, whole=True, anchor="ppo/policy")
+    assert metrics["champion"]["kl"] > metrics["ppo"]["kl"] > 0
+    assert metrics["equal_kl_scaled"] == "ppo" and metrics["equal_kl_scale"] < 1
 
 
 def test_policies_with_as_much_kl_are_compared_as_they_are(evaluate_rounds):
