@@ -97,6 +97,10 @@ def test_the_last_policy_is_scaled_to_the_target_kl(make_params, algorithm):
     for name, weight in trained.items():
         scale = metrics["policy_scale"] if "lora_B" in name else 1.0
         torch.testing.assert_close(kept[name], weight * scale)
+    lines = (FOLDER / "metrics.jsonl").read_text().splitlines()
+    for row in [metrics, *(step for step in map(json.loads, lines) if "kl" in step)]:
+        sft_length = metrics["validations"][0]["length"]
+        assert row["kl_per_token"] == pytest.approx(row["kl"] / sft_length)
 
 
 @pytest.mark.parametrize("algorithm", SECTIONS)
