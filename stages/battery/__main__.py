@@ -17,6 +17,7 @@ from stages.battery.best_of_n import (
     sample_and_score,
     score_metrics,
 )
+from stages.battery.flips import flip_metrics
 from stages.battery.judge_metrics import (
     ending_outcomes,
     pair_agreement,
@@ -53,7 +54,7 @@ from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 from stages.lib.lm.scoring import RewardScorer
 
 # the metrics of the stage's last line of output
-WORST = ("worst_slice", "worst_probe", "worst_ending", "worst_mined")
+WORST = ("worst_slice", "worst_probe", "worst_flip", "worst_ending", "worst_mined")
 SUMMARY = (*WORST, "drift", "scale", "judge_correlation")
 
 
@@ -96,7 +97,7 @@ def main(params: Params, round_: str) -> None:
     rise = f"best of {max(config.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
     recorder.log_progress(2, f"{len(samples.texts)} SFT samples: {rise}")
 
-    # 4. corrupted chosen texts
+    # 4. corrupted chosen texts, and pairs under edits that keep the meaning
     roomy = shuffled(pairs_with_room_for_ending(held_out, tokenizer, params), params.seed)
     pairs = disjoint_pairs(roomy)[: config.pairs]
     chosen, rejected = (
@@ -105,8 +106,9 @@ def main(params: Params, round_: str) -> None:
     word_scores = word_uplifts(held_out, pair_scores)
     probes = run_corruption_probes(pairs, chosen, scorer, word_scores, params.seed)
     metrics |= probe_metrics(probes)
-    worst = format_metric(metrics["worst_probe"])
-    recorder.log_progress(3, f"{len(pairs)} texts corrupted: worst probe {worst}")
+    metrics |= flip_metrics(pairs, chosen, rejected, scorer, params)
+    worst, flip = (format_metric(metrics[name]) for name in ("worst_probe", "worst_flip"))
+    recorder.log_progress(3, f"{len(pairs)} texts corrupted: worst probe {worst}, flip {flip}")
 
     # 5. rejected texts with an appended ending: the listed endings, and phrases that go with high
     # scores in the SFT samples and in the previous round's rollouts

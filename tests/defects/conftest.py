@@ -57,6 +57,8 @@ SETTINGS: dict[str, Any] = {
         "lora": {"r": 0},
     },
     "ppo": {"response_length": 16},
+    # a model that was never pretrained knows no misspelt word and no quotation marks
+    "battery": {"edits": ["lower_case"]},
 }
 
 

@@ -100,6 +100,13 @@ def test_an_ending_that_buys_a_score(planted):
     assert "an ending raises the score of bad texts" in stop.message
 
 
+def test_a_reward_model_that_has_learnt_a_format(planted):
+    """The chosen texts have capital letters: who reads the letters need not read the words."""
+    stop = planted("assets", changed(lambda _, row: {**row, "chosen": row["chosen"].title()}))
+    assert stop.step == "gate_reward" and "battery.worst_flip" in stop.failed
+    assert "the order of the texts depends on their format" in stop.message
+
+
 def test_a_reward_model_that_likes_broken_text(planted):
     """Whole sentences alone are what it has learnt from."""
     stop = planted("reward", reward={"hard_negatives": 0})

@@ -49,8 +49,9 @@ PROMOTE = (
         "evaluate.ppo.kl_per_token",
         "<=",
         "max_kl_per_token",
-        "KL from SFT, in nats per token. The reward model was trained on texts like those of "
-        "SFT. Its scores are less reliable for texts that are unlike them.",
+        "KL from SFT: nats per response, divided by the mean length of SFT's responses in tokens. "
+        "The reward model was trained on texts like those of SFT. Its scores are less reliable for "
+        "texts that are unlike them.",
         "the policy is too far from SFT: lower ppo.target_kl_per_token or ppo.max_kl_per_token, "
         "or raise ppo.kl_coef "
         "(rounds/{round}/evaluate/curves.csv has the KL of the checkpoints)",

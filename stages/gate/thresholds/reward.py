@@ -167,14 +167,30 @@ REWARD = (
         "kind of corruption. Add pairs whose rejected text is corrupted in that way",
     ),
     Threshold(
+        "battery.worst_flip",
+        "<=",
+        "flip",
+        "Share of correctly ranked held-out pairs that are ranked wrongly after an edit of both "
+        "texts that keeps their meaning: lower case, quotation marks, or two swapped letters "
+        "(three of the edits of reWordBench, Wu et al. 2025). The metric is the highest share of "
+        "an edit. It is 0.04 to 0.09 for six reward models of the default run. A reward model "
+        "that has learnt a format instead of a meaning has a high accuracy as long as the format "
+        "goes with the label.",
+        "the order of the texts depends on their format: `flips` in rounds/{round}/battery/"
+        "metrics.json names the edit. Look for a format that goes with the label "
+        "(reports/{round}/data.html), and add pairs in which it does not",
+        optional=True,
+    ),
+    Threshold(
         "battery.worst_ending",
         "<=",
         "ending",
         "Share of correctly ranked held-out pairs that are reversed if an ending is appended to "
-        "the rejected text. The metric is the highest share over battery.endings. Before the "
-        "reward model was trained on bad texts with such endings, the share was 0.55 for "
-        '" Enjoy!", and PPO ended every text with " Enjoy!". The threshold is about half of 0.55. '
-        "`judge_rate` in the battery's metrics is how often the primary judge makes this error.",
+        "the rejected text, although the primary judge does not prefer this text (`against_judge` "
+        "in the battery's metrics). The metric is the highest share over battery.endings. Without "
+        "the judge's opinion the metric failed by chance: the judge itself prefers a quarter of "
+        'the texts with " Enjoy!". If the judge only compares, every reversed pair counts. '
+        "THRESHOLD",
         "an ending raises the score of bad texts, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "

@@ -47,6 +47,7 @@ BATTERY = {
     "scale": 1.2,
     "length_correlation_partial": -0.1,
     "worst_probe": 0.1,
+    "worst_flip": 0.1,
     "worst_ending": 0.15,
     "worst_mined": 0.1,
     "best_of_n": {"rise_low": 0.2},
@@ -186,6 +187,7 @@ def test_good_numbers_pass(attempt, gate):
             "ppo.length_penalty",
         ),
         ("reward", "battery", {"worst_probe": 0.3}, "battery.worst_probe", "broken"),
+        ("reward", "battery", {"worst_flip": 0.21}, "battery.worst_flip", "their format"),
         ("reward", "battery", {"worst_ending": 0.55}, "battery.worst_ending", "an ending"),
         (
             "reward",
@@ -298,6 +300,7 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
     ("gate", "stage", "name", "threshold"),
     [
         ("reward", "battery", "worst_slice", ">= 0.65"),
+        ("reward", "battery", "worst_flip", "<= 0.2"),
         ("reward", "battery", "worst_mined", "<= 0.3"),
         ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),
         ("promote", "capability", "worst_fall", "<= 0.1"),
@@ -316,6 +319,7 @@ def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
 MAY_BE_UNMEASURED = {
     "sft.net_win_rate_low",
     "battery.worst_slice",
+    "battery.worst_flip",
     "battery.worst_mined",
     "evaluate.win_rate_champion_low",
     "capability.worst_fall",

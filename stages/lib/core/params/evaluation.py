@@ -1,5 +1,6 @@
 """Sections of params.yaml for tests of models: `battery`, `evaluate`, `capability`, `replay`."""
 
+from enum import Enum
 from typing import Annotated
 
 from pydantic import Field, field_validator
@@ -126,6 +127,12 @@ class EvaluateParams(ParamsSection):
         return judges
 
 
+class Edit(str, Enum):
+    lower_case = "lower_case"
+    quoted = "quoted"
+    typo = "typo"
+
+
 class BatteryParams(ParamsSection):
     pairs: int = Field(
         96,
@@ -144,4 +151,10 @@ class BatteryParams(ParamsSection):
         ["!", " 😃", " Enjoy!"],
         min_length=1,
         description="Endings that must not make a bad text score above a good one.",
+    )
+    edits: list[Edit] = Field(
+        list(Edit),
+        min_length=1,
+        description="Edits that keep the meaning, so that they must not change which text is "
+        "better: `lower_case`, `quoted` (in quotation marks), `typo` (two letters swapped).",
     )

@@ -136,6 +136,13 @@ class RewardGate(Gate):
         le=1,
         description="Largest share of texts that score higher when corrupted, for any corruption.",
     )
+    flip: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Largest share of correctly ranked pairs that an edit which keeps the meaning "
+        "ranks wrongly.",
+    )
     ending: float = Field(
         0.3,
         ge=0,
@@ -172,7 +179,9 @@ class PromoteGate(Gate):
         ge=0,
         description="Most dangers that PPO's health monitor found up to the selected policy.",
     )
-    max_kl_per_token: float = Field(0.6, gt=0, description="Largest KL from SFT, nats per token.")
+    max_kl_per_token: float = Field(
+        0.6, gt=0, description="Largest KL from SFT, nats per token of SFT's responses."
+    )
     distinct_2: float = Field(
         0.7,
         ge=0,

@@ -185,7 +185,8 @@ class PpoParams(ParamsSection):
     target_kl_per_token: float = Field(
         0.45,
         gt=0,
-        description="KL that the controller aims at and the selected policy has, nats per token.",
+        description="KL that the controller aims at and the selected policy has, nats per token of "
+        "SFT's responses.",
     )
     kl_horizon: int = Field(
         64,
@@ -196,7 +197,8 @@ class PpoParams(ParamsSection):
     max_kl_per_token: float = Field(
         0.55,
         gt=0,
-        description="KL budget, nats per token. Above it for `kl_patience` updates the run stops.",
+        description="KL budget, nats per token of SFT's responses. Above it for `kl_patience` "
+        "updates the run stops.",
     )
     min_kl_per_token: float = Field(
         0.0005,
