@@ -49,7 +49,7 @@ PROMOTE = (
         "evaluate.ppo.kl_per_token",
         "<=",
         "max_kl_per_token",
-        "KL from SFT: nats per response, divided by the mean length of SFT's responses in tokens. "
+        "KL from SFT: nats per sequence, divided by the mean length of SFT's responses in tokens. "
         "The reward model was trained on texts like those of SFT. Its scores are less reliable for "
         "texts that are unlike them.",
         "the policy is too far from SFT: lower ppo.target_kl_per_token or ppo.max_kl_per_token, "

@@ -22,12 +22,14 @@ from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.interpolation import interpolate, search_scale
+from stages.lib.lm.interpolation import MAX_SCALE, interpolate, search_scale
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET
+
+REACHED = 0.9  # share of the target KL below which it counts as missed: two standard errors
 
 
 class TrainablePolicy(Protocol):
@@ -52,7 +54,7 @@ class Validation(NamedTuple):
 
     scale: of the trained policy's distance from the reference; 1 is that policy. judge_scores: (P,)
     by the primary judge; if it only compares, against the first validated policy, which is SFT.
-    kl: mean from the reference, nats per response. length: mean tokens of the responses.
+    kl: mean from the reference, nats per sequence. length: mean tokens of the responses.
     kl_per_token: kl over the length of SFT's responses, with its standard error.
     gain: mean of the judge scores less those of the first validated policy; gain_error: its
     standard error.
@@ -238,12 +240,18 @@ class PolicySelector:
 
     def describe(self) -> str:
         """The best policy in words."""
-        best = self.best
+        best, target = self.best, self.params.target_kl_per_token
         scaled = "" if best.scale == 1 else f", scaled by {best.scale:.2f}"
+        missed = ""
+        if best.scale == MAX_SCALE and best.kl_per_token < REACHED * target:
+            missed = (
+                f". The target, {target * self.first.length:.2f}, is too far from the trained "
+                "policy: raise ppo.total_episodes, or lower ppo.target_kl_per_token"
+            )
         return (
             f"kept the policy after update {best.update}{scaled}: {self.judge.name} "
             f"{self.first.judge_score:.2f} -> {best.judge_score:.2f} on held-out prompts, "
-            f"KL {best.kl:.2f} nats per sequence"
+            f"KL {best.kl:.2f} nats per sequence{missed}"
         )
 
     def state(self) -> StateDict:

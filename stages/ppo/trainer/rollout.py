@@ -119,7 +119,7 @@ def concat_padded(parts: list[Any]) -> Any:
 
 
 def describe(rollout: Rollout, sft_length: float) -> dict[str, float]:
-    """Metrics of a rollout: scores, KL (nats per response, and over the length of SFT's responses,
+    """Metrics of a rollout: scores, KL (nats per sequence, and over the length of SFT's responses,
     `sft_length` tokens, with its standard error), entropy (nats per token), length (tokens),
     critic.
     """

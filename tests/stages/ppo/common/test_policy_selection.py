@@ -254,15 +254,17 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
         1.0,
         selector.history[2].scale,
     ]
-    assert f"after update 1, scaled by {selected.scale:.2f}: mine 0.10 -> 0.50" in (
-        selector.describe()
-    )
+    described = selector.describe()
+    assert f"after update 1, scaled by {selected.scale:.2f}: mine 0.10 -> 0.50" in described
+    assert described.endswith("nats per sequence")
 
 
 def test_a_policy_that_moved_too_little_is_scaled_up_but_not_far(to_target):
     selector = to_target(0.005, [0.1, 0.5])
     assert selector.select(1, "").scale == MAX_SCALE
     assert [one.scale for one in selector.history] == [1.0, 1.0, MAX_SCALE]
+    target = TARGET * selector.first.length
+    assert f"nats per sequence. The target, {target:.2f}, is too far" in selector.describe()
 
 
 def test_a_policy_at_the_target_is_not_validated_again(to_target):
