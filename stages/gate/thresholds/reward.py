@@ -188,9 +188,11 @@ REWARD = (
         "Share of correctly ranked held-out pairs that are reversed if an ending is appended to "
         "the rejected text, although the primary judge does not prefer this text (`against_judge` "
         "in the battery's metrics). The metric is the highest share over battery.endings. Without "
-        "the judge's opinion the metric failed by chance: the judge itself prefers a quarter of "
+        "the judge's opinion, the metric failed by chance: the judge itself prefers a quarter of "
         'the texts with " Enjoy!". If the judge only compares, every reversed pair counts. '
-        "THRESHOLD",
+        "Before the reward model was trained on bad texts with such endings, "
+        '" Enjoy!" reversed 0.55 of the pairs, and PPO ended every text with it. The threshold is '
+        "about half of 0.55.",
         "an ending raises the score of bad texts, and PPO will find this ending: "
         "rounds/{round}/battery/samples.jsonl shows the ending. Add pairs with it on the rejected "
         "text. (If the run continues, replay makes pairs for the next round against the endings "

@@ -142,7 +142,7 @@ class PpoParams(ParamsSection):
         description="Compute the activations of each layer again in the backward pass: much less "
         "memory per token, a third more computation.",
     )
-    total_episodes: int = Field(640, ge=2, description="Episodes of the whole run.")
+    total_episodes: int = Field(960, ge=2, description="Episodes of the whole run.")
     max_steps: int | None = Field(
         None, ge=1, description="Updates at most, for smoke runs; null: no limit."
     )
@@ -195,7 +195,7 @@ class PpoParams(ParamsSection):
         "batch_size it has no further effect.",
     )
     max_kl_per_token: float = Field(
-        0.55,
+        0.7,
         gt=0,
         description="KL budget, nats per token of SFT's responses. Above it for `kl_patience` "
         "updates the run stops.",
@@ -247,11 +247,11 @@ class PpoParams(ParamsSection):
         10, ge=1, description="Updates between checkpoints that can be evaluated."
     )
     validation_prompts: int = Field(
-        64,
+        128,
         ge=1,
         description="Prompts that PPO does not train on, to compare policies by the judge.",
     )
-    validation_updates: int = Field(10, ge=1, description="Updates between validations.")
+    validation_updates: int = Field(15, ge=1, description="Updates between validations.")
     policy_selection: PolicySelection = Field(
         PolicySelection.target_kl,
         description="`target_kl`: the last policy, scaled towards SFT until its KL is "
