@@ -71,11 +71,11 @@ def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
     if not metrics:
         return []
     endings = {
-        repr(text): rate(row)
+        repr(text): rate(row, "against_judge")
         for row, text in zip(metrics["endings"].values(), metrics["endings_text"], strict=True)
     }
     endings |= {
-        f"{text!r}, mined": rate(row)
+        f"{text!r}, mined": rate(row, "against_judge")
         for row, text in zip(metrics["mined"].values(), metrics["mined_text"], strict=True)
     }
     probes = {
@@ -83,20 +83,34 @@ def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
         for name, row in metrics["probes"].items()
         if name != "prompt_swapped"  # it has no threshold
     }
+    flips = {
+        name.replace("_", " "): rate(row)
+        for name, row in metrics.get("flips", {}).items()  # older rounds have none
+        if row["rate"] is not None
+    }
     slices = {
         name.replace("_", " "): (row["accuracy"], row["low"], row["high"])
         for group in metrics["accuracy"].values()
         for name, row in group.items()
     }
+    drawn = {
+        "Corrupted text scores above the original": (probes, gate.probe),
+        "Edit that keeps the meaning reverses a correct pair": (flips, gate.flip),
+        "Appended ending reverses a correct pair against the judge": (endings, gate.ending),
+        "Accuracy by kind of pair": (slices, gate.worst_slice),
+    }
     return [
-        charts.bars("Corrupted text scores above the original", probes, {"threshold": gate.probe}),
-        charts.bars("Appended ending reverses a correct pair", endings, {"threshold": gate.ending}),
-        charts.bars("Accuracy by kind of pair", slices, {"threshold": gate.worst_slice}),
+        charts.bars(title, rates, {"threshold": threshold})
+        for title, (rates, threshold) in drawn.items()
+        if rates
     ]
 
 
-def rate(row: Mapping[str, Any]) -> charts.Rate:
-    return row["rate"], row["low"], row["high"]
+def rate(row: Mapping[str, Any], name: str = "rate") -> charts.Rate:
+    """A rate with its interval; older rounds have no other than `rate`."""
+    if name not in row or name == "rate":
+        return row["rate"], row["low"], row["high"]
+    return row[name], row[f"{name}_low"], row[f"{name}_high"]
 
 
 def evaluation_pictures(results: RoundResults, _: Params) -> list[Markup]:

@@ -153,18 +153,21 @@ def one_ending(results: Sequence[ProbeResult], judge_outcomes: Sequence[float] |
     rate: share of the pairs that it reverses. uplift: mean rise of the score. judge_rate: share of
     the pairs in which the judge, too, prefers the text with the ending, because it is the better
     text, or because the ending misleads the judge as well. against_judge: share of the pairs that
-    the ending reverses and the judge does not; `rate` if the judge only compares.
+    the ending reverses and the judge does not, with its interval; all that it reverses, if the
+    judge only compares.
     """
     reversals = [result.beats_original for result in results]
-    rates = failure_rate(results, "pairs") | {"uplift": None, "judge_rate": None}
-    rates["against_judge"] = rates["rate"]
-    if results:
-        rates["uplift"] = fmean(result.rise for result in results)
-    if results and judge_outcomes is not None:
-        both = zip(reversals, judge_outcomes, strict=True)
-        rates["judge_rate"] = fmean(judge_outcomes)
-        rates["against_judge"] = fmean(reversal * (1 - judge) for reversal, judge in both)
-    return rates
+    agreement = judge_outcomes or [0.0] * len(results)
+    against = [reversal * (1 - judge) for reversal, judge in zip(reversals, agreement, strict=True)]
+    interval = rate(against, "against_judge", "pairs")
+    return {
+        **failure_rate(results, "pairs"),
+        "uplift": fmean(result.rise for result in results) if results else None,
+        "judge_rate": fmean(judge_outcomes) if judge_outcomes else None,
+        "against_judge": interval["against_judge"],
+        "against_judge_low": interval["low"],
+        "against_judge_high": interval["high"],
+    }
 
 
 def failure_rate(results: Sequence[ProbeResult], count_name: str) -> Rate:

@@ -15,6 +15,7 @@ RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
 SIDE = {"accuracy": 0.9, "low": 0.8, "high": 0.95, "pairs": 40}
 BATTERY = {
     "probes": {"empty": RATE},
+    "flips": {"lower_case": RATE, "typo": dict.fromkeys(RATE)},
     "endings": {"ending_1": RATE},
     "endings_text": [" <b>!"],
     "mined": {},
@@ -125,7 +126,8 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     assert "mine_safe" in html.words and "0.5 [0.2, 0.8]" in html.words and "r0 3/4" in html.words
     titles = [
         "Corrupted text scores above the original",
-        "Appended ending reverses a correct pair",
+        "Edit that keeps the meaning reverses a correct pair",
+        "Appended ending reverses a correct pair against the judge",
         "Accuracy by kind of pair",
         "Reward model's score",
         "KL from SFT per sequence",
@@ -148,7 +150,7 @@ def test_a_round_that_params_do_not_have_is_shown_with_todays_thresholds(project
     assert "r9" not in load_params().rounds
     (project / "rounds/r9/ppo").mkdir(parents=True, exist_ok=True)
     (project / "rounds/r9/ppo/curves.csv").write_text("step,kl_per_token\n1,0.0\n2,0.3\n")
-    assert "kl above budget: 0.55" in page.write(["r0", "r9"]).read_text()
+    assert "kl above budget: 0.7" in page.write(["r0", "r9"]).read_text()
 
 
 def test_before_anything_has_run(project: Path) -> None:

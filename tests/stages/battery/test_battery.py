@@ -122,6 +122,8 @@ def test_phrases_of_the_previous_round_are_tried(make_round):
         "uplift",
         "judge_rate",
         "against_judge",
+        "against_judge_low",
+        "against_judge_high",
     }
 
 

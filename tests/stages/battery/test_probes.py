@@ -13,6 +13,7 @@ from stages.battery.probes import (
     run_corruption_probes,
     run_ending_probes,
 )
+from stages.lib.metrics.stats import wilson_interval
 
 PAIRS = [
     {"prompt": "It", "chosen": f" was good day {n}", "rejected": f" was bad {n}"} for n in range(4)
@@ -123,6 +124,9 @@ def test_a_reversal_that_the_judge_shares_is_not_held_against_the_reward_model()
     rates = one_ending(FOUR, [1.0, 0.5, 1.0, 0.0])
     assert (rates["rate"], rates["pairs"], rates["uplift"]) == (0.5, 4, 1.0)
     assert rates["judge_rate"] == 2.5 / 4 and rates["against_judge"] == 0.5 / 4
+    # Wilson's bounds of 0 of 4 and of 1 of 4
+    assert rates["against_judge_low"] == 0.0
+    assert rates["against_judge_high"] == pytest.approx(wilson_interval(1, 4)[1])
 
 
 def test_if_the_judge_only_compares_every_reversal_counts():
