@@ -82,13 +82,15 @@ def stage_seconds(
     length = prompt + ppo.response_length
     updates = _updates(params, pairs, prompts)
     checkpoints, sampled = updates // ppo.save_updates, params.evaluate.samples_per_prompt
-    # `sampled` responses per prompt of base, SFT, policy and champion; one of each checkpoint, and
-    # of the policy again
-    evaluated = params.prepare.max_eval_prompts * (4 * sampled + checkpoints + 1)
-    compared = params.prepare.max_eval_prompts * (3 * sampled + checkpoints)
+    # `sampled` responses per prompt of base, SFT and policy, and in later rounds of champion and
+    # policy at equal KL; one of each checkpoint, and of the policy again
+    models, comparisons = (5, 4) if continues else (3, 2)
+    evaluated = params.prepare.max_eval_prompts * (models * sampled + checkpoints + 1)
+    compared = params.prepare.max_eval_prompts * (comparisons * sampled + checkpoints)
     best_of_responses = params.battery.prompts * max(params.battery.best_of)
     # human texts, some of them cut, are half as long as a prompt with a full response
-    probe_texts = params.battery.pairs * (TEXTS_PER_PAIR + len(params.battery.endings)) / 2
+    texts_per_pair = TEXTS_PER_PAIR + len(params.battery.endings) + 2 * len(params.battery.edits)
+    probe_texts = params.battery.pairs * texts_per_pair / 2
     replay_comparisons = replay.max_badcases * (replay.best_of * (replay.best_of - 1) // 2 + 3)
     sample_and_score = 2 / GENERATION + 2 / FORWARD  # FLOPs per weight and token
     work = {

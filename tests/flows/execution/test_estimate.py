@@ -63,26 +63,30 @@ def test_labels_by_a_judge_take_time_and_human_labels_take_none() -> None:
 
 
 def test_language_models_that_judge_take_time() -> None:
-    """10 prompts, 2 samples of base, policy and champion against SFT's, 2 checkpoints with one; 5
-    badcases of 4 candidates, 6 matches and 3 comparisons more each. 2 orders, 2 s per answer, 4 at
-    once."""
+    """10 prompts, 2 samples of base and policy against SFT's, in later rounds of the policy against
+    the champion, as it is and at equal KL, and 3 checkpoints with one; 5 badcases of 4 candidates,
+    6 matches and 3 comparisons more each. 2 orders, 2 s per answer, 4 at once."""
     endpoint = {"base_url": "http://localhost/v1", "model": "wise", "concurrency": 4}
     sizes: dict[str, Any] = {"prepare": {"max_eval_prompts": 10}, "replay": {"max_badcases": 5}}
     automatic = estimate.stage_seconds(params(**sizes), MACHINE)
-    judged = estimate.stage_seconds(
-        params(**sizes, evaluate={"judges": ["endpoint"]}, annotate={"endpoint": endpoint}), MACHINE
-    )
+    by_model = params(**sizes, evaluate={"judges": ["endpoint"]}, annotate={"endpoint": endpoint})
+    judged = estimate.stage_seconds(by_model, MACHINE)
     evaluate, replay = (judged[stage] - automatic[stage] for stage in ("evaluate", "replay"))
-    assert evaluate == pytest.approx(10 * (3 * 2 + 2) * 2 * 2 / 4)
+    assert evaluate == pytest.approx(10 * (2 * 2 + 3) * 2 * 2 / 4)
+    later, later_judged = (
+        estimate.stage_seconds(one, MACHINE, continues=True) for one in (params(**sizes), by_model)
+    )
+    assert later_judged["evaluate"] - later["evaluate"] == pytest.approx(10 * (4 * 2 + 3))
+    assert later["evaluate"] > automatic["evaluate"]
     assert replay == pytest.approx(5 * (6 + 3) * 2 * 2 / 4)
     # as the primary judge: 10 prompts with 4 samples; 96 pairs, and 32 prompts for 3 sizes of
-    # best-of-n; 64 prompts, after 10 and 20 updates and for two scaled policies
-    for stage, comparisons in {"sft": 10 * 4, "battery": 96 + 32 * 3, "ppo": 64 * 4}.items():
+    # best-of-n; 128 prompts, after 15 and 30 updates and for two scaled policies
+    for stage, comparisons in {"sft": 10 * 4, "battery": 96 + 32 * 3, "ppo": 128 * 4}.items():
         assert judged[stage] - automatic[stage] == pytest.approx(comparisons * 2 * 2 / 4)
     primary = {"evaluate": {"judges": ["endpoint"]}, "annotate": {"endpoint": endpoint}}
     unscaled = params(**sizes, **primary, ppo={"policy_selection": "best_update"})
     saved = judged["ppo"] - estimate.stage_seconds(unscaled, MACHINE)["ppo"]
-    assert saved > 64 * 2 * 2 * 2 / 4  # of the judge, and the samples
+    assert saved > 128 * 2 * 2 * 2 / 4  # of the judge, and the samples
     second = {"judges": ["lexicon", "endpoint"]}
     jury = estimate.stage_seconds(
         params(**sizes, evaluate=second, annotate={"endpoint": endpoint}), MACHINE
