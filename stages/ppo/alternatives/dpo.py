@@ -52,9 +52,9 @@ def make_trainer(
     context: TrainingContext, pairs: list[TokenizedPair], callback: PolicyCallback
 ) -> DPOTrainer:
     """TRL's trainer on pairs from `tokenise_pairs`."""
-    params, lora = context.params, context.params.ppo.lora
+    params, dpo, lora = context.params, context.params.dpo, context.params.ppo.lora
     train_params = TrainParams(
-        **params.dpo.model_dump(exclude={"beta"}),
+        **dpo.model_dump(exclude={"beta", "loss_type", "loss_weights"}),
         max_steps=params.ppo.max_steps,
         gradient_checkpointing=params.ppo.gradient_checkpointing,
         max_length=params.reward.max_length,
@@ -65,8 +65,14 @@ def make_trainer(
     with progress("preparing the training"):
         return TokenDpoTrainer(
             model=context.sft,
-            # the column `length` is not of TRL's, but pairs are batched by it
-            args=DPOConfig(**arguments, beta=params.dpo.beta, remove_unused_columns=False),
+            args=DPOConfig(
+                **arguments,
+                beta=dpo.beta,
+                loss_type=[loss.value for loss in dpo.loss_type],
+                loss_weights=dpo.loss_weights,
+                # the column `length` is not of TRL's, but pairs are batched by it
+                remove_unused_columns=False,
+            ),
             train_dataset=Dataset.from_list(pairs),
             processing_class=context.tokenizer,
             callbacks=[callback],

@@ -4,6 +4,7 @@ docs/algorithms.md compares the algorithms. Keys have TRL's names.
 """
 
 from enum import Enum
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -28,12 +29,36 @@ class OfflineParams(ParamsSection):
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
 
 
+class DpoLoss(str, Enum):
+    sigmoid = "sigmoid"
+    sigmoid_norm = "sigmoid_norm"
+    sft = "sft"
+
+
 class DpoParams(OfflineParams):
     beta: float = Field(
         0.1,
         gt=0,
         description="KL regularisation: the higher, the closer the policy stays to SFT.",
     )
+    loss_type: list[DpoLoss] = Field(
+        [DpoLoss.sigmoid],
+        min_length=1,
+        description="Losses that are added, by TRL's names: `sigmoid` is DPO's, `sigmoid_norm` "
+        "divides by the lengths of the responses, `sft` is the loss on the chosen response.",
+    )
+    loss_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="Weight of each loss of `loss_type`; null: 1."
+    )
+
+    @model_validator(mode="after")
+    def one_weight_per_loss(self) -> "DpoParams":
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise ValueError(
+                f"loss_weights has {len(self.loss_weights)} numbers and loss_type "
+                f"{len(self.loss_type)} losses: give one weight per loss, or null"
+            )
+        return self
 
 
 class BestOfNParams(OfflineParams):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stages.lib.core.files import read_jsonl
+from stages.lib.core.params.policy import DpoParams
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.packing import padding_free
 from stages.ppo.__main__ import main
@@ -56,9 +57,16 @@ def test_pairs_have_no_held_out_prompts_and_are_tokenised_as_in_other_stages(mak
         assert pair["rejected_ids"] == [*ids(row["rejected"]), eos]
 
 
-def test_the_loss_is_the_papers(make_params):
-    """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), by transformers' logits."""
-    context = load(make_params("dpo", {"beta": 0.5}), "r0")
+@pytest.mark.parametrize(
+    ("losses", "weights"),
+    [(["sigmoid"], None), (["sigmoid", "sft"], [2.0, 0.5]), (["sigmoid_norm"], None)],
+)
+def test_the_loss_is_the_papers(make_params, losses, weights):
+    """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), by transformers' logits;
+    with the mean loss of the chosen tokens (Pang et al. 2024), or with log-ratios per token.
+    """
+    section = {"beta": 0.5, "loss_type": losses, "loss_weights": weights}
+    context = load(make_params("dpo", section), "r0")
     pairs = tokenise_pairs(read_jsonl(PAIRS, ""), context)[:5]
     trainer = make_trainer(context, pairs, PolicyCallback(context, NAMES))
     model = trainer.model
@@ -79,11 +87,27 @@ def test_the_loss_is_the_papers(make_params):
         with model.disable_adapter():
             return policy_logprob - logprob(pair["prompt_ids"], pair[side])
 
+    def length(pair: dict, side: str) -> int:
+        return len(pair[side]) if losses == ["sigmoid_norm"] else 1
+
     margins = torch.tensor(
-        [log_ratio(pair, "chosen_ids") - log_ratio(pair, "rejected_ids") for pair in pairs]
+        [
+            log_ratio(pair, "chosen_ids") / length(pair, "chosen_ids")
+            - log_ratio(pair, "rejected_ids") / length(pair, "rejected_ids")
+            for pair in pairs
+        ]
     )
     expected = -torch.nn.functional.logsigmoid(0.5 * margins).mean()
+    if "sft" in losses:
+        logprobs = [logprob(pair["prompt_ids"], pair["chosen_ids"]) for pair in pairs]
+        tokens = sum(len(pair["chosen_ids"]) for pair in pairs)
+        expected = 2 * expected - 0.5 * sum(logprobs) / tokens
     with padding_free(model):
         loss = trainer.compute_loss(model, trainer.data_collator(pairs))
     assert float(loss) == pytest.approx(float(expected), abs=1e-5)
     assert abs(float(loss) - math.log(2)) > 1e-3
+
+
+def test_as_many_weights_as_losses():
+    with pytest.raises(ValueError, match="loss_weights has 2 numbers and loss_type 1 losses"):
+        DpoParams(loss_weights=[1.0, 0.5])
