@@ -41,15 +41,16 @@ def questions() -> str:
         "Can PPO trust the reward model?": "it ranks "
         f"{percent(reward, 'accuracy')} of held-out human pairs correctly. The most harmful "
         f"*ending*, a short text appended to the rejected response, reverses "
-        f"{battery['worst_ending']:.0%} of the correctly ranked pairs (second round: "
-        f"{later_battery['worst_ending']:.0%})",
+        f"{battery['worst_ending']:.0%} of the correctly ranked pairs against the judge's opinion "
+        f"(second round: {later_battery['worst_ending']:.0%})",
         "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: the "
         f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT. The KL "
         f"from SFT is {evaluation['ppo']['kl']:.1f} nats",
         "Is the second round's policy better than the first round's policy?": answer(
-            later["win_rate_champion_low"], later["win_rate_champion_high"]
+            later["win_rate_champion_equal_kl_low"], later["win_rate_champion_equal_kl_high"]
         )
-        + f": it wins {percent(later, 'win_rate_champion')} of their comparisons",
+        + f": at equal KL, it wins {percent(later, 'win_rate_champion_equal_kl')} of their "
+        f"comparisons; as they are, {percent(later, 'win_rate_champion')}",
     }
     lines = ["| question | answer of the default run, with 95% intervals |", "|---|---|"]
     return "\n".join([*lines, *(f"| {title} | {text} |" for title, text in rows.items())]) + "\n"

@@ -10,18 +10,14 @@ import matplotlib.pyplot as plt
 import yaml
 
 from flows.report.round_data import columns
-from stages.evaluate.comparability import check_comparable
-from stages.lib.core.files import read_json
+from flows.report.summary import not_comparable
 
 ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evaluate/metrics.json"))
 
 
 def main(target: str) -> None:
-    evaluations = {}
-    for name in ROUNDS:
-        path = Path("rounds", name, "evaluate/manifest.json")
-        evaluations[name] = read_json(path, f"dvc repro evaluate@{name}").get("evaluation", {})
-    check_comparable(evaluations)
+    if lines := not_comparable(ROUNDS):
+        raise SystemExit("\n".join(lines))
     figure, (score, kl, against_kl) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:
         folder = Path("rounds", name)
@@ -39,7 +35,7 @@ def main(target: str) -> None:
         }
         against_kl.plot(distance, [value / 4 for value in proxy], "x--", **proxy_style)
     budget = yaml.safe_load(Path("params.yaml").read_text())["ppo"]["max_kl_per_token"]
-    kl.axhline(budget, color="grey", linestyle=":", label="budget")
+    kl.axhline(budget, color="grey", linestyle=":", label="max_kl_per_token")
     for axis, title, x, y in (
         (score, "PPO: reward-model score", "update", "calibrated score"),
         (kl, "PPO: KL from SFT", "update", "nats per token"),

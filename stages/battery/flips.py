@@ -3,12 +3,12 @@
 import random
 from collections.abc import Sequence
 
+from stages.battery.edits import EDITS
 from stages.battery.metrics import Rate, highest_rate, rate, win
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import Edit
 from stages.lib.core.rows import SIDES, PreferencePair
 from stages.lib.core.types import Metrics, ScoreFunction
-from stages.lib.data.edits import EDITS
 
 
 def flip_metrics(

@@ -18,7 +18,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stages.evaluate.champion import load_champion
+from stages.evaluate.champion import Champion, load_champion
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.equal_kl import WIN_RATE, compare_at_equal_kl
 from stages.evaluate.evaluator import Evaluator
@@ -36,6 +36,7 @@ from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
+from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_jury
@@ -102,16 +103,7 @@ def main(params: Params, round_: str) -> None:
     # 5. the champion, if there is one
     champion = load_champion(round_)
     if champion:
-        results.add_model(
-            "champion",
-            load_policy(champion.sft, champion.policy, params.model),
-            config.samples_per_prompt,
-        )
-        win_rate = results.win_rates("ppo", "champion")["win_rate"]
-        comparisons |= win_rate_with_prompts_needed(
-            "win_rate_champion", win_rate, prompts, recorder.label
-        )
-        comparisons |= compare_at_equal_kl(results, champion)
+        comparisons |= compare_with_champion(results, champion)
 
     # 6. write
     for point in sorted(curve, key=lambda point: (point["step"], point["scale"])):
@@ -132,6 +124,17 @@ def main(params: Params, round_: str) -> None:
     }
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
+
+
+def compare_with_champion(results: ModelResults, champion: Champion) -> Metrics:
+    """The policy's win rates against the champion: as they are, and at equal KL."""
+    params, prompts = results.evaluator.params, len(results.evaluator.prompts)
+    model = load_policy(champion.sft, champion.policy, params.model)
+    results.add_model("champion", model, params.evaluate.samples_per_prompt)
+    del model  # freed before the next one is loaded
+    win_rate = results.win_rates("ppo", "champion")["win_rate"]
+    plain = win_rate_with_prompts_needed("win_rate_champion", win_rate, prompts, results.label)
+    return plain | compare_at_equal_kl(results, champion)
 
 
 def evaluate_checkpoints(checkpoints: list[Path], results: ModelResults) -> list[dict[str, float]]:

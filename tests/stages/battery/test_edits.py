@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from stages.battery.edits import EDITS
 from stages.lib.core.params.evaluation import Edit
-from stages.lib.data.edits import EDITS
 
 
 @pytest.mark.parametrize(
