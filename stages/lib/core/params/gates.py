@@ -147,8 +147,8 @@ class RewardGate(Gate):
         0.3,
         ge=0,
         le=1,
-        description="Largest share of correctly ranked pairs that an appended ending reverses, "
-        "for any ending.",
+        description="Largest share of correctly ranked pairs that an appended ending reverses "
+        "against the primary judge, for any ending.",
     )
     mined: float = Field(
         0.3, ge=0, le=1, description="The same for endings mined from texts of a policy."
