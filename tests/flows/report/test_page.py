@@ -12,6 +12,7 @@ from stages.replay.badcases import Badcase, Cause, Retest, ledger_path
 from tests.flows.report.reading import Page
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
+ENDS = (("", "rate"), ("_low", "low"), ("_high", "high"))
 SIDE = {"accuracy": 0.9, "low": 0.8, "high": 0.95, "pairs": 40}
 BATTERY = {
     "probes": {"empty": RATE},
@@ -221,6 +222,22 @@ def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
     assert f"approved by Ada (seen by hand): {failed}" in words
     assert f"failed (policy: warn): {failed}" in words
     assert f"refused by Ada (seen by hand): {failed}" in words
+
+
+def test_an_ending_is_drawn_as_its_gate_counts_it(project: Path) -> None:
+    """Against the judge, as an older round's are by their only rate."""
+    write_round("r0")
+
+    def pictures(**changes: float) -> list[str]:
+        endings = {"endings": {"ending_1": RATE | changes}}
+        write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | endings)
+        return page.battery_pictures(read_round("r0", {}), load_params())
+
+    against = {f"against_judge{end}": RATE[key] for end, key in ENDS}
+    older, same = pictures(), pictures(**against, rate=0.9)
+    other = pictures(**against | {"against_judge": 0.15})
+    assert older == same
+    assert [a == b for a, b in zip(same, other, strict=True)] == [True, True, False, True]
 
 
 def test_texts_of_people_and_models_are_never_html(project: Path) -> None:

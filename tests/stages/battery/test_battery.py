@@ -67,6 +67,8 @@ def test_two_rounds(make_round):
     assert {name: rate["texts"] for name, rate in probes.items()} == dict.fromkeys(probes, 6)
     assert endings["ending_1"]["uplift"] > 0 > r1["endings"]["ending_1"]["uplift"]
     assert r0["endings_text"] == [" Enjoy!", "."]
+    # both are tried on the pairs that are ranked correctly
+    assert r0["flips"]["typo"]["pairs"] == endings["ending_1"]["pairs"]
     assert all(rate["judge_rate"] is not None for rate in endings.values())
     assert r0["worst_ending"] == max(rate["against_judge"] for rate in endings.values())
     curve = r0["best_of_n"]

@@ -277,6 +277,7 @@ def test_an_earlier_policy_is_kept_if_it_is_better_at_a_smaller_kl(to_target):
     """The judge likes SFT best, then the trained policy, which has a larger KL than the scaled."""
     selector = to_target(0.02, [0.9, 0.8, 0.1])
     assert selector.select(1, "") == selector.history[0]
+    assert "too far" not in selector.describe()
     assert all(
         torch.equal(w, torch.zeros_like(w))
         for name, w in trained_weights(selector).items()
