@@ -3,8 +3,9 @@
 `python bench/compare_policies.py ROUND OTHER`, in the folder of a project with a
 finished round. OTHER is the folder of another project whose round of that name has the same
 evaluation set, e.g. a clone that ran with `--set replay.max_share=0`. Prints JSON: the win rates of
-this project's policy by the jury, with 95% intervals, and the metrics of all models. KL is that
-from the first round's SFT model of this project; it should be the same in both.
+this project's policy by the jury, with 95% intervals, and the metrics of all models; the other
+project's policy is called `champion`. KL is that from the first round's SFT model of this project;
+it should be the same in both.
 """
 
 import json
@@ -12,15 +13,15 @@ import sys
 from pathlib import Path
 
 from stages.evaluate.champion import Champion
-from stages.evaluate.equal_kl import compare_at_equal_kl
+from stages.evaluate.equal_kl import compare_with_champion
 from stages.evaluate.evaluator import Evaluator
-from stages.evaluate.results import ModelResults, with_interval
+from stages.evaluate.results import ModelResults
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.types import Metrics
 from stages.lib.judging.loading import base_model, load_jury
-from stages.lib.lm.loading import load_policy, setup_torch
+from stages.lib.lm.loading import setup_torch
 
 
 def compare(round_: str, other: Path) -> Metrics:
@@ -36,16 +37,10 @@ def compare(round_: str, other: Path) -> Metrics:
         other / stage_dir(round_, "sft") / "model",
         other / stage_dir(round_, "ppo") / "policy",
     )
-    models = {
-        "sft": evaluator.sft,
-        "ppo": evaluator.load_ppo(),
-        "champion": load_policy(*paths, params.model),
-    }
-    for name, model in models.items():
+    for name, model in {"sft": evaluator.sft, "ppo": evaluator.load_ppo()}.items():
         results.add_model(name, model, params.evaluate.samples_per_prompt)
-    plain = results.win_rates("ppo", "champion")["win_rate"]
-    equal_kl = compare_at_equal_kl(results, Champion(str(other), *paths))
-    return {**with_interval("win_rate", plain), **equal_kl, **results.metrics}
+    comparisons = compare_with_champion(results, Champion(str(other), *paths))
+    return {**comparisons, **results.metrics}
 
 
 if __name__ == "__main__":

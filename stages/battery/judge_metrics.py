@@ -55,12 +55,10 @@ def ending_outcomes(
     if judge.only_compares:
         return [None] * len(results)
     return [
-        list(
-            judge.outcomes(
-                [one.prompt for one in ending_results],
-                [one.text for one in ending_results],
-                [one.original for one in ending_results],
-            )
+        judge.outcomes(
+            [one.prompt for one in ending_results],
+            [one.text for one in ending_results],
+            [one.original for one in ending_results],
         )
         for ending_results in results
     ]

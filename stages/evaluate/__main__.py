@@ -18,9 +18,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stages.evaluate.champion import Champion, load_champion
+from stages.evaluate.champion import load_champion
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
-from stages.evaluate.equal_kl import WIN_RATE, compare_at_equal_kl
+from stages.evaluate.equal_kl import WIN_RATE, compare_with_champion
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.overoptimisation import Point, distance, overoptimisation
 from stages.evaluate.reproduce import check_reproduced, is_exact, rerun_policy
@@ -36,7 +36,6 @@ from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest
 from stages.lib.core.stage import stage_main
-from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_jury
@@ -124,17 +123,6 @@ def main(params: Params, round_: str) -> None:
     }
     recorder.finish(final | {"reproduced": True, "prompts": prompts})
     print_metrics(recorder.label, "policy against SFT", comparisons)
-
-
-def compare_with_champion(results: ModelResults, champion: Champion) -> Metrics:
-    """The policy's win rates against the champion: as they are, and at equal KL."""
-    params, prompts = results.evaluator.params, len(results.evaluator.prompts)
-    model = load_policy(champion.sft, champion.policy, params.model)
-    results.add_model("champion", model, params.evaluate.samples_per_prompt)
-    del model  # freed before the next one is loaded
-    win_rate = results.win_rates("ppo", "champion")["win_rate"]
-    plain = win_rate_with_prompts_needed("win_rate_champion", win_rate, prompts, results.label)
-    return plain | compare_at_equal_kl(results, champion)
 
 
 def evaluate_checkpoints(checkpoints: list[Path], results: ModelResults) -> list[dict[str, float]]:

@@ -6,6 +6,8 @@ the better one, and not which policy went further.
 """
 
 from contextlib import nullcontext
+from functools import cache
+from typing import Any
 
 from stages.evaluate.champion import Champion
 from stages.evaluate.results import ModelResults, win_rate_with_prompts_needed
@@ -18,13 +20,21 @@ SCALED = "equal_kl"  # name of the scaled model among the results
 WIN_RATE = "win_rate_champion_equal_kl"
 
 
-def compare_at_equal_kl(results: ModelResults, champion: Champion) -> Metrics:
-    """Compare `ppo` with `champion`, which are in the results; adds the scaled one to the results.
+def compare_with_champion(results: ModelResults, champion: Champion) -> Metrics:
+    """Compare `ppo`, which is in the results, with the champion; adds `champion`, and if their KL
+    differs the scaled one of the two.
 
     Returns:
-        The policy's win rate, and which of the two was scaled and by how much.
+        The policy's win rates as they are and at equal KL, and which one was scaled by how much.
     """
-    evaluator, config = results.evaluator, results.evaluator.params
+    evaluator, params = results.evaluator, results.evaluator.params
+    samples, prompts = params.evaluate.samples_per_prompt, len(evaluator.prompts)
+    model = load_policy(champion.sft, champion.policy, params.model)
+    results.add_model("champion", model, samples)
+    del model  # freed before the next one is loaded
+    win_rate = results.win_rates("ppo", "champion")["win_rate"]
+    metrics = win_rate_with_prompts_needed("win_rate_champion", win_rate, prompts, results.label)
+
     kls = {name: results.metrics[name]["kl_anchor"] for name in ("ppo", "champion")}
     further = max(kls, key=kls.__getitem__)
     files = {
@@ -32,16 +42,21 @@ def compare_at_equal_kl(results: ModelResults, champion: Champion) -> Metrics:
         "champion": (champion.sft, champion.policy),
     }
     sft, path = files[further]
-    model = load_policy(sft, path, config.model)
+    model = load_policy(sft, path, params.model)
     trained = policy_weights(model)
 
+    @cache
+    def reference_model() -> Any:
+        return load_causal_lm(sft, params.model)
+
     def measure_kl(scale: float) -> float:
-        interpolate(model, lambda: nullcontext(load_causal_lm(sft, config.model)), trained, scale)
-        results.add_model(SCALED, model, config.evaluate.samples_per_prompt)
+        interpolate(model, lambda: nullcontext(reference_model()), trained, scale)
+        results.add_model(SCALED, model, samples)
         return results.metrics[SCALED]["kl_anchor"]
 
     *_, (scale, _) = search_scale(measure_kl, kls[further], min(kls.values()))
-    compared = {name: SCALED if name == further and scale != 1 else name for name in kls}
-    win_rate = results.win_rates(compared["ppo"], compared["champion"])["win_rate"]
-    rates = win_rate_with_prompts_needed(WIN_RATE, win_rate, len(evaluator.prompts), results.label)
-    return {**rates, "equal_kl_scaled": further, "equal_kl_scale": scale}
+    if scale != 1:
+        pair = [SCALED if name == further else name for name in ("ppo", "champion")]
+        win_rate = results.win_rates(*pair)["win_rate"]
+    metrics |= win_rate_with_prompts_needed(WIN_RATE, win_rate, prompts, results.label)
+    return metrics | {"equal_kl_scaled": further, "equal_kl_scale": scale}

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from stages.lib.core.params.policy import OfflineParams
 from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import TokenIds
@@ -34,7 +35,7 @@ def train(context: TrainingContext) -> PolicyCallback:
     choice = choose(callback.trained_policy, context)
     callback.rollouts.append(choice.rows)
     train_params = TrainParams(
-        **params.best_of_n.model_dump(exclude={"n"}),
+        **params.best_of_n.model_dump(include=set(OfflineParams.model_fields)),
         max_steps=params.ppo.max_steps,
         gradient_checkpointing=params.ppo.gradient_checkpointing,
         max_length=params.prepare.max_prompt_tokens + params.ppo.response_length,

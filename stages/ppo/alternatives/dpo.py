@@ -11,6 +11,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
+from stages.lib.core.params.policy import OfflineParams
 from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.progress import progress
 from stages.lib.core.rows import SIDES, PreferencePair, read_rows
@@ -54,7 +55,7 @@ def make_trainer(
     """TRL's trainer on pairs from `tokenise_pairs`."""
     params, dpo, lora = context.params, context.params.dpo, context.params.ppo.lora
     train_params = TrainParams(
-        **dpo.model_dump(exclude={"beta", "loss_type", "loss_weights"}),
+        **dpo.model_dump(include=set(OfflineParams.model_fields)),
         max_steps=params.ppo.max_steps,
         gradient_checkpointing=params.ppo.gradient_checkpointing,
         max_length=params.reward.max_length,
