@@ -14,7 +14,7 @@ from stages.lib.core.files import read_jsonl, work_dir
 
 Amount = float | None
 # The models that `evaluate` samples with all samples per prompt; PPO's checkpoints have fewer
-EVALUATED_MODELS = ("base", "sft", "ppo", "champion")
+EVALUATED_MODELS = ("base", "sft", "ppo", "champion", "equal_kl")
 JUDGE_ROWS = {
     "judges: input tokens": "tokens_in",
     "judges: output tokens": "tokens_out",

@@ -72,6 +72,10 @@ def test_tokens_of_training_and_writing(project: Path) -> None:
         "ppo", {"episodes": 64, "response_length": 9.0, "policy_update": 20, "policy_scale": 0.9}
     )
     assert rows()["tokens generated"].cell("evaluate") == "10,700"
+    # a later round also writes 2 samples of 13 and 11 tokens by the champion and at equal KL
+    later = {"champion": {"length": 13.0}, "equal_kl": {"length": 11.0}}
+    metrics("evaluate", {**models, **later, "prompts": 100})
+    assert rows()["tokens generated"].cell("evaluate") == "13,200"
 
 
 def test_usage_of_judges_is_summed(project: Path) -> None:
