@@ -27,10 +27,13 @@ from stages.lib.lm.loading import setup_torch
 def compare(round_: str, other: Path) -> Metrics:
     params = load_params()
     setup_torch(params)
-    evaluator = Evaluator(params, round_)
     frozen = stage_dir(round_, "prepare") / "data/eval_prompts.jsonl"
+    for path in (frozen, other / frozen):
+        if not path.exists():
+            raise SystemExit(f"{path} is missing: expected a project with a finished {round_}")
     if frozen.read_bytes() != (other / frozen).read_bytes():
         raise SystemExit(f"{other / frozen} has other prompts than {frozen}")
+    evaluator = Evaluator(params, round_)
     jury = load_jury(params, round_, base_model(params))
     results = ModelResults(evaluator, jury, read_metrics(round_, "sft"), f"compare@{round_}")
     paths = (
