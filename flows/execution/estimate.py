@@ -8,6 +8,7 @@ below them); full training takes 6N. Generation reads all weights once per token
 slower than its FLOPs suggest: `GENERATION`.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -91,7 +92,10 @@ def stage_seconds(
     # human texts, some of them cut, are half as long as a prompt with a full response
     texts_per_pair = TEXTS_PER_PAIR + len(params.battery.endings) + 2 * len(params.battery.edits)
     probe_texts = params.battery.pairs * texts_per_pair / 2
-    replay_comparisons = replay.max_badcases * (replay.best_of * (replay.best_of - 1) // 2 + 3)
+    # the policy's responses to a prompt: fresh ones, and those of PPO's updates
+    episodes = updates * ppo.batch_size / max(prompts, 1)
+    replay_comparisons = replay.max_badcases * (math.comb(replay.best_of, 2) + 3)
+    replay_comparisons += replay.policy_pairs * math.comb(replay.best_of + round(episodes), 2)
     sample_and_score = 2 / GENERATION + 2 / FORWARD  # FLOPs per weight and token
     work = {
         "prepare": 0.0,
@@ -113,11 +117,12 @@ def stage_seconds(
         * 2
         / GENERATION
         / rate,
-        "replay": replay.max_badcases
-        * (replay.best_of + 8)
+        "replay": (
+            replay.max_badcases * (replay.best_of + 8) * sample_and_score
+            + replay.policy_pairs * replay.best_of * 2 / GENERATION
+        )
         * length
         * weights
-        * sample_and_score
         / rate
         + _judge_seconds(params, replay_comparisons),
     }

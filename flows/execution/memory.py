@@ -312,9 +312,10 @@ def _capability(params: Params, lengths: TextLengths, model: MemoryModel, policy
 
 
 def _replay_rows(params: Params) -> int:
-    """The most responses that replay samples at once: candidates, or those that are retested."""
+    """The most responses that replay samples at once: of the policy, candidates, or retests."""
     replay = params.replay
-    return max(FRESH_PROMPTS, replay.max_badcases * max(replay.best_of, replay.tries))
+    retested = replay.max_badcases * max(replay.best_of, replay.tries)
+    return max(FRESH_PROMPTS, retested, replay.policy_pairs * replay.best_of)
 
 
 def _judges(model: MemoryModel, named: list[str]) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.annotate.human_pairs import compare_with_people, load_principles
-from stages.annotate.ranking import best_and_worst, scores_from_preferences
 from stages.annotate.revisions import make_revisions, write_usage
 from stages.annotate.sampling import sample_responses
 from stages.lib.core.constitution import draw_principle
@@ -21,10 +20,11 @@ from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import user_files
 from stages.lib.data.splits import check_prompts_not_in_eval_set, dedupe_prompts, shuffled
 from stages.lib.judging.agreement import between_orders
-from stages.lib.judging.copeland import all_pairs
+from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.lexicon import LexiconJudge
 from stages.lib.judging.pairwise import (
+    OUTCOME_BY_PREFERENCE,
     Comparison,
     PairwiseJudge,
     TwoOrderVerdict,
@@ -195,9 +195,9 @@ def label_prompt(
 ) -> LabelledPrompt:
     """Make the pair of a prompt's responses, with its provenance under `annotator`."""
     by_pair = dict(zip(all_pairs(len(responses)), judgements, strict=True))
-    preferences = {pair: judgement.preference for pair, judgement in by_pair.items()}
-    scores = scores_from_preferences(len(responses), preferences)
-    extremes = best_and_worst(scores, preferences)
+    votes = {pair: OUTCOME_BY_PREFERENCE[verdict.preference] for pair, verdict in by_pair.items()}
+    scores = copeland_scores(len(responses), votes)
+    extremes = best_and_worst(scores, votes)
     if not extremes:
         return LabelledPrompt(None, judgements)
     best, worst = extremes

@@ -15,7 +15,7 @@ from typing import Any
 from stages.lib.core.files import file_hash, is_placeholder, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, write_manifest
-from stages.lib.core.rows import PromptRow
+from stages.lib.core.rows import PreferencePair, PromptRow
 from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
@@ -27,7 +27,7 @@ from stages.lib.lm.scoring import RewardScorer
 from stages.replay.badcases import Badcase, Cause, Report, read_ledger
 from stages.replay.better_answers import better_answers
 from stages.replay.exploits import Exploit, ending_candidates, exploit_pairs, find_exploits
-from stages.replay.inputs import read_inputs
+from stages.replay.inputs import ReplayInputs, last_third, read_inputs
 from stages.replay.mining import (
     BadcaseThresholds,
     PolicySample,
@@ -35,6 +35,7 @@ from stages.replay.mining import (
     find_badcases,
     reported_badcases,
 )
+from stages.replay.policy_pairs import finished_responses, policy_pairs
 from stages.replay.policy_samples import (
     compared_samples,
     judged_by_lexicon,
@@ -67,14 +68,10 @@ def main(params: Params, round_: str) -> None:
     human_pairs, held_out = inputs.pairs_with_room(tokenizer, params)
 
     # 2. policy samples: late rollouts, and fresh samples that the jury compares with SFT's
-    drawn = shuffled(inputs.prompts, seed)[:FRESH_PROMPTS]
-    rows: list[PromptRow] = [*drawn, *inputs.mining_prompts]
-    prompts = [row["prompt"] for row in rows]
-    recorder.log_progress(1, f"{len(rows)} fresh samples of policy and SFT")
-    sft_texts = [response.text for response in sampler.sft(prompts, seed)]
     jury = load_jury(params, round_, base_model(params))
-    fresh = compared_samples(rows, sampler.policy(prompts, seed), sft_texts, "fresh", jury)
-    samples = rollout_samples(inputs.rollouts, jury) + fresh
+    fresh, sft_texts = fresh_samples(inputs, sampler, jury, seed)
+    recorder.log_progress(1, f"{len(fresh)} fresh samples of policy and SFT")
+    samples = rollout_samples(last_third(inputs.rollouts), jury) + fresh
 
     # 3. exploits: endings frequent in the policy's texts, rare in SFT's, and overpaid
     policy_texts = [sample.response for sample in samples]
@@ -99,9 +96,13 @@ def main(params: Params, round_: str) -> None:
     badcases, pairs, demonstrations, prompt_rows = make_training_rows(badcases, better)
     badcases = resample_and_retest(badcases, sampler, jury, seed + 3, limits, round_)
     against = exploit_pairs(exploits, human_pairs, config.pairs_per_exploit, seed)
+    own = pairs_of_policy(inputs, sampler, jury, suffixes, params)
     # badcases first: they keep their rows if replay.max_share leaves no room for all
-    demonstrations += demonstrations_of(inputs.revised)
-    made: DataSets = {"pairs": [*against, *pairs], "sft": demonstrations, "prompts": prompt_rows}
+    made: DataSets = {
+        "pairs": [*against, *pairs, *own],
+        "sft": [*demonstrations, *demonstrations_of(inputs.revised)],
+        "prompts": prompt_rows,
+    }
     human = {"pairs": len(human_pairs), "sft": inputs.human_sft, "prompts": len(inputs.prompts)}
     training_rows, leaked = limit_rows(made, inputs.evaluation, human, params)
     sizes = ", ".join(f"{len(new)} {name}" for name, new in training_rows.items())
@@ -121,6 +122,7 @@ def main(params: Params, round_: str) -> None:
         "exploits": suffixes,
         **progress,
         "leaked": leaked,
+        "policy_pairs": len(own),
         "pairs": len(training_rows["pairs"]),
         "demonstrations": len(training_rows["sft"]),
         "prompts": len(training_rows["prompts"]),
@@ -132,6 +134,18 @@ def main(params: Params, round_: str) -> None:
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {value}" for name, value in progress.items())
     print(f"[replay@{round_}] {len(badcases)} badcases; {summary}", flush=True)
+
+
+def fresh_samples(
+    inputs: ReplayInputs, sampler: Sampler, jury: Jury, seed: int
+) -> tuple[list[PolicySample], list[str]]:
+    """The policy's samples, compared with SFT's; and SFT's texts."""
+    drawn = shuffled(inputs.prompts, seed)[:FRESH_PROMPTS]
+    rows: list[PromptRow] = [*drawn, *inputs.mining_prompts]
+    prompts = [row["prompt"] for row in rows]
+    sft_texts = [response.text for response in sampler.sft(prompts, seed)]
+    policy = sampler.policy(prompts, seed)
+    return compared_samples(rows, policy, sft_texts, "fresh", jury), sft_texts
 
 
 def reported_samples(
@@ -155,6 +169,19 @@ def collect_badcases(
     policy_hash = file_hash(stage_dir(round_, "ppo") / "policy")
     mined = find_badcases(samples, limits, round_, policy_hash, known)
     return [*(case for case in reported if case.id not in known), *mined]
+
+
+def pairs_of_policy(
+    inputs: ReplayInputs, sampler: Sampler, jury: Jury, exploits: Sequence[str], params: Params
+) -> list[PreferencePair]:
+    """The jury's pairs of the policy's responses to replay.policy_pairs training prompts."""
+    best_of = params.replay.best_of
+    prompts = shuffled(inputs.prompts, params.seed)[: params.replay.policy_pairs]
+    repeated = [row["prompt"] for row in prompts for _ in range(best_of)]
+    sampled = sampler.policy_texts(repeated, params.seed + 4) if repeated else []
+    fresh = [sampled[start : start + best_of] for start in range(0, len(sampled), best_of)]
+    responses = finished_responses(prompts, fresh, inputs.rollouts)
+    return policy_pairs(prompts, responses, exploits, jury)
 
 
 def write_data(

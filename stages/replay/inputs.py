@@ -34,7 +34,7 @@ MAX_HELD_OUT_PAIRS = 512
 class ReplayInputs:
     """Rows by kind.
 
-    prompts: distinct training prompts. rollouts: of the last third of PPO's updates. human_sft: the
+    prompts: distinct training prompts. rollouts: of all of PPO's updates. human_sft: the
     number of demonstrations that replay did not make. revised: responses that annotate revised by
     a constitution. evaluation: all held-out rows by file name. reports, mining_prompts: from
     people.
@@ -76,8 +76,7 @@ def read_inputs(round_: str) -> ReplayInputs:
         return read_rows(kind, data / f"{name}.jsonl", made_by)
 
     prompts = dedupe_prompts(read(TrainingPrompt, "prompts_train"))
-    all_rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
-    rollouts = last_third(all_rollouts)
+    rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
     held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
     evaluation: DataSets = {
         HELD_OUT["prompts"]: read(PromptRow, HELD_OUT["prompts"]),

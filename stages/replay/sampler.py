@@ -85,6 +85,10 @@ class Sampler:
             )
         ]
 
+    def policy_texts(self, prompts: Sequence[Prompt], seed: int) -> list[SampledResponse]:
+        """One response of the policy per prompt, not scored."""
+        return self._decode(self._generate(self.model, self._encode(prompts), seed))
+
     def sft(self, prompts: Sequence[Prompt], seed: int) -> list[SampledResponse]:
         """One response of SFT per prompt."""
         with self.reference() as model:

@@ -3,7 +3,7 @@
 Pure functions on indices and votes: no judge, no model, no file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 
@@ -31,3 +31,28 @@ def copeland_scores(n: int, votes: Mapping[tuple[int, int], float]) -> list[floa
         scores[i] += vote
         scores[j] += 1 - vote
     return scores
+
+
+def best_and_worst(
+    scores: Sequence[float], votes: Mapping[tuple[int, int], float]
+) -> tuple[int, int] | None:
+    """The (winner, loser) of the comparison whose winner leads by the most points.
+
+    This is the best and the worst response, unless these two tied. Among equal leads the first
+    comparison counts.
+
+    Args:
+        scores: (n,) Copeland scores.
+        votes: as in `copeland_scores`.
+
+    Returns:
+        None if there is no pair: all comparisons are ties, or no winner has more points than its
+        loser (a cycle).
+
+    Example:
+        >>> best_and_worst([1.5, 0.0, 1.5], {(0, 1): 1.0, (0, 2): 0.5, (1, 2): 0.0})
+        (0, 1)
+    """
+    decided = [(i, j) if vote > 0.5 else (j, i) for (i, j), vote in votes.items() if vote != 0.5]
+    leading = [(winner, loser) for winner, loser in decided if scores[winner] > scores[loser]]
+    return max(leading, key=lambda pair: scores[pair[0]] - scores[pair[1]], default=None)

@@ -67,7 +67,8 @@ def test_language_models_that_judge_take_time() -> None:
     the champion, as it is and at equal KL, and 3 checkpoints with one; 5 badcases of 4 candidates,
     6 matches and 3 comparisons more each. 2 orders, 2 s per answer, 4 at once."""
     endpoint = {"base_url": "http://localhost/v1", "model": "wise", "concurrency": 4}
-    sizes: dict[str, Any] = {"prepare": {"max_eval_prompts": 10}, "replay": {"max_badcases": 5}}
+    sizes: dict[str, Any] = {"prepare": {"max_eval_prompts": 10}}
+    sizes["replay"] = {"max_badcases": 5, "policy_pairs": 0}
     automatic = estimate.stage_seconds(params(**sizes), MACHINE)
     by_model = params(**sizes, evaluate={"judges": ["endpoint"]}, annotate={"endpoint": endpoint})
     judged = estimate.stage_seconds(by_model, MACHINE)
@@ -79,6 +80,14 @@ def test_language_models_that_judge_take_time() -> None:
     assert later_judged["evaluate"] - later["evaluate"] == pytest.approx(10 * (4 * 2 + 3))
     assert later["evaluate"] > automatic["evaluate"]
     assert replay == pytest.approx(5 * (6 + 3) * 2 * 2 / 4)
+    # per prompt 4 fresh responses of the policy, and 2 of PPO's 30 updates with 32 episodes on 483
+    # prompts: 15 matches
+    sizes["replay"] |= {"policy_pairs": 7}
+    compared = estimate.stage_seconds(
+        params(**sizes, evaluate={"judges": ["endpoint"]}, annotate={"endpoint": endpoint}), MACHINE
+    )["replay"]
+    more = compared - estimate.stage_seconds(params(**sizes), MACHINE)["replay"] - replay
+    assert more == pytest.approx(7 * 15 * 2 * 2 / 4)
     # as the primary judge: 10 prompts with 4 samples; 96 pairs, and 32 prompts for 3 sizes of
     # best-of-n; 128 prompts, after 15 and 30 updates and for two scaled policies
     for stage, comparisons in {"sft": 10 * 4, "battery": 96 + 32 * 3, "ppo": 128 * 4}.items():

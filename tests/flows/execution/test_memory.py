@@ -230,6 +230,8 @@ def test_replay_samples_candidates_and_retests_badcases() -> None:
     base = stages()["replay"]  # 64 badcases with 4 candidates and 4 tries
     assert stages(replay={"tries": 8})["replay"] > base
     assert stages(replay={"best_of": 8})["replay"] == stages(replay={"tries": 8})["replay"]
+    # 128 prompts of policy_pairs with 4 responses are as many as 64 badcases with 8
+    assert stages(replay={"policy_pairs": 128})["replay"] == stages(replay={"tries": 8})["replay"]
     assert stages(replay={"max_badcases": 32})["replay"] < base
     # not below the fresh samples
     few, fewer = (stages(replay={"max_badcases": number})["replay"] for number in (8, 4))

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from stages.assets.inputs import main as inputs
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params.data import rounds
+from stages.lib.data.rollouts import RolloutLog
 from stages.lib.data.splits import dedupe_prompts, shuffled
 from stages.replay.__main__ import main
 from stages.replay.badcases import MiningPrompt, Report, add_user_rows
@@ -116,6 +118,39 @@ def check_training_rows(badcases: set[str], pairs_per_exploit: int) -> None:
             assert row["prompt"].startswith("The ")
     pairs = read_jsonl(DATA / "pairs.jsonl", "")
     assert sum(row["badcase"] in exploits for row in pairs) == pairs_per_exploit
+
+
+def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
+    params = make_round("r0", 1.0)
+    params.replay.max_share, params.evaluate.judges = 1.0, ["lexicon"]
+    inputs(params, "r0")
+    # an early update, from whose responses no badcases are mined; r0's fixture has " was sad."
+    row = {"update": 2, "id": "p-The dinner", "prompt": "The dinner", "length": 6}
+    row |= {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0, "finish_reason": "stop"}
+    RolloutLog(Path("rounds/r0/ppo/rollouts"), (2, 0)).append(
+        [{**row, "response": " was wonderful."}]
+    )
+    main(params, "r0")
+    before, without = read_jsonl(DATA / "pairs.jsonl", ""), read_metrics("r0")
+    assert without["policy_pairs"] == 0
+
+    params.replay.policy_pairs, params.replay.best_of = 5, 3
+    calls, sample = [], Sampler.policy_texts
+
+    def policy_texts(self, prompts, seed):
+        calls.append((prompts, seed))
+        return sample(self, prompts, seed)
+
+    monkeypatch.setattr(Sampler, "policy_texts", policy_texts)
+    main(params, "r0")
+    # three responses to each of the first five prompts of the shuffled training prompts
+    drawn = shuffled(read_inputs("r0").prompts, params.seed)[:5]
+    assert calls == [([row["prompt"] for row in drawn for _ in range(3)], params.seed + 4)]
+    pairs, metrics = read_jsonl(DATA / "pairs.jsonl", ""), read_metrics("r0")
+    own = pairs[len(before) :]
+    assert pairs[: len(before)] == before and metrics["policy_pairs"] == len(own) > 0
+    [dinner] = [row for row in own if row["id"] == "policy-p-The dinner"]
+    assert (dinner["chosen"], dinner["rejected"]) == (" was wonderful.", " was sad.")
 
 
 REVISED = Path("rounds/r0/annotate/revised.jsonl")

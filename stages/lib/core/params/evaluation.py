@@ -68,7 +68,14 @@ class ReplayParams(ParamsSection):
     best_of: int = Field(
         4,
         ge=1,
-        description="SFT samples per badcase; the jury's best one is the better answer.",
+        description="SFT samples per badcase; the jury's best one is the better answer. Also the "
+        "policy samples per prompt of policy_pairs.",
+    )
+    policy_pairs: int = Field(
+        0,
+        ge=0,
+        description="Training prompts for each of which the jury compares responses of the policy; "
+        "its best and its worst become a pair of the next round's reward model.",
     )
     tries: int = Field(
         4,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.lib.judging.copeland import all_pairs, copeland_scores
+from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
 
 
 def test_every_response_is_paired_with_every_other():
@@ -32,3 +32,31 @@ def test_a_cycle_scores_all_equal():
 
 def test_one_response_has_no_points():
     assert copeland_scores(1, {}) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("votes", "scores", "pair"),
+    [
+        # 2 beats all, 0 beats 1 and 3, 3 beats 1
+        ([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 3.0, 1.0], (2, 1)),
+        # all tie
+        ([0.5] * 6, [1.5, 1.5, 1.5, 1.5], None),
+        # only 0 beats 1: it leads by one point; the others tie
+        ([1.0, 0.5, 0.5, 0.5, 0.5, 0.5], [2.0, 1.0, 1.5, 1.5], (0, 1)),
+        # the best (0) and the worst (3) tied with each other; of the comparisons with a winner,
+        # 0 over 2 is the first with a lead of 1.5
+        ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0], [2.5, 2.0, 1.0, 0.5], (0, 2)),
+        # 3 beats 0, which has as many points
+        ([1.0, 1.0, 0.0, 1.0, 0.5, 0.5], [2.0, 1.5, 0.5, 2.0], (0, 2)),
+    ],
+)
+def test_best_and_worst_of_four(votes, scores, pair):
+    votes_by_pair = dict(zip(all_pairs(4), votes, strict=True))
+    assert copeland_scores(4, votes_by_pair) == scores
+    assert best_and_worst(scores, votes_by_pair) == pair
+
+
+def test_a_cycle_has_no_best():
+    # 0 beats 1, 2 beats 0, 1 beats 2
+    assert best_and_worst([1.0, 1.0, 1.0], {(0, 1): 1.0, (0, 2): 0.0, (1, 2): 1.0}) is None
+    assert best_and_worst([0.0], {}) is None

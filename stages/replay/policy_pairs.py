@@ -1,0 +1,83 @@
+"""Preference pairs of the policy's own responses, ranked by the jury.
+
+The reward model's first pairs are texts of people. The policy writes other texts, where it is PPO
+that finds out what the reward model prefers. So the jury compares responses of the policy to one
+prompt, from several updates and fresh ones, and the next round's reward model learns the result.
+No model is loaded here; the jury may ask its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from stages.lib.core.rows import PreferencePair, PromptRow, RolloutRow
+from stages.lib.data.splits import prompt_key
+from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
+from stages.lib.judging.jury import Jury
+from stages.lib.judging.pairwise import JURY, Comparison
+from stages.replay.exploits import strip_exploits
+from stages.replay.sampler import SampledResponse
+
+
+def finished_responses(
+    prompts: Sequence[PromptRow],
+    fresh: Sequence[Sequence[SampledResponse]],
+    rollouts: Iterable[RolloutRow],
+) -> list[list[str]]:
+    """For each prompt the distinct texts that ended: the fresh ones, then those of PPO's updates.
+
+    fresh: of each prompt.
+    """
+    by_prompt: Mapping[str, list[str]] = {prompt_key(row["prompt"]): [] for row in prompts}
+    for rollout in rollouts:
+        key = prompt_key(rollout["prompt"])
+        if rollout["finish_reason"] == "stop" and key in by_prompt:
+            by_prompt[key].append(rollout["response"])
+    return [
+        list(
+            dict.fromkeys(
+                [response.text for response in responses if response.ended]
+                + by_prompt[prompt_key(row["prompt"])]
+            )
+        )
+        for row, responses in zip(prompts, fresh, strict=True)
+    ]
+
+
+def policy_pairs(
+    prompts: Sequence[PromptRow],
+    responses: Sequence[Sequence[str]],
+    exploits: Sequence[str],
+    jury: Jury,
+) -> list[PreferencePair]:
+    """A pair per prompt: of its responses the jury's best and worst; none if the jury is undecided.
+
+    The jury sees the responses without exploits, so that none wins by its exploit.
+
+    Args:
+        responses: of each prompt, distinct.
+    """
+    comparisons = [
+        Comparison(
+            row["prompt"], strip_exploits(exploits, texts[i]), strip_exploits(exploits, texts[j])
+        )
+        for row, texts in zip(prompts, responses, strict=True)
+        for i, j in all_pairs(len(texts))
+    ]
+    outcomes = iter(jury.compare(comparisons)[JURY])
+    pairs: list[PreferencePair] = []
+    for row, texts in zip(prompts, responses, strict=True):
+        votes = {pair: next(outcomes) for pair in all_pairs(len(texts))}
+        extremes = best_and_worst(copeland_scores(len(texts), votes), votes)
+        if extremes:
+            best, worst = extremes
+            pair_id = f"policy-{row['id']}"
+            pairs.append(
+                {
+                    "id": pair_id,
+                    "prompt": row["prompt"],
+                    "chosen": texts[best],
+                    "rejected": texts[worst],
+                    "source": "replay",
+                    "badcase": pair_id,
+                }
+            )
+    return pairs
