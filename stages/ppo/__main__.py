@@ -10,17 +10,16 @@ curves.csv, health.json, manifest.json.
 Run: python -m stages.ppo --round r0
 """
 
-from pathlib import Path
 from statistics import fmean
 
-from stages.lib.core.files import file_hash, stage_dir, write_json
+from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics
-from stages.lib.core.user_inputs import check_unchanged, input_hashes
+from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import setup_torch
@@ -28,6 +27,7 @@ from stages.lib.lm.saving import save_trained
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
+from stages.ppo.common.resume import run_identity
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
@@ -120,25 +120,6 @@ def summary(run: TrainingRun) -> Metrics:
         "health": run.monitor.verdict,
         # up to the kept policy's own rollout
         "dangers": run.monitor.dangers(kept.update + 1),
-    }
-
-
-def run_identity(params: Params, inputs: list[Path]) -> Metrics:
-    """Everything that determines a run: params, inputs, code."""
-    sections = params.model_dump(
-        mode="json",
-        include={
-            "seed": True,
-            "ppo": True,
-            "model": True,
-            "prepare": {"prompt_format", "max_prompt_tokens"},
-        },
-    )
-    code = sorted(Path(__file__).parents[1].rglob("*.py"))
-    files = {str(path): file_hash(path) for path in [*inputs, *code]}
-    hashes = input_hashes(params)
-    return {"params": sections, "files": files} | {
-        kind: hashes[kind] for kind in ("rewards", "primary_judge")
     }
 
 

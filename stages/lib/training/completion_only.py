@@ -27,7 +27,18 @@ def train_on_completions(
     arguments: dict[str, Any],
     callback: TrainerCallback,
 ) -> Any:
-    """Train a model (its adapters, or all weights) on the tokens of responses.
+    """Train with a trainer of `completion_trainer`; returns the trained model in eval mode."""
+    return run_trainer(completion_trainer(model, tokenizer, train, arguments, callback))
+
+
+def completion_trainer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    train: TokenizedDemonstrations,
+    arguments: dict[str, Any],
+    callback: TrainerCallback,
+) -> SFTTrainer:
+    """TRL's trainer of a model (its adapters, or all weights) on the tokens of responses.
 
     Args:
         model: a causal language model or a PeftModel.
@@ -35,23 +46,19 @@ def train_on_completions(
         train: tokens of prompts and responses.
         arguments: arguments of TRL's SFTConfig.
         callback: receives the metrics of each step.
-
-    Returns:
-        The trained model in eval mode.
     """
     rows = [
         {"input_ids": p + c, "completion_mask": [0] * len(p) + [1] * len(c)}
         for p, c in zip(*train, strict=True)
     ]
     with progress("preparing the training"):
-        trainer = (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
+        return (SFTTrainer if torch.cuda.is_available() else ResponseTrainer)(
             model=model,
             args=SFTConfig(**arguments, completion_only_loss=True, packing=False),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             callbacks=[callback],
         )
-    return run_trainer(trainer)
 
 
 class ResponseTrainer(SFTTrainer):

@@ -119,8 +119,12 @@ class HeapTrimmer(TrainerCallback):
         trim_heap()
 
 
-def run_trainer(trainer: Trainer) -> Any:
+def run_trainer(trainer: Trainer, checkpoint: Path | None = None) -> Any:
     """Train with one of TRL's trainers, without its printed metrics and without padding.
+
+    Args:
+        trainer: the trainer.
+        checkpoint: one of its own, from which the training resumes.
 
     Returns:
         The trained model in eval mode.
@@ -133,7 +137,7 @@ def run_trainer(trainer: Trainer) -> Any:
     with padding_free(trainer.model), progress("training", unit="batches") as training:
         trainer.add_callback(BatchCounter(training))
         trainer.add_callback(HeapTrimmer)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return trainer.model.eval()
 
 

@@ -2,16 +2,16 @@
 rewarded of n responses per prompt.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from stages.lib.core.params.policy import OfflineParams
 from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.rows import RolloutRow
-from stages.lib.core.types import TokenIds
+from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm.lora import add_adapters
-from stages.lib.training.completion_only import train_on_completions
+from stages.lib.training.completion_only import completion_trainer
 from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
@@ -27,13 +27,29 @@ class BestOfN(NamedTuple):
     rows: list[RolloutRow]
 
 
+class BestOfNCallback(PolicyCallback):
+    """A PolicyCallback whose resume state has the chosen responses."""
+
+    prompts: list[TokenIds]
+    responses: list[TokenIds]
+
+    def begin(self, policy: Any) -> None:
+        super().begin(policy)
+        if self.saved:
+            self.prompts, self.responses = self.saved["prompts"], self.saved["responses"]
+        else:
+            self.prompts, self.responses, rows = choose(self.trained_policy, self.context)
+            self.rollouts.append(rows)
+
+    def state(self) -> StateDict:
+        return super().state() | {"prompts": self.prompts, "responses": self.responses}
+
+
 def train(context: TrainingContext) -> PolicyCallback:
     params = context.params
     model = add_adapters(context.sft, params.ppo.lora, "CAUSAL_LM")
-    callback = PolicyCallback(context, LOGGED)
+    callback = BestOfNCallback(context, LOGGED)
     callback.begin(model)
-    choice = choose(callback.trained_policy, context)
-    callback.rollouts.append(choice.rows)
     train_params = TrainParams(
         **params.best_of_n.model_dump(include=set(OfflineParams.model_fields)),
         max_steps=params.ppo.max_steps,
@@ -43,9 +59,8 @@ def train(context: TrainingContext) -> PolicyCallback:
     arguments = trainer_arguments(
         train_params, params.model, params.seed, context.work, continues=False
     )
-    train_on_completions(
-        model, context.tokenizer, (choice.prompts, choice.responses), arguments, callback
-    )
+    chosen = callback.prompts, callback.responses
+    callback.train(completion_trainer(model, context.tokenizer, chosen, arguments, callback))
     return callback
 
 

@@ -1,21 +1,25 @@
-"""A TRL callback: metrics, health, validation, checkpoints and rollouts of a training run."""
+"""A TRL callback: metrics, health, validation, checkpoints, rollouts and resume state of a run."""
 
 import math
 import random
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from stages.lib.core.errors import Diverged
 from stages.lib.core.rows import RolloutRow
+from stages.lib.core.types import StateDict
 from stages.lib.data.rollouts import RolloutLog
-from stages.lib.lm.saving import save_trained
+from stages.lib.lm.saving import load_trainable, save_trained, trainable_state_dict
+from stages.lib.training.trl_setup import run_trainer
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.policy_selection import PolicySelector, Validation
+from stages.ppo.common.resume import random_state, set_random_state
 
 SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
 
@@ -29,6 +33,8 @@ class PolicyCallback(TrainerCallback):
         steps: optimizer steps per update.
 
     Attributes:
+        saved: the state from which the run resumes.
+        ended: whether the last update is done, or a danger has ended the run.
         selector: remembers the best policy so far.
         initial_rows: rollout rows of the policy before training, which is SFT.
     """
@@ -40,15 +46,20 @@ class PolicyCallback(TrainerCallback):
     def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
         self.context, self.ppo = context, context.params.ppo
         self.algorithm = context.params.algorithm.value
-        self.names, self.steps, self.updates = names, steps, 0
+        self.saved = saved = context.saved
+        self.names, self.steps, self.updates = names, steps, saved["updates"] if saved else 0
+        self.ended: bool = saved["ended"] if saved else False
+        self.epoch_random_state: StateDict = {}
         self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
         self.monitor = Monitor(self.ppo, f"{self.algorithm}.beta")
-        self.rollouts = RolloutLog(context.work / "rollouts")
+        self.rollouts = RolloutLog(
+            context.work / "rollouts", saved["rollouts"] if saved else (1, 0)
+        )
         shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
         self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
 
     def begin(self, policy: Any) -> None:
-        """Validate and describe the policy before training."""
+        """Validate and describe the policy before training; or load the saved state."""
         self.trained_policy = TrainedPolicy(policy, self.context)
         self.selector = PolicySelector(
             self.trained_policy,
@@ -57,8 +68,17 @@ class PolicyCallback(TrainerCallback):
             self.ppo,
             self.context.params.seed,
         )
-        self.selector.validate(0)
-        self.initial_rows = self.sample_rows(0)
+        if self.saved:
+            self.load_state(self.saved)
+        else:
+            self.selector.validate(0)
+            self.initial_rows = self.sample_rows(0)
+
+    def train(self, trainer: Trainer) -> None:
+        """Run TRL's trainer, from its checkpoint if this run resumes; not if that had ended."""
+        if not self.ended:
+            folder = Path(trainer.args.output_dir)
+            run_trainer(trainer, folder / self.saved["checkpoint"] if self.saved else None)
 
     def sample_rows(self, update: int) -> list[RolloutRow]:
         """Rollout rows of the current policy, which also go to the rollout files.
@@ -99,8 +119,45 @@ class PolicyCallback(TrainerCallback):
         if state.global_step % self.steps == 0:
             self.context.recorder.total_steps = state.max_steps // self.steps
             self.updates += 1
-            self.end_update(last=state.global_step == state.max_steps)
+            last = state.global_step == state.max_steps
+            self.end_update(last)
             control.should_training_stop |= bool(self.monitor.stopped)
+            self.ended = last or bool(self.monitor.stopped)
+            control.should_save = self.ended or self.updates % self.ppo.resume_updates == 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep the random state from which the order of the data is drawn next."""
+        if self.saved and not self.epoch_random_state:
+            set_random_state(self.saved["epoch_random_state"])
+        self.epoch_random_state = random_state()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save the resume state, which names the trainer's own checkpoint, saved before it."""
+        # an epoch that is complete is not run again: the next one begins with today's state
+        complete = float(state.epoch).is_integer()
+        epoch = random_state() if complete else self.epoch_random_state
+        trainer = {"checkpoint": f"checkpoint-{state.global_step}", "epoch_random_state": epoch}
+        self.context.resume.save(self.state() | trainer)
+
+    def state(self) -> StateDict:
+        """What the rest of the run and its outputs depend on, beside the trainer's checkpoint."""
+        return {
+            "updates": self.updates,
+            "ended": self.ended,
+            "weights": trainable_state_dict(self.trained_policy.policy),
+            "selector": self.selector.state(),
+            "steps": self.context.recorder.steps,
+            "rollouts": self.rollouts.position,
+            "initial_rows": self.initial_rows,
+        }
+
+    def load_state(self, state: StateDict) -> None:
+        """Continue from a state, whose metrics and rollouts the logs already contain."""
+        load_trainable(self.trained_policy.policy, state["weights"])
+        self.selector.load_state(state["selector"])
+        self.initial_rows = state["initial_rows"]
+        self.monitor.check_history(state["steps"])
+        self.context.recorder.log_progress(self.updates, "resumes from here")
 
     def end_update(self, last: bool) -> None:
         """Health, validation if it is due, metrics and checkpoint, as after an update of PPO."""

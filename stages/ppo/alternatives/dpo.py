@@ -19,7 +19,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.lora import lora_config
-from stages.lib.training.trl_setup import run_trainer, trainer_arguments
+from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
 
@@ -45,7 +45,7 @@ def train(context: TrainingContext) -> PolicyCallback:
     callback = PolicyCallback(context, NAMES)
     trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
     callback.begin(trainer.model)
-    run_trainer(trainer)
+    callback.train(trainer)
     return callback
 
 

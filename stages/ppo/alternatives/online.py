@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset
 
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.types import TokenIds
+from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
-from stages.lib.training.trl_setup import run_trainer, trainer_arguments
+from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import ScoredRollouts, TrainingContext
 from stages.ppo.common.episodes import planned_updates
@@ -38,6 +38,8 @@ class OnlineCallback(PolicyCallback):
         steps = ppo.num_ppo_epochs * ppo.batch_size // ppo.mini_batch_size
         super().__init__(context, NAMES, steps)
         self.generator = torch.Generator().manual_seed(context.params.seed)
+        if self.saved:
+            self.generator.set_state(self.saved["generator"])
         # TRL's trainers pass prompts as texts; `tokens` maps them to the same tokens as in PPO
         self.texts = [
             render_prompt(context.tokenizer, row["prompt"], context.params.prepare.prompt_format)
@@ -68,6 +70,15 @@ class OnlineCallback(PolicyCallback):
         self.scored = self.trained_policy.score(self.updates + 1, episodes, completion_ids)
         self.rollouts.append(self.scored.rows)
         return self.scored.rewards
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Pass over the complete epochs: TRL's sampler draws each epoch's order after the last."""
+        sampler = kwargs["train_dataloader"].batch_sampler.sampler
+        for _ in range(int(state.epoch or 0)):
+            list(sampler)
+
+    def state(self) -> StateDict:
+        return super().state() | {"generator": self.generator.get_state()}
 
     def describe(self) -> dict[str, float]:
         rows = self.scored.rows
@@ -153,5 +164,5 @@ def run(trainer: Any) -> PolicyCallback:
     """Train with a trainer of `build_trainer`; returns its callback."""
     callback: OnlineCallback = trainer.policy_callback
     callback.begin(trainer.model)
-    run_trainer(trainer)
+    callback.train(trainer)
     return callback

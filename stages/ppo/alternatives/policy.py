@@ -13,7 +13,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
-from stages.lib.core.types import TokenIds
+from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
@@ -23,6 +23,7 @@ from stages.lib.lm.vllm_engine import sampling_engine
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.outputs import rollout_rows
 from stages.ppo.common.reference import reference_view
+from stages.ppo.common.resume import Resume
 from stages.ppo.common.reward_results import RewardInputs
 from stages.ppo.common.rewards import Rewards
 
@@ -31,14 +32,16 @@ from stages.ppo.common.rewards import Rewards
 class TrainingContext:
     """The inputs of every algorithm.
 
-    work: folder for rollouts and checkpoints of the run. sft: the SFT model, without adapters.
+    resume: saves states in the folder with the rollouts and checkpoints of the run. saved: the
+    state from which the run resumes. sft: the SFT model, without adapters.
     rewards: further rewards. judge: the primary judge. prompts, held_out: to train on, to validate
     on.
     """
 
     params: Params
     recorder: MetricLogger
-    work: Path
+    resume: Resume
+    saved: StateDict | None
     tokenizer: PreTrainedTokenizerBase
     sft: Any
     reward_model: Any
@@ -46,6 +49,11 @@ class TrainingContext:
     judge: PrimaryJudge
     prompts: list[Episode]
     held_out: list[Episode]
+
+    @property
+    def work(self) -> Path:
+        """Folder for the files of the run."""
+        return self.resume.folder
 
 
 class ScoredRollouts(NamedTuple):

@@ -29,6 +29,7 @@ from stages.ppo.common.health import WARN, Finding
 from stages.ppo.common.outputs import describe_rows, publish_outputs
 from stages.ppo.common.policy_selection import Validation
 from stages.ppo.common.reference import check_reference_files, check_reference_weights
+from stages.ppo.common.resume import Resume, run_identity
 from stages.ppo.common.rewards import load_rewards
 
 ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
@@ -46,7 +47,7 @@ def main(params: Params, round_: str) -> None:
     context = load(params, round_)
     tokenizer, reference = context.tokenizer, weights_hash(context.sft)
 
-    # 2. train
+    # 2. train; a killed run with the same inputs resumes
     callback = ALGORITHMS[params.algorithm](context)
     with callback.trained_policy.reference() as model:
         check_reference_weights(model, reference, "after training")
@@ -63,16 +64,11 @@ def main(params: Params, round_: str) -> None:
     publish_outputs(context.work, folder)
     callback.monitor.findings += no_gain_finding(kept)
     write_json(folder / "health.json", callback.monitor.report())
-    pairs = (
-        [stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
-        if params.algorithm is Algorithm.dpo
-        else []
-    )
     write_manifest(
         "ppo",
         round_,
         seed=params.seed,
-        inputs=[prompts_path(round_), *pairs, sft / "manifest.json", reward / "manifest.json"],
+        inputs=[*data_paths(params, round_), sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         algorithm=params.algorithm.value,
         reference=reference,
@@ -88,8 +84,15 @@ def prompts_path(round_: str) -> Path:
     return stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
 
 
+def data_paths(params: Params, round_: str) -> list[Path]:
+    """The files that the algorithm trains on."""
+    if params.algorithm is not Algorithm.dpo:
+        return [prompts_path(round_)]
+    return [prompts_path(round_), stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
+
+
 def load(params: Params, round_: str) -> TrainingContext:
-    """Load the models and prompts of a round, and empty the work folder.
+    """Load the models and prompts of a round, and the state of a killed run with the same inputs.
 
     Raises:
         BadInput: SFT or reward model were made with another rendering of prompts.
@@ -103,12 +106,16 @@ def load(params: Params, round_: str) -> TrainingContext:
     rewards = load_rewards(params)
     rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, tokenizer, params)
-    work = work_dir(round_, "ppo") / params.algorithm.value
-    shutil.rmtree(work, ignore_errors=True)
+    inputs = [*data_paths(params, round_), sft / "model", reward / "model"]
+    resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
+    saved = resume.load()
+    if not saved:
+        resume.clear()  # files of a run that was killed before it saved a state
     return TrainingContext(
         params=params,
-        recorder=MetricLogger("ppo", round_),
-        work=work,
+        recorder=MetricLogger("ppo", round_, logged_steps=saved["steps"] if saved else ()),
+        resume=resume,
+        saved=saved,
         tokenizer=tokenizer,
         sft=load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora)),
         reward_model=load_reward_model(reward / "model", params.model),

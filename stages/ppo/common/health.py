@@ -310,6 +310,11 @@ class Monitor:
         self.params, self.kl_key = params, kl_key
         self.findings: list[Finding] = []
 
+    def check_history(self, steps: Sequence[StepMetrics]) -> None:
+        """Check update by update what an interrupted run has logged: the findings come back."""
+        for number in range(len(steps)):
+            self.check(steps[: number + 1])
+
     def check(self, steps: Sequence[StepMetrics]) -> list[Finding]:
         """The findings that are new after the last of `steps`."""
         history, new = MetricHistory(steps), []

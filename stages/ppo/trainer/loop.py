@@ -19,7 +19,7 @@ from stages.ppo.common.health import Monitor
 from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import check_reference_weights
-from stages.ppo.trainer.resume import Resume
+from stages.ppo.common.resume import Resume
 from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -138,9 +138,7 @@ class TrainingRun:
         self.check_reference(state["reference"], "after the resume")
         self.trainer.load_state(state["trainer"])
         self.selector.load_state(state["selector"])
-        # the monitor has no state of its own: it reads the history again, update by update
-        for number in range(len(self.recorder.steps)):
-            self.monitor.check(self.recorder.steps[: number + 1])
+        self.monitor.check_history(self.recorder.steps)
         self.recorder.log_progress(self.trainer.updates, "resumes from here")
 
 

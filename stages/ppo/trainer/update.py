@@ -11,11 +11,11 @@ from stages.lib.core.progress import tracked
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm.packing import Packed, pack
 from stages.ppo.common.episodes import Episode, planned_updates
+from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.reward_results import RewardInputs
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.checks import check_finite, check_initial_ratio
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
-from stages.ppo.trainer.resume import random_state, set_random_state
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.rollout import RoleOutputs, Rollout, RolloutPass, concat_outputs, describe
 

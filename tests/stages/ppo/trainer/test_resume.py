@@ -19,8 +19,9 @@ import yaml
 from flows.execution import fork_server
 from stages.assets.inputs import main as inputs
 from stages.lib.core.params import Params, check_params
-from stages.ppo.__main__ import main, run_identity
-from stages.ppo.trainer.resume import Resume, random_state, set_random_state
+from stages.lib.core.params.policy import Algorithm
+from stages.ppo.__main__ import main
+from stages.ppo.common.resume import Resume, random_state, run_identity, set_random_state
 from stages.ppo.trainer.update import PpoTrainer
 from tests.paths import ROOT
 
@@ -190,8 +191,14 @@ def test_params_inputs_code_and_judge_identify_a_run(make_round):
     with prompts.open("a") as stream:
         stream.write('{"id": "new", "prompt": "The queue"}\n')
     others.append(run_identity(params, [prompts]))
+    dpo = params.model_copy(update={"algorithm": Algorithm.dpo})
+    beta = params.dpo.model_copy(update={"beta": 0.2})
+    others.append(run_identity(dpo, [prompts]))
+    others.append(run_identity(dpo.model_copy(update={"dpo": beta}), [prompts]))
     identities = [json.dumps(identity, sort_keys=True) for identity in (original, *others)]
-    assert len(set(identities)) == 5
+    assert len(set(identities)) == 7
+    # settings of an algorithm that does not run change nothing
+    assert run_identity(params.model_copy(update={"dpo": beta}), [prompts]) == others[3]
 
 
 def test_a_state_of_another_run_is_ignored(tmp_path):

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy
 import torch
 
-from stages.lib.core.files import RESUME_STATE, replacing
+from stages.lib.core.files import RESUME_STATE, file_hash, replacing
+from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict
+from stages.lib.core.user_inputs import input_hashes
 
 
 class Resume:
@@ -43,6 +45,28 @@ class Resume:
     def clear(self) -> None:
         """Delete the folder of this run."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run_identity(params: Params, inputs: list[Path]) -> Metrics:
+    """Everything that determines a run of the policy stage: params, inputs, code."""
+    sections = params.model_dump(
+        mode="json",
+        include={
+            "seed": True,
+            "ppo": True,
+            "model": True,
+            "prepare": {"prompt_format", "max_prompt_tokens"},
+            "reward": {"max_length", "overlong"},
+            "algorithm": True,
+            params.algorithm.value: True,
+        },
+    )
+    code = sorted(Path(__file__).parents[2].rglob("*.py"))
+    files = {str(path): file_hash(path) for path in [*inputs, *code]}
+    hashes = input_hashes(params)
+    return {"params": sections, "files": files} | {
+        kind: hashes[kind] for kind in ("rewards", "primary_judge")
+    }
 
 
 def random_state() -> StateDict:

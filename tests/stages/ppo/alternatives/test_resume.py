@@ -1,0 +1,110 @@
+"""An algorithm other than PPO that is killed ends with the same bytes as one that is not."""
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.lib.core.files import file_hash
+from stages.lib.core.params import Params
+from stages.ppo.__main__ import main
+from stages.ppo.alternatives.callback import PolicyCallback
+from stages.ppo.alternatives.policy import TrainedPolicy
+from stages.ppo.common.policy_selection import PolicySelector
+from stages.ppo.common.resume import Resume
+
+FOLDER = Path("rounds/r0/ppo")
+# best_of_n, rloo and grpo: epochs of two updates. So the state after the second update is saved at
+# the end of an epoch, and that after the third within one.
+SECTIONS = {
+    "best_of_n": {"n": 2, "per_device_train_batch_size": 2, "num_train_epochs": 3},
+    "dpo": {"per_device_train_batch_size": 5, "num_train_epochs": 2},
+    "rloo": {"num_generations": 2},
+    "grpo": {"num_generations": 2},
+}
+
+
+class Killed(BaseException):
+    """Ends a process as a kill does: nothing handles it."""
+
+
+def killed_before(count: int, owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
+    """Let the `count`-th call of a method of `owner` kill the process."""
+    method, calls = getattr(owner, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            raise Killed
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+
+
+def run_killed(params: Params, moment: tuple[int, type, str], patch: pytest.MonkeyPatch) -> None:
+    """Run the stage until it is killed; its outputs are then deleted, as DVC does."""
+    with patch.context() as within, pytest.raises(Killed):
+        killed_before(*moment, within)
+        main(params, "r0")
+    shutil.rmtree(FOLDER)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lora"), [("best_of_n", 4), ("dpo", 0), ("rloo", 4), ("grpo", 0)]
+)
+def test_killed_and_started_again(make_params, monkeypatch, capsys, algorithm, lora):
+    params = make_params(
+        algorithm,
+        SECTIONS[algorithm],
+        learning_rate=0.01,
+        lora={"r": lora},
+        total_episodes=32,
+        num_ppo_epochs=2,
+        on_danger="warn",
+    )
+    main(params, "r0")
+    expected = hashes()
+    shutil.rmtree(FOLDER)
+    shutil.rmtree(".rondo/work/r0/ppo")
+    capsys.readouterr()
+
+    # before the first state; before that of the third update; in the fourth update
+    run_killed(params, (1, Resume, "save"), monkeypatch)
+    run_killed(params, (3, Resume, "save"), monkeypatch)
+    assert "resumes from here" not in capsys.readouterr().out
+    run_killed(params, (2, PolicyCallback, "end_update"), monkeypatch)
+    assert "step 2/" in resumed_line(capsys)
+    # at the end, while the policy is scaled
+    run_killed(params, (1, PolicySelector, "_scale_to_target"), monkeypatch)
+    assert "step 3/" in resumed_line(capsys)
+    with monkeypatch.context() as within, suppress(Killed):
+        # nothing is trained any more
+        killed_before(1, PolicyCallback, "on_log", within)
+        main(params, "r0")
+    assert hashes() == expected
+
+
+def hashes() -> dict[str, str]:
+    files = (path for path in FOLDER.rglob("*") if path.is_file())
+    return {str(path.relative_to(FOLDER)): file_hash(path) for path in files}
+
+
+def resumed_line(capsys: Any) -> str:
+    return next(line for line in capsys.readouterr().out.splitlines() if "resumes" in line)
+
+
+def test_best_of_n_does_not_sample_its_responses_again(make_params, monkeypatch):
+    params = make_params("best_of_n", SECTIONS["best_of_n"])
+    run_killed(params, (2, Resume, "save"), monkeypatch)
+    sizes, sample = [], TrainedPolicy.sample
+
+    def counted(self: TrainedPolicy, prompt_ids: Any, *args: Any) -> Any:
+        sizes.append(len(prompt_ids))
+        return sample(self, prompt_ids, *args)
+
+    monkeypatch.setattr(TrainedPolicy, "sample", counted)
+    main(params, "r0")
+    prompts = len(Path("rounds/r0/prepare/data/prompts_train.jsonl").read_text().splitlines())
+    assert sizes and max(sizes) <= prompts
