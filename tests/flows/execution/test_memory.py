@@ -227,14 +227,17 @@ def test_slices_have_their_own_lengths() -> None:
 
 
 def test_replay_samples_candidates_and_retests_badcases() -> None:
-    base = stages()["replay"]  # 64 badcases with 4 candidates and 4 tries
-    assert stages(replay={"tries": 8})["replay"] > base
-    assert stages(replay={"best_of": 8})["replay"] == stages(replay={"tries": 8})["replay"]
+    def replay(**section: int) -> float:
+        return stages(replay={"policy_pairs": 0, **section})["replay"]
+
+    base = replay()  # 64 badcases with 4 candidates and 4 tries
+    assert replay(tries=8) > base
+    assert replay(best_of=8) == replay(tries=8)
     # 128 prompts of policy_pairs with 4 responses are as many as 64 badcases with 8
-    assert stages(replay={"policy_pairs": 128})["replay"] == stages(replay={"tries": 8})["replay"]
-    assert stages(replay={"max_badcases": 32})["replay"] < base
+    assert replay(policy_pairs=128) == replay(tries=8)
+    assert replay(max_badcases=32) < base
     # not below the fresh samples
-    few, fewer = (stages(replay={"max_badcases": number})["replay"] for number in (8, 4))
+    few, fewer = (replay(max_badcases=number) for number in (8, 4))
     assert few == fewer
 
 
