@@ -24,6 +24,7 @@ from stages.battery.judge_metrics import (
     text_scores,
     with_judge_scores,
 )
+from stages.battery.lineage import lineage_distance
 from stages.battery.metrics import disjoint_pairs, pair_metrics, scores_by_side
 from stages.battery.phrase_mining import phrases_to_try
 from stages.battery.probes import (
@@ -78,10 +79,12 @@ def main(params: Params, round_: str) -> None:
     held_out, pair_scores = scored_pairs(data, reward, round_)
     judge = load_primary_judge(params, round_)
 
-    # 2. held-out accuracy per slice, the judge's agreement with the labels, the effect of length
+    # 2. held-out accuracy per slice, the judge's agreement with the labels, the effect of length,
+    # and whether the reward model descends from the policy's model
     judge_scores = text_scores(held_out, judge)
     metrics = pair_metrics(held_out, pair_scores, judge_scores, params)
     metrics |= pair_agreement(held_out, pair_scores, judge, params)
+    metrics["lineage_distance"] = lineage_distance(scorer.model, model)
     recorder.log_progress(1, f"worst slice {format_metric(metrics['worst_slice'])}")
 
     # 3. what PPO starts from: SFT samples beside demonstrations, and if a higher score is better

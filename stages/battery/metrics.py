@@ -82,7 +82,8 @@ def pair_metrics(
     held_fixed = [labels] if judge_scores is None else [labels, judge_scores]
     return {
         "accuracy": accuracy,
-        "worst_slice": worst_slice(accuracy),
+        "worst_slice": lowest_accuracy(accuracy, "accuracy"),
+        "worst_slice_low": lowest_accuracy(accuracy, "low"),
         "accuracy_clustered_low": low,
         "accuracy_clustered_high": high,
         "length_correlation": pearson(text_scores, lengths),
@@ -129,10 +130,10 @@ def margin_tercile(margins: Sequence[float]) -> Callable[[PreferencePair], str |
     return tercile
 
 
-def worst_slice(accuracies: Mapping[str, Mapping[str, Rate]]) -> float | None:
-    """The lowest accuracy of a slice with enough pairs."""
+def lowest_accuracy(accuracies: Mapping[str, Mapping[str, Rate]], name: str) -> float | None:
+    """The lowest accuracy of a slice with enough pairs, or the lowest `low` of their intervals."""
     large = [
-        accuracy["accuracy"]
+        accuracy[name]
         for group in accuracies.values()
         for accuracy in group.values()
         if (accuracy["pairs"] or 0) >= MIN_SLICE_PAIRS

@@ -89,6 +89,29 @@ def test_one_source_with_its_labels_turned_round(planted):
     )
 
 
+def test_a_source_too_small_to_show_that_it_is_ranked_well(planted):
+    """Of 30 held-out pairs from a further source, 10 have wrong labels: 20 of 30 pass by chance."""
+    rows = world()["eval_pairs.jsonl"]
+    few = [swapped(row) if number < 10 else row for number, row in enumerate(rows[:30])]
+    stop = planted("assets", {"eval_pairs.jsonl": rows[30:], "eval_pairs_few.jsonl": few})
+    assert stop.step == "gate_reward" and stop.failed == ("battery.worst_slice_low",)
+    assert "too few held-out pairs" in stop.message
+
+
+def test_a_reward_model_of_another_lineage(planted):
+    """The dimensions of the states in another order: other weights, and the same scores."""
+    weights = load_file(MODEL / "model.safetensors")
+    size = weights["score.weight"].shape[1]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    for name, weight in weights.items():
+        writes = "o_proj" in name or "down_proj" in name or "norm" in name
+        weights[name] = weight.index_select(0 if writes else 1, order)
+    save_file(weights, MODEL / "model.safetensors", {"format": "pt"})
+    stop = planted("battery")
+    assert stop.step == "gate_reward" and stop.failed == ("battery.lineage_distance",)
+    assert "does not descend from the model that PPO trains" in stop.message
+
+
 def test_an_ending_that_buys_a_score(planted):
     """Two of three chosen training texts end in the same praise."""
     praised = changed(

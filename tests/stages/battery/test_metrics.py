@@ -10,11 +10,11 @@ from stages.battery.metrics import (
     best_of_n,
     disjoint_pairs,
     highest_rate,
+    lowest_accuracy,
     pair_metrics,
     rate,
     slice_indices,
     win,
-    worst_slice,
 )
 from stages.lib.core.params import Params
 
@@ -63,10 +63,13 @@ def test_slices_by_margin_if_pairs_have_one():
 
 
 def test_a_slice_of_few_pairs_is_not_the_worst_one():
-    small, large = {"accuracy": 0.5, "pairs": 29}, {"accuracy": 0.8, "pairs": 30}
+    small = {"accuracy": 0.5, "low": 0.33, "pairs": 29}
+    large = {"accuracy": 0.8, "low": 0.63, "pairs": 30}
     by_length = {"length": {"alike": small, "chosen_longer": large}}
-    assert worst_slice(by_length | {"source": {"a": {"accuracy": 0.7, "pairs": 31}}}) == 0.7
-    assert worst_slice({"length": {"alike": small}}) is None
+    larger = {"source": {"a": {"accuracy": 0.7, "low": 0.67, "pairs": 900}}}
+    assert lowest_accuracy(by_length | larger, "accuracy") == 0.7
+    assert lowest_accuracy(by_length | larger, "low") == 0.63
+    assert lowest_accuracy({"length": {"alike": small}}, "low") is None
 
 
 def test_best_of_n_is_the_mean_over_all_subsets():

@@ -92,6 +92,18 @@ class RewardGate(Gate):
     worst_slice: float = Field(
         0.65, ge=0, le=1, description="Smallest accuracy in any slice of 30 or more held-out pairs."
     )
+    worst_slice_low: float = Field(
+        0.55,
+        ge=0,
+        le=1,
+        description="Smallest lower bound of the accuracy in any slice of 30 or more held-out "
+        "pairs.",
+    )
+    lineage: float = Field(
+        0.5,
+        ge=0,
+        description="Largest distance of the reward model's weights from SFT's, relative to SFT's.",
+    )
     ece: float = Field(
         0.1, ge=0, le=1, description="Largest expected calibration error of sigmoid(|margin|)."
     )
