@@ -244,7 +244,12 @@ def effect(round_: str) -> str:
     needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
     prompts = f" (about {needed} prompts would decide)" if needed else ""
     champion = metrics["champion_round"]
-    return f"; at equal KL, the round against {champion}: {verdict}{prompts}"
+    labelled = read_metrics(stage_dir(champion, "replay")).get("policy_pairs", 0)
+    caution = ""
+    if verdict == "helped" and labelled:
+        caution = f". But the jury labelled {labelled} pairs that replay made for its reward model"
+        caution += ": compare with a judge that labelled none (docs/rounds.md)"
+    return f"; at equal KL, the round against {champion}: {verdict}{prompts}{caution}"
 
 
 def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:

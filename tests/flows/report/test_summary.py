@@ -244,6 +244,18 @@ def test_whether_a_round_helped_at_equal_kl(files: Path, low, high, needed, verd
     assert lines[1].endswith(f"; at equal KL, the round against r0: {verdict}")
 
 
+def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_helped(files: Path):
+    equal_kl = {f"win_rate_champion_equal_kl{end}": 0.6 for end in ("", "_low", "_high")}
+    evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
+    write(files / "rounds/r1/evaluate/metrics.json", evaluate)
+    write(files / "rounds/r0/replay/metrics.json", METRICS["replay"] | {"policy_pairs": 382})
+    caution = "But the jury labelled 382 pairs that replay made for its reward model"
+    assert caution in summary.verdict_lines(["r0", "r1"])[1]
+    worse = {f"win_rate_champion_equal_kl{end}": 0.4 for end in ("", "_low", "_high")}
+    write(files / "rounds/r1/evaluate/metrics.json", evaluate | worse)
+    assert "But the jury" not in summary.verdict_lines(["r0", "r1"])[1]
+
+
 def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
     lost = {
         "metric": "evaluate.win_rate_champion_low",
