@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -16,6 +17,7 @@ from flows.commands.run import configure_prefect
 from flows.execution.worktree import WORKSPACES
 
 configure_prefect()  # before Prefect is imported
+from prefect.client.schemas.objects import FlowRun  # noqa: E402
 from prefect.deployments import run_deployment  # noqa: E402
 from prefect.states import Cancelling  # noqa: E402
 
@@ -40,7 +42,9 @@ def working_commands() -> list[list[str]]:
 
 def seconds_to_cancel() -> float:
     """Start a run, cancel it, and return the seconds until its last process has ended."""
-    run = run_deployment("rlhf-pipeline/rlhf-pipeline", parameters=ENDLESS, timeout=0)
+    run = cast(
+        FlowRun, run_deployment("rlhf-pipeline/rlhf-pipeline", parameters=ENDLESS, timeout=0)
+    )
     while not any("stages.sft" in command for command in working_commands()):
         time.sleep(0.5)
     time.sleep(5)  # SFT loads its model and begins to train

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
+from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm.loading import setup_torch
 from stages.ppo.common import episodes as ppo_episodes
@@ -29,7 +30,8 @@ SFT, REWARD = (stage_dir(ROUND, stage) / "model" for stage in ("sft", "reward"))
 
 def episodes(params: Params, tokenizer: Any) -> tuple[list[Episode], list[Episode]]:
     """The prompts that PPO trains on, and the held-out prompts."""
-    rows = read_jsonl(Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl"), "make run")
+    path = Path(f"rounds/{ROUND}/prepare/data/prompts_train.jsonl")
+    rows = read_rows(TrainingPrompt, path, "make run")
     return ppo_episodes.make_episodes(rows, tokenizer, params)
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -284,15 +285,15 @@ def main() -> None:
     params, used = make_project(options, size)
     described = measured("machine", lambda: {"machine": machine(params)})
     for stage in STAGES:
-        rows.append(measured(stage, lambda stage=stage: run_stage(stage, params)))
+        rows.append(measured(stage, partial(run_stage, stage, params)))
     for stage in ("sft", "reward"):
         for by in ("rondo", "trl"):
             name = f"{stage}, {by}, {size.rows} x {size.tokens}"
-            rows.append(measured(name, lambda s=stage, b=by: train(s, b, size, params)))
+            rows.append(measured(name, partial(train, stage, by, size, params)))
     rows.append(measured("ppo, rondo", lambda: ppo_by_rondo(size, params)))
     rows.append(measured("ppo, trl", lambda: ppo_by_trl(size, params)))
     for by in ("rondo", "vllm", "vllm, merged"):
-        rows.append(measured(f"sampler, {by}", lambda by=by: sampler(by, size, params)))
+        rows.append(measured(f"sampler, {by}", partial(sampler, by, size, params)))
     results = {"machine": described.get("machine"), "used": "; ".join(used), "measurements": rows}
     (WORK / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     (WORK / "results.md").write_text(table(results))

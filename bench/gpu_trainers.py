@@ -226,7 +226,10 @@ def sampler(by: str, size: Size, params: Params) -> dict[str, Any]:
         )
     times.note()
     tokens = sum(map(len, responses))
-    result = {"tokens_per_second": round(tokens / (times.at[-1] - times.at[-2])), "tokens": tokens}
+    result: dict[str, int | str] = {
+        "tokens_per_second": round(tokens / (times.at[-1] - times.at[-2])),
+        "tokens": tokens,
+    }
     if engine and engine.backend and engine.reasons:
         result["merged"] = "; ".join(engine.reasons)
     return result
