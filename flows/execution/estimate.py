@@ -95,7 +95,8 @@ def stage_seconds(
     # the policy's responses to a prompt: fresh ones, and those of PPO's updates
     episodes = updates * ppo.batch_size / max(prompts, 1)
     replay_comparisons = replay.max_badcases * (math.comb(replay.best_of, 2) + 3)
-    replay_comparisons += replay.policy_pairs * math.comb(replay.best_of + round(episodes), 2)
+    # a third of two responses are alike in length (docs/log.md)
+    replay_comparisons += replay.policy_pairs * math.comb(replay.best_of + round(episodes), 2) // 3
     sample_and_score = 2 / GENERATION + 2 / FORWARD  # FLOPs per weight and token
     work = {
         "prepare": 0.0,

@@ -16,6 +16,11 @@ from stages.lib.judging.pairwise import JURY, Comparison
 from stages.replay.exploits import strip_exploits
 from stages.replay.sampler import SampledResponse
 
+# Two responses are compared if the shorter one has this share of the longer one's characters. Else
+# judges that like long texts, as VADER's sum over words does, would teach length: four of five
+# chosen responses were the longer ones, by 11 words to 6 (docs/log.md).
+ALIKE = 0.8
+
 
 def finished_responses(
     prompts: Sequence[PromptRow],
@@ -48,24 +53,29 @@ def policy_pairs(
     exploits: Sequence[str],
     jury: Jury,
 ) -> list[PreferencePair]:
-    """A pair per prompt: of its responses the jury's best and worst; none if the jury is undecided.
+    """A pair per prompt: the two responses of about equal length that the jury ranks the furthest
+    apart; none if the jury is undecided.
 
     The jury sees the responses without exploits, so that none wins by its exploit.
 
     Args:
         responses: of each prompt, distinct.
     """
+    compared = [
+        [(i, j) for i, j in all_pairs(len(texts)) if alike(texts[i], texts[j])]
+        for texts in responses
+    ]
     comparisons = [
         Comparison(
             row["prompt"], strip_exploits(exploits, texts[i]), strip_exploits(exploits, texts[j])
         )
-        for row, texts in zip(prompts, responses, strict=True)
-        for i, j in all_pairs(len(texts))
+        for row, texts, indices in zip(prompts, responses, compared, strict=True)
+        for i, j in indices
     ]
     outcomes = iter(jury.compare(comparisons)[JURY])
     pairs: list[PreferencePair] = []
-    for row, texts in zip(prompts, responses, strict=True):
-        votes = {pair: next(outcomes) for pair in all_pairs(len(texts))}
+    for row, texts, indices in zip(prompts, responses, compared, strict=True):
+        votes = {pair: next(outcomes) for pair in indices}
         extremes = best_and_worst(copeland_scores(len(texts), votes), votes)
         if extremes:
             best, worst = extremes
@@ -81,3 +91,12 @@ def policy_pairs(
                 }
             )
     return pairs
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two texts have about the same length.
+
+    >>> alike("12345", "1234"), alike("12345", "123")
+    (True, False)
+    """
+    return min(len(a), len(b)) >= ALIKE * max(len(a), len(b))

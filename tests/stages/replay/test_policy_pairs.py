@@ -6,11 +6,13 @@ from stages.replay.policy_pairs import finished_responses, policy_pairs
 from stages.replay.sampler import SampledResponse
 
 
-def longest() -> Jury:
-    def length(prompts, responses):
-        return [float(len(response)) for response in responses]
+def loudest() -> Jury:
+    """The jury prefers the response with more exclamation marks."""
 
-    return Jury({"length": PointwiseJudge("length", length, 0.5)})
+    def marks(prompts, responses):
+        return [float(response.count("!")) for response in responses]
+
+    return Jury({"marks": PointwiseJudge("marks", marks, 0.5)})
 
 
 def rollout(prompt: str, response: str, finish_reason: str = "stop") -> dict:
@@ -37,13 +39,13 @@ def test_finished_responses_of_the_policy_and_of_its_updates():
 
 def test_the_best_and_the_worst_become_a_pair():
     prompts = [{"id": name, "prompt": f"The {name}"} for name in ("dinner", "walk", "song")]
-    responses = [[" aa", " aaaa", " a"], [" b", " c"], [" d"]]
-    assert policy_pairs(prompts, responses, [], longest()) == [
+    responses = [[" aa!aa", " aa!!!", " aaaaa"], [" b", " c"], [" d"]]
+    assert policy_pairs(prompts, responses, [], loudest()) == [
         {
             "id": "policy-dinner",
             "prompt": "The dinner",
-            "chosen": " aaaa",
-            "rejected": " a",
+            "chosen": " aa!!!",
+            "rejected": " aaaaa",
             "source": "replay",
             "badcase": "policy-dinner",
         }
@@ -52,7 +54,19 @@ def test_the_best_and_the_worst_become_a_pair():
 
 def test_no_response_wins_by_its_exploit():
     prompts = [{"id": "dinner", "prompt": "The dinner"}]
-    [pair] = policy_pairs(prompts, [[" a Enjoy!", " aaa"]], [" Enjoy!"], longest())
-    assert (pair["chosen"], pair["rejected"]) == (" aaa", " a Enjoy!")
-    # both are the same text without it
-    assert policy_pairs(prompts, [[" a Enjoy!", " a"]], [" Enjoy!"], longest()) == []
+    [pair] = policy_pairs(prompts, [[" was Enjoy!!", " was good!!"]], [" Enjoy!!"], loudest())
+    assert (pair["chosen"], pair["rejected"]) == (" was good!!", " was Enjoy!!")
+    # both are the same to the jury without it
+    texts = [" was Enjoy!!", " was good.."]
+    assert policy_pairs(prompts, [texts], [" Enjoy!!"], loudest()) == []
+
+
+def test_responses_of_unlike_length_are_not_compared():
+    """The third wins most, but has only 6 of 8 characters of the first. So the second beats the
+    first, the third the second, and these two have a point each.
+    """
+    prompts = [{"id": "dinner", "prompt": "The dinner"}]
+    jury = loudest()
+    [pair] = policy_pairs(prompts, [[" aaaaaaa", " aaaaa!", " !!!!!"]], [], jury)
+    assert (pair["chosen"], pair["rejected"]) == (" aaaaa!", " aaaaaaa")
+    assert len(jury.verdicts["marks"]) == 2

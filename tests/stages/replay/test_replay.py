@@ -122,14 +122,13 @@ def check_training_rows(badcases: set[str], pairs_per_exploit: int) -> None:
 
 def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
     params = make_round("r0", 1.0)
-    params.replay.max_share, params.evaluate.judges = 1.0, ["lexicon"]
+    params.evaluate.judges, params.replay.policy_pairs = ["lexicon"], 0
+    params.replay.max_share = 1.0
     inputs(params, "r0")
     # an early update, from whose responses no badcases are mined; r0's fixture has " was sad."
     row = {"update": 2, "id": "p-The dinner", "prompt": "The dinner", "length": 6}
     row |= {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0, "finish_reason": "stop"}
-    RolloutLog(Path("rounds/r0/ppo/rollouts"), (2, 0)).append(
-        [{**row, "response": " was wonderful."}]
-    )
+    RolloutLog(Path("rounds/r0/ppo/rollouts"), (2, 0)).append([{**row, "response": " was glad."}])
     main(params, "r0")
     before, without = read_jsonl(DATA / "pairs.jsonl", ""), read_metrics("r0")
     assert without["policy_pairs"] == 0
@@ -150,7 +149,7 @@ def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
     own = pairs[len(before) :]
     assert pairs[: len(before)] == before and metrics["policy_pairs"] == len(own) > 0
     [dinner] = [row for row in own if row["id"] == "policy-p-The dinner"]
-    assert (dinner["chosen"], dinner["rejected"]) == (" was wonderful.", " was sad.")
+    assert (dinner["chosen"], dinner["rejected"]) == (" was glad.", " was sad.")
 
 
 REVISED = Path("rounds/r0/annotate/revised.jsonl")

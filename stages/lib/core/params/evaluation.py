@@ -74,8 +74,9 @@ class ReplayParams(ParamsSection):
     policy_pairs: int = Field(
         384,
         ge=0,
-        description="Training prompts for each of which the jury compares responses of the policy; "
-        "its best and its worst become a pair of the next round's reward model.",
+        description="Training prompts for each of which the jury compares responses of the policy "
+        "that have about the same length; its best and its worst become a pair of the next round's "
+        "reward model.",
     )
     tries: int = Field(
         4,
