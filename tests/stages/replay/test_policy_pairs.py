@@ -54,8 +54,10 @@ def test_the_best_and_the_worst_become_a_pair():
 
 def test_no_response_wins_by_its_exploit():
     prompts = [{"id": "dinner", "prompt": "The dinner"}]
-    [pair] = policy_pairs(prompts, [[" was Enjoy!!", " was good!!"]], [" Enjoy!!"], loudest())
-    assert (pair["chosen"], pair["rejected"]) == (" was good!!", " was Enjoy!!")
+    texts = [" was Enjoy!!", " was good!!"]
+    for order in (texts, texts[::-1]):
+        [pair] = policy_pairs(prompts, [order], [" Enjoy!!"], loudest())
+        assert (pair["chosen"], pair["rejected"]) == (" was good!!", " was Enjoy!!")
     # both are the same to the jury without it
     texts = [" was Enjoy!!", " was good.."]
     assert policy_pairs(prompts, [texts], [" Enjoy!!"], loudest()) == []

@@ -16,6 +16,7 @@ from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params.data import rounds
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.data.splits import dedupe_prompts, shuffled
+from stages.replay import __main__ as replay
 from stages.replay.__main__ import main
 from stages.replay.badcases import MiningPrompt, Report, add_user_rows
 from stages.replay.inputs import last_third, read_inputs
@@ -122,34 +123,46 @@ def check_training_rows(badcases: set[str], pairs_per_exploit: int) -> None:
 
 def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
     params = make_round("r0", 1.0)
-    params.evaluate.judges, params.replay.policy_pairs = ["lexicon"], 0
-    params.replay.max_share = 1.0
+    params.evaluate.judges, params.replay.max_share = ["lexicon"], 1.0
     inputs(params, "r0")
-    # an early update, from whose responses no badcases are mined; r0's fixture has " was sad."
-    row = {"update": 2, "id": "p-The dinner", "prompt": "The dinner", "length": 6}
-    row |= {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0, "finish_reason": "stop"}
-    RolloutLog(Path("rounds/r0/ppo/rollouts"), (2, 0)).append([{**row, "response": " was glad."}])
-    main(params, "r0")
-    before, without = read_jsonl(DATA / "pairs.jsonl", ""), read_metrics("r0")
-    assert without["policy_pairs"] == 0
-
-    params.replay.policy_pairs, params.replay.best_of = 5, 3
+    # an early update, from whose responses no badcases are mined. The late ones of the fixture are
+    # " was sad.", and " was a match? Enjoy!", whose ending is an exploit
+    row = {"update": 2, "score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0, "length": 6}
+    early = {"The dinner": " was glad.", "The party": " was a good match!"}
+    RolloutLog(Path("rounds/r0/ppo/rollouts"), (2, 0)).append(
+        {**row, "id": f"p-{prompt}", "prompt": prompt, "response": text, "finish_reason": "stop"}
+        for prompt, text in early.items()
+    )
+    # 60 responses per prompt, of which a few end
+    params.replay.policy_pairs, params.replay.best_of = 5, 60
     calls, sample = [], Sampler.policy_texts
+    compared, make_pairs = [], replay.policy_pairs
 
     def policy_texts(self, prompts, seed):
-        calls.append((prompts, seed))
-        return sample(self, prompts, seed)
+        calls.append((prompts, seed, sample(self, prompts, seed)))
+        return calls[-1][2]
+
+    def policy_pairs(prompts, responses, *more):
+        compared.extend(responses)
+        return make_pairs(prompts, responses, *more)
 
     monkeypatch.setattr(Sampler, "policy_texts", policy_texts)
+    monkeypatch.setattr(replay, "policy_pairs", policy_pairs)
     main(params, "r0")
-    # three responses to each of the first five prompts of the shuffled training prompts
+    # of the first five of the shuffled training prompts
     drawn = shuffled(read_inputs("r0").prompts, params.seed)[:5]
-    assert calls == [([row["prompt"] for row in drawn for _ in range(3)], params.seed + 4)]
+    [(prompts, seed, fresh)] = calls
+    assert prompts == [row["prompt"] for row in drawn for _ in range(60)]
+    assert seed == params.seed + 4
+    ended = [response.text for response in fresh if response.ended]
+    written = [response for texts in compared for response in texts if response in ended]
+    assert written == list(dict.fromkeys(ended)) and len(ended) > 1
     pairs, metrics = read_jsonl(DATA / "pairs.jsonl", ""), read_metrics("r0")
-    own = pairs[len(before) :]
-    assert pairs[: len(before)] == before and metrics["policy_pairs"] == len(own) > 0
-    [dinner] = [row for row in own if row["id"] == "policy-p-The dinner"]
-    assert (dinner["chosen"], dinner["rejected"]) == (" was glad.", " was sad.")
+    own = [row for row in pairs if row["id"].startswith("policy-")]
+    assert 0 < metrics["policy_pairs"] == len(own) < len(pairs) and pairs[-len(own) :] == own
+    texts = {row["prompt"]: (row["chosen"], row["rejected"]) for row in own}
+    assert texts["The dinner"] == (" was glad.", " was sad.")
+    assert texts["The party"] == (" was a good match!", " was a match? Enjoy!")
 
 
 REVISED = Path("rounds/r0/annotate/revised.jsonl")
