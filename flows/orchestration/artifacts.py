@@ -126,11 +126,13 @@ class RunArtifacts:
         """Rollouts of the last update that was appended since the last call; empty if there is
         none. Only the appended part of the file is read.
         """
-        files = sorted((work_dir(self.round, self.stage) / "rollouts").glob("*.jsonl.gz"))
-        if not files:
+        # in the folder of this run's resume state; other folders are those of killed runs
+        files = work_dir(self.round, self.stage).glob("*/rollouts/*.jsonl.gz")
+        newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+        if newest is None:
             return []
-        with files[-1].open("rb") as stream:
-            stream.seek(self.bytes_read.get(files[-1], 0))
+        with newest.open("rb") as stream:
+            stream.seek(self.bytes_read.get(newest, 0))
             appended = stream.read()
             end = stream.tell()
         try:
@@ -139,7 +141,7 @@ class RunArtifacts:
             ]
         except EOFError:  # the stage is writing: the next call reads it
             return []
-        self.bytes_read[files[-1]] = end
+        self.bytes_read[newest] = end
         return [row for row in rows if row["update"] == rows[-1]["update"]][:SHOWN]
 
     def results(self) -> Iterator[Artifact]:

@@ -244,12 +244,18 @@ def effect(round_: str) -> str:
     needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
     prompts = f" (about {needed} prompts would decide)" if needed else ""
     champion = metrics["champion_round"]
-    labelled = read_metrics(stage_dir(champion, "replay")).get("policy_pairs", 0)
     caution = ""
-    if verdict == "helped" and labelled:
-        caution = f". But the jury labelled {labelled} pairs that replay made for its reward model"
+    if verdict == "helped" and (labelled := labelled_pairs(round_)):
+        caution = f". But the jury labelled {labelled} pairs that its reward model learnt from"
         caution += ": compare with a judge that labelled none (docs/rounds.md)"
     return f"; at equal KL, the round against {champion}: {verdict}{prompts}{caution}"
+
+
+def labelled_pairs(round_: str) -> int:
+    """How many pairs of the policy's responses the jury labelled in earlier rounds."""
+    names = known_rounds()
+    earlier = names[: names.index(round_)]
+    return sum(read_metrics(stage_dir(name, "replay")).get("policy_pairs", 0) for name in earlier)
 
 
 def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The replay stage: turn this round's failures into the next round's training rows.
 
-Reads prepare's data, annotate's revised responses, PPO's late rollouts, the policy, the SFT and
+Reads prepare's data, annotate's revised responses, PPO's rollouts, the policy, the SFT and
 reward models, what people reported (badcases/<round>.jsonl), and the previous round's replay.
 Writes to rounds/<round>/replay/data: pairs.jsonl, sft.jsonl and prompts.jsonl for the next round's
 prepare, badcases.jsonl (the ledger of all rounds so far) and exploits.jsonl; and metrics.json.
@@ -35,7 +35,7 @@ from stages.replay.mining import (
     find_badcases,
     reported_badcases,
 )
-from stages.replay.policy_pairs import finished_responses, policy_pairs
+from stages.replay.policy_pairs import POLICY_PAIR, finished_responses, policy_pairs
 from stages.replay.policy_samples import (
     compared_samples,
     judged_by_lexicon,
@@ -122,7 +122,7 @@ def main(params: Params, round_: str) -> None:
         "exploits": suffixes,
         **progress,
         "leaked": leaked,
-        "policy_pairs": len(own),
+        "policy_pairs": sum(row["id"].startswith(POLICY_PAIR) for row in training_rows["pairs"]),
         "pairs": len(training_rows["pairs"]),
         "demonstrations": len(training_rows["sft"]),
         "prompts": len(training_rows["prompts"]),

@@ -1,8 +1,8 @@
 """Preference pairs of the policy's own responses, ranked by the jury.
 
-The reward model's first pairs are texts of people. The policy writes other texts, where it is PPO
-that finds out what the reward model prefers. So the jury compares responses of the policy to one
-prompt, from several updates and fresh ones, and the next round's reward model learns the result.
+The reward model's first pairs are texts of people, and the policy writes other texts. So the jury
+compares responses of the policy to one prompt, from several updates and fresh ones, and the next
+round's reward model learns from the result.
 No model is loaded here; the jury may ask its own.
 """
 
@@ -20,6 +20,7 @@ from stages.replay.sampler import SampledResponse
 # judges that like long texts, as VADER's sum over words does, would teach length: four of five
 # chosen responses were the longer ones, by 11 words to 6 (docs/log.md).
 ALIKE = 0.8
+POLICY_PAIR = "policy-"  # begins the ids of these pairs
 
 
 def finished_responses(
@@ -29,22 +30,25 @@ def finished_responses(
 ) -> list[list[str]]:
     """For each prompt the distinct texts that ended: the fresh ones, then those of PPO's updates.
 
-    fresh: of each prompt.
+    Of these at most as many as fresh ones were sampled, the last ones, since the number of
+    comparisons grows with the square of the number of texts.
+
+    Args:
+        prompts: P prompts.
+        fresh: new responses to each prompt.
+        rollouts: in the order of the updates; update 0 is SFT (DPO and best-of-n have it).
     """
     by_prompt: Mapping[str, list[str]] = {prompt_key(row["prompt"]): [] for row in prompts}
     for rollout in rollouts:
         key = prompt_key(rollout["prompt"])
-        if rollout["finish_reason"] == "stop" and key in by_prompt:
+        if rollout["update"] and rollout["finish_reason"] == "stop" and key in by_prompt:
             by_prompt[key].append(rollout["response"])
-    return [
-        list(
-            dict.fromkeys(
-                [response.text for response in responses if response.ended]
-                + by_prompt[prompt_key(row["prompt"])]
-            )
-        )
-        for row, responses in zip(prompts, fresh, strict=True)
-    ]
+    texts = []
+    for row, responses in zip(prompts, fresh, strict=True):
+        ended = [response.text for response in responses if response.ended]
+        ended += by_prompt[prompt_key(row["prompt"])][-len(responses) :]
+        texts.append(list(dict.fromkeys(ended)))
+    return texts
 
 
 def policy_pairs(
@@ -79,7 +83,7 @@ def policy_pairs(
         extremes = best_and_worst(copeland_scores(len(texts), votes), votes)
         if extremes:
             best, worst = extremes
-            pair_id = f"policy-{row['id']}"
+            pair_id = f"{POLICY_PAIR}{row['id']}"
             pairs.append(
                 {
                     "id": pair_id,

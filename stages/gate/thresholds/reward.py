@@ -89,7 +89,8 @@ REWARD = (
         "Lowest lower bound of the accuracies in these slices (Wilson's 95% interval). For 9 "
         "reward models, the accuracy in the worst category predicted people's votes on the trained "
         "policies better than the mean accuracy did (Frick et al. 2024; trained with DPO). The row "
-        "above passes a small slice by chance. This row requires 22 of 30 pairs, or 65 of 100.",
+        "above passes a small slice by chance. This row requires 21 of 30 pairs, or 60 of 100: the "
+        "slice is ranked better than by chance.",
         "a kind of pair is ranked badly, or has too few held-out pairs to show that it is not: "
         "`accuracy` in rounds/{round}/battery/metrics.json shows which. Add pairs of that length, "
         "source or margin",
@@ -103,9 +104,10 @@ REWARD = (
         "weights, without the heads. It is 0.004 in the default run. Models that share no "
         "training have 1 or more. In 17 PPO runs, strong reward models of another "
         "lineage gave worse policies than weaker ones of the policy's own lineage "
-        "(RewardBench 2, Malik et al. 2025). The critic also starts from these weights.",
+        "(RewardBench 2, Malik et al. 2025). With ppo.critic: reward, the critic also starts from "
+        "these weights.",
         "the reward model does not descend from the model that PPO trains: train it from this "
-        "round's SFT model (`dvc repro --force reward@{round}`)",
+        "round's SFT model (reward.init_from: base, then `dvc repro --force reward@{round}`)",
     ),
     Threshold(
         "reward.ece",

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +20,7 @@ from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.policy_selection import PolicySelector, Validation
+from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
 
 SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
@@ -136,14 +138,20 @@ class PolicyCallback(TrainerCallback):
         # an epoch that is complete is not run again: the next one begins with today's state
         complete = float(state.epoch).is_integer()
         epoch = random_state() if complete else self.epoch_random_state
-        trainer = {"checkpoint": f"checkpoint-{state.global_step}", "epoch_random_state": epoch}
-        self.context.resume.save(self.state() | trainer)
+        name = f"checkpoint-{state.global_step}"
+        self.context.resume.save(self.state() | {"checkpoint": name, "epoch_random_state": epoch})
+        # not before: a kill in between would leave a state whose checkpoint is gone
+        for folder in Path(args.output_dir).glob("checkpoint-*"):
+            if folder.name != name:
+                shutil.rmtree(folder)
 
     def state(self) -> StateDict:
         """What the rest of the run and its outputs depend on, beside the trainer's checkpoint."""
         return {
             "updates": self.updates,
             "ended": self.ended,
+            "reference": self.context.reference,
+            "rewards": self.context.rewards.state(),
             "weights": trainable_state_dict(self.trained_policy.policy),
             "selector": self.selector.state(),
             "steps": self.context.recorder.steps,
@@ -152,9 +160,17 @@ class PolicyCallback(TrainerCallback):
         }
 
     def load_state(self, state: StateDict) -> None:
-        """Continue from a state, whose metrics and rollouts the logs already contain."""
-        load_trainable(self.trained_policy.policy, state["weights"])
-        self.selector.load_state(state["selector"])
+        """Continue from a state, whose metrics and rollouts the logs already contain.
+
+        Raises:
+            RondoError: the reference has other weights than the one of the state.
+        """
+        with self.trained_policy.reference() as model:
+            check_reference_weights(model, state["reference"], "after the resume")
+        self.context.rewards.load_state(state["rewards"])
+        # weights are removed from the state, which lasts as long as the run
+        load_trainable(self.trained_policy.policy, state.pop("weights"))
+        self.selector.load_state(state.pop("selector"))
         self.initial_rows = state["initial_rows"]
         self.monitor.check_history(state["steps"])
         self.context.recorder.log_progress(self.updates, "resumes from here")

@@ -33,7 +33,8 @@ class TrainingContext:
     """The inputs of every algorithm.
 
     resume: saves states in the folder with the rollouts and checkpoints of the run. saved: the
-    state from which the run resumes. sft: the SFT model, without adapters.
+    state from which the run resumes. reference: hash of SFT's weights. sft: the SFT model, without
+    adapters.
     rewards: further rewards. judge: the primary judge. prompts, held_out: to train on, to validate
     on.
     """
@@ -42,6 +43,7 @@ class TrainingContext:
     recorder: MetricLogger
     resume: Resume
     saved: StateDict | None
+    reference: str
     tokenizer: PreTrainedTokenizerBase
     sft: Any
     reward_model: Any

@@ -45,7 +45,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
     context = load(params, round_)
-    tokenizer, reference = context.tokenizer, weights_hash(context.sft)
+    tokenizer, reference = context.tokenizer, context.reference
 
     # 2. train; a killed run with the same inputs resumes
     callback = ALGORITHMS[params.algorithm](context)
@@ -111,13 +111,15 @@ def load(params: Params, round_: str) -> TrainingContext:
     saved = resume.load()
     if not saved:
         resume.clear()  # files of a run that was killed before it saved a state
+    model = load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora))
     return TrainingContext(
         params=params,
         recorder=MetricLogger("ppo", round_, logged_steps=saved["steps"] if saved else ()),
         resume=resume,
         saved=saved,
+        reference=weights_hash(model),
         tokenizer=tokenizer,
-        sft=load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora)),
+        sft=model,
         reward_model=load_reward_model(reward / "model", params.model),
         rewards=rewards,
         judge=load_primary_judge(params, round_),

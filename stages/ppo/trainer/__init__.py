@@ -1,1 +1,1 @@
-"""PPO's trainer: the models, one update, the loop over updates, and how a killed run resumes."""
+"""PPO's trainer: the models, one update, the loop over updates."""

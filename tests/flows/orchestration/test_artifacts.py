@@ -15,6 +15,8 @@ from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
 from flows.orchestration import artifacts
 from flows.orchestration.artifacts import RunArtifacts
 from flows.report import charts
+from stages.lib.core.files import work_dir
+from stages.ppo.common.resume import Resume
 
 FINDING = (
     "danger: length hack: response_length, last / first 1.7, healthy 1.3 or less. "
@@ -26,7 +28,7 @@ FINDING = (
 def rollout_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that PPO appends its responses to, before the first ones."""
     monkeypatch.chdir(tmp_path)
-    log = Path(".rondo/work/r0/ppo/rollouts/00001.jsonl.gz")
+    log = Resume(work_dir("r0", "ppo"), {"seed": 0}).folder / "rollouts/00001.jsonl.gz"
     log.parent.mkdir(parents=True)
     return log
 

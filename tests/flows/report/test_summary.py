@@ -249,7 +249,7 @@ def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_h
     evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
     write(files / "rounds/r1/evaluate/metrics.json", evaluate)
     write(files / "rounds/r0/replay/metrics.json", METRICS["replay"] | {"policy_pairs": 382})
-    caution = "But the jury labelled 382 pairs that replay made for its reward model"
+    caution = "But the jury labelled 382 pairs that its reward model learnt from"
     assert caution in summary.verdict_lines(["r0", "r1"])[1]
     worse = {f"win_rate_champion_equal_kl{end}": 0.4 for end in ("", "_low", "_high")}
     write(files / "rounds/r1/evaluate/metrics.json", evaluate | worse)

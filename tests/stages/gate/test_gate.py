@@ -180,7 +180,7 @@ def test_good_numbers_pass(attempt, gate):
         (
             "reward",
             "battery",
-            {"worst_slice_low": 0.54},
+            {"worst_slice_low": 0.49},
             "battery.worst_slice_low",
             "too few held-out pairs",
         ),
@@ -310,7 +310,7 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
     ("gate", "stage", "name", "threshold"),
     [
         ("reward", "battery", "worst_slice", ">= 0.65"),
-        ("reward", "battery", "worst_slice_low", ">= 0.55"),
+        ("reward", "battery", "worst_slice_low", ">= 0.5"),
         ("reward", "battery", "worst_flip", "<= 0.2"),
         ("reward", "battery", "worst_mined", "<= 0.3"),
         ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),

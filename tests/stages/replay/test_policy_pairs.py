@@ -15,8 +15,9 @@ def loudest() -> Jury:
     return Jury({"marks": PointwiseJudge("marks", marks, 0.5)})
 
 
-def rollout(prompt: str, response: str, finish_reason: str = "stop") -> dict:
-    return {"id": "p", "prompt": prompt, "response": response, "finish_reason": finish_reason}
+def rollout(prompt: str, response: str, finish_reason: str = "stop", update: int = 1) -> dict:
+    row = {"id": "p", "prompt": prompt, "response": response, "finish_reason": finish_reason}
+    return row | {"update": update}
 
 
 def test_finished_responses_of_the_policy_and_of_its_updates():
@@ -26,6 +27,8 @@ def test_finished_responses_of_the_policy_and_of_its_updates():
         [SampledResponse(" was long.", True), SampledResponse(" was long.", True)],
     ]
     rollouts = [
+        rollout("The dinner", " was SFT's.", update=0),
+        rollout("The dinner", " was the first of three, which are more than two."),
         rollout("The dinner", " was there."),
         rollout("The dinner", " was so", "length"),
         rollout("The dinner", " was good."),

@@ -93,7 +93,7 @@ class RewardGate(Gate):
         0.65, ge=0, le=1, description="Smallest accuracy in any slice of 30 or more held-out pairs."
     )
     worst_slice_low: float = Field(
-        0.55,
+        0.5,
         ge=0,
         le=1,
         description="Smallest lower bound of the accuracy in any slice of 30 or more held-out "

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from stages.lib.core.errors import RondoError
 from stages.lib.core.files import file_hash
 from stages.lib.core.params import Params
 from stages.ppo.__main__ import main
@@ -84,6 +86,17 @@ def test_killed_and_started_again(make_params, monkeypatch, capsys, algorithm, l
         killed_before(1, PolicyCallback, "on_log", within)
         main(params, "r0")
     assert hashes() == expected
+    # older checkpoints of the trainer are gone
+    assert len(list(Path(".rondo/work/r0/ppo").glob("*/trainer/checkpoint-*"))) == 1
+
+
+def test_another_reference_than_that_of_the_state_is_refused(make_params, monkeypatch):
+    params = make_params("dpo", SECTIONS["dpo"])
+    run_killed(params, (2, Resume, "save"), monkeypatch)
+    [path] = Path(".rondo/work/r0/ppo").glob("*/state.pt")
+    torch.save(torch.load(path) | {"reference": "of another machine"}, path)
+    with pytest.raises(RondoError, match="after the resume, the weights of the reference"):
+        main(params, "r0")
 
 
 def hashes() -> dict[str, str]:
