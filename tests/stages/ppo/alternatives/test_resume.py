@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import RewardsFailed, RondoError
 from stages.lib.core.files import file_hash
 from stages.lib.core.params import Params
 from stages.ppo.__main__ import main
@@ -16,6 +16,7 @@ from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainedPolicy
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.resume import Resume
+from tests.stages.ppo.servers import length_server
 
 FOLDER = Path("rounds/r0/ppo")
 # best_of_n, rloo and grpo: epochs of two updates. So the state after the second update is saved at
@@ -97,6 +98,17 @@ def test_another_reference_than_that_of_the_state_is_refused(make_params, monkey
     torch.save(torch.load(path) | {"reference": "of another machine"}, path)
     with pytest.raises(RondoError, match="after the resume, the weights of the reference"):
         main(params, "r0")
+
+
+def test_another_model_behind_a_reward_server_is_refused_after_a_resume(make_params, monkeypatch):
+    with length_server() as server:
+        params = make_params(
+            "rloo", SECTIONS["rloo"], rewards=[{"name": "far", "url": server.url}], score_clip=100.0
+        )
+        run_killed(params, (2, Resume, "save"), monkeypatch)
+        server.model = "length-2"
+        with pytest.raises(RewardsFailed, match="model length-1, and now states length-2"):
+            main(params, "r0")
 
 
 def hashes() -> dict[str, str]:
