@@ -248,7 +248,9 @@ def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_h
     equal_kl = {f"win_rate_champion_equal_kl{end}": 0.6 for end in ("", "_low", "_high")}
     evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
     write(files / "rounds/r1/evaluate/metrics.json", evaluate)
-    write(files / "rounds/r0/replay/metrics.json", METRICS["replay"] | {"policy_pairs": 382})
+    # the pairs of r1 are for r2's reward model
+    for name, pairs in {"r0": 382, "r1": 100}.items():
+        write(files / f"rounds/{name}/replay/metrics.json", {"policy_pairs": pairs})
     caution = "But the jury labelled 382 pairs that its reward model learnt from"
     assert caution in summary.verdict_lines(["r0", "r1"])[1]
     worse = {f"win_rate_champion_equal_kl{end}": 0.4 for end in ("", "_low", "_high")}

@@ -27,7 +27,7 @@ def test_finished_responses_of_the_policy_and_of_its_updates():
         [SampledResponse(" was long.", True), SampledResponse(" was long.", True)],
     ]
     rollouts = [
-        rollout("The dinner", " was SFT's.", update=0),
+        rollout("The walk", " was SFT's.", update=0),
         rollout("The dinner", " was the first of three, which are more than two."),
         rollout("The dinner", " was there."),
         rollout("The dinner", " was so", "length"),
