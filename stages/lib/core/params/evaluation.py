@@ -72,7 +72,7 @@ class ReplayParams(ParamsSection):
         "policy samples per prompt of policy_pairs.",
     )
     policy_pairs: int = Field(
-        384,
+        0,
         ge=0,
         description="Training prompts for each of which the jury compares responses of the policy "
         "that have about the same length; its best and its worst become a pair of the next round's "
@@ -94,7 +94,7 @@ class ReplayParams(ParamsSection):
         "applied.",
     )
     max_share: float = Field(
-        0.4,
+        0.25,
         ge=0,
         le=1,
         description="Largest share of replayed rows in the next round's data.",
