@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from flows.execution import fork_server
 from stages.lib.core.errors import RondoError
-from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
+from stages.lib.core.files import read_json, read_jsonl, stage_dir, work_dir, write_json
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.reward.saving import RELOAD_TOLERANCE, reload_difference
@@ -89,11 +89,19 @@ def test_one_source_with_its_labels_turned_round(planted):
     )
 
 
-def test_a_source_too_small_to_show_that_it_is_ranked_well(planted):
-    """Of 30 held-out pairs from a further source, 10 have wrong labels: 20 of 30 pass by chance."""
-    rows = world()["eval_pairs.jsonl"]
-    few = [swapped(row) if number < 10 else row for number, row in enumerate(rows[:30])]
-    stop = planted("assets", {"eval_pairs.jsonl": rows[30:], "eval_pairs_few.jsonl": few})
+def test_a_source_too_small_to_show_that_it_is_ranked_well(planted, clean):
+    """Of 30 held-out pairs from a further source, the surest ones, 10 have wrong labels: 20 of 30
+    pass by chance.
+    """
+    scores = read_jsonl(clean[0] / stage_dir("r0", "reward") / "scores.jsonl", "")
+    margins = {row["id"]: row["chosen"] - row["rejected"] for row in scores}
+    held_out = read_jsonl(clean[0] / stage_dir("r0", "prepare") / "data/pairs_eval.jsonl", "")
+    surest = sorted(held_out, key=lambda row: -margins[row["id"]])[:30]
+    few = [{side: row[side] for side in ("prompt", "chosen", "rejected")} for row in surest]
+    rest = [row for row in world()["eval_pairs.jsonl"] if row not in few]
+    assert margins[surest[-1]["id"]] > 0.5 and len(rest) <= 130
+    few[:10] = map(swapped, few[:10])
+    stop = planted("assets", {"eval_pairs.jsonl": rest, "eval_pairs_few.jsonl": few})
     assert stop.step == "gate_reward" and stop.failed == ("battery.worst_slice_low",)
     assert "too few held-out pairs" in stop.message
 
