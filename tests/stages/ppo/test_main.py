@@ -113,7 +113,8 @@ def test_kl_per_token_is_over_the_length_of_sfts_responses(make_round):
     sft = metrics["validations"][0]
     for row in [*rollouts, *metrics["validations"]]:
         assert row["kl_per_token"] == pytest.approx(row["kl"] / sft["length"])
-    assert metrics["validations"][-1]["length"] != sft["length"] > 0
+    # of one policy the length can be SFT's by chance, as the last one's is on some processors
+    assert any(row["length"] != sft["length"] > 0 for row in metrics["validations"])
     evaluate(params, "r0")
     evaluated = json.loads((folder / "evaluate/metrics.json").read_text())
     policies = [evaluated["ppo"], *evaluated["checkpoints"].values()]
