@@ -20,8 +20,8 @@ from stages.lib.metrics.stats import (
     pearson,
     wilson_interval,
 )
+from stages.lib.metrics.text import alike_in_length
 
-LENGTH_TOLERANCE = 0.2  # lengths that differ by up to this share of the longer one are alike
 MIN_SLICE_PAIRS = 30  # the accuracy of a smaller slice is too uncertain to be the worst one
 Rate = dict[str, float | int | None]
 PairScores = list[tuple[float, float]]  # per pair: the scores of chosen and rejected
@@ -98,7 +98,7 @@ def slice_indices(pairs: Sequence[PreferencePair]) -> dict[str, dict[str, list[i
     """
     margins = [row["margin"] for row in pairs if "margin" in row]
     groups: dict[str, Callable[[PreferencePair], str | None]] = {
-        "length": lambda row: by_length(len(row["chosen"]), len(row["rejected"])),
+        "length": lambda row: by_length(row["chosen"], row["rejected"]),
         "source": lambda row: metric_name(row.get("source", "unknown")),
     }
     if margins:
@@ -111,10 +111,10 @@ def slice_indices(pairs: Sequence[PreferencePair]) -> dict[str, dict[str, list[i
     return indices
 
 
-def by_length(chosen: int, rejected: int) -> str:
-    if abs(chosen - rejected) <= LENGTH_TOLERANCE * max(chosen, rejected):
+def by_length(chosen: str, rejected: str) -> str:
+    if alike_in_length(chosen, rejected):
         return "alike"
-    return "chosen_shorter" if chosen < rejected else "chosen_longer"
+    return "chosen_shorter" if len(chosen) < len(rejected) else "chosen_longer"
 
 
 def margin_tercile(margins: Sequence[float]) -> Callable[[PreferencePair], str | None]:

@@ -3,7 +3,8 @@
 Reads prepare's data, annotate's revised responses, PPO's rollouts, the policy, the SFT and
 reward models, what people reported (badcases/<round>.jsonl), and the previous round's replay.
 Writes to rounds/<round>/replay/data: pairs.jsonl, sft.jsonl and prompts.jsonl for the next round's
-prepare, badcases.jsonl (the ledger of all rounds so far) and exploits.jsonl; and metrics.json.
+prepare, new rows and those of earlier rounds; badcases.jsonl (the ledger of all rounds so far) and
+exploits.jsonl; and metrics.json.
 
 Run: `python -m stages.replay --round r0`.
 """
@@ -46,6 +47,7 @@ from stages.replay.progress import exploit_metrics, repair_metrics, resample_and
 from stages.replay.sampler import Sampler, sample_candidates
 from stages.replay.training_rows import (
     REVISED_SOURCE,
+    add_earlier,
     demonstrations_of,
     limit_rows,
     make_training_rows,
@@ -96,15 +98,17 @@ def main(params: Params, round_: str) -> None:
     badcases, pairs, demonstrations, prompt_rows = make_training_rows(badcases, better)
     badcases = resample_and_retest(badcases, sampler, jury, seed + 3, limits, round_)
     against = exploit_pairs(exploits, human_pairs, config.pairs_per_exploit, seed)
-    own = pairs_of_policy(inputs, sampler, jury, suffixes, params)
-    # badcases first: they keep their rows if replay.max_share leaves no room for all
+    own = pairs_of_policy(inputs, sampler, jury, suffixes, params, round_)
+    # the first rows stay if replay.max_share leaves no room for all
     made: DataSets = {
         "pairs": [*against, *pairs, *own],
         "sft": [*demonstrations, *demonstrations_of(inputs.revised)],
         "prompts": prompt_rows,
     }
     human = {"pairs": len(human_pairs), "sft": inputs.human_sft, "prompts": len(inputs.prompts)}
-    training_rows, leaked = limit_rows(made, inputs.evaluation, human, params)
+    training_rows, leaked = limit_rows(
+        add_earlier(made, inputs.earlier), inputs.evaluation, human, params
+    )
     sizes = ", ".join(f"{len(new)} {name}" for name, new in training_rows.items())
     recorder.log_progress(4, f"next round gets {sizes}; {leaked} leaked")
 
@@ -122,10 +126,7 @@ def main(params: Params, round_: str) -> None:
         "exploits": suffixes,
         **progress,
         "leaked": leaked,
-        "policy_pairs": sum(row["id"].startswith(POLICY_PAIR) for row in training_rows["pairs"]),
-        "pairs": len(training_rows["pairs"]),
-        "demonstrations": len(training_rows["sft"]),
-        "prompts": len(training_rows["prompts"]),
+        **row_metrics(training_rows, made, round_),
         "jury": jury.report(),
     }
     if inputs.revised:
@@ -134,6 +135,18 @@ def main(params: Params, round_: str) -> None:
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {value}" for name, value in progress.items())
     print(f"[replay@{round_}] {len(badcases)} badcases; {summary}", flush=True)
+
+
+def row_metrics(rows: DataSets, made: DataSets, round_: str) -> dict[str, int]:
+    """Numbers of the next round's rows; `made`: those of this round."""
+    own_pairs, new = f"{POLICY_PAIR}{round_}-", {row["id"] for row in made["pairs"]}
+    return {
+        "policy_pairs": sum(row["id"].startswith(own_pairs) for row in rows["pairs"]),
+        "earlier_pairs": sum(row["id"] not in new for row in rows["pairs"]),
+        "pairs": len(rows["pairs"]),
+        "demonstrations": len(rows["sft"]),
+        "prompts": len(rows["prompts"]),
+    }
 
 
 def fresh_samples(
@@ -172,7 +185,12 @@ def collect_badcases(
 
 
 def pairs_of_policy(
-    inputs: ReplayInputs, sampler: Sampler, jury: Jury, exploits: Sequence[str], params: Params
+    inputs: ReplayInputs,
+    sampler: Sampler,
+    jury: Jury,
+    exploits: Sequence[str],
+    params: Params,
+    round_: str,
 ) -> list[PreferencePair]:
     """The jury's pairs of the policy's responses to replay.policy_pairs training prompts."""
     best_of = params.replay.best_of
@@ -181,7 +199,7 @@ def pairs_of_policy(
     sampled = sampler.policy_texts(repeated, params.seed + 4) if repeated else []
     fresh = [sampled[start : start + best_of] for start in range(0, len(sampled), best_of)]
     responses = finished_responses(prompts, fresh, inputs.rollouts)
-    return policy_pairs(prompts, responses, exploits, jury)
+    return policy_pairs(prompts, responses, exploits, jury, round_)
 
 
 def write_data(

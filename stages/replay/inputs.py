@@ -35,7 +35,8 @@ class ReplayInputs:
     """Rows by kind.
 
     prompts: distinct training prompts. rollouts: of all of PPO's updates. human_sft: the
-    number of demonstrations that replay did not make. revised: responses that annotate revised by
+    number of demonstrations that replay did not make. earlier: the training rows that replay made
+    in earlier rounds, by the names of replay's files. revised: responses that annotate revised by
     a constitution. evaluation: all held-out rows by file name. reports, mining_prompts: from
     people.
     """
@@ -45,6 +46,7 @@ class ReplayInputs:
     train_pairs: list[PreferencePair]
     held_out_pairs: list[PreferencePair]
     human_sft: int
+    earlier: DataSets
     revised: list[RevisedResponse]
     evaluation: DataSets
     reports: list[Report]
@@ -75,7 +77,12 @@ def read_inputs(round_: str) -> ReplayInputs:
     def read(kind: type[AnyRow], name: str) -> list[AnyRow]:
         return read_rows(kind, data / f"{name}.jsonl", made_by)
 
-    prompts = dedupe_prompts(read(TrainingPrompt, "prompts_train"))
+    train_pairs, demonstrations = (
+        read(PreferencePair, "pairs_train"),
+        read(Demonstration, "sft_train"),
+    )
+    train_prompts = read(TrainingPrompt, "prompts_train")
+    prompts = dedupe_prompts(train_prompts)
     rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
     held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
     evaluation: DataSets = {
@@ -90,9 +97,14 @@ def read_inputs(round_: str) -> ReplayInputs:
     return ReplayInputs(
         prompts=prompts,
         rollouts=rollouts,
-        train_pairs=read(PreferencePair, "pairs_train"),
+        train_pairs=train_pairs,
         held_out_pairs=held_out_pairs,
-        human_sft=sum(map(is_human, read(Demonstration, "sft_train"))),
+        human_sft=sum(map(is_human, demonstrations)),
+        earlier={
+            "pairs": [row for row in train_pairs if not is_human(row)],
+            "sft": [row for row in demonstrations if not is_human(row)],
+            "prompts": [row for row in train_prompts if not is_human(row)],
+        },
         revised=revised,
         evaluation=evaluation,
         reports=reports,

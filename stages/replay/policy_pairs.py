@@ -13,13 +13,10 @@ from stages.lib.data.splits import prompt_key
 from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
+from stages.lib.metrics.text import alike_in_length
 from stages.replay.exploits import strip_exploits
 from stages.replay.sampler import SampledResponse
 
-# Two responses are compared if the shorter one has this share of the longer one's characters. Else
-# judges that like long texts, as VADER's sum over words does, would teach length: four of five
-# chosen responses were the longer ones, by 11 words to 6 (docs/log.md).
-ALIKE = 0.8
 POLICY_PAIR = "policy-"  # begins the ids of these pairs
 
 
@@ -56,6 +53,7 @@ def policy_pairs(
     responses: Sequence[Sequence[str]],
     exploits: Sequence[str],
     jury: Jury,
+    round_: str,
 ) -> list[PreferencePair]:
     """A pair per prompt: the two responses of about equal length that the jury ranks the furthest
     apart; none if the jury is undecided.
@@ -64,9 +62,12 @@ def policy_pairs(
 
     Args:
         responses: of each prompt, distinct.
+        round_: of the policy; a part of the ids, since a later round may have the same prompts.
     """
+    # Of about the same length only. Else judges that like long texts, as VADER's sum over words
+    # does, would teach length: four of five chosen responses were the longer ones (docs/log.md).
     compared = [
-        [(i, j) for i, j in all_pairs(len(texts)) if alike(texts[i], texts[j])]
+        [(i, j) for i, j in all_pairs(len(texts)) if alike_in_length(texts[i], texts[j])]
         for texts in responses
     ]
     comparisons = [
@@ -83,7 +84,7 @@ def policy_pairs(
         extremes = best_and_worst(copeland_scores(len(texts), votes), votes)
         if extremes:
             best, worst = extremes
-            pair_id = f"{POLICY_PAIR}{row['id']}"
+            pair_id = f"{POLICY_PAIR}{round_}-{row['id']}"
             pairs.append(
                 {
                     "id": pair_id,
@@ -95,12 +96,3 @@ def policy_pairs(
                 }
             )
     return pairs
-
-
-def alike(a: str, b: str) -> bool:
-    """Whether two texts have about the same length.
-
-    >>> alike("12345", "1234"), alike("12345", "123")
-    (True, False)
-    """
-    return min(len(a), len(b)) >= ALIKE * max(len(a), len(b))

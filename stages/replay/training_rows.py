@@ -96,6 +96,20 @@ def demonstrations_of(revised: Sequence[RevisedResponse]) -> list[Demonstration]
     ]
 
 
+def add_earlier(made: DataSets, earlier: DataSets) -> DataSets:
+    """The new rows, then those that replay made in earlier rounds, each id once.
+
+    So the next round trains on the rows of all rounds (Wolf et al. 2025, arXiv 2505.18126).
+    """
+    merged: dict[str, Sequence[PromptRow]] = {}
+    for name, rows in made.items():
+        by_id: dict[str, PromptRow] = {}
+        for row in [*rows, *earlier[name]]:
+            by_id.setdefault(row["id"], row)
+        merged[name] = [*by_id.values()]
+    return merged
+
+
 def limit_rows(
     made: DataSets, evaluation: DataSets, human: Mapping[str, int], params: Params
 ) -> tuple[DataSets, int]:

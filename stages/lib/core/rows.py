@@ -42,7 +42,7 @@ class TrainingPrompt(PromptRow):
     source: the data file or data set that the row is from; `replay` if an earlier round's replay
     made it; `revision` if a language model did (annotate). badcase: the badcase or exploit that it
     was made against, or the revised response; only of rows that the pipeline made. columns: further
-    columns of the data (`prepare.columns`), which rewards get; only in prompts_train.jsonl.
+    columns of the data (`prepare.columns`), which rewards get; prompts of earlier rounds keep them.
     """
 
     source: NotRequired[str]

@@ -16,6 +16,7 @@ from scipy.stats import hypergeom
 # many long ones mean the same.
 NGRAMS_DRAWN = 200
 WINDOW_WORDS = 50
+LENGTH_TOLERANCE = 0.2
 
 # One token each: an emoji with its modifiers and the emoji joined to it, an emoticon, a run of one
 # punctuation mark.
@@ -27,6 +28,15 @@ MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
 EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
 EMOTICON = re.compile(r"[:;=][-'o^]?(?:[)(\]\[*]+|[DPpOo3](?!\w))|<3+")
 TOKEN = re.compile(rf"{EMOJI.pattern}|{EMOTICON.pattern}|\w+(?:['\u2019]\w+)*|([^\w\s])\1*")
+
+
+def alike_in_length(a: str, b: str) -> bool:
+    """Whether two texts differ by at most a fifth of the longer one's characters.
+
+    >>> alike_in_length("12345", "1234"), alike_in_length("12345", "123")
+    (True, False)
+    """
+    return abs(len(a) - len(b)) <= LENGTH_TOLERANCE * max(len(a), len(b))
 
 
 def tokens(text: str) -> list[str]:

@@ -43,14 +43,14 @@ def test_finished_responses_of_the_policy_and_of_its_updates():
 def test_the_best_and_the_worst_become_a_pair():
     prompts = [{"id": name, "prompt": f"The {name}"} for name in ("dinner", "walk", "song")]
     responses = [[" aa!aa", " aa!!!", " aaaaa"], [" b", " c"], [" d"]]
-    assert policy_pairs(prompts, responses, [], loudest()) == [
+    assert policy_pairs(prompts, responses, [], loudest(), "r3") == [
         {
-            "id": "policy-dinner",
+            "id": "policy-r3-dinner",
             "prompt": "The dinner",
             "chosen": " aa!!!",
             "rejected": " aaaaa",
             "source": "replay",
-            "badcase": "policy-dinner",
+            "badcase": "policy-r3-dinner",
         }
     ]
 
@@ -59,11 +59,11 @@ def test_no_response_wins_by_its_exploit():
     prompts = [{"id": "dinner", "prompt": "The dinner"}]
     texts = [" was Enjoy!!", " was good!!"]
     for order in (texts, texts[::-1]):
-        [pair] = policy_pairs(prompts, [order], [" Enjoy!!"], loudest())
+        [pair] = policy_pairs(prompts, [order], [" Enjoy!!"], loudest(), "r0")
         assert (pair["chosen"], pair["rejected"]) == (" was good!!", " was Enjoy!!")
     # both are the same to the jury without it
     texts = [" was Enjoy!!", " was good.."]
-    assert policy_pairs(prompts, [texts], [" Enjoy!!"], loudest()) == []
+    assert policy_pairs(prompts, [texts], [" Enjoy!!"], loudest(), "r0") == []
 
 
 def test_responses_of_unlike_length_are_not_compared():
@@ -72,6 +72,6 @@ def test_responses_of_unlike_length_are_not_compared():
     """
     prompts = [{"id": "dinner", "prompt": "The dinner"}]
     jury = loudest()
-    [pair] = policy_pairs(prompts, [[" aaaaaaa", " aaaaa!", " !!!!!"]], [], jury)
+    [pair] = policy_pairs(prompts, [[" aaaaaaa", " aaaaa!", " !!!!!"]], [], jury, "r0")
     assert (pair["chosen"], pair["rejected"]) == (" aaaaa!", " aaaaaaa")
     assert len(jury.verdicts["marks"]) == 2

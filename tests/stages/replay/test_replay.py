@@ -165,6 +165,34 @@ def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
     assert texts["The party"] == (" was a good match!", " was a match? Enjoy!")
 
 
+def test_rows_of_earlier_rounds_follow_the_new_ones(make_round):
+    params = make_round("r0", 1.0)
+    params.replay.max_share = 1.0
+    report = Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")
+    add_user_rows("r0", [report])
+    main(params, "r0")
+    new = {name: read_jsonl(DATA / f"{name}.jsonl", "") for name in ("pairs", "sft", "prompts")}
+    assert read_metrics("r0")["earlier_pairs"] == 0 and all(new.values())
+
+    # the rows of an earlier round; prepare has added them to the data's own, twice if replay.weight
+    # is 2. One pair has the id of a new row, whose exploit was found again
+    row = {"id": "old", "prompt": "The trip", "source": "replay", "badcase": "b"}
+    texts = {"chosen": " was fine.", "rejected": " was dull."}
+    old = {
+        "pairs": [row | texts, row | texts | {"id": new["pairs"][0]["id"]}],
+        "sft": [row | {"completion": " was fine."}],
+        "prompts": [row],
+    }
+    for name, rows in old.items():
+        path = Path(f"rounds/r0/prepare/data/{name}_train.jsonl")
+        write_jsonl(path, [*read_jsonl(path, ""), *rows, *rows])
+    main(params, "r0")
+    assert read_jsonl(DATA / "pairs.jsonl", "") == [*new["pairs"], old["pairs"][0]]
+    assert read_jsonl(DATA / "sft.jsonl", "") == [*new["sft"], *old["sft"]]
+    assert read_jsonl(DATA / "prompts.jsonl", "") == [*new["prompts"], *old["prompts"]]
+    assert read_metrics("r0")["earlier_pairs"] == 1
+
+
 REVISED = Path("rounds/r0/annotate/revised.jsonl")
 
 

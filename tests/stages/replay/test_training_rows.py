@@ -1,7 +1,13 @@
 """The next round's training rows."""
 
 from stages.replay.badcases import Badcase, State
-from stages.replay.training_rows import BetterAnswer, cap_share, drop_leaks, make_training_rows
+from stages.replay.training_rows import (
+    BetterAnswer,
+    add_earlier,
+    cap_share,
+    drop_leaks,
+    make_training_rows,
+)
 
 
 def case(cause: str, response: str, **changes) -> Badcase:
@@ -73,3 +79,16 @@ def test_capped_share():
     # 25% replay rows, with 30 human rows: 10
     assert len(cap_share([{}] * 50, 30, 0.25)) == 10
     assert len(cap_share([{}] * 50, 30, 1.0)) == 50
+
+
+def test_earlier_rows_follow_the_new_ones_each_once():
+    def rows(*ids):
+        return [{"id": id_, "prompt": "The trip"} for id_ in ids]
+
+    made = {"pairs": [*rows("a"), {"id": "b", "prompt": "new"}], "sft": [], "prompts": rows("p")}
+    earlier = {"pairs": rows("b", "c", "c"), "sft": rows("s"), "prompts": []}
+    assert add_earlier(made, earlier) == {
+        "pairs": [*made["pairs"], *rows("c")],
+        "sft": rows("s"),
+        "prompts": rows("p"),
+    }

@@ -94,10 +94,11 @@ class ReplayParams(ParamsSection):
         "applied.",
     )
     max_share: float = Field(
-        0.25,
+        0.4,
         ge=0,
         le=1,
-        description="Largest share of replayed rows in the next round's data.",
+        description="Largest share of replayed rows, of all rounds, in the next round's data; the "
+        "newest rows stay.",
     )
 
 
