@@ -18,7 +18,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stages.evaluate.champion import load_champion
 from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluation_settings
 from stages.evaluate.equal_kl import WIN_RATE, compare_with_champion
 from stages.evaluate.evaluator import Evaluator
@@ -32,6 +31,7 @@ from stages.evaluate.results import (
     with_interval,
     with_intervals,
 )
+from stages.lib.core.champion import load_champion
 from stages.lib.core.files import ASSETS, file_hash, stage_dir, write_jsonl
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import MetricLogger, read_metrics, write_manifest

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from stages.evaluate.champion import Champion
 from stages.evaluate.results import ModelResults, win_rate_with_prompts_needed
+from stages.lib.core.champion import Champion
 from stages.lib.core.types import Metrics
 from stages.lib.lm.interpolation import interpolate, search_scale
 from stages.lib.lm.loading import load_causal_lm, load_policy

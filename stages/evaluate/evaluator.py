@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stages.evaluate.champion import anchor_path
+from stages.lib.core.champion import anchor_path
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked

@@ -4,7 +4,7 @@ The champion is the policy of the last earlier round that passed its promotion g
 and was not rolled back (`rondo promote --rollback`). It is computed round by round: the champion
 after a round is that round's own policy, or else the champion before it. Reads the previous round's
 champion.json, metrics and approvals; writes rounds/<round>/champion/champion.json, which
-stages/evaluate/champion.py reads. It also records the anchor: the SFT model of the first round,
+stages/lib/core/champion.py reads. It also records the anchor: the SFT model of the first round,
 from which the KL of all rounds' policies is measured. Loads no model.
 
 Run: `python -m stages.gate.champion --round r1`.

@@ -28,6 +28,7 @@ from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
+from stages.ppo.common.warm_start import starting_champion
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
@@ -58,12 +59,15 @@ def main(params: Params, round_: str) -> None:
 
         return alternative(params, round_)
 
-    # 1. roles: policy and reference from SFT, critic and reward model from the reward stage
+    # 1. roles: policy and reference from SFT, critic and reward model from the reward stage. The
+    # policy may start from the champion
     setup_torch(params)
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     check_reference_files(sft)
-    roles = load_roles(params, sft / "model", reward / "model")
+    champion = starting_champion(params, round_)
+    start = champion.policy if champion else None
+    roles = load_roles(params, sft / "model", reward / "model", start)
     for stage in (sft, reward):
         check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
 
@@ -78,6 +82,7 @@ def main(params: Params, round_: str) -> None:
         data / "prompts_train.jsonl",
         sft / "model",
         reward / "model",
+        *([start] if start else []),
     ]
     run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
     run.train()
@@ -95,6 +100,7 @@ def main(params: Params, round_: str) -> None:
         inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
         reference=run.reference,
+        started_from=str(start or sft / "model"),
     )
     metrics = summary(run)
     run.recorder.finish(metrics)

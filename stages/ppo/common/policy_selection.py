@@ -143,6 +143,14 @@ class PolicySelector:
             self.best, self.weights = validation, self._copy_of_weights()
         return validation
 
+    def validate_reference(self) -> Validation:
+        """Measure the reference, whatever weights the policy has."""
+        weights = self._copy_of_weights()
+        interpolate(self.roles.policy, self.roles.reference, weights, 0.0)
+        validation = self.validate(0)
+        load_trainable(self.roles.policy, weights)
+        return validation
+
     def is_better(self, new: Validation, old: Validation) -> bool:
         """Whether a policy is better than an older one.
 

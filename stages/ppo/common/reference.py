@@ -1,7 +1,7 @@
 """A trained model and its state before training: policy and reference, critic and reward model.
 
 With adapters both are one set of weights; without, the model before training is a frozen copy. The
-policy always starts as the reference, which is the round's SFT model.
+reference is the round's SFT model.
 """
 
 import copy

@@ -35,8 +35,8 @@ def check_finite(tensors: dict[str, Tensor], update: int) -> None:
 def check_initial_ratio(
     roles: Roles, micro_batches: list[Packed], rollout: Rollout, temperature: float
 ) -> None:
-    """Before the first update, policy and reference must agree, and so must the policy on shared
-    states and the policy run as a whole.
+    """Before the first update, the policy on shared states and the policy run as a whole must
+    agree; and so must policy and reference, unless the policy starts from other weights.
 
     Args:
         roles: the models.
@@ -49,7 +49,8 @@ def check_initial_ratio(
             model that cannot be split into layers. PPO would train on noise.
     """
     tolerance = 0.05 if unwrap_peft(roles.policy).dtype is torch.bfloat16 else 1e-3
-    kl = float((rollout.logprobs - rollout.ref_logprobs).abs().max())
+    log_ratio_to_reference = (rollout.logprobs - rollout.ref_logprobs).abs().max()
+    kl = float(log_ratio_to_reference) if roles.starts_as_reference else 0.0
     whole_logprobs = concat_padded(
         [
             roles.whole_logprobs(packed, temperature)

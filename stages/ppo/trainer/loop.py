@@ -67,7 +67,7 @@ class TrainingRun:
         """Run all updates, until the last one or until a danger stops the run."""
         trainer = self.trainer
         if not trainer.updates:
-            trainer.sft_length = self.selector.validate(0).length
+            trainer.sft_length = self.selector.validate_reference().length
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()

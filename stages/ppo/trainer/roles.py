@@ -40,6 +40,7 @@ from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 from stages.lib.lm.vllm_engine import VllmEngine, check_log_ratio, sampling_engine
 from stages.ppo.common.reference import FrozenModel, ReferenceView, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
+from stages.ppo.common.warm_start import load_weights
 
 
 class ReferenceOutput(NamedTuple):
@@ -72,7 +73,7 @@ class Roles:
     reward_model: set only if the critic is a ValueHead; otherwise the critic without its training
     is the reward model. rewards: further rewards. engine: samples in place of
     stages/lib/lm/generation.py, if set. gradient_checkpointing: compute activations again in the
-    backward pass.
+    backward pass. starts_as_reference: whether the policy's KL from the reference is 0 at first.
     """
 
     policy: Any
@@ -82,6 +83,7 @@ class Roles:
     rewards: Rewards = field(default_factory=Rewards)
     engine: VllmEngine | None = None
     gradient_checkpointing: bool = False
+    starts_as_reference: bool = True
 
     def __post_init__(self) -> None:
         recompute = self.gradient_checkpointing
@@ -226,8 +228,14 @@ def split_rows(packed: Packed, states: list[Tensor]) -> list[Tensor]:
     return list(kept.split(packed.lengths))
 
 
-def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
-    """The roles for a round, from the folders of its SFT model and its reward model."""
+def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = None) -> Roles:
+    """The roles for a round.
+
+    Args:
+        sft: folder of the round's SFT model.
+        reward: folder of the round's reward model.
+        start: folder of a policy whose weights the policy starts from; None: it starts as SFT.
+    """
     ppo = params.ppo
     policy = load_causal_lm(sft, params.model)
     reward_model = load_reward_model(reward, params.model)
@@ -237,7 +245,7 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
     # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
     critic_is_reward_model = ppo.critic is Critic.reward
-    return Roles(
+    roles = Roles(
         policy=policy,
         critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
         if critic_is_reward_model
@@ -247,4 +255,8 @@ def load_roles(params: Params, sft: Path, reward: Path) -> Roles:
         rewards=load_rewards(params),
         engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,
+        starts_as_reference=start is None,
     )
+    if start:  # after Roles has copied the reference, if all weights are trained
+        load_weights(policy, start, params.model)
+    return roles

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.evaluate.champion import anchor_path, load_champion
 from stages.gate.approvals import Approval, Rollback, rollback_path, write_approval
 from stages.gate.champion import main
+from stages.lib.core.champion import anchor_path, load_champion
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json, write_text
 from stages.lib.core.params import Params, check_params

@@ -105,6 +105,11 @@ class KlControl(str, Enum):
     fixed = "fixed"
 
 
+class PolicyStart(str, Enum):
+    sft = "sft"
+    champion = "champion"
+
+
 class PolicySelection(str, Enum):
     target_kl = "target_kl"
     best_update = "best_update"
@@ -288,6 +293,11 @@ class PpoParams(ParamsSection):
     )
     resume_updates: int = Field(
         1, ge=1, description="Updates between saved states from which a killed run resumes."
+    )
+    init_from: PolicyStart = Field(
+        PolicyStart.sft,
+        description="Weights that PPO starts from: the round's `sft` model, or those of the "
+        "`champion`, if there is one. The KL is from the round's SFT model in both cases.",
     )
     lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=16))
     critic_lora: LoraParams = Field(default_factory=lambda: LoraParams(top_layers=10))

@@ -1,7 +1,8 @@
-"""The champion that evaluate compares the policy with, and the anchor of KL, as
+"""The champion that a round's policy is compared with and may start from, and the anchor of KL, as
 stages/gate/champion.py recorded them.
 
-champion.json has the hashes of their weights, so that DVC runs evaluate again when they change.
+champion.json has the hashes of their weights, so that DVC runs ppo and evaluate again when they
+change.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ class Champion(NamedTuple):
 
 
 def load_champion(round_: str) -> Champion | None:
-    """The champion of this round's evaluation; None if no policy has been promoted yet.
+    """The champion before this round; None if no policy has been promoted yet.
 
     Raises:
         BadInput: the files on disk are not those that became champion.
