@@ -244,11 +244,20 @@ def effect(round_: str) -> str:
     needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
     prompts = f" (about {needed} prompts would decide)" if needed else ""
     champion = metrics["champion_round"]
-    caution = ""
-    if verdict == "helped" and (labelled := labelled_pairs(round_)):
-        caution = f". But the jury labelled {labelled} pairs that its reward model learnt from"
-        caution += ": compare with a judge that labelled none (docs/rounds.md)"
+    caution = cautions(round_) if verdict == "helped" else ""
     return f"; at equal KL, the round against {champion}: {verdict}{prompts}{caution}"
+
+
+def cautions(round_: str) -> str:
+    """Other reasons than replay why a round may have made a better policy (docs/rounds.md)."""
+    text = ""
+    start = read_json_or_nothing(stage_dir(round_, "ppo") / "manifest.json").get("started_from")
+    if start and not start.startswith(f"{stage_dir(round_, 'sft')}/"):
+        text += f". Its PPO went on from {start}, so it had more updates"
+    if labelled := labelled_pairs(round_):
+        text += f". But the jury labelled {labelled} pairs that its reward model learnt from"
+        text += ": compare with a judge that labelled none"
+    return text and f"{text} (docs/rounds.md)"
 
 
 def labelled_pairs(round_: str) -> int:

@@ -258,6 +258,26 @@ def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_h
     assert "But the jury" not in summary.verdict_lines(["r0", "r1"])[1]
 
 
+@pytest.mark.parametrize(
+    ("start", "caution"),
+    [
+        (
+            "rounds/r0/ppo/policy",
+            ". Its PPO went on from rounds/r0/ppo/policy, so it had more updates (docs/rounds.md)",
+        ),
+        ("rounds/r1/sft/model", ""),
+    ],
+)
+def test_a_policy_that_went_on_from_the_champion_had_more_updates(
+    files: Path, start: str, caution: str
+):
+    equal_kl = {f"win_rate_champion_equal_kl{end}": 0.6 for end in ("", "_low", "_high")}
+    evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
+    write(files / "rounds/r1/evaluate/metrics.json", evaluate)
+    write(files / "rounds/r1/ppo/manifest.json", {"started_from": start})
+    assert summary.verdict_lines(["r0", "r1"])[1].endswith(f"against r0: helped{caution}")
+
+
 def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
     lost = {
         "metric": "evaluate.win_rate_champion_low",
