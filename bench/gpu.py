@@ -44,8 +44,8 @@ STAGES = (
     "annotate",
     "reward",
     "battery",
-    "ppo",
     "champion",
+    "ppo",
     "evaluate",
     "replay",
 )

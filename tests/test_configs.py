@@ -213,6 +213,13 @@ def test_a_changed_threshold_reruns_its_gate_and_for_promotion_the_champion() ->
     assert stages_with("params", "gates") == {"gate_sft", "gate_reward", "gate_promote", "champion"}
 
 
+def test_another_champion_reruns_ppo_only_if_it_starts_from_the_champion() -> None:
+    folder = "rounds/${key}/champion"
+    assert stages_with("deps", f"{folder}/champion.json") == {"evaluate"}
+    assert stages_with("deps", f"{folder}/start.json") == {"ppo"}
+    assert stages_with("params", "ppo.init_from") == {"champion"}
+
+
 @pytest.mark.parametrize("gate", GATE_STAGES)
 def test_a_gate_runs_again_when_its_metrics_or_a_decision_change(gate: str) -> None:
     metrics = {f"rounds/${{key}}/{stage}/metrics.json" for stage in GATE_STAGES[gate]}

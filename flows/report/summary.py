@@ -253,7 +253,7 @@ def cautions(round_: str) -> str:
     text = ""
     start = read_json_or_nothing(stage_dir(round_, "ppo") / "manifest.json").get("started_from")
     if start and not start.startswith(f"{stage_dir(round_, 'sft')}/"):
-        text += f". Its PPO went on from {start}, so it had more updates"
+        text += f". Its PPO continued from {start}, so the policy had more updates"
     if labelled := labelled_pairs(round_):
         text += f". But the jury labelled {labelled} pairs that its reward model learnt from"
         text += ": compare with a judge that labelled none"

@@ -92,9 +92,9 @@ def main(params: Params, round_: str) -> None:
     comparisons |= with_intervals(intervals)
     policy_metrics = metrics["ppo"] | with_interval("win_rate", win_rate)
     metrics |= dict.fromkeys(same_as_policy, policy_metrics)
-    if update := selected["policy_update"]:  # else the policy is SFT
+    if metrics["ppo"]["kl"] > 0:  # else the policy is SFT
         scale = selected.get("policy_scale", 1.0)  # older versions scaled none
-        curve.append(curve_point(update, metrics["ppo"], win_rate[0], scale))
+        curve.append(curve_point(selected["policy_update"], metrics["ppo"], win_rate[0], scale))
     exact = is_exact(params, evaluator.sft.device)
     compared = check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), exact)
     print(f"{recorder.label}: in a fresh process, {compared}", flush=True)

@@ -1,11 +1,12 @@
-"""The champion stage: which earlier policy must a round's policy not lose to?
+"""The champion stage: which earlier policy must a round's policy not lose to, and start from?
 
 The champion is the policy of the last earlier round that passed its promotion gate or was approved,
 and was not rolled back (`rondo promote --rollback`). It is computed round by round: the champion
 after a round is that round's own policy, or else the champion before it. Reads the previous round's
-champion.json, metrics and approvals; writes rounds/<round>/champion/champion.json, which
-stages/lib/core/champion.py reads. It also records the anchor: the SFT model of the first round,
-from which the KL of all rounds' policies is measured. Loads no model.
+champion.json, metrics and approvals; writes two files in rounds/<round>/champion, which
+stages/lib/core/champion.py reads. champion.json also has the anchor: the SFT model of the first
+round, from which the KL of all rounds' policies is measured. start.json has the champion if PPO
+starts from it, so that another champion reruns PPO only then. Loads no model.
 
 Run: `python -m stages.gate.champion --round r1`.
 """
@@ -17,6 +18,7 @@ from stages.gate.verdict import evaluate_gate, passed_or_approved
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import ROUNDS, file_hash, read_json, stage_dir, write_json
 from stages.lib.core.params import Params
+from stages.lib.core.params.policy import PolicyStart
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics
 
@@ -28,8 +30,16 @@ def main(params: Params, round_: str) -> None:
     # the first round has a placeholder outside rounds/ as its previous one
     is_first = previous.parent != ROUNDS
     champion = NO_CHAMPION if is_first else champion_after(params, previous)
+    warm = params.ppo.init_from is PolicyStart.champion
     anchor = {} if is_first else {"anchor": anchor_of(params, previous)}
-    write_json(stage_dir(round_, "champion") / "champion.json", {**champion, **anchor})
+    folder = stage_dir(round_, "champion")
+    write_json(folder / "champion.json", {**champion, **anchor})
+    write_json(folder / "start.json", without_anchor(champion) if warm else NO_CHAMPION)
+
+
+def without_anchor(champion: Metrics) -> Metrics:
+    """The champion alone, since an earlier champion.json has its round's anchor too."""
+    return {name: value for name, value in champion.items() if name != "anchor"}
 
 
 def anchor_of(params: Params, previous: Path) -> dict[str, str]:

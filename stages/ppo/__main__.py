@@ -2,8 +2,9 @@
 
 If `algorithm` in params.yaml is not `ppo`, `stages.ppo.alternatives` trains the policy instead.
 
-Inputs, in rounds/<round>/: prepare/data/prompts_train.jsonl, sft/model, reward/model; and the
-models and functions that `ppo.rewards` names.
+Inputs, in rounds/<round>/: prepare/data/prompts_train.jsonl, sft/model, reward/model,
+champion/start.json and the policy that it names; and the models and functions that `ppo.rewards`
+names.
 Outputs, in rounds/<round>/ppo/: policy, critic, checkpoints, rollouts, metrics.json, metrics.jsonl,
 curves.csv, health.json, manifest.json.
 
@@ -12,6 +13,7 @@ Run: python -m stages.ppo --round r0
 
 from statistics import fmean
 
+from stages.lib.core.champion import load_start
 from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
@@ -28,7 +30,6 @@ from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
-from stages.ppo.common.warm_start import starting_champion
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
 from stages.ppo.trainer.update import PpoTrainer
@@ -65,8 +66,9 @@ def main(params: Params, round_: str) -> None:
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     check_reference_files(sft)
-    champion = starting_champion(params, round_)
+    champion = load_start(round_)
     start = champion.policy if champion else None
+    started = [start] if start else []
     roles = load_roles(params, sft / "model", reward / "model", start)
     for stage in (sft, reward):
         check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
@@ -76,13 +78,14 @@ def main(params: Params, round_: str) -> None:
     roles.rewards.check_columns(rows)
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
+    print(f"[ppo@{round_}] the policy starts from {start or sft / 'model'}", flush=True)
 
     # 3. updates, until the last one or a danger; a killed run with the same inputs is resumed
     inputs = [
         data / "prompts_train.jsonl",
         sft / "model",
         reward / "model",
-        *([start] if start else []),
+        *started,
     ]
     run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
     run.train()
@@ -97,7 +100,12 @@ def main(params: Params, round_: str) -> None:
         "ppo",
         round_,
         seed=params.seed,
-        inputs=[data / "prompts_train.jsonl", sft / "manifest.json", reward / "manifest.json"],
+        inputs=[
+            data / "prompts_train.jsonl",
+            sft / "manifest.json",
+            reward / "manifest.json",
+            *started,
+        ],
         template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
         reference=run.reference,
         started_from=str(start or sft / "model"),

@@ -102,12 +102,11 @@ def main(params: Params, round_: str) -> None:
     # the first rows stay if replay.max_share leaves no room for all
     made: DataSets = {
         "pairs": [*against, *pairs, *own],
-        "sft": [*demonstrations, *demonstrations_of(inputs.revised)],
+        "sft": [*demonstrations, *demonstrations_of(inputs.revised, round_)],
         "prompts": prompt_rows,
     }
-    human = {"pairs": len(human_pairs), "sft": inputs.human_sft, "prompts": len(inputs.prompts)}
     training_rows, leaked = limit_rows(
-        add_earlier(made, inputs.earlier), inputs.evaluation, human, params
+        add_earlier(made, inputs.earlier), inputs.evaluation, inputs.human, params
     )
     sizes = ", ".join(f"{len(new)} {name}" for name, new in training_rows.items())
     recorder.log_progress(4, f"next round gets {sizes}; {leaked} leaked")
@@ -130,8 +129,8 @@ def main(params: Params, round_: str) -> None:
         "jury": jury.report(),
     }
     if inputs.revised:
-        sources = [row.get("source") for row in training_rows["sft"]]
-        metrics["revised"] = sources.count(REVISED_SOURCE)
+        revised = {row["id"] for row in made["sft"] if row.get("source") == REVISED_SOURCE}
+        metrics["revised"] = sum(row["id"] in revised for row in training_rows["sft"])
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {value}" for name, value in progress.items())
     print(f"[replay@{round_}] {len(badcases)} badcases; {summary}", flush=True)

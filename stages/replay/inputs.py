@@ -1,5 +1,6 @@
 """The rows that replay reads."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,9 @@ MAX_HELD_OUT_PAIRS = 512
 class ReplayInputs:
     """Rows by kind.
 
-    prompts: distinct training prompts. rollouts: of all of PPO's updates. human_sft: the
-    number of demonstrations that replay did not make. earlier: the training rows that replay made
-    in earlier rounds, by the names of replay's files. revised: responses that annotate revised by
+    prompts: distinct training prompts. rollouts: of all of PPO's updates. human: the numbers of
+    training rows from the data, by the names of replay's files. earlier: the training rows that
+    replay made in earlier rounds, likewise. revised: responses that annotate revised by
     a constitution. evaluation: all held-out rows by file name. reports, mining_prompts: from
     people.
     """
@@ -45,7 +46,7 @@ class ReplayInputs:
     rollouts: list[RolloutRow]
     train_pairs: list[PreferencePair]
     held_out_pairs: list[PreferencePair]
-    human_sft: int
+    human: dict[str, int]
     earlier: DataSets
     revised: list[RevisedResponse]
     evaluation: DataSets
@@ -82,6 +83,11 @@ def read_inputs(round_: str) -> ReplayInputs:
         read(Demonstration, "sft_train"),
     )
     train_prompts = read(TrainingPrompt, "prompts_train")
+    train: Mapping[str, Sequence[TrainingPrompt]] = {
+        "pairs": train_pairs,
+        "sft": demonstrations,
+        "prompts": train_prompts,
+    }
     prompts = dedupe_prompts(train_prompts)
     rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
     held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
@@ -99,12 +105,8 @@ def read_inputs(round_: str) -> ReplayInputs:
         rollouts=rollouts,
         train_pairs=train_pairs,
         held_out_pairs=held_out_pairs,
-        human_sft=sum(map(is_human, demonstrations)),
-        earlier={
-            "pairs": [row for row in train_pairs if not is_human(row)],
-            "sft": [row for row in demonstrations if not is_human(row)],
-            "prompts": [row for row in train_prompts if not is_human(row)],
-        },
+        human={name: sum(map(is_human, rows)) for name, rows in train.items()},
+        earlier={name: [row for row in rows if not is_human(row)] for name, rows in train.items()},
         revised=revised,
         evaluation=evaluation,
         reports=reports,

@@ -11,7 +11,7 @@ from stages.lib.core.rows import (
     RevisedResponse,
     TrainingPrompt,
 )
-from stages.lib.data.splits import DataSets
+from stages.lib.data.splits import DataSets, prompt_key
 from stages.lib.dedup.contamination import leaks_by_set
 from stages.replay.badcases import Badcase, State
 
@@ -79,17 +79,17 @@ def make_training_rows(
     return replayed, pairs, list(demonstrations.values()), list(prompts.values())
 
 
-def demonstrations_of(revised: Sequence[RevisedResponse]) -> list[Demonstration]:
-    """The revised responses as demonstrations.
+def demonstrations_of(revised: Sequence[RevisedResponse], round_: str) -> list[Demonstration]:
+    """The revised responses of a round as demonstrations.
 
     `badcase` marks them as made by the pipeline, so that they never count as rows of people.
     """
     return [
         {
-            "id": f"revised-{row['id']}",
+            "id": f"revised-{round_}-{row['id']}",
             "prompt": row["prompt"],
             "source": REVISED_SOURCE,
-            "badcase": f"revised-{row['id']}",
+            "badcase": f"revised-{round_}-{row['id']}",
             "completion": row["revision"],
         }
         for row in revised
@@ -97,23 +97,26 @@ def demonstrations_of(revised: Sequence[RevisedResponse]) -> list[Demonstration]
 
 
 def add_earlier(made: DataSets, earlier: DataSets) -> DataSets:
-    """The new rows, then those that replay made in earlier rounds, each id once.
+    """The new rows, then those that replay made in earlier rounds, each text once.
 
-    So the next round trains on the rows of all rounds (Wolf et al. 2025, arXiv 2505.18126).
+    So the next round trains on the rows of all rounds (Wolf et al. 2025, arXiv 2505.18126), and a
+    prompt that fails in each round does not become more and more frequent.
     """
     merged: dict[str, Sequence[PromptRow]] = {}
     for name, rows in made.items():
-        by_id: dict[str, PromptRow] = {}
+        by_texts: dict[tuple[object, ...], PromptRow] = {}
         for row in [*rows, *earlier[name]]:
-            by_id.setdefault(row["id"], row)
-        merged[name] = [*by_id.values()]
+            texts = (row.get(key) for key in ("completion", "chosen", "rejected"))
+            by_texts.setdefault((prompt_key(row["prompt"]), *texts), row)
+        merged[name] = [*by_texts.values()]
     return merged
 
 
 def limit_rows(
     made: DataSets, evaluation: DataSets, human: Mapping[str, int], params: Params
 ) -> tuple[DataSets, int]:
-    """The rows without leaks, replay.weight times, at most replay.max_share of the training rows.
+    """The rows without leaks, each replay.weight times, at most replay.max_share of the training
+    rows: if there is no room for all, the first ones.
 
     human: the number of rows from the data, by the names of `made`. Returns also the number of
     leaks.
@@ -121,7 +124,9 @@ def limit_rows(
     config = params.replay
     kept, leaked = drop_leaks(made, evaluation, params.prepare.near_duplicate)
     limited: DataSets = {
-        name: cap_share([*rows] * config.weight, human[name], config.max_share)
+        name: cap_share(
+            [row for row in rows for _ in range(config.weight)], human[name], config.max_share
+        )
         for name, rows in kept.items()
     }
     return limited, leaked

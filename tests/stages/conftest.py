@@ -189,7 +189,8 @@ def make_round(
         )
         write_json(folder / "sft/metrics.json", {"loss_before": 3.0, "loss_after": 2.0})
         write_json(folder / "ppo/metrics.json", {"policy_update": 4, "policy_scale": 0.9})
-        write_json(folder / "champion/champion.json", {"round": None})
+        for name in ("champion", "start"):
+            write_json(folder / f"champion/{name}.json", {"round": None})
         scores = {"score": 20.0, "reward": 20.0, "judge_score": 0.5, "kl": 3.0}
         ending = {**scores, "finish_reason": "stop", "length": 6}
         responses = [

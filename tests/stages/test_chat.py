@@ -26,7 +26,7 @@ from stages.replay.__main__ import main as replay
 from stages.reward.__main__ import main as reward
 from stages.sft.__main__ import main as sft
 
-STAGES = (assets, prepare, sft, annotate, reward, battery, ppo, champion, evaluate, capability)
+STAGES = (assets, prepare, sft, annotate, reward, battery, champion, ppo, evaluate, capability)
 SHORT = {"per_device_train_batch_size": 8, "max_steps": 2, "max_length": 160}
 SETTINGS: dict[str, Any] = {
     "assets": {"model": "tiny", "data": "files"},

@@ -1,8 +1,8 @@
 """The champion that a round's policy is compared with and may start from, and the anchor of KL, as
 stages/gate/champion.py recorded them.
 
-champion.json has the hashes of their weights, so that DVC runs ppo and evaluate again when they
-change.
+champion.json and start.json have the hashes of their weights, so that DVC runs evaluate and ppo
+again when they change.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,20 @@ def load_champion(round_: str) -> Champion | None:
     Raises:
         BadInput: the files on disk are not those that became champion.
     """
-    path = stage_dir(round_, "champion") / "champion.json"
-    recorded = read_json(path, f"dvc repro champion@{round_}")
+    return _load(round_, "champion.json")
+
+
+def load_start(round_: str) -> Champion | None:
+    """The champion whose weights PPO starts from; None if it starts as the SFT model.
+
+    Raises:
+        BadInput: the files on disk are not those that became champion.
+    """
+    return _load(round_, "start.json")
+
+
+def _load(round_: str, name: str) -> Champion | None:
+    recorded = read_json(stage_dir(round_, "champion") / name, f"dvc repro champion@{round_}")
     champion_round = recorded["round"]
     if champion_round is None:
         return None

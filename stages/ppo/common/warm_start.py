@@ -9,18 +9,10 @@ from typing import Any
 import torch
 from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-from stages.lib.core.champion import Champion, load_champion
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import Params
-from stages.lib.core.params.policy import PolicyStart
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.lm.loading import is_adapter, load_causal_lm
 from stages.lib.lm.saving import load_trainable
-
-
-def starting_champion(params: Params, round_: str) -> Champion | None:
-    """The champion that the policy starts from; None if it starts as the SFT model."""
-    return load_champion(round_) if params.ppo.init_from is PolicyStart.champion else None
 
 
 def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:

@@ -188,8 +188,8 @@ def fixed(_: float, __: float) -> float:
 class AdaptiveKLController:
     """Adapts beta (`kl_coef`) so that the KL follows a target.
 
-    Beta never falls below its initial value: KL starts at 0, and in a short run beta would fall so
-    far before the KL reaches the target that it could not recover in time.
+    Beta never falls below its initial value: KL usually starts at 0, and in a short run beta would
+    fall so far before the KL reaches the target that it could not recover in time.
 
     Args:
         kl_coef: initial beta, score units per nat.

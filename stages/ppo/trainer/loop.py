@@ -68,6 +68,8 @@ class TrainingRun:
         trainer = self.trainer
         if not trainer.updates:
             trainer.sft_length = self.selector.validate_reference().length
+            if not trainer.roles.starts_as_reference:
+                self.selector.validate(0)
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()

@@ -72,7 +72,7 @@ class PpoTrainer:
 
         Raises:
             Diverged: a score, a log-probability, a loss or a gradient is not finite.
-            RondoError: before the first update, policy and reference differ.
+            RondoError: before the first update, two ways to run the policy differ.
             RewardsFailed: too many further rewards failed.
         """
         # 1. sample prompts
@@ -222,9 +222,7 @@ class PpoTrainer:
         )
 
     def check_rollout(self, rollout: Rollout) -> None:
-        """Check that the roles' outputs are finite and, before the first update, that policy and
-        reference agree.
-        """
+        """Check that the roles' outputs are finite, and before the first update `ratio` and KL."""
         checked = ("raw_scores", "logprobs", "ref_logprobs", "values")
         check_finite({name: getattr(rollout, name) for name in checked}, self.updates + 1)
         if self.updates == 0:

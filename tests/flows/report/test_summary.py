@@ -263,7 +263,8 @@ def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_h
     [
         (
             "rounds/r0/ppo/policy",
-            ". Its PPO went on from rounds/r0/ppo/policy, so it had more updates (docs/rounds.md)",
+            ". Its PPO continued from rounds/r0/ppo/policy, so the policy had more updates"
+            " (docs/rounds.md)",
         ),
         ("rounds/r1/sft/model", ""),
     ],

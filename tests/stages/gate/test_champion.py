@@ -7,11 +7,12 @@ import pytest
 
 from stages.gate.approvals import Approval, Rollback, rollback_path, write_approval
 from stages.gate.champion import main
-from stages.lib.core.champion import anchor_path, load_champion
+from stages.lib.core.champion import anchor_path, load_champion, load_start
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json, write_text
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.data import rounds
+from stages.lib.core.params.policy import PolicyStart
 
 GOOD = {
     "evaluate": {
@@ -68,6 +69,28 @@ def test_the_last_policy_that_passed_is_champion() -> None:
     assert anchor_path("r0") == anchors[0]
     with pytest.raises(BadInput, match=r"rounds/r0/sft/model is not the version in rounds/r4/"):
         anchor_path("r4")
+
+
+def test_ppo_starts_from_the_champion_only_if_params_say_so() -> None:
+    write_round("r0", 0.6)
+    write_round("r1", 0.4)  # not promoted: r2's champion is that of r1's champion.json
+    champions(number=3)
+    assert [load_start(name) for name in ("r0", "r1", "r2")] == [None] * 3
+    params = params_of("block")
+    params.ppo.init_from = PolicyStart.champion
+    for name in ("r0", "r1", "r2"):
+        main(params, name)
+    assert [load_start(name) for name in ("r0", "r1", "r2")] == [
+        None,
+        load_champion("r1"),
+        load_champion("r1"),
+    ]
+    # DVC reruns PPO if start.json changes: it has nothing but the champion
+    starts = [Path(f"rounds/{name}/champion/start.json").read_text() for name in ("r1", "r2")]
+    assert starts[0] == starts[1] and "anchor" not in starts[0]
+    write_text(Path("rounds/r0/ppo/policy/adapter.bin"), "another")
+    with pytest.raises(BadInput, match=r"rounds/r0/ppo/policy is not the version in"):
+        load_start("r1")
 
 
 def decide(round_: str, approved: bool, reason: str) -> None:

@@ -167,21 +167,24 @@ def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
 
 def test_rows_of_earlier_rounds_follow_the_new_ones(make_round):
     params = make_round("r0", 1.0)
-    params.replay.max_share = 1.0
+    params.replay.max_share, params.replay.max_badcases = 1.0, 2
     report = Report(prompt="The walk", response=" was wet.", better=" was brisk.", by="ada")
     add_user_rows("r0", [report])
     main(params, "r0")
     new = {name: read_jsonl(DATA / f"{name}.jsonl", "") for name in ("pairs", "sft", "prompts")}
     assert read_metrics("r0")["earlier_pairs"] == 0 and all(new.values())
 
+    failed = {one["prompt"] for one in new["prompts"]}
+    unused = next(one["prompt"] for one in read_inputs("r0").prompts if one["prompt"] not in failed)
+
     # the rows of an earlier round; prepare has added them to the data's own, twice if replay.weight
-    # is 2. One pair has the id of a new row, whose exploit was found again
+    # is 2. The texts of one pair are those of a new row, whose exploit was found again
     row = {"id": "old", "prompt": "The trip", "source": "replay", "badcase": "b"}
     texts = {"chosen": " was fine.", "rejected": " was dull."}
     old = {
-        "pairs": [row | texts, row | texts | {"id": new["pairs"][0]["id"]}],
+        "pairs": [row | texts, new["pairs"][0] | {"id": "found before"}],
         "sft": [row | {"completion": " was fine."}],
-        "prompts": [row],
+        "prompts": [row | {"prompt": unused}],
     }
     for name, rows in old.items():
         path = Path(f"rounds/r0/prepare/data/{name}_train.jsonl")
@@ -230,10 +233,10 @@ def test_revised_responses_are_demonstrations_after_those_of_badcases(make_round
     main(params, "r0")
     added = [
         {
-            "id": f"revised-p-{prompt}",
+            "id": f"revised-r0-p-{prompt}",
             "prompt": prompt,
             "source": "revision",
-            "badcase": f"revised-p-{prompt}",
+            "badcase": f"revised-r0-p-{prompt}",
             "completion": text,
         }
         for prompt, text in (("The walk", " was kind."), ("The trip", " was gentle."))
@@ -256,9 +259,9 @@ def test_revised_responses_are_no_rows_of_people(make_round):
     """The next round's room for replayed rows is a share of the 18 demonstrations of the data."""
     make_round("r0", 1.0)
     path = Path("rounds/r0/prepare/data/sft_train.jsonl")
-    [row] = demonstrations_of([revised("The walk", " was kind.")])
+    [row] = demonstrations_of([revised("The walk", " was kind.")], "r0")
     write_jsonl(path, [*read_jsonl(path, ""), row])
-    assert read_inputs("r0").human_sft == 18
+    assert read_inputs("r0").human["sft"] == 18
 
 
 def test_a_revised_evaluation_prompt_is_refused(make_round):

@@ -1,11 +1,13 @@
 """The next round's training rows."""
 
+from stages.lib.core.params import Params
 from stages.replay.badcases import Badcase, State
 from stages.replay.training_rows import (
     BetterAnswer,
     add_earlier,
     cap_share,
     drop_leaks,
+    limit_rows,
     make_training_rows,
 )
 
@@ -81,14 +83,31 @@ def test_capped_share():
     assert len(cap_share([{}] * 50, 30, 1.0)) == 50
 
 
-def test_earlier_rows_follow_the_new_ones_each_once():
-    def rows(*ids):
-        return [{"id": id_, "prompt": "The trip"} for id_ in ids]
+def test_earlier_rows_follow_the_new_ones_each_text_once():
+    def row(id_, prompt="The trip", **texts):
+        return {"id": id_, "prompt": prompt, **texts}
 
-    made = {"pairs": [*rows("a"), {"id": "b", "prompt": "new"}], "sft": [], "prompts": rows("p")}
-    earlier = {"pairs": rows("b", "c", "c"), "sft": rows("s"), "prompts": []}
-    assert add_earlier(made, earlier) == {
-        "pairs": [*made["pairs"], *rows("c")],
-        "sft": rows("s"),
-        "prompts": rows("p"),
+    made = {
+        "pairs": [row("a", chosen=" x", rejected=" y")],
+        "sft": [row("d", completion=" x")],
+        "prompts": [row("p"), row("q", "The walk")],
     }
+    other_pair = row("b", chosen=" x", rejected=" z")
+    earlier = {
+        "pairs": [row("c", "the  TRIP", chosen=" x", rejected=" y"), other_pair, other_pair],
+        "sft": [row("e", completion=" z"), row("f", "The walk", completion=" x")],
+        "prompts": [row("r"), row("s", "The party")],
+    }
+    assert add_earlier(made, earlier) == {
+        "pairs": [*made["pairs"], other_pair],
+        "sft": [*made["sft"], *earlier["sft"]],
+        "prompts": [*made["prompts"], row("s", "The party")],
+    }
+
+
+def test_all_copies_of_the_newest_rows_stay():
+    params = Params.model_validate({"replay": {"weight": 2, "max_share": 0.5}})
+    rows = [{"id": id_, "prompt": id_} for id_ in "abc"]
+    made = {"pairs": [], "sft": [], "prompts": rows}
+    kept, leaked = limit_rows(made, {}, {"pairs": 9, "sft": 9, "prompts": 4}, params)
+    assert [row["id"] for row in kept["prompts"]] == ["a", "a", "b", "b"] and leaked == 0

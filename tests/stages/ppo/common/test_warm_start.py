@@ -1,5 +1,6 @@
 """PPO that starts from the champion's policy instead of the round's SFT model."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.data import rounds
 from stages.ppo.__main__ import main
+from stages.ppo.trainer.update import PpoTrainer
 
 R1 = Path("rounds/r1/ppo")
 POLICY, SFT = Path("rounds/r0/ppo/policy"), Path("rounds/r0/sft/model")
@@ -33,10 +36,10 @@ def with_ppo(params: Params, **changes: object) -> Params:
     return check_params(params.model_dump() | {"rounds": rounds(2), "ppo": ppo | changes}, "test")
 
 
-def crown() -> None:
-    """Make r0's policy the champion of r1."""
+def write_start() -> None:
+    """Let r1 start from r0's policy."""
     hashes = {str(path): file_hash(path) for path in (POLICY, SFT)}
-    write_json(Path("rounds/r1/champion/champion.json"), {"round": "r0", "hashes": hashes})
+    write_json(Path("rounds/r1/champion/start.json"), {"round": "r0", "hashes": hashes})
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def two_rounds(make_round):
         weights = load_file(path)
         weights["model.norm.weight"] *= 1.1
         save_file(weights, path, {"format": "pt"})
-        crown()
+        write_start()
         return params
 
     return make
@@ -64,7 +67,7 @@ def read_steps() -> list[dict]:
 
 @pytest.mark.parametrize("r", [4, 0], ids=["adapters", "all weights"])
 def test_the_policy_starts_as_the_champion_and_the_reference_is_sft(two_rounds, r):
-    params = with_ppo(two_rounds(r), init_from="champion")
+    params = two_rounds(r)
     shutil.rmtree(R1)
     main(params, "r1")
     name = "adapter_model.safetensors" if r else "model.safetensors"
@@ -76,21 +79,65 @@ def test_the_policy_starts_as_the_champion_and_the_reference_is_sft(two_rounds, 
         torch.testing.assert_close(started[weight], value)
     manifest = json.loads((R1 / "manifest.json").read_text())
     assert manifest["started_from"] == str(POLICY)
-    # the validation of update 0 is SFT's; the first rollout has the champion's KL from r1's SFT
-    sft = json.loads((R1 / "metrics.json").read_text())["validations"][0]
+    assert manifest["inputs"][str(POLICY)] == file_hash(POLICY)
+    # first SFT is validated, then the champion; the first rollout has its KL from r1's SFT
+    sft, start, _ = json.loads((R1 / "metrics.json").read_text())["validations"]
     assert (sft["update"], sft["kl"]) == (0, pytest.approx(0.0, abs=1e-6))
-    assert read_steps()[0]["kl"] > 0.01
+    assert start["update"] == 0 and start["kl"] > 0.01 < read_steps()[0]["kl"]
+    assert read_steps()[0]["kl_per_token"] == pytest.approx(read_steps()[0]["kl"] / sft["length"])
 
 
-@pytest.mark.parametrize("init_from", ["sft", "champion"])
-def test_by_default_and_without_a_champion_the_policy_starts_as_sft(two_rounds, init_from):
+def test_the_champion_is_kept_if_training_makes_it_worse(two_rounds, second_is_best):
+    params = with_ppo(two_rounds(4), learning_rate=0.05, total_episodes=8, validation_updates=1)
+    params = second_is_best(params)  # the first after SFT
+    shutil.rmtree(R1)
+    main(params, "r1")
+    kept, trained = (
+        load_file(R1 / name / "adapter_model.safetensors")
+        for name in ("policy", "checkpoints/step_00002")
+    )
+    champion = load_file(POLICY / "adapter_model.safetensors")
+    metrics = json.loads((R1 / "metrics.json").read_text())
+    assert (metrics["policy_update"], metrics["policy_scale"]) == (0, 1.0)
+    assert all(torch.equal(kept[name], value) for name, value in champion.items())
+    assert not all(torch.equal(trained[name], value) for name, value in champion.items())
+    # evaluation does not take update 0 for SFT
+    shutil.copy("rounds/r0/prepare/manifest.json", "rounds/r1/prepare")
+    evaluate(params, "r1")
+    curve = csv.DictReader(Path("rounds/r1/evaluate/curves.csv").read_text().splitlines())
+    points = [(row["step"], float(row["kl"]) > 0) for row in curve]
+    assert points[:2] == [("0", False), ("0", True)]
+
+
+def test_a_killed_run_ends_with_the_same_bytes(two_rounds, monkeypatch):
+    params = with_ppo(two_rounds(4), learning_rate=0.05, total_episodes=12)
+    main(params, "r1")
+    expected = (R1 / "policy/adapter_model.safetensors").read_bytes()
+    shutil.rmtree(R1)
+    shutil.rmtree(".rondo")
+    step = PpoTrainer.step
+
+    def killed(trainer: PpoTrainer) -> object:
+        if trainer.updates == 2:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PpoTrainer, "step", killed)
+        main(params, "r1")
+    main(params, "r1")
+    assert (R1 / "policy/adapter_model.safetensors").read_bytes() == expected
+
+
+def test_without_a_champion_the_policy_starts_as_sft(two_rounds):
     params = two_rounds(4)
     shutil.rmtree(R1)
-    if init_from == "champion":
-        write_json(Path("rounds/r1/champion/champion.json"), {"round": None})
-    main(with_ppo(params, init_from=init_from), "r1")
+    write_json(Path("rounds/r1/champion/start.json"), {"round": None})
+    main(params, "r1")
     assert json.loads((R1 / "manifest.json").read_text())["started_from"] == "rounds/r1/sft/model"
     assert read_steps()[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    validations = json.loads((R1 / "metrics.json").read_text())["validations"]
+    assert [validation["update"] for validation in validations] == [0, 1]
 
 
 @pytest.mark.parametrize("lora", [{"r": 0}, {"r": 2}, {"lora_alpha": 8}, {"top_layers": 2}])
@@ -98,7 +145,7 @@ def test_weights_of_another_shape_are_refused(two_rounds, lora):
     params = two_rounds(4)
     lora = {"r": 4, "top_layers": 1} | lora
     with pytest.raises(BadInput, match=r"^rounds/r0/ppo/policy: .*set ppo\.lora as it was"):
-        main(with_ppo(params, init_from="champion", lora=lora), "r1")
+        main(with_ppo(params, lora=lora), "r1")
 
 
 def test_an_adapter_cannot_start_from_a_whole_model(two_rounds):
@@ -107,17 +154,17 @@ def test_an_adapter_cannot_start_from_a_whole_model(two_rounds):
     with pytest.raises(
         BadInput, match=r"^rounds/r0/ppo/policy: the policy cannot start from these"
     ):
-        main(with_ppo(params, init_from="champion", lora=lora), "r1")
+        main(with_ppo(params, lora=lora), "r1")
 
 
 def test_a_run_from_another_champion_does_not_resume(two_rounds, capsys):
-    params = with_ppo(two_rounds(4), init_from="champion")
+    params = two_rounds(4)
     main(params, "r1")
     shutil.rmtree(R1)
     main(params, "r1")
     assert "resumes from here" in capsys.readouterr().out
     path = POLICY / "adapter_model.safetensors"
     save_file({name: -value for name, value in load_file(path).items()}, path, {"format": "pt"})
-    crown()
+    write_start()
     main(params, "r1")
     assert "resumes from here" not in capsys.readouterr().out
