@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from stages.lib.core.params import check_params
+from stages.lib.core.params import Params, check_params
 from stages.reward.__main__ import main as reward
 from stages.sft.__main__ import main as sft
 from tests.paths import ROOT
@@ -41,6 +41,26 @@ def test_sft_starts_from_the_round_before_with_fewer_epochs(
     assert json.loads((folder / "manifest.json").read_text())["started_from"] == start
 
 
+def train_reward(params: Params, section: dict, patch: pytest.MonkeyPatch) -> str:
+    """Train the reward model of r1 for one step of no length; returns what it started from."""
+    still = {"max_steps": 1, "learning_rate": 1e-12}
+    params = check_params(params.model_dump() | {"reward": still | section}, "test")
+    patch.setenv("PYTHONPATH", str(ROOT))
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    reward(params, "r1")
+    started_from: str = json.loads(Path("rounds/r1/reward/manifest.json").read_text())[
+        "started_from"
+    ]
+    return started_from
+
+
+def test_by_default_the_reward_model_starts_anew_from_the_rounds_sft_model(
+    make_round: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_round("r0", 1.0)
+    assert train_reward(make_round("r1", 1.0), {}, monkeypatch) == "rounds/r1/sft/model"
+
+
 def test_each_reward_model_continues_from_its_own(
     make_round: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,11 +73,8 @@ def test_each_reward_model_continues_from_its_own(
     with torch.no_grad():
         model.score.weight.mul_(-3.0)
     model.save_pretrained(judge)
-    section = {"judge_share": 0.5, "max_steps": 1, "learning_rate": 1e-12}
-    params = check_params(params.model_dump() | {"reward": section}, "test")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
-    reward(params, "r1")
+    section = {"judge_share": 0.5, "init_from": "previous"}
+    assert train_reward(params, section, monkeypatch) == "rounds/r0/reward/model"
     for name in ("model", "judge"):
         before, after = (
             load_file(Path("rounds") / round_ / "reward" / name / "model.safetensors")

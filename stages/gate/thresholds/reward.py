@@ -12,7 +12,7 @@ REWARD = (
         "than one pair in five wrongly. In hh-rlhf, people agree on only 0.7 of the pairs, so the "
         "presets for hh-rlhf set 0.6.",
         "look in reports/{round}/data.html for wrong labels and for the number of pairs. Add "
-        "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
+        "pairs or epochs (reward.num_train_epochs or reward.continue_epochs)",
     ),
     Threshold(
         "reward.margin",
@@ -20,8 +20,8 @@ REWARD = (
         "margin",
         "Mean score of chosen minus rejected texts, in log-odds. A margin of 0.5 is a confidence "
         "of 62%. With a smaller margin, PPO's advantages are mostly noise.",
-        "chosen and rejected texts have nearly the same score: raise reward.num_train_epochs (in "
-        "later rounds reward.continue_epochs) or reward.learning_rate",
+        "chosen and rejected texts have nearly the same score: raise reward.num_train_epochs, "
+        "reward.continue_epochs or reward.learning_rate",
     ),
     Threshold(
         "reward.accuracy - reward.baseline_longest",
@@ -40,7 +40,7 @@ REWARD = (
         "words and word pairs, trained on the same pairs. A language model that is not better "
         "than word counts has learnt single words only.",
         "word counts are as accurate: look for label shortcuts in reports/{round}/data.html. Add "
-        "pairs or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
+        "pairs or epochs (reward.num_train_epochs or reward.continue_epochs)",
     ),
     Threshold(
         "battery.judge_accuracy_low",
@@ -52,7 +52,7 @@ REWARD = (
         "chance what people prefer in your pairs, its win rates mean nothing.",
         "the primary judge does not prefer what people prefer in your pairs: put a judge that fits "
         "your task first in evaluate.judges. For `apart`, raise reward.judge_share, or add pairs "
-        "or epochs (reward.num_train_epochs, in later rounds reward.continue_epochs)",
+        "or epochs (reward.num_train_epochs or reward.continue_epochs)",
     ),
     Threshold(
         "battery.judge_lead",
@@ -64,8 +64,8 @@ REWARD = (
         "for the tweets of the default run, can be slightly more accurate than the reward model. "
         "If it is more accurate by more than 0.1, the pairs are too few or their labels are wrong.",
         "the primary judge, which does not learn from your pairs, ranks them better: there are too "
-        "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs, in "
-        "later rounds reward.continue_epochs). Or add the judge to PPO's reward (ppo.rewards), "
+        "few pairs, or the labels are noisy. Add pairs or epochs (reward.num_train_epochs "
+        "or reward.continue_epochs). Or add the judge to PPO's reward (ppo.rewards), "
         "and evaluate with another one (evaluate.judges)",
     ),
     Threshold(

@@ -74,9 +74,11 @@ def test_the_last_policy_that_passed_is_champion() -> None:
 def test_ppo_starts_from_the_champion_only_if_params_say_so() -> None:
     write_round("r0", 0.6)
     write_round("r1", 0.4)  # not promoted: r2's champion is that of r1's champion.json
-    champions(number=3)
-    assert [load_start(name) for name in ("r0", "r1", "r2")] == [None] * 3
     params = params_of("block")
+    params.ppo.init_from = PolicyStart.sft
+    for name in ("r0", "r1", "r2"):
+        main(params, name)
+    assert [load_start(name) for name in ("r0", "r1", "r2")] == [None] * 3
     params.ppo.init_from = PolicyStart.champion
     for name in ("r0", "r1", "r2"):
         main(params, name)

@@ -295,7 +295,7 @@ class PpoParams(ParamsSection):
         1, ge=1, description="Updates between saved states from which a killed run resumes."
     )
     init_from: PolicyStart = Field(
-        PolicyStart.sft,
+        PolicyStart.champion,
         description="Weights that PPO starts from: the round's `sft` model, or those of the "
         "`champion`, if there is one. The KL is from the round's SFT model in both cases.",
     )

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from stages.lib.core.params.shared import LoraParams, Reduce, TrainParams
+from stages.lib.core.params.shared import InitFrom, LoraParams, Reduce, TrainParams
 
 
 class SftParams(TrainParams):
@@ -26,6 +26,11 @@ class RewardParams(TrainParams):
     learning_rate: float = Field(5e-4, gt=0, description="Peak learning rate.")
     per_device_train_batch_size: int = Field(16, ge=2, description="Pairs per forward pass.")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training data.")
+    init_from: InitFrom = Field(
+        InitFrom.base,
+        description="From the second round on: continue from the `previous` round, or start from "
+        "the round's SFT model (`base`).",
+    )
     continue_epochs: float | None = Field(
         0.5,
         gt=0,
