@@ -41,6 +41,7 @@ from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_jury
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
+ROUNDING = 1e-3  # nats per sequence
 # the values if there is no champion
 NO_CHAMPION = dict.fromkeys(
     f"{name}{end}" for name in ("win_rate_champion", WIN_RATE) for end in ("", "_low", "_high")
@@ -92,9 +93,10 @@ def main(params: Params, round_: str) -> None:
     comparisons |= with_intervals(intervals)
     policy_metrics = metrics["ppo"] | with_interval("win_rate", win_rate)
     metrics |= dict.fromkeys(same_as_policy, policy_metrics)
-    if metrics["ppo"]["kl"] > 0:  # else the policy is SFT
+    update = selected["policy_update"]
+    if update or metrics["ppo"]["kl"] > ROUNDING:  # else the policy is SFT; a champion is far away
         scale = selected.get("policy_scale", 1.0)  # older versions scaled none
-        curve.append(curve_point(selected["policy_update"], metrics["ppo"], win_rate[0], scale))
+        curve.append(curve_point(update, metrics["ppo"], win_rate[0], scale))
     exact = is_exact(params, evaluator.sft.device)
     compared = check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), exact)
     print(f"{recorder.label}: in a fresh process, {compared}", flush=True)

@@ -79,7 +79,7 @@ def test_kl_is_also_measured_from_the_first_rounds_sft(
         "anchor": {str(sft): file_hash(sft)},
     }
     write_json(Path("rounds/r1/champion/champion.json"), recorded)
-    # a policy that is SFT would be a second point of the curve at update 0
+    # the policy that PPO started from, the champion, is at update 0 too
     write_json(Path("rounds/r1/ppo/metrics.json"), {"policy_update": 0, "policy_scale": 1.0})
     values = params.model_dump()
     values["evaluate"] |= {"judges": ["lexicon"], "samples_per_prompt": 1}
@@ -87,7 +87,7 @@ def test_kl_is_also_measured_from_the_first_rounds_sft(
     main(check_params(values, "test"), "r1")
     metrics = json.loads(Path("rounds/r1/evaluate/metrics.json").read_text())
     curve = Path("rounds/r1/evaluate/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in curve] == [0, 2, 4]
+    assert [json.loads(line)["step"] for line in curve] == [0, 0, 2, 4]
     kls = {name: (metrics[name]["kl"], metrics[name]["kl_anchor"]) for name in MODELS}
     far = pytest.approx(320, rel=1e-3)
     near = pytest.approx(0, abs=1e-3)
@@ -96,3 +96,15 @@ def test_kl_is_also_measured_from_the_first_rounds_sft(
     always(" was sad.", sft)
     with pytest.raises(BadInput, match=r"rounds/r0/sft/model is not the version in rounds/r1/"):
         main(check_params(values, "test"), "r1")
+
+
+def test_a_policy_that_is_sft_is_no_second_point_of_the_curve(
+    make_round: Callable[[str, float], Params], always: Callable[[str, Path], None]
+) -> None:
+    params = make_round("r0", 1.0)
+    write_models("r0", always, " was dull.")
+    write_json(Path("rounds/r0/ppo/metrics.json"), {"policy_update": 0, "policy_scale": 1.0})
+    main(params, "r0")
+    curve = Path("rounds/r0/evaluate/metrics.jsonl").read_text().splitlines()
+    # step 2 has the policy's weights: it is not evaluated again
+    assert [json.loads(line)["step"] for line in curve] == [0, 4]
