@@ -34,12 +34,7 @@ def main(params: Params, round_: str) -> None:
     anchor = {} if is_first else {"anchor": anchor_of(params, previous)}
     folder = stage_dir(round_, "champion")
     write_json(folder / "champion.json", {**champion, **anchor})
-    write_json(folder / "start.json", without_anchor(champion) if warm else NO_CHAMPION)
-
-
-def without_anchor(champion: Metrics) -> Metrics:
-    """The champion alone, since an earlier champion.json has its round's anchor too."""
-    return {name: value for name, value in champion.items() if name != "anchor"}
+    write_json(folder / "start.json", champion if warm else NO_CHAMPION)
 
 
 def anchor_of(params: Params, previous: Path) -> dict[str, str]:
@@ -51,7 +46,7 @@ def anchor_of(params: Params, previous: Path) -> dict[str, str]:
 
 
 def champion_after(params: Params, previous: Path) -> Metrics:
-    """The champion after the promotion gate of the round in `previous`, as champion.json has it."""
+    """The champion after the promotion gate of the round in `previous`, as start.json has it."""
     round_, policy, sft = previous.name, previous / "ppo/policy", previous / "sft/model"
     rollback, policy_hash = read_rollback(round_), file_hash(policy)
     gate_params = params_of(round_) if has_ended(round_) else params
@@ -61,7 +56,8 @@ def champion_after(params: Params, previous: Path) -> Metrics:
     # An ended round has the thresholds of its own settings
     elif passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
-    return dict(read_json(previous / "champion/champion.json", "rondo run"))
+    earlier = read_json(previous / "champion/champion.json", "rondo run")
+    return {name: value for name, value in earlier.items() if name != "anchor"}
 
 
 if __name__ == "__main__":

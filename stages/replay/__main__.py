@@ -125,27 +125,27 @@ def main(params: Params, round_: str) -> None:
         "exploits": suffixes,
         **progress,
         "leaked": leaked,
-        **row_metrics(training_rows, made, round_),
+        **row_metrics(training_rows, made),
         "jury": jury.report(),
     }
-    if inputs.revised:
-        revised = {row["id"] for row in made["sft"] if row.get("source") == REVISED_SOURCE}
-        metrics["revised"] = sum(row["id"] in revised for row in training_rows["sft"])
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {value}" for name, value in progress.items())
     print(f"[replay@{round_}] {len(badcases)} badcases; {summary}", flush=True)
 
 
-def row_metrics(rows: DataSets, made: DataSets, round_: str) -> dict[str, int]:
-    """Numbers of the next round's rows; `made`: those of this round."""
-    own_pairs, new = f"{POLICY_PAIR}{round_}-", {row["id"] for row in made["pairs"]}
-    return {
-        "policy_pairs": sum(row["id"].startswith(own_pairs) for row in rows["pairs"]),
-        "earlier_pairs": sum(row["id"] not in new for row in rows["pairs"]),
+def row_metrics(rows: DataSets, made: DataSets) -> dict[str, int]:
+    """Numbers of the next round's rows; `made`: those of this round. `revised`: if it has any."""
+    made_pairs = {row["id"] for row in made["pairs"]}
+    new_pairs = [row["id"] for row in rows["pairs"] if row["id"] in made_pairs]
+    revised = {row["id"] for row in made["sft"] if row.get("source") == REVISED_SOURCE}
+    counts = {
+        "policy_pairs": sum(pair_id.startswith(POLICY_PAIR) for pair_id in new_pairs),
+        "earlier_pairs": len(rows["pairs"]) - len(new_pairs),
         "pairs": len(rows["pairs"]),
         "demonstrations": len(rows["sft"]),
         "prompts": len(rows["prompts"]),
     }
+    return counts | ({"revised": sum(r["id"] in revised for r in rows["sft"])} if revised else {})
 
 
 def fresh_samples(

@@ -67,9 +67,10 @@ class TrainingRun:
         """Run all updates, until the last one or until a danger stops the run."""
         trainer = self.trainer
         if not trainer.updates:
-            trainer.sft_length = self.selector.validate_reference().length
             if not trainer.roles.starts_as_reference:
-                self.selector.validate(0)
+                self.selector.validate_reference()
+            self.selector.validate(0)
+            trainer.sft_length = self.selector.first.length
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()
