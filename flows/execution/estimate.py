@@ -29,6 +29,7 @@ from stages.lib.core.params.judging import Annotator, EndpointParams
 from stages.lib.core.params.policy import Algorithm, PolicySelection, PpoParams
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
+from stages.ppo.common import SCALING_SAMPLES
 
 # Calibration: the share of the measured matrix-product rate that each kind of work reaches, from a
 # measured run of the defaults.
@@ -248,8 +249,8 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
     ppo, algorithm = params.ppo, params.algorithm
     # a sample is read twice: by reference and reward model, or by policy and reference
     sampled = 2 / GENERATION + 2 * 2 / FORWARD
-    validations = _validations(ppo, updates) + 1
-    validation = validations * ppo.validation_prompts * length * sampled
+    samples = 1 + _validations(ppo, updates) + _scaled(ppo) * (SCALING_SAMPLES - 1)
+    validation = samples * ppo.validation_prompts * length * sampled
     if algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
         texts = 2 * updates * params.dpo.per_device_train_batch_size
         training = texts * length * (_lora_flops(ppo.lora, layers) / TRAINING["sft"] + 2 / FORWARD)
@@ -277,9 +278,13 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
 
 
 def _validations(ppo: PpoParams, updates: int) -> int:
-    """Validated policies after SFT; up to two are scaled, in most runs (docs/ppo.md)."""
-    scaled = 2 if ppo.policy_selection is PolicySelection.target_kl else 0
-    return updates // ppo.validation_updates + scaled
+    """Validated policies after SFT."""
+    return updates // ppo.validation_updates + _scaled(ppo)
+
+
+def _scaled(ppo: PpoParams) -> int:
+    """Validated policies that are scaled: one or two, in most runs (docs/ppo.md)."""
+    return 2 if ppo.policy_selection is PolicySelection.target_kl else 0
 
 
 def _judge_seconds(params: Params, compared: int) -> float:

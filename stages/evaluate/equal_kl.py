@@ -54,7 +54,7 @@ def compare_with_champion(results: ModelResults, champion: Champion) -> Metrics:
         results.add_model(SCALED, model, samples)
         return results.metrics[SCALED]["kl_anchor"]
 
-    *_, (scale, _) = search_scale(measure_kl, kls[further], min(kls.values()))
+    *_, (scale, _) = search_scale(measure_kl, (1.0, kls[further]), min(kls.values()))
     if scale != 1:
         pair = [SCALED if name == further else name for name in ("ppo", "champion")]
         win_rate = results.win_rates(*pair)["win_rate"]

@@ -18,8 +18,8 @@ from stages.lib.lm.logprobs import Reference
 MAX_SCALE = 1.25
 EXPONENT = 1.7  # KL is about proportional to scale ** EXPONENT (docs/log.md)
 NEAR = 1.15  # ratio of scales for which that holds well enough
-SCALE_TOLERANCE = 0.02  # 3% of the KL: less than its standard error on 64 prompts
-MAX_SCALED = 4  # scaled policies that are measured, at most
+SCALE_TOLERANCE = 0.01  # 1.7% of the KL: less than its standard error
+MAX_SCALED = 4  # policies that a search measures, at most
 
 
 @torch.no_grad()
@@ -49,19 +49,19 @@ def interpolate(
 
 
 def search_scale(
-    measure_kl: Callable[[float], float], kl: float, target: float
+    measure_kl: Callable[[float], float], first: tuple[float, float], target: float
 ) -> list[tuple[float, float]]:
     """Measure scaled policies until the estimated scale is that of the last one.
 
     Args:
         measure_kl: KL of the policy with a scale.
-        kl: KL of the trained policy, whose scale is 1.
+        first: (scale, KL) of the trained policy, or of a scaled one.
         target: the KL to find, in the same unit.
 
     Returns:
-        (scale, KL) of the trained policy and of the measured ones; the last one is the result.
+        (scale, KL) of `first` and of the measured policies; the last one is the result.
     """
-    measured = [(1.0, kl)]
+    measured = [first]
     while len(measured) <= MAX_SCALED:
         positive = [(scale, max(value, 1e-8)) for scale, value in measured]
         scale = scale_for_kl(positive, max(target, 1e-8))

@@ -22,14 +22,15 @@ from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.interpolation import MAX_SCALE, interpolate, search_scale
+from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.lib.metrics.stats import mean_with_error
+from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET
 
-REACHED = 0.9  # share of the target KL below which it counts as missed: two standard errors
+REACHED = 0.9  # share of the target KL below which it counts as missed
 
 
 class TrainablePolicy(Protocol):
@@ -186,15 +187,17 @@ class PolicySelector:
         """Validate policies with other scales and keep the last one, whose KL is the target, unless
         the best policy so far has a smaller KL and is better.
         """
-        trained = self._copy_of_weights()
+        trained, target = self._copy_of_weights(), self.params.target_kl_per_token
 
         def measure_kl(scale: float) -> float:
             interpolate(self.roles.policy, self.roles.reference, trained, scale)
-            return self.measure(update, scale).kl_per_token
+            return self.measure(update, scale, SCALING_SAMPLES).kl_per_token
 
         last = self.history[-1]
         trained_kl = (last if last.update == update else self.measure(update)).kl_per_token
-        search_scale(measure_kl, trained_kl, self.params.target_kl_per_token)
+        # one response per prompt gives a first scale, and has no further part in the estimate
+        first_scale = scale_for_kl([(1.0, max(trained_kl, 1e-8))], target)
+        search_scale(measure_kl, (first_scale, measure_kl(first_scale)), target)
         scaled = self.history[-1]
         if self.best.kl_per_token >= scaled.kl_per_token or not self.is_better(self.best, scaled):
             self.best, self.weights = scaled, self._copy_of_weights()
@@ -204,19 +207,22 @@ class PolicySelector:
         weights = trainable_state_dict(self.roles.policy)
         return {name: weight.clone() for name, weight in weights.items()}
 
-    def measure(self, update: int, scale: float = 1.0) -> Validation:
+    def measure(self, update: int, scale: float = 1.0, samples: int = 1) -> Validation:
         """Sample responses to the held-out prompts; their judge scores and KL also go to the
         history.
+
+        samples: responses per prompt, of which the judge scores one.
         """
         p, tokenizer = self.params, self.roles.tokenizer
         prompt_ids = [tokens for _, tokens in self.prompts]
         generator = torch.Generator().manual_seed(self.seed)
-        responses = self.roles.sample(prompt_ids, p, generator)
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        sampled = [self.roles.sample(prompt_ids, p, generator) for _ in range(samples)]
+        texts = tokenizer.batch_decode(sampled[0], skip_special_tokens=True)
+        responses = [response for responses in sampled for response in responses]
         response_scores = score_responses(
             self.roles.policy,
             self.roles.reference,
-            prompt_ids,
+            prompt_ids * samples,
             responses,
             ends=end_tokens(self.roles.policy, tokenizer),
             temperature=p.temperature,
@@ -226,7 +232,9 @@ class PolicySelector:
         scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
         gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
         length = fmean(len(response) for response in responses)
-        kl, error = mean_with_error(response_scores.kl.tolist())
+        # the error is over prompts, whose responses are not independent of each other
+        kl_of_prompts = response_scores.kl.view(samples, len(prompts)).mean(0)
+        kl, error = mean_with_error(kl_of_prompts.tolist())
         sft_length = self.first.length if self.history else length
         validation = Validation(
             update, scale, scores, kl, kl / sft_length, error / sft_length, length, *gain

@@ -122,6 +122,16 @@ def test_one_more_sample_per_prompt_and_one_more_epoch_of_pairs_add_their_flops(
     assert seconds(algorithm="rloo", ppo=lora) > seconds(ppo={**lora, "num_ppo_epochs": 1})
 
 
+def test_two_scaled_policies_answer_each_validation_prompt_four_times() -> None:
+    """128 prompts, each answer 6 + 24 tokens at 2 FLOP generated (0.28) and read twice (0.7)."""
+    scaled, unscaled = (
+        estimate.stage_seconds(params(ppo={"policy_selection": selection}), MACHINE)["ppo"]
+        for selection in ("target_kl", "best_update")
+    )
+    flops = 2 * 4 * 128 * 30 * WEIGHTS * (2 / 0.28 + 4 / 0.7)
+    assert scaled - unscaled == pytest.approx(flops / 1e12)
+
+
 def test_auto_is_the_dtype_that_the_stages_choose(fast_processes: None) -> None:
     from stages.lib.core.params.shared import Dtype
     from stages.lib.lm.loading import resolve_dtype

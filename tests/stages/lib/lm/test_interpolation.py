@@ -61,17 +61,17 @@ def test_all_weights_are_on_the_line_from_the_reference_to_the_trained_policy(
 @pytest.mark.parametrize("exponent", [1.2, 1.7, 2.5])
 @pytest.mark.parametrize("target", [0.5, 3.0, 7.9])
 def test_the_search_ends_at_the_target_if_kl_is_a_power_of_the_scale(exponent, target):
-    measured = search_scale(lambda scale: 8.0 * scale**exponent, 8.0, target)
+    measured = search_scale(lambda scale: 8.0 * scale**exponent, (1.0, 8.0), target)
     assert measured[0] == (1.0, 8.0) and len(measured) <= 1 + MAX_SCALED
     assert measured[-1][1] == pytest.approx(target, rel=0.05)
 
 
 def test_the_search_measures_nothing_if_the_kl_is_the_target():
-    assert search_scale(lambda _: 0.0, 8.0, 8.2) == [(1.0, 8.0)]
+    assert search_scale(lambda _: 0.0, (1.0, 8.0), 8.1) == [(1.0, 8.0)]
 
 
 def test_a_policy_without_kl_is_scaled_up_once():
-    assert search_scale(lambda _: 0.0, 0.0, 1.0) == [(1.0, 0.0), (MAX_SCALE, 0.0)]
+    assert search_scale(lambda _: 0.0, (1.0, 0.0), 1.0) == [(1.0, 0.0), (MAX_SCALE, 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The selected policy: scaled to the target KL, or the judge's best update within the budget."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.interpolation import MAX_SCALE, MAX_SCALED
+from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.health import KL_ABOVE_BUDGET
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.trainer.roles import Roles
@@ -25,10 +27,10 @@ def selector(make_roles) -> PolicySelector:
     return make_selector(make_roles(lora=LoraParams(r=4)))
 
 
-def make_selector(roles: Roles) -> PolicySelector:
+def make_selector(roles: Roles, prompts: int = 24) -> PolicySelector:
     return PolicySelector(
         roles,
-        [({"prompt": str(i)}, [5 + i, 6]) for i in range(24)],
+        [({"prompt": str(i)}, [5 + i, 6]) for i in range(prompts)],
         by_score(lambda _, texts: [float(len(text)) for text in texts]),
         PpoParams(
             response_length=6, max_kl_per_token=0.2, policy_selection=PolicySelection.best_update
@@ -171,28 +173,43 @@ def test_measurements_are_reproducible_and_kl_is_zero_before_training(selector):
     assert first.judge_score > 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_kl_is_that_of_transformers_logits(selector, shift, temperature):
+@pytest.mark.parametrize(("temperature", "samples"), [(1.0, 1), (0.6, 1), (1.0, 3)])
+def test_kl_is_that_of_transformers_logits(selector, shift, monkeypatch, temperature, samples):
+    """Of all samples; the judge scores the first one, and the error is over prompts."""
     selector.params = selector.params.model_copy(update={"temperature": temperature})
-    policy = selector.roles.policy
+    policy, sample, sampled = selector.roles.policy, selector.roles.sample, []
     shift(policy, 0.1)
+    monkeypatch.setattr(
+        selector.roles, "sample", lambda *args: sampled.append(sample(*args)) or sampled[-1]
+    )
     judged_texts = []
     selector.judge = by_score(lambda _, texts: [judged_texts.append(t) or 0.0 for t in texts])
-    validation, kls = selector.measure(0), []
+    validation, kls = selector.measure(0, samples=samples), []
 
     @torch.no_grad()
     def logprobs(ids):
         logits = policy(input_ids=ids).logits[0, 1:-1]  # prompts have two tokens
         return (logits / temperature).log_softmax(-1)
 
-    for (_, prompt), text in zip(selector.prompts, judged_texts, strict=True):
-        response = [int(token) for token in text.split()]
-        ids = torch.tensor([prompt + response])
-        p = logprobs(ids)
-        with policy.disable_adapter():
-            kls.append(float((p.exp() * (p - logprobs(ids))).sum()))
-    assert validation.kl == pytest.approx(sum(kls) / len(kls), rel=1e-3)
+    for (_, prompt), *responses in zip(selector.prompts, *sampled, strict=True):
+        kls.append([])
+        for response in responses:
+            ids = torch.tensor([prompt + response])
+            p = logprobs(ids)
+            with policy.disable_adapter():
+                kls[-1].append(float((p.exp() * (p - logprobs(ids))).sum()))
+    assert [len(kl) for kl in kls] == [samples] * 24
+    assert judged_texts == selector.roles.tokenizer.batch_decode(
+        sampled[0], skip_special_tokens=True
+    )
+    assert validation.kl == pytest.approx(np.mean(kls), rel=1e-3)
+    error = np.std(np.mean(kls, axis=1), ddof=1) / 24**0.5 / validation.length
+    assert validation.kl_per_token_se == pytest.approx(error, rel=1e-2)
     assert validation.kl > 0.01
+    if samples > 1:  # the first one has the random numbers of a validation with one
+        assert sampled[0] != sampled[1]
+        selector.measure(0)
+        assert sampled[-1] == sampled[0]
 
 
 TARGET = 0.15  # nats per token; shifted by 0.02, the policy has more than twice as much
@@ -204,8 +221,8 @@ def to_target(make_roles, shift):
     the n-th validation the n-th of `scores`, then the last one.
     """
 
-    def make(distance: float, scores: list[float], r: int = 4, target: float = TARGET):
-        selector = make_selector(make_roles(lora=LoraParams(r=r)))
+    def make(distance: float, scores: list[float], r: int = 4, target: float = TARGET, prompts=24):
+        selector = make_selector(make_roles(lora=LoraParams(r=r)), prompts)
         selector.params = selector.params.model_copy(
             update={
                 "policy_selection": PolicySelection.target_kl,
@@ -244,7 +261,7 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
     assert abs(selected.kl_per_token - TARGET) < 0.2 * TARGET
     assert selected == selector.history[-1] and len(selector.history) <= 2 + MAX_SCALED
     # what is selected is what was validated
-    again = selector.measure(1, selected.scale)
+    again = selector.measure(1, selected.scale, SCALING_SAMPLES)
     assert again == selected
     kept = trained_weights(selector)
     assert any(not torch.equal(weight, kept[name]) for name, weight in trained.items())
@@ -254,8 +271,10 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
         1.0,
         selector.history[2].scale,
     ]
-    described = selector.describe()
-    assert f"after update 1, scaled by {selected.scale:.2f}: mine 0.10 -> 0.50" in described
+    # less than 0.5 if a response is SFT's, whose score is known
+    assert 0.45 < selected.judge_score < 0.51
+    described, score = selector.describe(), f"0.10 -> {selected.judge_score:.2f}"
+    assert f"after update 1, scaled by {selected.scale:.2f}: mine {score}" in described
     assert described.endswith("nats per sequence")
 
 
@@ -267,10 +286,16 @@ def test_a_policy_that_moved_too_little_is_scaled_up_but_not_far(to_target):
     assert f"nats per sequence. The target, {target:.2f}, is too far" in selector.describe()
 
 
-def test_a_policy_at_the_target_is_not_validated_again(to_target):
-    at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
-    selector = to_target(0.02, [0.1, 0.5], target=at)
-    assert selector.select(1, "") == selector.history[1] and len(selector.history) == 2
+def test_several_responses_per_prompt_decide_the_scale(to_target):
+    """The target is the KL by one response per prompt: by several, it is another."""
+    selector = to_target(0.02, [0.1, 0.5], prompts=6)
+    one, several = selector.history[1], selector.measure(1, samples=SCALING_SAMPLES)
+    assert several.kl_per_token != pytest.approx(one.kl_per_token, rel=0.03)
+    selector = to_target(0.02, [0.1, 0.5], target=one.kl_per_token, prompts=6)
+    selected = selector.select(1, "")
+    assert selector.history[2] == several  # by one response per prompt, it is at the target
+    assert selected.kl_per_token == pytest.approx(one.kl_per_token, rel=0.02)
+    assert (selected.scale < 1) == (several.kl_per_token > one.kl_per_token)
 
 
 def test_an_earlier_policy_is_kept_if_it_is_better_at_a_smaller_kl(to_target):
