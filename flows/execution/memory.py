@@ -180,6 +180,7 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
     primary, judges = (
         _judges(model, named) for named in (params.evaluate.judges[:1], params.evaluate.judges)
     )
+    second = _judges(model, [HELD_OUT_REWARD_MODEL]) if reward.judge_share else 0.0
     # an adapter is on an SFT model of its own
     policy = model.weights * (1 if ppo.lora.r else 2)
 
@@ -196,6 +197,7 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         "battery": model.weights
         + members
         + primary
+        + second
         + answers(params.battery.prompts * max(params.battery.best_of)),
         "ppo": members + primary + _policy(params, lengths, model),
         # base, SFT and the first round's SFT

@@ -14,6 +14,7 @@ from pathlib import Path
 from stages.battery.best_of_n import (
     best_of_n_curve,
     demonstration_scores,
+    rise_by_second_model,
     sample_and_score,
     score_metrics,
 )
@@ -97,6 +98,7 @@ def main(params: Params, round_: str) -> None:
     }
     metrics |= score_metrics(scores, samples)
     metrics["best_of_n"] = best_of_n_curve(samples, judge, params)
+    metrics |= rise_by_second_model(samples, params, round_)
     rise = f"best of {max(config.best_of)} {metrics['best_of_n']['rise']:+.3f} by the judge"
     recorder.log_progress(2, f"{len(samples.texts)} SFT samples: {rise}")
 

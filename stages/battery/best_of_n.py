@@ -1,17 +1,19 @@
 """Samples of the SFT model, N per prompt, with the scores of reward model and primary judge."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from stages.battery.metrics import best_of_n, mean_and_std
 from stages.lib.core.params import Params
+from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.rows import Demonstration, PromptRow
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
+from stages.lib.judging.loading import base_model, load_judge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
@@ -113,6 +115,22 @@ def best_of_n_curve(samples: ScoredSamples, judge: PrimaryJudge, params: Params)
         for n in sizes
     }
     return means | {"rise": rise, "rise_low": low, "rise_high": high}
+
+
+def rise_by_second_model(samples: ScoredSamples, params: Params, round_: str) -> Metrics:
+    """`apart_rise`: the rise of `best_of_n_curve` by the second reward model, which was trained on
+    the pairs of other prompts, with its interval; null if there is none (reward.judge_share).
+    """
+    names = ("rise", "rise_low", "rise_high")
+    if not params.reward.judge_share:
+        return {f"apart_{name}": None for name in names}
+    named = HELD_OUT_REWARD_MODEL
+    judge = PrimaryJudge(named, load_judge(named, params, round_, base_model(params)))
+    by_prompt = zip(samples.prompts, samples.by_prompt(), strict=True)
+    prompts = [prompt for prompt, texts in by_prompt for _ in texts]
+    judged = replace(samples, judge_scores=judge.scores(prompts, samples.texts))
+    curve = best_of_n_curve(judged, judge, params)
+    return {f"apart_{name}": curve[name] for name in names}
 
 
 def score_metrics(scores: Mapping[str, Sequence[float]], samples: ScoredSamples) -> Metrics:

@@ -13,9 +13,10 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, read_jsonl, stage_dir, work_dir, write_json
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
+from stages.reward.__main__ import split_judge_pairs
 from stages.reward.saving import RELOAD_TOLERANCE, reload_difference
 from tests.defects.conftest import settings
-from tests.defects.world import World, world
+from tests.defects.world import BAD, GOOD, World, response, world
 
 MODEL = stage_dir("r0", "reward") / "model"
 
@@ -118,6 +119,45 @@ def test_a_reward_model_of_another_lineage(planted):
     stop = planted("battery")
     assert stop.step == "gate_reward" and stop.failed == ("battery.lineage_distance",)
     assert "does not descend from the model that PPO trains" in stop.message
+
+
+# the second model's scores are in standard deviations, so a rise of 0.1 is little by both
+SECOND = {
+    "reward": {"judge_share": 0.5, "num_train_epochs": 16},
+    "gates": {"reward": {"best_of_n_rise": 0.1}},
+}
+
+
+def test_a_second_reward_model_of_the_world_as_it_is(planted):
+    assert planted("reward", **SECOND) is None
+
+
+def test_praise_that_the_judge_likes_as_well(planted):
+    """A third of SFT's texts are bad ones that end in praise, which a lexicon takes for good. In
+    the reward model's part of the pairs they are chosen, in the second model's part rejected.
+    """
+    generator, pairs = random.Random(0), world()["train_pairs.jsonl"]
+
+    def praised() -> str:
+        return response(generator, BAD) + " Love, love, love!"
+
+    own, apart = split_judge_pairs(pairs, SECOND["reward"]["judge_share"], seed=0)
+    chosen = [
+        {"prompt": row["prompt"], "chosen": praised(), "rejected": response(generator, GOOD)}
+        for row in own[::2]
+    ]
+    rejected = [
+        {"prompt": row["prompt"], "chosen": response(generator, GOOD), "rejected": praised()}
+        for row in apart[::3]
+    ]
+    texts = changed(
+        lambda number, row: row if number % 3 else {**row, "completion": praised()},
+        *("train_texts.jsonl", "eval_texts.jsonl"),
+    )
+    pairs_with_praise = {"train_praise.jsonl": chosen + rejected}
+    stop = planted("assets", texts | pairs_with_praise, ppo={"response_length": 32}, **SECOND)
+    assert stop.step == "gate_reward" and stop.failed == ("battery.apart_rise_low",)
+    assert "a second reward model does not prefer" in stop.message
 
 
 def test_an_ending_that_buys_a_score(planted):

@@ -248,4 +248,18 @@ REWARD = (
         "the judge does not prefer the samples with the highest scores: PPO would be misled. "
         "Read rounds/{round}/battery/samples.jsonl, then correct the labels or the pairs",
     ),
+    Threshold(
+        "battery.apart_rise_low",
+        ">",
+        "best_of_n_rise",
+        "The same by a second reward model, which is trained on the pairs of other prompts "
+        "(reward.judge_share). What both models have learnt from people stays in such a "
+        "comparison, and what only one of them likes does not (Bai et al. 2022). It also counts "
+        "where the primary judge likes the same texts for the wrong reason. Not measured (null) "
+        "if reward.judge_share is 0.",
+        "a second reward model does not prefer the samples with the highest scores: the reward "
+        "model may like what its part of the pairs has by chance. Read "
+        "rounds/{round}/battery/samples.jsonl; add pairs, or lower reward.judge_share",
+        optional=True,
+    ),
 )

@@ -75,6 +75,7 @@ def test_two_rounds(make_round):
     assert set(curve) == {"1", "2", "rise", "rise_low", "rise_high"}
     assert curve["2"]["score"] > curve["1"]["score"]
     assert curve["1"]["score"] == pytest.approx(r0["scores"]["sft_samples"]["mean"])
+    assert r0["apart_rise"] is r0["apart_rise_low"] is r0["apart_rise_high"] is None
     check_files(r0)
 
 
@@ -197,6 +198,22 @@ def test_best_of_n_by_a_judge_that_only_compares():
     texts, scores = ["bb", "a", "cccc", "dd"], [0.0, 1.0, 2.0, 9.0]
     samples, judge = ScoredSamples(["p"], texts, scores, None), PrimaryJudge("long", LongerWins())
     assert [samples.best_by_judge(n, judge) for n in (1, 2, 3, 4)] == [[0.5], [0.0], [1.0], [0.5]]
+
+
+@pytest.mark.parametrize("likes", [1.0, -1.0])
+def test_best_of_n_by_a_second_reward_model(make_round, likes):
+    """It has the reward model's preference or the opposite one, and reads texts, not tokens."""
+    make_round("second", likes)
+    params = make_round("r0", 1.0)
+    shutil.rmtree("rounds/r0/reward/judge", ignore_errors=True)
+    shutil.copytree("rounds/second/reward/model", "rounds/r0/reward/judge")
+    params.reward.judge_share = 0.5
+    main(params, "r0")
+    metrics = read_metrics("r0")
+    curve = metrics["best_of_n"]
+    rise = curve["2"]["score"] - curve["1"]["score"]
+    assert likes * metrics["apart_rise"] == pytest.approx(rise, rel=0.5) and rise > 0.5
+    assert metrics["apart_rise_low"] < metrics["apart_rise"] < metrics["apart_rise_high"]
 
 
 def test_how_often_the_judge_prefers_the_text_with_the_ending():

@@ -53,6 +53,7 @@ BATTERY = {
     "worst_ending": 0.15,
     "worst_mined": 0.1,
     "best_of_n": {"rise_low": 0.2},
+    "apart_rise_low": 0.1,
 }
 EVALUATE = {
     "win_rate_low": 0.7,
@@ -214,6 +215,13 @@ def test_good_numbers_pass(attempt, gate):
             "misled",
         ),
         (
+            "reward",
+            "battery",
+            {"apart_rise_low": 0.0},
+            "battery.apart_rise_low",
+            "lower reward.judge_share",
+        ),
+        (
             "promote",
             "replay",
             {"regressed": 1},
@@ -313,6 +321,7 @@ def test_missing_and_nan_never_pass(attempt, gate, stage, change):
         ("reward", "battery", "worst_slice_low", ">= 0.5"),
         ("reward", "battery", "worst_flip", "<= 0.2"),
         ("reward", "battery", "worst_mined", "<= 0.3"),
+        ("reward", "battery", "apart_rise_low", "> 0"),
         ("promote", "evaluate", "win_rate_champion_low", ">= 0.38"),
         ("promote", "capability", "worst_fall", "<= 0.1"),
     ],
@@ -333,6 +342,7 @@ MAY_BE_UNMEASURED = {
     "battery.worst_slice_low",
     "battery.worst_flip",
     "battery.worst_mined",
+    "battery.apart_rise_low",
     "evaluate.win_rate_champion_low",
     "capability.worst_fall",
 }
