@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_utils
 
 from stages.lib.core.files import is_placeholder
 from stages.lib.core.heap import trim_heap
@@ -17,9 +18,10 @@ from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.loading import resolve_dtype
 from stages.lib.lm.packing import padding_free, unwrap_peft
 
-# Tokens whose logits TRL computes at once on a CPU. Its 4,096 are for Triton; without Triton some
-# eight float32 copies of them exist (docs/performance.md).
-CPU_TILE_TOKENS = 256
+# Logits that TRL computes at once on a CPU: tokens x entries of the vocabulary, 4 MiB in float32,
+# which fit into the processor's cache. Its 4,096 x 32,768 are for Triton; without Triton some eight
+# float32 copies of them exist (docs/performance.md).
+CPU_TILE_TOKENS, CPU_TILE_VOCABULARY = 256, 4096
 
 
 def initial_checkpoint(train: TrainParams, previous: Path, base: Path) -> tuple[Path, bool]:
@@ -131,6 +133,10 @@ def run_trainer(trainer: Trainer, checkpoint: Path | None = None) -> Any:
     """
     if not torch.cuda.is_available():
         chunked_logprob.TOKEN_CHUNK_SIZE = CPU_TILE_TOKENS
+        trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE = CPU_TILE_VOCABULARY
+        # TRL leaves out prompts and padding only where Triton runs, as it has compilers in mind
+        # for which the number of tokens must not vary
+        trl_utils._use_triton = lambda _: True
     trainer.remove_callback(PrinterCallback)
     unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
     trainer.add_callback(NoEmbeddingGradients)
