@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from trl.trainer import utils as trl_utils
 
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params.policy import DpoParams
 from stages.lib.data.splits import prompt_key
 from stages.lib.lm.packing import padding_free
+from stages.lib.training.trl_setup import CPU_TILE_VOCABULARY
 from stages.ppo.__main__ import main
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.dpo import NAMES, make_trainer, tokenise_pairs
@@ -37,6 +39,24 @@ def test_the_loss_is_log_2_at_the_start_and_then_falls(make_params, lora):
     ]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[3] < losses[0] - 0.05
+
+
+def test_trl_computes_logits_of_responses_alone_and_in_tiles(make_params, monkeypatch):
+    """One batch has all pairs; policy and reference read them."""
+    function, tiles = trl_utils._ChunkedLogProbFunction, []
+    apply = function.apply
+
+    def record(hidden, weight, bias, targets, temperature, width, *rest):
+        tiles.append((len(targets), width))
+        return apply(hidden, weight, bias, targets, temperature, width, *rest)
+
+    monkeypatch.setattr(function, "apply", record)
+    params = make_params("dpo", {"per_device_train_batch_size": 36}, max_steps=1)
+    context = load(params, "r0")
+    pairs = tokenise_pairs(read_jsonl(PAIRS, ""), context)
+    main(params, "r0")
+    tokens = sum(len(pair["chosen_ids"]) + len(pair["rejected_ids"]) for pair in pairs)
+    assert len(pairs) == 36 and tiles == [(tokens, CPU_TILE_VOCABULARY)] * 2
 
 
 def test_pairs_have_no_held_out_prompts_and_are_tokenised_as_in_other_stages(make_params):
