@@ -61,6 +61,10 @@ class MetricHistory:
     def rise(self, name: str) -> float:
         return self.last(name) - self.first(name)
 
+    def standardised_rise(self, name: str) -> float:
+        """The rise of `<name>_mean`, in standard deviations of a rollout at the start."""
+        return self.rise(f"{name}_mean") / max(self.first(f"{name}_std"), 1e-8)
+
     def ratio(self, name: str) -> float:
         return self.last(name) / max(self.first(name), 1e-8)
 
@@ -117,7 +121,7 @@ def no_movement(history: MetricHistory, params: PpoParams) -> Reading:
 
 def reward_does_not_move(history: MetricHistory, _: PpoParams) -> Reading:
     """The rise, in standard deviations of a rollout's rewards at the start."""
-    gain = history.rise("reward_mean") / max(history.first("reward_std"), 1e-8)
+    gain = history.standardised_rise("reward")
     return (WARN if gain < 0.1 else ""), gain
 
 
@@ -134,9 +138,13 @@ def one_ending_for_all(history: MetricHistory, _: PpoParams) -> Reading:
 
 
 def reward_judge_divergence(history: MetricHistory, _: PpoParams) -> Reading:
-    """A verdict only if they agreed at the start; otherwise they cannot diverge."""
+    """A verdict only if they agreed at the start, and while the judge's score rises by less than a
+    quarter of the reward's rise, each in standard deviations at the start. The correlation also
+    falls when nearly all responses are good by both.
+    """
     correlation = history.last("score_judge_correlation")
-    if history.first("score_judge_correlation") < 0.3:
+    reward, judge = history.standardised_rise("reward"), history.standardised_rise("judge_score")
+    if history.first("score_judge_correlation") < 0.3 or reward < 0.3 or judge >= reward / 4:
         return "", correlation
     return worse_below(correlation, 0.3, 0.15)
 
@@ -241,7 +249,7 @@ HEALTH_CHECKS = (
     HealthCheck(
         "reward and judge diverge",
         metric="score_judge_correlation",
-        threshold="0.3 or more",
+        threshold="0.3 or more, or the judge's score rises by a quarter of the reward's rise",
         cause="reward hacking: the policy pleases the reward model alone",
         first_fix="raise ppo.kl_coef, stop earlier; add adversarial pairs to the reward model's "
         "data",

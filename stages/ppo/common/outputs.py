@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import cast
 
 from torch import Tensor
@@ -114,5 +114,6 @@ def describe_texts(rows: list[RolloutRow]) -> dict[str, float]:
     if judge_scores:
         correlation = pearson([row["score"] for row in rows], judge_scores)
         metrics["judge_score_mean"] = fmean(judge_scores)
+        metrics["judge_score_std"] = pstdev(judge_scores)
         metrics["score_judge_correlation"] = correlation or 0.0
     return metrics

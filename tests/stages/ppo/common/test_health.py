@@ -21,6 +21,8 @@ def healthy(update: int) -> dict[str, float]:
         "distinct_2": 0.97 - 0.05 * share,
         "ending_share": 0.06 + 0.06 * share,
         "score_judge_correlation": 0.5 - 0.05 * share,
+        "judge_score_mean": 0.3 + 0.4 * share,
+        "judge_score_std": 0.4,
         "response_length": 17.0 - 4.0 * share,
         "repetition_3": 0.01,
         "value_loss": 0.5,
@@ -53,7 +55,10 @@ PROBLEMS = {
     "one text for all prompts": (lambda share: {"distinct_2": 0.97 - 0.6 * share}, DANGER),
     "one ending for all prompts": (lambda share: {"ending_share": 0.06 + 0.6 * share}, DANGER),
     "reward and judge diverge": (
-        lambda share: {"score_judge_correlation": 0.5 - 0.45 * share},
+        lambda share: {
+            "score_judge_correlation": 0.5 - 0.45 * share,
+            "judge_score_mean": 0.3,
+        },
         DANGER,
     ),
     "judge prefers SFT": (lambda share: {"validation_gain_z": -4.0 * share}, DANGER),

@@ -45,6 +45,13 @@ class Sign:
     below: bool = False
 
 
+# while the reward rises by a standard deviation
+JUDGE_STAYS = {
+    "reward_mean": columns_of(0.0, 0.0, 1.0),
+    "reward_std": [1.0] * 20,
+    "judge_score_mean": [0.3] * 20,
+    "judge_score_std": [0.4] * 20,
+}
 SIGNS = {
     "entropy collapse": Sign(
         lambda x: {"entropy": columns_of(4.0, 4.0, 4.0 * x)}, 0.5, 0.35, ("50%", "35%"), below=True
@@ -60,7 +67,7 @@ SIGNS = {
         lambda x: {"ending_share": columns_of(0.1, 0.1, 0.1 + x)}, 0.15, 0.25, ("0.15", "0.25")
     ),
     "reward and judge diverge": Sign(
-        lambda x: {"score_judge_correlation": columns_of(0.3, 0.3, x)},
+        lambda x: {"score_judge_correlation": columns_of(0.3, 0.3, x), **JUDGE_STAYS},
         0.3,
         0.15,
         ("0.3", "0.15"),
@@ -123,8 +130,33 @@ def test_signs_with_a_danger_have_a_case_here() -> None:
 
 def test_scorers_that_never_agreed_cannot_diverge() -> None:
     for first, expected in ((0.3, DANGER), (0.3 - EPSILON, "")):
-        columns = {"score_judge_correlation": columns_of(first, first, 0.0)}
+        columns = {"score_judge_correlation": columns_of(first, first, 0.0), **JUDGE_STAYS}
         assert verdict("reward and judge diverge", columns) == expected
+
+
+@pytest.mark.parametrize(
+    ("reward", "judge", "expected"),
+    [
+        (1.0, 0.25 + EPSILON, ""),
+        (1.0, 0.25 - EPSILON, DANGER),
+        (1.0, -1.0, DANGER),
+        (0.3 + EPSILON, 0.0, DANGER),
+        (0.3 - EPSILON, 0.0, ""),
+        (-1.0, -2.0, ""),
+    ],
+)
+def test_scorers_that_rise_together_do_not_diverge(
+    reward: float, judge: float, expected: str
+) -> None:
+    """Rises in standard deviations, which are 1.2 for rewards and 0.5 for judge scores."""
+    columns = {
+        "score_judge_correlation": columns_of(0.3, 0.3, 0.0),
+        "reward_mean": columns_of(-1.0, -1.0, -1.0 + 1.2 * reward),
+        "reward_std": [1.2] * 20,
+        "judge_score_mean": columns_of(0.2, 0.2, 0.2 + 0.5 * judge),
+        "judge_score_std": [0.5] * 20,
+    }
+    assert verdict("reward and judge diverge", columns) == expected
 
 
 @pytest.mark.parametrize(
