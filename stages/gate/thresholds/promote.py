@@ -82,12 +82,12 @@ PROMOTE = (
         "Share of responses that end within ppo.response_length: SFT's minus the policy's. With "
         "88 prompts and 2 samples each, 0.1 is two standard errors. On the default run, PPO's "
         "policies end more often than SFT: the metric is -0.32 to -0.12 over three seeds. DPO's "
-        "policies end far less often: the metric is 0.37 to 0.48. The jury does not show this "
-        "problem: it rates DPO at least as high as PPO. DPO's loss does not reward EOS, and the "
-        "judges do not notice that a text was cut off.",
-        "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: choose "
-        "another algorithm (with dpo.learning_rate 1e-4 instead of 5e-4, the metric is still 0.22 "
-        "to 0.29). If you want longer texts, raise ppo.response_length",
+        "policies end far less often without the loss `sft`: the metric is 0.37 to 0.48. The jury "
+        "does not show this problem: it rates such a policy at least as high as PPO's. DPO's own "
+        "loss does not reward EOS, and the judges do not notice that a text was cut off.",
+        "responses do not end: raise ppo.missing_eos_penalty. DPO has no such penalty: raise the "
+        "weight of its loss `sft` (dpo.loss_weights; docs/algorithms.md). If you want longer "
+        "texts, raise ppo.response_length",
     ),
     Threshold(
         "replay.regressed",

@@ -42,13 +42,13 @@ class DpoParams(OfflineParams):
         description="KL regularisation: the higher, the closer the policy stays to SFT.",
     )
     loss_type: list[DpoLoss] = Field(
-        [DpoLoss.sigmoid],
+        [DpoLoss.sigmoid, DpoLoss.sft],
         min_length=1,
         description="Losses that are added, by TRL's names: `sigmoid` is DPO's, `sigmoid_norm` "
         "divides by the lengths of the responses, `sft` is the loss on the chosen response.",
     )
     loss_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
-        None, description="Weight of each loss of `loss_type`; null: 1."
+        [1.0, 0.3], description="Weight of each loss of `loss_type`; null: 1."
     )
 
     @model_validator(mode="after")
@@ -84,7 +84,7 @@ class OnlineParams(ParamsSection):
 
 class RlooParams(OnlineParams):
     beta: float = Field(
-        0.11, ge=0, description="KL coefficient: subtracted from the reward per nat per sequence."
+        0.05, ge=0, description="KL coefficient: subtracted from the reward per nat per sequence."
     )
 
 

@@ -29,7 +29,13 @@ PAIRS = Path("rounds/r0/annotate/data/pairs_train.jsonl")
 def test_the_loss_is_log_2_at_the_start_and_then_falls(make_params, lora):
     params = make_params(
         "dpo",
-        {"per_device_train_batch_size": 36, "learning_rate": 0.01, "num_train_epochs": 4},
+        {
+            "per_device_train_batch_size": 36,
+            "learning_rate": 0.01,
+            "num_train_epochs": 4,
+            "loss_type": ["sigmoid"],
+            "loss_weights": None,
+        },
         lora=lora,
     )
     main(params, "r0")
@@ -130,4 +136,4 @@ def test_the_loss_is_the_papers(make_params, losses, weights):
 
 def test_as_many_weights_as_losses():
     with pytest.raises(ValueError, match="loss_weights has 2 numbers and loss_type 1 losses"):
-        DpoParams(loss_weights=[1.0, 0.5])
+        DpoParams(loss_type=["sigmoid"], loss_weights=[1.0, 0.5])
