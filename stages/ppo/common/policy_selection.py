@@ -31,6 +31,9 @@ from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET
 
 REACHED = 0.9  # share of the target KL below which it counts as missed
+# Standard errors of the gain for which an earlier policy is kept, and the target KL given up. With
+# one, chance would do it in one run of six.
+CLEAR = 2.0
 
 
 class TrainablePolicy(Protocol):
@@ -185,7 +188,7 @@ class PolicySelector:
 
     def _scale_to_target(self, update: int) -> None:
         """Validate policies with other scales and keep the last one, whose KL is the target, unless
-        the best policy so far has a smaller KL and is better.
+        the best one is of an earlier update, has a smaller KL and is clearly better.
         """
         trained, target = self._copy_of_weights(), self.params.target_kl_per_token
 
@@ -199,7 +202,9 @@ class PolicySelector:
         first_scale = scale_for_kl([(1.0, max(trained_kl, 1e-8))], target)
         search_scale(measure_kl, (first_scale, measure_kl(first_scale)), target)
         scaled = self.history[-1]
-        if self.best.kl_per_token >= scaled.kl_per_token or not self.is_better(self.best, scaled):
+        gain, error = paired_gain(self.best.judge_scores, scaled.judge_scores)
+        is_earlier = self.best.update < update and self.best.kl_per_token < scaled.kl_per_token
+        if not is_earlier or gain <= CLEAR * error:
             self.best, self.weights = scaled, self._copy_of_weights()
 
     def _copy_of_weights(self) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class DpoParams(OfflineParams):
         "divides by the lengths of the responses, `sft` is the loss on the chosen response.",
     )
     loss_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
-        [1.0, 0.4], description="Weight of each loss of `loss_type`; null: 1."
+        None, description="Weight of each loss of `loss_type`; null: 1."
     )
 
     @model_validator(mode="after")

@@ -313,6 +313,29 @@ def test_an_earlier_policy_is_kept_if_it_is_better_at_a_smaller_kl(to_target):
     assert selector.select(1, "").scale < 1
 
 
+@pytest.mark.parametrize(("high", "low", "update"), [(0.35, -0.15, 1), (0.33, -0.13, 0)])
+def test_an_earlier_policy_needs_two_standard_errors(to_target, high, low, update):
+    """24 gains with the mean 0.1 and the errors 0.0521 and 0.0480, which is 1.92 and 2.09 times."""
+    selector = to_target(0.02, [0.9, 0.8])
+    selector.best = selector.best._replace(judge_scores=(0.1 + high, 0.1 + low) * 12)
+    selector.judge = by_score(lambda prompts, _: [0.1] * len(prompts))
+    assert selector.select(1, "").update == update
+
+
+def test_an_earlier_policy_with_a_larger_kl_is_not_kept(to_target):
+    selector = to_target(0.02, [0.0, 0.8, 0.1])
+    assert selector.best.update == 1 and selector.best.kl_per_token > 1.5 * TARGET
+    selected = selector.select(2, "")
+    assert selected.update == 2 and selected.scale < 1
+
+
+def test_the_last_update_is_scaled_up_whatever_the_judge_prefers(to_target):
+    at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
+    selector = to_target(0.02, [0.0, 0.8, 0.1], target=1.2 * at)
+    selected = selector.select(1, "")
+    assert selected.scale > 1.05 and selected.judge_score < selector.history[1].judge_score
+
+
 @pytest.mark.parametrize(
     ("danger", "scaled"), [("", True), (KL_ABOVE_BUDGET, True), ("mode collapse", False)]
 )
