@@ -39,6 +39,12 @@ ALGORITHMS: dict[Algorithm, Callable[[TrainingContext], PolicyCallback]] = {
     Algorithm.best_of_n: best_of_n.train,
 }
 
+# The setting that makes the training longer, if it is not PPO's
+LONGER = {
+    Algorithm.dpo: "dpo.num_train_epochs",
+    Algorithm.best_of_n: "best_of_n.num_train_epochs",
+}
+
 
 def main(params: Params, round_: str) -> None:
     # 1. inputs: SFT model, rewards, and prompts, of which some are held out
@@ -74,10 +80,8 @@ def main(params: Params, round_: str) -> None:
         reference=reference,
     )
     context.recorder.finish(summary(callback, rows))
-    print(
-        f"[ppo@{round_}] {params.algorithm.value}: {callback.selector.describe()}",
-        flush=True,
-    )
+    described = callback.selector.describe(LONGER.get(params.algorithm, "ppo.total_episodes"))
+    print(f"[ppo@{round_}] {params.algorithm.value}: {described}", flush=True)
 
 
 def prompts_path(round_: str) -> Path:

@@ -259,15 +259,15 @@ class PolicySelector:
             "validations": [validation.curve_point for validation in self.history],
         }
 
-    def describe(self) -> str:
-        """The best policy in words."""
+    def describe(self, longer: str = "ppo.total_episodes") -> str:
+        """The best policy in words; longer: the setting that makes the training longer."""
         best, target = self.best, self.params.target_kl_per_token
         scaled = "" if best.scale == 1 else f", scaled by {best.scale:.2f}"
         missed = ""
         if best.scale == MAX_SCALE and best.kl_per_token < REACHED * target:
             missed = (
                 f". The target, {target * self.first.length:.2f}, is too far from the trained "
-                "policy: raise ppo.total_episodes, or lower ppo.target_kl_per_token"
+                f"policy: raise {longer}, or lower ppo.target_kl_per_token"
             )
         return (
             f"kept the policy after update {best.update}{scaled}: {self.judge.name} "

@@ -160,6 +160,23 @@ def test_a_warning_if_sft_is_kept():
     assert no_gain_finding(Validation(4, 1.0, (0.1,), 2.0, 0.1, *[0.0] * 4)) == []
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "longer"),
+    [
+        ("dpo", "dpo.num_train_epochs"),
+        ("best_of_n", "best_of_n.num_train_epochs"),
+        ("rloo", "ppo.total_episodes"),
+    ],
+)
+def test_a_target_out_of_reach_names_the_setting_that_trains_for_longer(
+    make_params, capsys, algorithm, longer
+):
+    ppo = {"max_steps": 1, "policy_selection": "target_kl", "target_kl_per_token": 999.0}
+    main(make_params(algorithm, SECTIONS[algorithm], **ppo), "r0")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"is too far from the trained policy: raise {longer}, or lower" in last
+
+
 def test_a_run_that_diverges_is_stopped(make_params):
     params = make_params("dpo", SECTIONS["dpo"] | {"learning_rate": 1e30})
     with pytest.raises(
