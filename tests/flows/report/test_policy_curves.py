@@ -28,6 +28,8 @@ START = {
 }
 START |= {
     "score_judge_correlation": 0.6,
+    "judge_score_mean": 0.3,
+    "judge_score_std": 0.4,
     "validation_gain_z": 1.0,
     "response_length": 12.0,
     "value_loss": 0.5,
@@ -38,7 +40,7 @@ DRAWN = [column for _, columns, _ in policy_curves.CURVES for column in columns]
 
 def run(column: str, value: float) -> dict[str, list[float]]:
     """Columns of 20 updates; in the last ones `column` is `value`, and the reward rises, without
-    which the length check does not fire.
+    which the checks of length and of the judge do not fire.
     """
     updates = 3 * WINDOW
     ends = START | {"reward_mean": 1.0} | {column: value}
