@@ -249,7 +249,7 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
     ppo, algorithm = params.ppo, params.algorithm
     # a sample is read twice: by reference and reward model, or by policy and reference
     sampled = 2 / GENERATION + 2 * 2 / FORWARD
-    samples = 1 + _validations(ppo, updates) + _scaled(ppo) * (SCALING_SAMPLES - 1)
+    samples = SCALING_SAMPLES + _validations(ppo, updates) + _scaled(ppo) * (SCALING_SAMPLES - 1)
     validation = samples * ppo.validation_prompts * length * sampled
     if algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
         texts = 2 * updates * params.dpo.per_device_train_batch_size

@@ -140,9 +140,13 @@ class PolicySelector:
         return self.history[0] if self.history else NO_VALIDATION
 
     def validate(self, update: int) -> Validation:
-        """Measure the policy after `update`; keep a copy of its weights if it is the best."""
+        """Measure the policy after `update`; keep a copy of its weights if it is the best.
+
+        SFT, the first one, gets as many responses as a scaled policy: their length is the unit of
+        the target KL.
+        """
         with progress("validation"):
-            validation = self.measure(update)
+            validation = self.measure(update, samples=1 if self.history else SCALING_SAMPLES)
         if not self.weights or self.is_better(validation, self.best):
             self.best, self.weights = validation, self._copy_of_weights()
         return validation

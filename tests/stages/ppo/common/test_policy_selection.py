@@ -212,6 +212,20 @@ def test_kl_is_that_of_transformers_logits(selector, shift, monkeypatch, tempera
         assert sampled[-1] == sampled[0]
 
 
+def test_the_length_of_sft_is_that_of_several_responses_per_prompt(selector, monkeypatch):
+    sample, sampled = selector.roles.sample, []
+    monkeypatch.setattr(
+        selector.roles, "sample", lambda *args: sampled.append(sample(*args)) or sampled[-1]
+    )
+    selector.validate(0)
+    assert len(sampled) == SCALING_SAMPLES
+    lengths = [[len(response) for response in responses] for responses in sampled]
+    assert selector.first.length == pytest.approx(np.mean(lengths))
+    assert selector.first.length != pytest.approx(np.mean(lengths[0]))
+    selector.validate(1)  # a later policy has one
+    assert len(sampled) == SCALING_SAMPLES + 1
+
+
 TARGET = 0.15  # nats per token; shifted by 0.02, the policy has more than twice as much
 
 
