@@ -41,7 +41,9 @@ def main(round_: str, samples: int) -> None:
 
     path = stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
     rows = read_rows(TrainingPrompt, path, f"dvc repro prepare@{round_}")
-    trained, held_out = ([ids for _, ids in part] for part in make_episodes(rows, tokenizer, params))
+    trained, held_out = (
+        [ids for _, ids in part] for part in make_episodes(rows, tokenizer, params)
+    )
     print("prompts      number  KL (error)    length (error)  target  off by (error)")
     for name, prompts in {
         "selected on": held_out,

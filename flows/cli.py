@@ -55,11 +55,13 @@ def exit_code(arguments: list[str] | None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     from flows.commands.badcases import add_commands as add_badcases
+    from flows.commands.serve_reward import add_command as add_serve_reward
 
     about = "RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay."
     top = argparse.ArgumentParser(prog="rondo", description=about, epilog=EXIT_CODES)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_run_commands(commands)
+    add_serve_reward(commands)
     add_approve(commands)
     add_badcases(commands)
     add_promote(commands)
@@ -256,6 +258,12 @@ def up(_: argparse.Namespace) -> int:
     return 0
 
 
+def serve_reward(options: argparse.Namespace) -> int:
+    from flows.commands.serve_reward import run as run_server
+
+    return run_server(options)
+
+
 def report(_: argparse.Namespace) -> int:
     from flows.report import page, summary
 
@@ -365,6 +373,7 @@ COMMANDS = {
     "run": run,
     "next-round": next_round,
     "up": up,
+    "serve-reward": serve_reward,
     "status": status,
     "gc": gc,
     "report": report,

@@ -1,0 +1,1 @@
+"""serving: a round's reward model over HTTP."""

@@ -1,0 +1,72 @@
+"""Requests and replies: OpenRLHF's `/get_reward` and vLLM's `/classify` (docs/serving.md).
+
+Unknown keys are ignored, as engines send more of them with each version.
+"""
+
+import math
+import time
+import uuid
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, StrictStr, model_validator
+
+MAX_TEXTS = 1024  # per request
+
+Texts = Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_TEXTS)]
+
+
+class RewardRequest(BaseModel):
+    """OpenRLHF's request.
+
+    query: rendered prompts with their responses. prompts: the rendered prompts. ids: of the
+    requester; the reply repeats them.
+    """
+
+    query: Texts
+    prompts: list[StrictStr | None] | None = None
+    ids: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _same_lengths(self) -> "RewardRequest":
+        for name in ("prompts", "ids"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.query):
+                raise ValueError(f"{name} has {len(values)} entries, query has {len(self.query)}")
+        return self
+
+    def reply(self, scores: list[float], model: str) -> dict[str, Any]:
+        ids = {} if self.ids is None else {"ids": self.ids}
+        return {"rewards": scores, "scores": scores, "extra_logs": {}, "model": model, **ids}
+
+
+class ClassifyRequest(BaseModel):
+    """vLLM's request, for a model with one class.
+
+    input: texts; one text may stand alone. use_activation: as in vLLM, null means true, and the
+    reply has the sigmoid of the score.
+    """
+
+    input: Annotated[Texts, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+    use_activation: bool | None = None
+
+    def reply(self, scores: list[float], model: str, tokens: int) -> dict[str, Any]:
+        values = scores if self.use_activation is False else [sigmoid(score) for score in scores]
+        return {
+            "id": f"classify-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": [
+                {"index": index, "label": "LABEL_0", "probs": [value], "num_classes": 1}
+                for index, value in enumerate(values)
+            ],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+        }
+
+
+def sigmoid(score: float) -> float:
+    """
+    >>> sigmoid(0.0), round(sigmoid(-800.0), 3)
+    (0.5, 0.0)
+    """
+    return 0.5 * (1 + math.tanh(score / 2))

@@ -1,0 +1,95 @@
+"""The server: checks the model, loads it, and answers requests until a signal."""
+
+import ipaddress
+import os
+import socket
+
+from transformers import AutoConfig, GenerationConfig
+
+from flows.serving.accepted_model import find_model
+from flows.serving.app import make_app
+from flows.serving.scoring_queue import ScoringQueue
+from flows.serving.texts import Texts
+from stages.lib.core.ended_rounds import params_of
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import ASSETS, stage_dir
+from stages.lib.lm.loading import default_device, load_tokenizer, setup_torch
+from stages.lib.lm.packing import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
+from stages.lib.lm.scoring import RewardScorer
+
+TOKEN = "RONDO_REWARD_TOKEN"  # the environment variable
+WAITING_BATCHES = 64  # before requests are refused with 503
+CONNECTIONS = 256  # at once; further ones get 503
+
+
+def serve(round_: str, host: str, port: int, allow_failed: bool) -> None:
+    """Serve until a signal.
+
+    Raises:
+        BadInput, GateFailed: see `find_model`; the round is unknown; the port is taken; or `host`
+            is another than this machine's own address, and there is no token.
+    """
+    import uvicorn
+
+    params = params_of(round_)
+    token = os.environ.get(TOKEN) or None
+    if not token and not is_loopback(host):
+        raise BadInput(
+            f"--host {host}: other machines may connect, so requests need a token: set {TOKEN}"
+        )
+    model = find_model(params, round_, allow_failed)
+    listener = listen(host, port)
+    setup_torch(params)
+    folder = stage_dir(round_, "reward") / "model"
+    tokenizer = load_tokenizer(folder)
+    scorer = RewardScorer(folder, tokenizer, params)
+    batch_tokens = CPU_BATCH_TOKENS if default_device().type == "cpu" else GPU_BATCH_TOKENS
+    queue = ScoringQueue(scorer.tokens, batch_tokens, WAITING_BATCHES * batch_tokens)
+    config = uvicorn.Config(
+        make_app(model, load_texts(tokenizer), queue, token),
+        access_log=False,
+        log_level="warning",
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=30,
+    )
+    host, port = listener.getsockname()[:2]
+    print(f"{model.name}, gate {model.gate}: http://{host}:{port}/get_reward, /classify, /health")
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:  # uvicorn raises the signal again after it has answered the last requests
+        queue.close()
+
+
+def load_texts(tokenizer: object) -> Texts:
+    """How texts become tokens of the project's base model."""
+    base, ends = ASSETS / "model", GenerationConfig.from_pretrained(ASSETS / "model").eos_token_id
+    config = AutoConfig.from_pretrained(base, local_files_only=True).get_text_config()
+    return Texts(
+        tokenizer,
+        frozenset([ends] if isinstance(ends, int) else ends),
+        config.max_position_embeddings,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """
+    >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "node-1")]
+    [True, True, True, False, False]
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; bound before the model is loaded, so that a taken port is found at once.
+
+    Raises:
+        BadInput: the address cannot be used.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise BadInput(f"--host {host} --port {port}: {error.strerror}: choose another") from None
