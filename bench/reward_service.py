@@ -110,10 +110,25 @@ async def measure(url: str, texts: list[tuple[str, str]], seconds: float) -> Non
         print(f"{BROKEN} too large {dict(large.statuses)}")
 
 
+def compare(url: str, texts: list[tuple[str, str]], recorded: list[float]) -> None:
+    """Print how far the service's scores are from those of the stage `evaluate`, which scores the
+    sampled tokens.
+    """
+    query, prompts = [prompt + text for prompt, text in texts], [prompt for prompt, _ in texts]
+    for name, body in (("with prompts", {"prompts": prompts}), ("without", {})):
+        reply = httpx.post(f"{url}/get_reward", json={"query": query, **body}, timeout=600).json()
+        differences = np.abs(np.array(reply["rewards"]) - recorded)
+        print(
+            f"scores {name}: {len(texts)} texts, {np.mean(differences > 0.01):.1%} differ by more "
+            f"than 0.01 from the stage's, at most by {differences.max():.3f}"
+        )
+
+
 def main(round_: str, seconds: float) -> None:
     path = stage_dir(round_, "evaluate") / "samples.jsonl"
     rows = read_jsonl(path, f"dvc repro evaluate@{round_}")
     texts = [(row["prompt"], row["ppo"]) for row in rows]
+    recorded = [row["ppo_score"] for row in rows]
     if not all(isinstance(prompt, str) for prompt, _ in texts):
         raise SystemExit("prompts with messages: expected a task whose prompts are texts")
     command = [sys.executable, "-m", "flows.cli", "serve-reward", round_, "--port", "0"]
@@ -126,6 +141,7 @@ def main(round_: str, seconds: float) -> None:
         if "http" not in line:
             raise SystemExit("the server did not start: see its error above")
         url = line.partition("http://")[2].partition("/")[0]
+        compare(f"http://{url}", texts, recorded)
         asyncio.run(measure(f"http://{url}", texts, seconds))
     finally:
         server.send_signal(signal.SIGINT)

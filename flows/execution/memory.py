@@ -199,7 +199,7 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         + primary
         + second
         + answers(params.battery.prompts * max(params.battery.best_of)),
-        "ppo": members + primary + _policy(params, lengths, model),
+        "ppo": (0.0 if ppo.reward_url else members) + primary + _policy(params, lengths, model),
         # base, SFT and the first round's SFT
         "evaluate": 3 * model.weights + policy + members + judges + turns(lengths.evaluation),
         "capability": _capability(params, lengths, model, policy),

@@ -16,8 +16,8 @@ from stages.lib.core.files import ASSETS, stage_dir
 from stages.lib.lm.loading import default_device, load_tokenizer, setup_torch
 from stages.lib.lm.packing import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
 from stages.lib.lm.scoring import RewardScorer
+from stages.ppo.common.reward_server import TOKEN
 
-TOKEN = "RONDO_REWARD_TOKEN"  # the environment variable
 WAITING_BATCHES = 64  # before requests are refused with 503
 CONNECTIONS = 256  # at once; further ones get 503
 

@@ -16,6 +16,7 @@ from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import Prompt
 
 REASON_CHARACTERS = 300
+SERVED = "ppo.reward_url"  # the name of the reward stage's model, if it is served
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class FailedReward:
 
 RewardResult = float | FailedReward
 RewardFunction = Callable[[RewardInputs], Sequence[RewardResult]]
+
+
+def settings_key(name: str) -> str:
+    """Where params.yaml has a reward, for errors."""
+    return name if name == SERVED else f"ppo.rewards {name}"
 
 
 def all_failed(number: int, reason: str) -> list[RewardResult]:
@@ -139,7 +145,7 @@ class RewardResults:
     def failures(self) -> list[str]:
         """One line per reward and reason, the most frequent first."""
         counts = Counter(
-            f"ppo.rewards {name}: {result.reason}"
+            f"{settings_key(name)}: {result.reason}"
             for name, part in self.by_name.items()
             for result in part
             if isinstance(result, FailedReward)

@@ -1,33 +1,43 @@
-"""A reward model over HTTP: OpenRLHF's protocol, with more keys (docs/ppo.md)."""
+"""A reward model over HTTP: OpenRLHF's protocol, with more keys (docs/ppo.md, docs/serving.md)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from stages.lib.core.errors import RewardsFailed
+from stages.lib.core.errors import BadInput, RewardsFailed, Unreachable
+from stages.lib.core.files import file_hash
+from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Prompt
 from stages.ppo.common.reward_results import (
     RewardInputs,
     RewardResult,
     all_failed,
     read_results,
+    settings_key,
 )
 
+TOKEN = "RONDO_REWARD_TOKEN"  # the environment variable that `rondo serve-reward` reads, too
 TRIES, TIMEOUT_SECONDS, BACKOFF_SECONDS = 5, 180.0, 1.0  # as in OpenRLHF
 RETRIED = (429, 500, 502, 503, 504)
 
 
-def retrying_session() -> requests.Session:
-    """A session that sends a request up to TRIES times, and waits twice as long each time."""
+def retrying_session(url: str) -> requests.Session:
+    """A session that sends a request up to TRIES times, and waits twice as long each time.
+
+    The server gets the token if [tool.rondo.api_keys] in pyproject.toml lists it.
+    """
     session = requests.Session()
+    if token := read_api_key(TOKEN, url):
+        session.headers["Authorization"] = f"Bearer {token}"
     retry = Retry(
         total=TRIES - 1,
         backoff_factor=BACKOFF_SECONDS,
-        allowed_methods=["POST"],
+        allowed_methods=["GET", "POST"],
         status_forcelist=RETRIED,
     )
     for scheme in ("http://", "https://"):
@@ -48,7 +58,9 @@ class RewardServer:
     url: str
     render: Callable[[Prompt], str]
     models: list[str | None] = field(default_factory=list)
-    session: requests.Session = field(default_factory=retrying_session)
+
+    def __post_init__(self) -> None:
+        self.session = retrying_session(self.url)
 
     def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
         """
@@ -92,8 +104,30 @@ class RewardServer:
             self.models.append(model)
         if model != self.models[0]:
             raise RewardsFailed(
-                f"ppo.rewards {self.name}: {self.url} started with the model "
+                f"{settings_key(self.name)}: {self.url} started with the model "
                 f"{self.models[0] or '(none stated)'}, and now states {model or '(none)'}. "
                 "Start the first one again and run the stage again, which resumes from its last "
                 "update; or delete .rondo/work/<round>/ppo to start anew with the other"
             )
+
+
+def check_served_model(url: str, folder: Path) -> None:
+    """Check that `rondo serve-reward` has the reward model of this round.
+
+    Raises:
+        BadInput: it has another one.
+        Unreachable: it does not answer.
+    """
+    try:
+        response = retrying_session(url).get(f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS)
+        response.raise_for_status()
+        served = response.json()["sha256"]
+    except (requests.RequestException, TypeError, KeyError) as error:
+        raise Unreachable(
+            f"ppo.reward_url {url}: no answer of `rondo serve-reward` there: {error!r}"
+        ) from None
+    if served != file_hash(folder):
+        raise BadInput(
+            f"ppo.reward_url {url} serves another model (sha256 {served}) than {folder} "
+            f"({file_hash(folder)}): start `rondo serve-reward` for this round"
+        )

@@ -2,7 +2,8 @@
 functions, reward models over HTTP.
 
 Each gives one number per response. PPO's score is the weighted sum of all rewards; each is also
-logged under its name.
+logged under its name. The reward stage's model itself is among them, as SERVED, if it is served
+(`ppo.reward_url`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.common.reward_functions import FunctionReward
 from stages.ppo.common.reward_results import (
+    SERVED,
     RewardFunction,
     RewardInputs,
     RewardResult,
@@ -147,12 +149,12 @@ def in_thread(function: Callable[[], list[RewardResult]]) -> "Future[list[Reward
 
 
 def load_rewards(params: Params) -> Rewards:
-    """The rewards of `ppo.rewards`."""
-    sources = params.ppo.rewards
-    return Rewards(
-        {source.name: load(source, params) for source in sources},
-        {source.name: source.weight for source in sources},
-    )
+    """The rewards of `ppo.rewards` and `ppo.reward_url`."""
+    sources, served = params.ppo.rewards, params.ppo.reward_url
+    by_name = {source.name: load(source, params) for source in sources}
+    if served:
+        by_name[SERVED] = load_server(SERVED, f"{served.rstrip('/')}/get_reward", params)
+    return Rewards(by_name, {source.name: source.weight for source in sources})
 
 
 def load(source: RewardSource, params: Params) -> RewardFunction:
@@ -162,6 +164,10 @@ def load(source: RewardSource, params: Params) -> RewardFunction:
         return FunctionReward(import_function(source.function, key), key)
     if source.model:
         return ModelReward(Path(source.model), params)
+    return load_server(source.name, str(source.url), params)
+
+
+def load_server(name: str, url: str, params: Params) -> RewardServer:
     tokenizer = load_tokenizer(ASSETS / "model")
 
     # the server gets rendered texts, in the template of the base model
@@ -169,7 +175,7 @@ def load(source: RewardSource, params: Params) -> RewardFunction:
         rendered = render_prompt(tokenizer, prompt, params.prepare.prompt_format)
         return text_with_bos(tokenizer, rendered)
 
-    return RewardServer(source.name, str(source.url), render)
+    return RewardServer(name, url, render)
 
 
 class ModelReward:

@@ -70,8 +70,9 @@ class ValueHead(torch.nn.Linear):
 class Roles:
     """The models of PPO. `policy` and `critic` are trained.
 
-    reward_model: set only if the critic is a ValueHead; otherwise the critic without its training
-    is the reward model. rewards: further rewards. engine: samples in place of
+    reward_model: set only if the critic is a ValueHead and the model is not served; if the critic
+    is none, the critic without its training is the reward model. rewards: further rewards, and the
+    served one. engine: samples in place of
     stages/lib/lm/generation.py, if set. gradient_checkpointing: compute activations again in the
     backward pass. starts_as_reference: whether the policy's KL from the reference is 0 at first.
     """
@@ -88,14 +89,19 @@ class Roles:
     def __post_init__(self) -> None:
         recompute = self.gradient_checkpointing
         self.policy_view = reference_view(self.policy, recompute)
-        self.critic_view = None if self.reward_model else reference_view(self.critic, recompute)
-        self.reward_view = self.critic_view or FrozenModel(self.reward_model)
-        with (
-            self.policy_view.reference() as reference,
-            self.reward_view.reference() as reward_model,
-        ):
-            # layers that reference and reward model share: these run once for both
-            self.num_shared_layers = num_shared_layers(reference, *ensemble_members(reward_model))
+        has_head = isinstance(self.critic, ValueHead)
+        self.critic_view = None if has_head else reference_view(self.critic, recompute)
+        frozen = FrozenModel(self.reward_model) if self.reward_model else None
+        self.reward_view = self.critic_view or frozen
+        self.num_shared_layers = 0
+        if self.reward_view:
+            with (
+                self.policy_view.reference() as reference,
+                self.reward_view.reference() as reward_model,
+            ):
+                # layers that reference and reward model share: these run once for both
+                members = ensemble_members(reward_model)
+                self.num_shared_layers = num_shared_layers(reference, *members)
 
     @property
     def ends(self) -> EndTokens:
@@ -190,8 +196,11 @@ class Roles:
         """Run the reward model or its ensemble, from the `shared` states of `run_reference`.
 
         Returns:
-            (B,) raw scores; per row the states that enter the critic's first trained layer.
+            (B,) raw scores, 0 if the reward model is served; per row the states that enter the
+            critic's first trained layer.
         """
+        if self.reward_view is None:
+            return shared.new_zeros(len(packed.lengths)).float(), split_rows(packed, [])
         with self.reward_view.reference() as reward_model:
             start = shared if self.num_shared_layers else None
             hidden, entering = forward_layers(
@@ -233,14 +242,16 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
 
     Args:
         sft: folder of the round's SFT model.
-        reward: folder of the round's reward model.
+        reward: folder of the round's reward model; not read if it is served.
         start: folder of a policy whose weights the policy starts from; None: it starts as SFT.
     """
     ppo = params.ppo
     policy = load_causal_lm(sft, params.model)
-    reward_model = load_reward_model(reward, params.model)
-    # in bfloat16 a score near 3 changes in steps of 0.016
-    reward_model.score.float()
+    reward_model = None
+    if not ppo.reward_url:
+        reward_model = load_reward_model(reward, params.model)
+        # in bfloat16 a score near 3 changes in steps of 0.016
+        reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
     # created in every case: its initialisation draws from torch's global generator
     head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)

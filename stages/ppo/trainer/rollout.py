@@ -21,7 +21,8 @@ from stages.ppo.trainer import functional as F
 class RoleOutputs(NamedTuple):
     """The outputs of the four roles on some episodes, without gradients.
 
-    raw_scores: (B,) of the reward model, which reads the response closed by EOS. logprobs,
+    raw_scores: (B,) of the reward model, which reads the response closed by EOS; 0 if it is served
+    (`ppo.reward_url`). logprobs,
     entropies, ref_logprobs: (B, T) nats. kl: (B, T) nats, exact KL of the policy to the reference
     at each token. values: (B, T). mask: (B, T) bool, true on response
     tokens; the other (B, T) fields are 0 outside it. policy_states, critic_states: per episode,
@@ -64,10 +65,11 @@ class Rollout:
 
     rows: the prompts' rows. prompts, responses: tokens per episode. texts: the responses decoded.
     ended: (B,) bool, an end token was sampled. parts: scores of the further rewards, by name.
-    failed_share: share of the sampled episodes that was left out. failures: one line per reward
-    and reason. calibrated: (B,) raw_scores in standard deviations of SFT demonstrations. scores:
-    (B,) the weighted sum of calibrated and parts, clipped and penalised. advantages (whitened),
-    returns: (B, T). sampler_log_ratio: see `Roles`.
+    failed_share: share of the sampled episodes that was left out; None: no reward can fail.
+    failures: one line per reward and reason. calibrated: (B,) raw_scores, or the served scores, in
+    standard deviations of SFT demonstrations. scores: (B,) the weighted sum of calibrated and
+    parts, clipped and penalised. advantages (whitened), returns: (B, T). sampler_log_ratio: see
+    `Roles`.
     """
 
     rows: list[TrainingPrompt]
@@ -76,7 +78,7 @@ class Rollout:
     texts: list[str]
     ended: Tensor
     parts: dict[str, list[float]]
-    failed_share: float
+    failed_share: float | None
     failures: list[str]
     raw_scores: Tensor
     calibrated: Tensor
@@ -126,7 +128,7 @@ def describe(rollout: Rollout, sft_length: float) -> dict[str, float]:
     lengths = rollout.mask.sum(1).tolist()
     kl, kl_error = mean_with_error(rollout.sequence_kl.tolist())
     parts = {f"score_{name}": fmean(scores) for name, scores in rollout.parts.items()}
-    if parts:
+    if rollout.failed_share is not None:
         parts["reward_failed_share"] = rollout.failed_share
     gap = rollout.sampler_log_ratio
     engine = {} if gap is None else {"sampler_log_ratio": gap}

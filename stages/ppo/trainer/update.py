@@ -12,7 +12,7 @@ from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm.packing import Packed, pack
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.common.resume import random_state, set_random_state
-from stages.ppo.common.reward_results import RewardInputs
+from stages.ppo.common.reward_results import SERVED, RewardInputs
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.checks import check_finite, check_initial_ratio
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
@@ -133,7 +133,13 @@ class PpoTrainer:
             self.rollout_pass = None  # it is one pass of all episodes
             inputs, outputs = inputs.select(kept), outputs.select(kept)
             prompts, responses = ([tokens[i] for i in kept] for tokens in (prompts, responses))
-        calibrated, parts = roles.calibrate(outputs.raw_scores), results.parts
+        parts = results.parts
+        served = parts.pop(SERVED, None)
+        calibrated = (
+            roles.calibrate(outputs.raw_scores)
+            if served is None
+            else outputs.raw_scores.new_tensor(served)
+        )
         ended = torch.tensor(inputs.ended)
         scores = roles.rewards.combine(
             p, calibrated, parts, ended.to(calibrated.device), outputs.mask.sum(1)
@@ -156,7 +162,7 @@ class PpoTrainer:
             texts=list(inputs.texts),
             ended=ended,
             parts=parts,
-            failed_share=results.failed_share,
+            failed_share=results.failed_share if results.by_name else None,
             failures=results.failures,
             calibrated=calibrated,
             scores=scores,

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,23 @@ def scorer(models, params, monkeypatch) -> RewardScorer:
     return RewardScorer(models / "reward", load_tokenizer(models / "reward"), params)
 
 
+@contextmanager
+def serving(
+    model: ServedModel, queue: ScoringQueue, tokenizer: Any, **options: Any
+) -> Iterator[str]:
+    """A server of the queue's reward model; gives its address."""
+    listener = listen("127.0.0.1", 0)
+    app = make_app(model, load_texts(tokenizer), queue, **options)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    queue.close()
+
+
 @pytest.fixture
 def queues() -> list[ScoringQueue]:
     """Of the servers that `serve` has started."""
@@ -85,22 +102,9 @@ def serve(scorer, queues) -> Iterator[Callable[..., str]]:
     with ExitStack() as servers:
 
         def start(score: Score = scorer.tokens, waiting: int = 10**6, **options: Any) -> str:
-            queue = ScoringQueue(score, 4096, waiting)
-            queues.append(queue)
-            listener = listen("127.0.0.1", 0)
-            app = make_app(MODEL, load_texts(scorer.tokenizer), queue, **options)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-            thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-            thread.start()
-            until(lambda: server.started)
-
-            def stop() -> None:
-                server.should_exit = True
-                thread.join()
-                queue.close()
-
-            servers.callback(stop)
-            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+            queues.append(ScoringQueue(score, 4096, waiting))
+            server = serving(MODEL, queues[-1], scorer.tokenizer, **options)
+            return servers.enter_context(server)
 
         yield start
 

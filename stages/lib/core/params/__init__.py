@@ -156,6 +156,14 @@ class Params(ParamsSection):
         return self
 
     @model_validator(mode="after")
+    def only_ppo_is_served(self) -> "Params":
+        if self.ppo.reward_url and self.algorithm is not Algorithm.ppo:
+            raise ValueError(
+                f"ppo.reward_url: {self.algorithm.value} loads the reward model: set it to null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def groups_divide(self) -> "Params":
         online: dict[Algorithm, OnlineParams] = {
             Algorithm.rloo: self.rloo,

@@ -261,6 +261,12 @@ class PpoParams(ParamsSection):
         default_factory=list,
         description="Further rewards; each is logged and added with its weight.",
     )
+    reward_url: str | None = Field(
+        None,
+        pattern=URL_PATTERN,
+        description="Address of `rondo serve-reward` for the round: PPO gets the scores there, and "
+        "loads no reward model. Needs critic: policy.",
+    )
     max_failed_rewards: float = Field(
         0.1,
         ge=0,
@@ -321,6 +327,11 @@ class PpoParams(ParamsSection):
                 f"target_kl_per_token {self.target_kl_per_token} is above max_kl_per_token "
                 f"{self.max_kl_per_token}, the budget of the selected policy: lower it, or raise "
                 "the budget (and gates.promote.max_kl_per_token, if it is less)"
+            )
+        if self.reward_url and self.critic is not Critic.policy:
+            raise ValueError(
+                "reward_url: the critic cannot start from a reward model that PPO does not load: "
+                "set critic to policy"
             )
         names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):

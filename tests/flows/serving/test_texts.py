@@ -1,0 +1,53 @@
+"""The tokens of texts that engines send."""
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from flows.serving.texts import Texts, TextTooLong
+from stages.assets.base_model import tiny_tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def texts_of(tokenizer, max_tokens: int = 100) -> Texts:
+    return Texts(tokenizer, frozenset([tokenizer.eos_token_id]), max_tokens)
+
+
+def test_prompt_and_response_are_tokenised_apart_if_the_query_begins_with_the_prompt(tokenizer):
+    """As in training: `Th` and `e day` are other tokens than `The day`."""
+    texts, eos = texts_of(tokenizer), [tokenizer.eos_token_id]
+    apart = tokenizer("Th").input_ids + tokenizer("e day").input_ids + eos
+    together = tokenizer("The day").input_ids + eos
+    assert apart != together
+    assert texts.encode("The day", "Th") == apart
+    for prompt in (None, "", "A night"):
+        assert texts.encode("The day", prompt) == together
+
+
+def test_a_text_begins_with_one_bos_if_the_model_begins_texts_so(tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    bos = ("<|begin|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[bos]
+    )
+    texts = texts_of(tokenizer)
+    expected = [*tokenizer("The day").input_ids, tokenizer.eos_token_id]
+    assert expected[0] == bos[1] and expected.count(bos[1]) == 1
+    for text in ("The day", "<|begin|>The day"):
+        assert texts.encode(text, None) == expected
+
+
+def test_an_empty_response_is_one_eos(tokenizer):
+    texts = texts_of(tokenizer)
+    expected = [*tokenizer("The day").input_ids, tokenizer.eos_token_id]
+    assert texts.encode("The day", "The day") == expected
+
+
+def test_a_text_of_as_many_tokens_as_the_model_has_positions_fits(tokenizer):
+    number = len(texts_of(tokenizer).encode("The day was good.", None))
+    assert len(texts_of(tokenizer, number).encode("The day was good.", None)) == number
+    with pytest.raises(TextTooLong, match=f"has {number} tokens, the model takes {number - 1}"):
+        texts_of(tokenizer, number - 1).encode("The day was good.", None)
