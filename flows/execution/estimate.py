@@ -49,6 +49,7 @@ ANSWER_SECONDS = 2.0  # per answer of a language-model judge; a guess, it depend
 TEXTS_PER_PAIR = 11
 # Rows of data (demonstrations, pairs, prompts) of the names that params.yaml accepts; anything else
 # is estimated as `embedded`.
+EXPLOITS = 4  # that a round finds, on the default task 4 to 6
 ROWS = {
     "tiny": (64, 64, 64),
     "embedded": (936, 1195, 483),
@@ -80,6 +81,8 @@ def stage_seconds(
     weights, rate = shape.weights, machine.rates[dtype_of(params, machine)]
     ppo, replay = params.ppo, params.replay
     demonstrations, pairs, prompts = _rows(params)
+    if continues:
+        pairs += _replayed_pairs(params, pairs)
     prompt = _prompt_tokens(params)
     length = prompt + ppo.response_length
     updates = _updates(params, pairs, prompts)
@@ -140,6 +143,13 @@ def _rows(params: Params) -> tuple[int, int, int]:
     rows = ROWS.get(without_revision(params.assets.data), ROWS["embedded"])
     demonstrations, pairs, prompts = (min(n, params.prepare.max_rows or n) for n in rows)
     return demonstrations, pairs, prompts
+
+
+def _replayed_pairs(params: Params, pairs: int) -> int:
+    """Pairs that the second round gets from the replay of the first."""
+    replay, share = params.replay, params.replay.max_share
+    made = replay.weight * (replay.max_badcases + EXPLOITS * replay.pairs_per_exploit)
+    return made if share == 1 else min(made, int(share * pairs / (1 - share)))
 
 
 def disk_bytes(params: Params, waiting: set[str]) -> float:

@@ -231,3 +231,18 @@ def test_texts_that_prepare_wrote_are_counted(monkeypatch: pytest.MonkeyPatch) -
     long = estimate.check_memory(files, {"prepare@r0", "prepare@r1"}, MACHINE)
     assert counted_rounds == ["r0"]
     assert short and long and short["reward"] < long["reward"]
+
+
+def test_later_rounds_train_the_reward_model_on_replayed_pairs_too():
+    """1,195 pairs; 64 + 4 x 48 = 256 more, unless max_share allows fewer: at 0.1, 132."""
+
+    def reward(continues: bool, **replay: object) -> float:
+        return estimate.stage_seconds(params(replay=replay), MACHINE, continues)["reward"]
+
+    assert reward(True) / reward(False) == pytest.approx((1195 + 256) / 1195, abs=0.02)
+    none = reward(True, max_share=0.0)
+    assert none == reward(False)
+    more = [reward(True) - none, reward(True, max_share=0.1) - none]
+    more.append(reward(True, weight=2, max_share=1.0) - none)
+    assert more[1] / more[0] == pytest.approx(132 / 256, rel=0.02)
+    assert more[2] / more[0] == pytest.approx(2, rel=0.02)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stages.assets.inputs import main as inputs
 from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, write_json
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.data import rounds
+from stages.lib.lm.loading import load_causal_lm, load_policy
 from stages.ppo.__main__ import main
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -107,6 +109,30 @@ def test_the_champion_is_kept_if_training_makes_it_worse(two_rounds, second_is_b
     curve = csv.DictReader(Path("rounds/r1/evaluate/curves.csv").read_text().splitlines())
     points = [(row["step"], float(row["kl"]) > 0) for row in curve]
     assert points[:2] == [("0", False), ("0", True)]
+
+
+def test_sft_is_kept_if_champion_and_training_are_worse(two_rounds, monkeypatch, tmp_path):
+    """The judge scores SFT's validation, which is the first, above all others."""
+    params = two_rounds(4)
+    Path("first_wins.py").write_text(
+        "calls = []\n"
+        "def score(prompts, responses):\n"
+        "    calls.append(prompts)\n"
+        "    return [float(len(calls) == 1)] * len(prompts)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    values = params.model_dump() | {"evaluate": {"judges": ["first_wins:score"]}}
+    params = with_ppo(check_params(values, "test"), learning_rate=0.05, validation_updates=1)
+    inputs(params, "r1")
+    shutil.rmtree(R1)
+    main(params, "r1")
+    metrics = json.loads((R1 / "metrics.json").read_text())
+    assert (metrics["policy_update"], metrics["validation_kl"]) == (0, pytest.approx(0, abs=1e-6))
+    assert [validation["judge_score"] for validation in metrics["validations"]] == [1, 0, 0]
+    kept = load_policy(Path("rounds/r1/sft/model"), R1 / "policy", params.model)
+    sft = load_causal_lm(Path("rounds/r1/sft/model"), params.model)
+    ids = torch.tensor([[5, 6, 7]])
+    torch.testing.assert_close(kept(ids).logits, sft(ids).logits)
 
 
 def test_a_killed_run_ends_with_the_same_bytes(two_rounds, monkeypatch):
