@@ -8,7 +8,7 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictStr, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, StrictStr, model_validator
 
 MAX_TEXTS = 1024  # per request
 
@@ -42,12 +42,14 @@ class RewardRequest(BaseModel):
 class ClassifyRequest(BaseModel):
     """vLLM's request, for a model with one class.
 
-    input: texts; one text may stand alone. use_activation: as in vLLM, null means true, and the
-    reply has the sigmoid of the score.
+    input: texts; one text may stand alone. use_activation (older clients: `activation`): as in
+    vLLM, null means true, and the reply has the sigmoid of the score.
     """
 
     input: Annotated[Texts, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
-    use_activation: bool | None = None
+    use_activation: bool | None = Field(
+        None, validation_alias=AliasChoices("use_activation", "activation")
+    )
 
     def reply(self, scores: list[float], model: str, tokens: int) -> dict[str, Any]:
         values = scores if self.use_activation is False else [sigmoid(score) for score in scores]

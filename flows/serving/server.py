@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
@@ -60,15 +61,12 @@ def serve(round_: str, host: str, port: int, allow_failed: bool) -> None:
         queue.close()
 
 
-def load_texts(tokenizer: object) -> Texts:
+def load_texts(tokenizer: Any) -> Texts:
     """How texts become tokens of the project's base model."""
     base, ends = ASSETS / "model", GenerationConfig.from_pretrained(ASSETS / "model").eos_token_id
     config = AutoConfig.from_pretrained(base, local_files_only=True).get_text_config()
-    return Texts(
-        tokenizer,
-        frozenset([ends] if isinstance(ends, int) else ends),
-        config.max_position_embeddings,
-    )
+    end_texts = tokenizer.convert_ids_to_tokens([ends] if isinstance(ends, int) else ends)
+    return Texts(tokenizer, tuple(end_texts), config.max_position_embeddings)
 
 
 def is_loopback(host: str) -> bool:

@@ -14,12 +14,12 @@ class TextTooLong(Exception):
 @dataclass(frozen=True)
 class Texts:
     """
-    tokenizer: of the reward model. ends: tokens that an engine may leave at the end of a text.
-    max_tokens: positions of the model.
+    tokenizer: of the reward model. ends: texts of the tokens that end a response. max_tokens:
+    positions of the model.
     """
 
     tokenizer: Any
-    ends: frozenset[int]
+    ends: tuple[str, ...]
     max_tokens: int
 
     def encode(self, query: str, prompt: str | None) -> TokenIds:
@@ -31,18 +31,26 @@ class Texts:
         Raises:
             TextTooLong: names the number of tokens.
         """
+        query = self.without_ends(query)
         parts = [query]
         if prompt and query.startswith(prompt):
             parts = [prompt, query[len(prompt) :]]
-        # engines leave special tokens in the text, and Rondo's rendering has its BOS there
+        # special tokens are in the text: Rondo's rendering has its BOS there
         ids = [self.tokenizer(part, add_special_tokens=False).input_ids for part in parts]
-        first, last, pad = ids[0], ids[-1], self.tokenizer.pad_token_id
-        while first and first[0] == pad:
-            first.pop(0)
-        while last and (last[-1] == pad or last[-1] in self.ends):
-            last.pop()
-        ids[0] = with_bos(self.tokenizer, first)
+        ids[0] = with_bos(self.tokenizer, ids[0])
         tokens = [*(token for part in ids for token in part), self.tokenizer.eos_token_id]
         if len(tokens) > self.max_tokens:
             raise TextTooLong(f"has {len(tokens)} tokens, the model takes {self.max_tokens}")
         return tokens
+
+    def without_ends(self, query: str) -> str:
+        """The text without padding, and without end tokens at its end.
+
+        A chat template may end the assistant's turn with white space after the end token.
+        """
+        pad = self.tokenizer.pad_token
+        while query.startswith(pad):
+            query = query.removeprefix(pad)
+        while end := next((e for e in (pad, *self.ends) if query.rstrip().endswith(e)), None):
+            query = query.rstrip().removesuffix(end)
+        return query

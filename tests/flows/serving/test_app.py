@@ -85,6 +85,8 @@ def test_vllms_clients_get_scores_or_their_sigmoid(serve, scorer):
     tokens = len(scorer.encode([PROMPTS[0]], [RESPONSES[0]])[0])
     assert one["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     assert (one["object"], one["model"]) == ("list", IDENTITY)
+    older = httpx.post(url, json={"input": QUERY[0], "activation": False}).json()
+    assert older["data"] == one["data"]
     several = httpx.post(url, json={"input": QUERY}).json()["data"]
     sigmoids = torch.tensor(scorer(PROMPTS, RESPONSES)).sigmoid().tolist()
     assert [row["probs"][0] for row in several] == pytest.approx(sigmoids, abs=1e-5)

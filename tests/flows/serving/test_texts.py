@@ -13,7 +13,7 @@ def tokenizer():
 
 
 def texts_of(tokenizer, max_tokens: int = 100) -> Texts:
-    return Texts(tokenizer, frozenset([tokenizer.eos_token_id]), max_tokens)
+    return Texts(tokenizer, (tokenizer.eos_token, "</turn>"), max_tokens)
 
 
 def test_prompt_and_response_are_tokenised_apart_if_the_query_begins_with_the_prompt(tokenizer):
@@ -38,6 +38,17 @@ def test_a_text_begins_with_one_bos_if_the_model_begins_texts_so(tokenizer):
     assert expected[0] == bos[1] and expected.count(bos[1]) == 1
     for text in ("The day", "<|begin|>The day"):
         assert texts.encode(text, None) == expected
+
+
+@pytest.mark.parametrize(
+    "end", ["{eos}", "</turn>", "</turn>{eos}", "{eos}\n", "</turn>\n{pad}{pad}"]
+)
+def test_ends_and_padding_are_removed_and_white_space_of_the_response_stays(tokenizer, end):
+    texts, tokens = texts_of(tokenizer), {"eos": tokenizer.eos_token, "pad": tokenizer.pad_token}
+    for text in ("The day", "The day \n"):
+        expected = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+        assert texts.encode(text + end.format(**tokens), None) == expected
+        assert texts.encode(tokens["pad"] * 2 + text + end.format(**tokens), None) == expected
 
 
 def test_an_empty_response_is_one_eos(tokenizer):
