@@ -120,6 +120,12 @@ def add_run_commands(commands: Subparsers) -> None:
             help="set one value of params.yaml; may be repeated",
         )
         command.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print the changed settings, the stages that would run, and what they need; "
+            "run and write nothing",
+        )
+        command.add_argument(
             "--isolated",
             action="store_true",
             help="work in a new git worktree, and commit the results to the branch runs/<run id>",
@@ -233,21 +239,25 @@ def add_comparison_commands(commands: Subparsers) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from flows.commands.dry_run import dry_run
     from flows.commands.run import continue_run, run_rounds
     from flows.core.config import KEEP
 
     if options.interrupted:
-        others = (options.rounds, options.set, options.isolated, options.rerun)
+        others = (options.rounds, options.set, options.isolated, options.rerun, options.dry_run)
         if any(others) or options.preset != KEEP:
             raise BadInput("--continue RUN takes no other options: the run has its own settings")
         return continue_run(options.interrupted)
-    return run_rounds(options.preset, options.rounds, options.set, options.isolated, options.rerun)
+    start = dry_run if options.dry_run else run_rounds
+    return start(options.preset, options.rounds, options.set, options.isolated, options.rerun)
 
 
 def next_round(options: argparse.Namespace) -> int:
+    from flows.commands.dry_run import dry_next_round
     from flows.commands.run import run_next_round
 
-    return run_next_round(options.set, options.isolated)
+    start = dry_next_round if options.dry_run else run_next_round
+    return start(options.set, options.isolated)
 
 
 def up(_: argparse.Namespace) -> int:

@@ -246,11 +246,8 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
         One line per change: `ppo.gamma 1.0 -> 0.9`, or `key removed`.
     """
     document, values = _yaml().load(path.read_text()) or {}, params.model_dump(mode="json")
-    before, after = dict(flatten(document, separator=".")), dict(flatten(values, separator="."))
-    differing = [key for key, value in after.items() if key not in before or before[key] != value]
-    changes = [f"{key} {_format(before.get(key))} -> {_format(after[key])}" for key in differing]
-    removed = [f"{key} removed" for key in before if key not in after]
-    if changes or removed:
+    changes = _changes(document, values)
+    if changes:
         _assign(document, values)
         if list(document["rounds"]) != list(values["rounds"]):  # each after its predecessor
             document["rounds"] = values["rounds"]
@@ -262,7 +259,19 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
     for file in map(report_path, params.rounds):
         file.parent.mkdir(exist_ok=True)
         file.touch()
-    return changes + removed
+    return changes
+
+
+def changes_of_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
+    """The lines that `write_params` would return; nothing is written."""
+    return _changes(_yaml().load(path.read_text()) or {}, params.model_dump(mode="json"))
+
+
+def _changes(document: Any, values: Mapping[str, Any]) -> list[str]:
+    before, after = dict(flatten(document, separator=".")), dict(flatten(values, separator="."))
+    differing = [key for key, value in after.items() if key not in before or before[key] != value]
+    changes = [f"{key} {_format(before.get(key))} -> {_format(after[key])}" for key in differing]
+    return changes + [f"{key} removed" for key in before if key not in after]
 
 
 def _assign(document: Any, values: Mapping[str, Any]) -> None:
