@@ -122,8 +122,7 @@ def add_run_commands(commands: Subparsers) -> None:
         command.add_argument(
             "--dry-run",
             action="store_true",
-            help="print the changed settings, the stages that would run, and what they need; "
-            "run and write nothing",
+            help="run nothing, but print the stages that would run, and what they need",
         )
         command.add_argument(
             "--isolated",
@@ -138,11 +137,8 @@ def add_run_commands(commands: Subparsers) -> None:
         "crashes or waits for a decision, or when a gate fails (docs/running.md); "
         "PREFECT_SERVER_API_PORT and MLFLOW_PORT."
     )
-    add_command(
-        commands,
-        "status",
-        "show the progress of each round, the running stages and the stage at fault",
-    )
+    about_status = "show the progress of each round, the running stages and the stage at fault"
+    add_command(commands, "status", about_status)
     garbage = add_command(
         commands, "gc", "remove old folders of isolated runs and old resume states"
     )

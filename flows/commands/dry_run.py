@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would do and need. Nothing is run, and no file is written."""
+"""`--dry-run`: what a run would do and need. Nothing is run, and the project stays as it is."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from flows.core.addresses import split_address
 from flows.core.config import KEEP, changes_of_params, one_more_round, resolve
 from flows.core.locks import read_lock
 from flows.execution import dvc_stages, estimate, machine
@@ -54,7 +55,7 @@ def plan(params: Params, ended: list[str]) -> Iterator[str]:
     yield from estimate.report(params, addresses, waiting, disk_needed, here, sizes)
     if waiting:
         yield f"would run: {', '.join(name for name in addresses if name in waiting)}"
-        yield "nothing was run or written"
+        yield "nothing was run"
 
 
 def addresses_of(params: Params) -> list[str]:
@@ -71,8 +72,8 @@ def addresses_of(params: Params) -> list[str]:
 def stages_that_would_run(params: Params, addresses: list[str]) -> set[str]:
     """The stages that are not up to date with these params, or that depend on one that is not.
 
-    All stages of a round that params.yaml does not have are among them: a new one, and an ended one
-    that runs again, though DVC may then find some of them unchanged.
+    All stages of a round that params.yaml does not have are among them, and of the rounds after it:
+    a new one, and an ended one that runs again, though DVC may then find some of them unchanged.
     """
     import networkx
 
@@ -84,10 +85,13 @@ def stages_that_would_run(params: Params, addresses: list[str]) -> set[str]:
         for kind, hashes in input_hashes(params).items()
         if recorded_hashes(kind) != hashes
     }
+    rounds = list(params.rounds)
+    missing = [split_address(address)[1] for address in addresses if address not in graph]
+    first = min(map(rounds.index, missing), default=len(rounds))
     changed = {
         address
         for address in addresses
-        if address not in graph
+        if split_address(address)[1] in rounds[first:]
         or has_changed_files(status.get(address, []))
         or reads_other_values(read_lock(address), values)
         or any(dep["path"] in new_inputs for dep in read_lock(address).get("deps", []))
@@ -100,16 +104,22 @@ def stages_that_would_run(params: Params, addresses: list[str]) -> set[str]:
 
 
 def has_changed_files(changes: list[Any]) -> bool:
-    """Whether DVC's status of a stage has more than changed params.
+    """Whether DVC's status of a stage has more than params with other values.
 
     >>> has_changed_files([{"changed deps": {"params.yaml": {"ppo": "modified"}}}])
     False
+    >>> has_changed_files([{"changed deps": {"params.yaml": {"ppo": "new"}}}])
+    True
     >>> has_changed_files([{"changed outs": {"model": "deleted"}}])
     True
     """
     return any(
         isinstance(change, str)
-        or any(path != str(PARAMS_FILE) for paths in change.values() for path in paths)
+        or any(
+            path != str(PARAMS_FILE) or set(state.values()) != {"modified"}
+            for paths in change.values()
+            for path, state in paths.items()
+        )
         for change in changes
     )
 
@@ -121,10 +131,11 @@ def reads_other_values(entry: Mapping[str, Any], values: Mapping[str, Any]) -> b
 
 
 def value_at(values: Any, key: str) -> Any:
-    """
+    """The value at a dotted key; None if there is none, e.g. since it has another name now.
+
     >>> value_at({"sft": {"lora": {"r": 8}}}, "sft.lora.r")
     8
     """
     for name in key.split("."):
-        values = values[name]
+        values = values.get(name) if isinstance(values, Mapping) else None
     return values

@@ -49,12 +49,12 @@ ANSWER_SECONDS = 2.0  # per answer of a language-model judge; a guess, it depend
 TEXTS_PER_PAIR = 11
 # Rows of data (demonstrations, pairs, prompts) of the names that params.yaml accepts; anything else
 # is estimated as `embedded`.
-EXPLOITS = 4  # that a round finds, on the default task 4 to 6
 ROWS = {
     "tiny": (64, 64, 64),
     "embedded": (936, 1195, 483),
     "Anthropic/hh-rlhf": (42_000, 42_000, 42_000),
 }
+EXPLOITS = 4  # that a round finds, on the default task 4 to 6
 
 
 def shape_or_embedded(params: Params) -> ModelShape:

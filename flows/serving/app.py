@@ -2,15 +2,15 @@
 
 Each error is one line of JSON, `{"error": "..."}`, that names the key and the next step: 400 a bad
 request, 401 no token, 408 a slow client, 413 a body that is too large, 500 the model failed, 503
-too many requests wait.
+too much waits.
 """
 
 import asyncio
 import base64
-import binascii
-import json
 import secrets
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -28,7 +28,7 @@ from stages.lib.core.types import TokenIds
 
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0  # for a request's body to arrive
-RETRY_SECONDS = 1
+POLL_SECONDS = 1.0  # between two looks whether a client has gone
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -56,6 +56,10 @@ def make_app(
             detail += ": POST to /get_reward or /classify, or GET /health"
         return JSONResponse({"error": detail}, status, headers=exception.headers)
 
+    @app.exception_handler(Exception)
+    async def bug(_: Request, exception: Exception) -> JSONResponse:
+        return JSONResponse({"error": f"{type(exception).__name__}: {exception}"}, 500)
+
     @app.get("/health")
     async def health() -> dict[str, Any]:
         return {"status": "ok", "model": identity, **model.as_dict()}
@@ -64,38 +68,61 @@ def make_app(
     async def get_reward(request: Request) -> dict[str, Any]:
         body = await read(request, RewardRequest, token)
         prompts = body.prompts or [None] * len(body.query)
-        pairs = zip(body.query, prompts, strict=True)
-        return body.reply(await scored(encode("query", pairs)), identity)
+        sequences = await encode("query", body.query, prompts)
+        return body.reply(await scored(request, sequences), identity)
 
     @app.post("/classify")
     async def classify(request: Request) -> dict[str, Any]:
         body = await read(request, ClassifyRequest, token)
-        sequences = encode("input", [(text, None) for text in body.input])
-        return body.reply(await scored(sequences), identity, sum(map(len, sequences)))
+        sequences = await encode("input", body.input, [None] * len(body.input))
+        return body.reply(await scored(request, sequences), identity, sum(map(len, sequences)))
 
-    def encode(key: str, pairs: Any) -> list[TokenIds]:
-        sequences = []
-        for index, (text, prompt) in enumerate(pairs):
-            try:
-                sequences.append(texts.encode(text, prompt))
-            except TextTooLong as reason:
-                raise HTTPException(400, f"{key}.{index}: {reason}: send a shorter text") from None
-        return sequences
+    # a thread of its own, since long texts would keep the others from being answered; one, since a
+    # tokenizer is not for several
+    tokenizing = ThreadPoolExecutor(1)
 
-    async def scored(sequences: list[TokenIds]) -> list[float]:
+    async def encode(key: str, queries: list[str], prompts: list[str | None]) -> list[TokenIds]:
+        def encode_all() -> list[TokenIds]:
+            sequences = []
+            for index, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
+                try:
+                    sequences.append(texts.encode(query, prompt))
+                except TextTooLong as reason:
+                    raise HTTPException(
+                        400, f"{key}.{index}: {reason}: send a shorter text"
+                    ) from None
+            return sequences
+
+        return await asyncio.get_running_loop().run_in_executor(tokenizing, encode_all)
+
+    async def scored(request: Request, sequences: list[TokenIds]) -> list[float]:
         try:
-            scores = queue.submit(sequences)
+            parts = queue.submit(sequences)
         except QueueFull as reason:
-            raise HTTPException(
-                503, f"{reason}: try again", headers={"Retry-After": str(RETRY_SECONDS)}
-            ) from None
+            raise HTTPException(503, f"{reason}: try again") from None
         try:
-            return await asyncio.wrap_future(scores)
+            return list(chain(*await results(request, parts)))
+        except ClientDisconnect:
+            raise HTTPException(400, "the client has gone") from None
         except Exception as failure:
             print(f"{model.name}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
             raise HTTPException(500, f"{type(failure).__name__}: {failure}") from None
 
     return app
+
+
+async def results(request: Request, parts: "list[Future[list[float]]]") -> list[list[float]]:
+    """Wait for all parts; cancel those that have not begun if the client goes or one fails."""
+    waiting = asyncio.gather(*map(asyncio.wrap_future, parts))
+    try:
+        while not (await asyncio.wait([waiting], timeout=POLL_SECONDS))[0]:
+            if await request.is_disconnected():
+                raise ClientDisconnect
+        return await waiting
+    finally:
+        waiting.cancel()
+        for part in parts:
+            part.cancel()
 
 
 async def read(request: Request, kind: type[Body], token: str | None) -> Body:
@@ -118,11 +145,9 @@ async def read(request: Request, kind: type[Body], token: str | None) -> Body:
     except ClientDisconnect:
         raise HTTPException(400, "the body is incomplete") from None
     try:
-        return kind.model_validate(json.loads(content))
+        return await asyncio.to_thread(kind.model_validate_json, content)
     except ValidationError as error:
         raise HTTPException(400, format_validation_errors(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the body is not JSON: {error}") from None
 
 
 async def read_bytes(request: Request) -> bytes:
@@ -151,7 +176,7 @@ def has_token(header: str, token: str) -> bool:
     if scheme.lower() == "basic":
         try:
             _, _, value = base64.b64decode(value, validate=True).decode().partition(":")
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return False
     elif scheme.lower() != "bearer":
         return False

@@ -8,9 +8,17 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, StrictStr, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
-MAX_TEXTS = 1024  # per request
+MAX_TEXTS = 1 << 14  # per request
 
 Texts = Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_TEXTS)]
 
@@ -24,7 +32,7 @@ class RewardRequest(BaseModel):
 
     query: Texts
     prompts: list[StrictStr | None] | None = None
-    ids: list[Any] | None = None
+    ids: list[StrictStr | StrictInt | None] | None = None
 
     @model_validator(mode="after")
     def _same_lengths(self) -> "RewardRequest":

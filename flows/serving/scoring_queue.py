@@ -1,7 +1,7 @@
 """Requests that wait for the reward model: one thread scores as many at once as fit into a batch.
 
-So requests that arrive while a batch is scored share the next one, and a single request waits for
-at most one batch.
+So requests that arrive while a batch is scored share the next one. A large request is scored in
+parts, between which others do not come, but it can be cancelled.
 """
 
 import math
@@ -26,7 +26,7 @@ class NotFinite(Exception):
 
 @dataclass
 class Waiting:
-    """A request's token sequences, and the future of their scores."""
+    """A request's token sequences, or a part of them, and the future of their scores."""
 
     sequences: list[TokenIds]
     scores: "Future[list[float]]" = field(default_factory=Future)
@@ -40,7 +40,7 @@ class ScoringQueue:
     """
     Args:
         score: scores sequences of tokens; only this queue's thread calls it.
-        batch_tokens: tokens of a batch; a request that has more is a batch of its own.
+        batch_tokens: tokens of a batch; a sequence that has more is a batch of its own.
         max_waiting_tokens: of requests that have not begun.
     """
 
@@ -52,22 +52,35 @@ class ScoringQueue:
         self.thread = Thread(target=self._run, name="scoring", daemon=True)
         self.thread.start()
 
-    def submit(self, sequences: list[TokenIds]) -> "Future[list[float]]":
-        """The scores, one per sequence. A future that is cancelled before its batch begins costs
-        nothing.
+    def submit(self, sequences: list[TokenIds]) -> "list[Future[list[float]]]":
+        """The scores in parts, one per sequence. A part that is cancelled before its batch begins
+        costs nothing.
 
         Raises:
             QueueFull: too many tokens wait already.
         """
-        request = Waiting(sequences)
+        parts = [Waiting(part) for part in self._split(sequences)]
+        tokens = sum(map(len, sequences))
         with self.changed:
-            waiting = sum(one.tokens for one in self.waiting)
+            waiting = sum(part.tokens for part in self.waiting)
             # a request that is larger than the limit is accepted if nothing else waits
-            if self.closed or (waiting and waiting + request.tokens > self.max_waiting_tokens):
+            if self.closed or (waiting and waiting + tokens > self.max_waiting_tokens):
                 raise QueueFull(f"{waiting} tokens wait")
-            self.waiting.append(request)
+            self.waiting += parts
             self.changed.notify()
-        return request.scores
+        return [part.scores for part in parts]
+
+    def _split(self, sequences: list[TokenIds]) -> list[list[TokenIds]]:
+        """Consecutive sequences of at most `batch_tokens`, or single ones that have more."""
+        parts: list[list[TokenIds]] = []
+        tokens = 0
+        for sequence in sequences:
+            if not parts or tokens + len(sequence) > self.batch_tokens:
+                parts.append([])
+                tokens = 0
+            parts[-1].append(sequence)
+            tokens += len(sequence)
+        return parts
 
     def close(self) -> None:
         """Score what waits, accept nothing more, and end the thread."""

@@ -14,12 +14,14 @@ from flows.serving.texts import Texts
 from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, stage_dir
+from stages.lib.core.params import Params
 from stages.lib.lm.loading import default_device, load_tokenizer, setup_torch
 from stages.lib.lm.packing import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.common.reward_server import TOKEN
 
-WAITING_BATCHES = 64  # before requests are refused with 503
+WAITING_BATCHES = 8  # before requests are refused with 503
+LENGTHS = 4  # a text may have this many times reward.max_length tokens: the model has seen no more
 CONNECTIONS = 256  # at once; further ones get 503
 
 
@@ -47,26 +49,29 @@ def serve(round_: str, host: str, port: int, allow_failed: bool) -> None:
     batch_tokens = CPU_BATCH_TOKENS if default_device().type == "cpu" else GPU_BATCH_TOKENS
     queue = ScoringQueue(scorer.tokens, batch_tokens, WAITING_BATCHES * batch_tokens)
     config = uvicorn.Config(
-        make_app(model, load_texts(tokenizer), queue, token),
+        make_app(model, load_texts(tokenizer, params), queue, token),
         access_log=False,
         log_level="warning",
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=30,
     )
     host, port = listener.getsockname()[:2]
-    print(f"{model.name}, gate {model.gate}: http://{host}:{port}/get_reward, /classify, /health")
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    print(f"{model.name}, gate {model.gate}: {address}/get_reward, /classify, /health")
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:  # uvicorn raises the signal again after it has answered the last requests
         queue.close()
 
 
-def load_texts(tokenizer: Any) -> Texts:
+def load_texts(tokenizer: Any, params: Params) -> Texts:
     """How texts become tokens of the project's base model."""
-    base, ends = ASSETS / "model", GenerationConfig.from_pretrained(ASSETS / "model").eos_token_id
+    base = ASSETS / "model"
+    ends = GenerationConfig.from_pretrained(base, local_files_only=True).eos_token_id
     config = AutoConfig.from_pretrained(base, local_files_only=True).get_text_config()
     end_texts = tokenizer.convert_ids_to_tokens([ends] if isinstance(ends, int) else ends)
-    return Texts(tokenizer, tuple(end_texts), config.max_position_embeddings)
+    max_tokens = min(LENGTHS * params.reward.max_length, config.max_position_embeddings)
+    return Texts(tokenizer, tuple(end_texts), max_tokens)
 
 
 def is_loopback(host: str) -> bool:
@@ -89,5 +94,6 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise BadInput(f"--host {host} --port {port}: {error.strerror}: choose another") from None
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"--host {host} --port {port}: {reason}: choose another") from None

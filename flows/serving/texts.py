@@ -6,16 +6,18 @@ from typing import Any
 from stages.lib.core.types import TokenIds
 from stages.lib.data.prompts import with_bos
 
+CHARACTERS_PER_TOKEN = 64  # at most; more are refused before they are tokenised
+
 
 class TextTooLong(Exception):
-    """A text has more tokens than the model has positions."""
+    """A text has more tokens than the limit."""
 
 
 @dataclass(frozen=True)
 class Texts:
     """
-    tokenizer: of the reward model. ends: texts of the tokens that end a response. max_tokens:
-    positions of the model.
+    tokenizer: of the reward model. ends: texts of the tokens that end a response. max_tokens: of a
+    text, EOS included.
     """
 
     tokenizer: Any
@@ -29,8 +31,11 @@ class Texts:
         that `query` does not begin with, the tokens at their border may differ from training.
 
         Raises:
-            TextTooLong: names the number of tokens.
+            TextTooLong: names the number of tokens, or of characters if these are too many to be
+                tokenised.
         """
+        if len(query) > CHARACTERS_PER_TOKEN * self.max_tokens:
+            raise TextTooLong(f"has {len(query)} characters, the limit is {self.max_tokens} tokens")
         query = self.without_ends(query)
         parts = [query]
         if prompt and query.startswith(prompt):
@@ -40,7 +45,7 @@ class Texts:
         ids[0] = with_bos(self.tokenizer, ids[0])
         tokens = [*(token for part in ids for token in part), self.tokenizer.eos_token_id]
         if len(tokens) > self.max_tokens:
-            raise TextTooLong(f"has {len(tokens)} tokens, the model takes {self.max_tokens}")
+            raise TextTooLong(f"has {len(tokens)} tokens, the limit is {self.max_tokens}")
         return tokens
 
     def without_ends(self, query: str) -> str:
@@ -48,9 +53,14 @@ class Texts:
 
         A chat template may end the assistant's turn with white space after the end token.
         """
-        pad = self.tokenizer.pad_token
-        while query.startswith(pad):
-            query = query.removeprefix(pad)
-        while end := next((e for e in (pad, *self.ends) if query.rstrip().endswith(e)), None):
-            query = query.rstrip().removesuffix(end)
-        return query
+        pad, start, end = self.tokenizer.pad_token, 0, len(query)
+        while query.startswith(pad, start):
+            start += len(pad)
+        while True:
+            before = end  # the end without white space
+            while before > start and query[before - 1].isspace():
+                before -= 1
+            token = next((e for e in (pad, *self.ends) if query.endswith(e, start, before)), None)
+            if token is None:
+                return query[start:end]
+            end = before - len(token)

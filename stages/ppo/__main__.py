@@ -30,6 +30,7 @@ from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
 from stages.ppo.common.resume import run_identity
+from stages.ppo.common.reward_results import SERVED
 from stages.ppo.common.reward_server import check_served_model
 from stages.ppo.trainer.loop import TrainingRun
 from stages.ppo.trainer.roles import load_roles
@@ -70,9 +71,11 @@ def main(params: Params, round_: str) -> None:
     champion = load_start(round_)
     start = champion.policy if champion else None
     started = [start] if start else []
-    if params.ppo.reward_url:
-        check_served_model(params.ppo.reward_url, reward / "model")
+    url = params.ppo.reward_url
+    served_model = check_served_model(url, reward / "model") if url else None
     roles = load_roles(params, sft / "model", reward / "model", start)
+    if served_model:
+        roles.rewards.expect_model(SERVED, served_model)
     for stage in (sft, reward):
         check_template(stage / "manifest.json", roles.tokenizer, params.prepare.prompt_format)
 

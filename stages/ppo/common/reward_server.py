@@ -73,7 +73,10 @@ class RewardServer:
             response.raise_for_status()
             reply = response.json()
         except requests.RequestException as error:  # also of a reply that is not JSON
-            return all_failed(len(inputs.texts), f"{self.url}, {TRIES} tries at most: {error}")
+            reason = f"{self.url}, {TRIES} tries at most: {error}"
+            if error.response is not None:  # the server's own words
+                reason += f": {error.response.text[:200]}"
+            return all_failed(len(inputs.texts), reason)
         if not isinstance(reply, dict) or "rewards" not in reply:
             return all_failed(len(inputs.texts), f"{self.url}: the reply has no key `rewards`")
         self.check_model(reply.get("model"))
@@ -111,8 +114,11 @@ class RewardServer:
             )
 
 
-def check_served_model(url: str, folder: Path) -> None:
+def check_served_model(url: str, folder: Path) -> str:
     """Check that `rondo serve-reward` has the reward model of this round.
+
+    Returns:
+        What each of its replies has to state as the model.
 
     Raises:
         BadInput: it has another one.
@@ -121,7 +127,8 @@ def check_served_model(url: str, folder: Path) -> None:
     try:
         response = retrying_session(url).get(f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS)
         response.raise_for_status()
-        served = response.json()["sha256"]
+        health = response.json()
+        served, model = health["sha256"], str(health["model"])
     except (requests.RequestException, TypeError, KeyError) as error:
         raise Unreachable(
             f"ppo.reward_url {url}: no answer of `rondo serve-reward` there: {error!r}"
@@ -131,3 +138,4 @@ def check_served_model(url: str, folder: Path) -> None:
             f"ppo.reward_url {url} serves another model (sha256 {served}) than {folder} "
             f"({file_hash(folder)}): start `rondo serve-reward` for this round"
         )
+    return model

@@ -118,6 +118,12 @@ class Rewards:
             free_length=ppo.free_length,
         )
 
+    def expect_model(self, name: str, model: str) -> None:
+        """Refuse all replies of a server that state another model."""
+        source = self.sources[name]
+        assert isinstance(source, RewardServer)
+        source.models = [model]
+
     def state(self) -> StateDict:
         """The models that the servers stated, by the name of the reward, for `load_state`."""
         return {

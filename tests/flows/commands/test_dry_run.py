@@ -61,6 +61,7 @@ def change_params() -> None:
         (["evaluate.samples_per_prompt=3"], None),
         (["gates.sft.loss_drop=0.05"], None),
         (["sft.lora.r=8", "evaluate.tie_margin=0.1"], None),
+        (["sft.learning_rate=5e-05"], None),
         (["prepare.sources=[{path: mine.jsonl}]", "assets.data=files"], None),
     ],
 )
@@ -89,7 +90,7 @@ def test_a_changed_setting_is_printed_with_what_would_run_and_nothing_is_written
     assert lines[:2] == ["params.yaml would change:", "  evaluate.samples_per_prompt 2 -> 3"]
     assert any(line.startswith("to do: 1 of 5 stages of 1 round(s)") for line in lines)
     assert any(line.startswith("estimate: ") for line in lines)
-    assert lines[-2:] == ["would run: evaluate@r0", "nothing was run or written"]
+    assert lines[-2:] == ["would run: evaluate@r0", "nothing was run"]
     assert state_of(finished_project) == before and git("status", "--porcelain") == status
 
 
@@ -106,6 +107,24 @@ def test_a_new_round_runs_whole_and_the_ended_one_not(finished_project, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert f"would run: {', '.join(stages)}" in lines and "  seed 0 -> 4" in lines
     assert not Path("rounds/r1").exists()
+
+
+def test_a_small_rate_that_dvc_has_recorded_is_no_change(finished_project):
+    """DVC writes 5e-05, which YAML 1.1 takes for a text."""
+    params = resolve(settings=["sft.learning_rate=5e-05"])
+    history.write(params, [])
+    for address in dvc_stages.stage_order(["r0"]):
+        dvc_stages.run(address, print)
+    assert "learning_rate: 5e-05" in Path("dvc.lock").read_text()
+    assert stages_that_would_run(resolve(), addresses_of(resolve())) == set()
+
+
+def test_an_ended_round_that_runs_again_takes_the_later_ones_with_it(finished_project):
+    r0, r1 = (f"{name}@{{}}" for name in ("sft", "evaluate")), "sft@r1"
+    params = resolve(number=2)
+    history.write(params.model_copy(update={"rounds": {"r1": params.rounds["r1"]}}), ["r0"])
+    named = stages_that_would_run(params, addresses_of(params))
+    assert {name.format("r0") for name in r0} <= named and r1 in named
 
 
 def test_what_a_run_would_refuse_is_refused(finished_project, capsys):

@@ -75,11 +75,11 @@ def scorer(models, params, monkeypatch) -> RewardScorer:
 
 @contextmanager
 def serving(
-    model: ServedModel, queue: ScoringQueue, tokenizer: Any, **options: Any
+    model: ServedModel, queue: ScoringQueue, scorer: RewardScorer, **options: Any
 ) -> Iterator[str]:
     """A server of the queue's reward model; gives its address."""
     listener = listen("127.0.0.1", 0)
-    app = make_app(model, load_texts(tokenizer), queue, **options)
+    app = make_app(model, load_texts(scorer.tokenizer, scorer.params), queue, **options)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
@@ -103,7 +103,7 @@ def serve(scorer, queues) -> Iterator[Callable[..., str]]:
 
         def start(score: Score = scorer.tokens, waiting: int = 10**6, **options: Any) -> str:
             queues.append(ScoringQueue(score, 4096, waiting))
-            server = serving(MODEL, queues[-1], scorer.tokenizer, **options)
+            server = serving(MODEL, queues[-1], scorer, **options)
             return servers.enter_context(server)
 
         yield start

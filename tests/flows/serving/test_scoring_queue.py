@@ -21,6 +21,11 @@ class Model:
         return [float(sum(sequence)) for sequence in sequences]
 
 
+def scores(parts) -> list[float]:
+    """The scores of a request."""
+    return [score for part in parts for score in part.result(60)]
+
+
 @pytest.fixture
 def model() -> Model:
     return Model()
@@ -39,15 +44,17 @@ def test_waiting_requests_share_batches_of_at_most_batch_tokens(queue, model):
     model.started.wait(60)
     others = [queue.submit(sequences) for sequences in ([[1, 2], [3]], [[4, 5, 6]], [[7]], [[8]])]
     model.go_on.set()
-    assert first.result(60) == [1.0]
-    assert [other.result(60) for other in others] == [[3.0, 3.0], [15.0], [7.0], [8.0]]
+    assert scores(first) == [1.0]
+    assert [scores(other) for other in others] == [[3.0, 3.0], [15.0], [7.0], [8.0]]
     # 3 + 3 tokens fit, a seventh does not
     assert model.batches == [[[1]], [[1, 2], [3], [4, 5, 6]], [[7], [8]]]
 
 
-def test_a_request_that_is_larger_than_a_batch_is_scored_alone(queue, model):
+def test_a_request_that_is_larger_than_a_batch_is_scored_in_parts(queue, model):
     model.go_on.set()
-    assert queue.submit([[1] * 5, [2] * 5]).result(60) == [5.0, 10.0]
+    sequences = [[1] * 3, [2] * 3, [3] * 8, [4]]
+    assert scores(queue.submit(sequences)) == [3.0, 6.0, 24.0, 4.0]
+    assert model.batches == [sequences[:2], sequences[2:3], sequences[3:]]
 
 
 def test_a_full_queue_refuses_unless_nothing_waits(queue, model):
@@ -57,8 +64,8 @@ def test_a_full_queue_refuses_unless_nothing_waits(queue, model):
     with pytest.raises(QueueFull, match="50 tokens wait"):
         queue.submit([[1]])
     model.go_on.set()
-    assert large.result(60) == [50.0]
-    assert queue.submit([[2]]).result(60) == [2.0]
+    assert scores(large) == [50.0]
+    assert scores(queue.submit([[2]])) == [2.0]
 
 
 def test_a_queue_takes_requests_up_to_its_limit(queue, model):
@@ -70,13 +77,13 @@ def test_a_queue_takes_requests_up_to_its_limit(queue, model):
         queue.submit([[1]])
 
 
-def test_a_cancelled_request_is_not_scored(queue, model):
+def test_a_cancelled_part_is_not_scored(queue, model):
     queue.submit([[1]])
     model.started.wait(60)
-    gone, stays = queue.submit([[2]]), queue.submit([[3]])
+    [gone], stays = queue.submit([[2]]), queue.submit([[3]])
     assert gone.cancel()
     model.go_on.set()
-    assert stays.result(60) == [3.0]
+    assert scores(stays) == [3.0]
     assert model.batches[1:] == [[[3]]]
 
 
@@ -91,9 +98,9 @@ def test_only_the_request_whose_score_is_not_finite_fails():
     queue = ScoringQueue(score, 100, 100)
     queue.submit([[0]])
     started.wait(60)
-    bad, good = queue.submit([[1], [2]]), queue.submit([[3]])
+    [bad], good = queue.submit([[1], [2]]), queue.submit([[3]])
     go_on.set()
-    assert good.result(60) == [1.0]
+    assert scores(good) == [1.0]
     assert isinstance(bad.exception(60), NotFinite)
     queue.close()
 
@@ -102,6 +109,6 @@ def test_closing_scores_what_waits_and_accepts_nothing_more(queue, model):
     waiting = [queue.submit([[1]]), queue.submit([[2] * 6])]
     model.go_on.set()
     queue.close()
-    assert [one.result(0) for one in waiting] == [[1.0], [12.0]]
+    assert [scores(one) for one in waiting] == [[1.0], [12.0]]
     with pytest.raises(QueueFull):
         queue.submit([[1]])

@@ -9,10 +9,11 @@ import httpx
 import pytest
 import yaml
 
+from flows import cli
 from flows.serving.server import TOKEN
 from stages.lib.core.params.data import rounds
 from tests.flows.serving.conftest import make_judged_project, repro
-from tests.servers import rondo, start_rondo
+from tests.servers import start_rondo
 from tests.stages.gate.test_gate import BATTERY
 
 
@@ -46,24 +47,24 @@ def test_the_command_serves_until_a_signal(project, scorer, monkeypatch):
     assert (server.returncode, errors) == (130, "rondo: stopped\n")
 
 
-def ends(project: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and error of a server that does not start."""
-    ended = rondo(project, "serve-reward", *arguments)
-    return ended.returncode, ended.stderr
+def test_what_keeps_the_server_from_starting_is_named(project, capsys):
+    def ends(*arguments: str) -> tuple[int, str]:
+        """Exit code and error of a server that does not start."""
+        return cli.exit_code(["serve-reward", *arguments]), capsys.readouterr().err
 
-
-def test_what_keeps_the_server_from_starting_is_named(project):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        code, output = ends(project, "r0", "--port", port)
+        code, output = ends("r0", "--port", port)
     assert code == 2 and f"--port {port}: Address already in use" in output
-    code, output = ends(project, "r0", "--host", "0.0.0.0")
+    code, output = ends("r0", "--port", "70000")
+    assert code == 2 and "--port 70000: bind(): port must be 0-65535" in output
+    code, output = ends("r0", "--host", "0.0.0.0")
     assert (
         code == 2 and f"other machines may connect, so requests need a token: set {TOKEN}" in output
     )
-    code, output = ends(project, "r7")
+    code, output = ends("r7")
     assert code == 2 and "r7" in output
     Path("battery.json").write_text(json.dumps(BATTERY | {"worst_flip": 0.5}))
     repro(project)
-    code, output = ends(project, "r0")
+    code, output = ends("r0")
     assert code == 3 and "battery.worst_flip 0.5, wanted <= 0.2" in output

@@ -60,5 +60,11 @@ def test_an_empty_response_is_one_eos(tokenizer):
 def test_a_text_of_as_many_tokens_as_the_model_has_positions_fits(tokenizer):
     number = len(texts_of(tokenizer).encode("The day was good.", None))
     assert len(texts_of(tokenizer, number).encode("The day was good.", None)) == number
-    with pytest.raises(TextTooLong, match=f"has {number} tokens, the model takes {number - 1}"):
+    with pytest.raises(TextTooLong, match=f"has {number} tokens, the limit is {number - 1}"):
         texts_of(tokenizer, number - 1).encode("The day was good.", None)
+
+
+def test_much_padding_is_removed_in_linear_time(tokenizer):
+    texts = texts_of(tokenizer, 10**6)
+    pad = tokenizer.pad_token * 200_000
+    assert texts.without_ends(f"{pad}The day{pad}") == "The day"

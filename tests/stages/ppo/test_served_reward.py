@@ -15,6 +15,7 @@ from stages.lib.data.rollouts import read_rollouts
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main as ppo
+from stages.ppo.common import reward_server
 from stages.ppo.trainer import roles
 from tests.flows.serving.conftest import serving
 from tests.servers import NOWHERE
@@ -51,7 +52,7 @@ def service(local) -> Service:
 def url(service) -> Iterator[str]:
     served = ServedModel("reward@r0", str(FOLDER), file_hash(FOLDER), None, None, "passed", [])
     queue = ScoringQueue(service, 4096, 10**6)
-    with serving(served, queue, service.scorer.tokenizer) as address:
+    with serving(served, queue, service.scorer) as address:
         yield address
 
 
@@ -88,6 +89,17 @@ def test_another_model_behind_the_address_is_refused(local, url):
         ppo(with_url(local, url), "r0")
 
 
+def test_another_model_after_the_check_is_refused(local, service, url, monkeypatch):
+    """The service is started anew with another model before the first rollout."""
+    queue = ScoringQueue(service, 4096, 10**6)
+    other = ServedModel("reward@r9", str(FOLDER), "ab12", None, None, "passed", [])
+    health = reward_server.check_served_model(url, FOLDER)
+    with serving(other, queue, service.scorer) as address:
+        monkeypatch.setattr("stages.ppo.__main__.check_served_model", lambda *_: health)
+        with pytest.raises(RewardsFailed, match=r"ppo\.reward_url: .* now states reward@r9"):
+            ppo(with_url(local, address), "r0")
+
+
 @pytest.mark.parametrize("path", ["", "/get_reward"])
 def test_no_service_at_the_address_is_named(local, url, path, monkeypatch):
     monkeypatch.setattr("stages.ppo.common.reward_server.BACKOFF_SECONDS", 0.0)
@@ -116,8 +128,8 @@ def test_the_token_goes_to_the_servers_that_pyproject_lists(local, service, monk
     queue = ScoringQueue(service, 4096, 10**6)
     monkeypatch.setenv("RONDO_REWARD_TOKEN", "secret")
     monkeypatch.setattr("stages.ppo.common.reward_server.BACKOFF_SECONDS", 0.0)
-    with serving(served, queue, service.scorer.tokenizer, token="secret") as url:
-        with pytest.raises(RewardsFailed, match="401"):
+    with serving(served, queue, service.scorer, token="secret") as url:
+        with pytest.raises(RewardsFailed, match=r"401.*the token is missing or wrong"):
             ppo(with_url(local, url), "r0")
         Path("pyproject.toml").write_text(
             f'[tool.rondo.api_keys]\nRONDO_REWARD_TOKEN = ["{url}"]\n'
