@@ -244,16 +244,18 @@ def run(options: argparse.Namespace) -> int:
         if any(others) or options.preset != KEEP:
             raise BadInput("--continue RUN takes no other options: the run has its own settings")
         return continue_run(options.interrupted)
-    start = dry_run if options.dry_run else run_rounds
-    return start(options.preset, options.rounds, options.set, options.isolated, options.rerun)
+    if options.dry_run:
+        return dry_run(options.preset, options.rounds, options.set, options.rerun)
+    return run_rounds(options.preset, options.rounds, options.set, options.isolated, options.rerun)
 
 
 def next_round(options: argparse.Namespace) -> int:
     from flows.commands.dry_run import dry_next_round
     from flows.commands.run import run_next_round
 
-    start = dry_next_round if options.dry_run else run_next_round
-    return start(options.set, options.isolated)
+    if options.dry_run:
+        return dry_next_round(options.set)
+    return run_next_round(options.set, options.isolated)
 
 
 def up(_: argparse.Namespace) -> int:

@@ -15,14 +15,8 @@ from stages.lib.core.params import PARAMS_FILE, Params
 from stages.lib.core.user_inputs import INPUTS, input_hashes, recorded_hashes
 
 
-def dry_run(
-    preset: str, rounds: int | None, settings: list[str], isolated: bool, rerun: list[str]
-) -> int:
+def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[str]) -> int:
     """Print it for `rondo run`, whose arguments these are; returns the exit code.
-
-    Args:
-        isolated: makes no difference, except that such a run restores from DVC's cache what is up
-            to date here.
 
     Raises:
         BadInput: as a run would raise it before it starts.
@@ -35,9 +29,9 @@ def dry_run(
     return 0
 
 
-def dry_next_round(settings: list[str], isolated: bool) -> int:
+def dry_next_round(settings: list[str]) -> int:
     """`dry_run` for `rondo next-round`."""
-    return dry_run(KEEP, one_more_round(), settings, isolated, [])
+    return dry_run(KEEP, one_more_round(), settings, [])
 
 
 def plan(params: Params, ended: list[str]) -> Iterator[str]:
