@@ -54,14 +54,14 @@ def exit_code(arguments: list[str] | None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    from flows.commands import serve_reward as service
     from flows.commands.badcases import add_commands as add_badcases
-    from flows.commands.serve_reward import add_command as add_serve_reward
 
     about = "RLHF in rounds: SFT, reward model, PPO, evaluation, badcase replay."
     top = argparse.ArgumentParser(prog="rondo", description=about, epilog=EXIT_CODES)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_run_commands(commands)
-    add_serve_reward(commands)
+    service.add_arguments(add_command(commands, "serve-reward", service.ABOUT))
     add_approve(commands)
     add_badcases(commands)
     add_promote(commands)

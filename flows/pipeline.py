@@ -36,7 +36,7 @@ from flows.core.form_limits import check_form
 from flows.core.git import revision
 from flows.core.run_locks import hold_run_lock
 from flows.core.services import HOME, LogLine
-from flows.execution import dvc_stages, energy, estimate, fork_server, history, inputs, machine
+from flows.execution import dvc_stages, energy, fork_server, history, inputs, needs
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, retries
 from flows.orchestration.decisions import (
@@ -273,16 +273,7 @@ def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
     with progress(dvc_stages.DVC_COMPARES):
         addresses = dvc_stages.stage_order(list(params.rounds))
         todo = dvc_stages.not_up_to_date(addresses)
-    disk_needed = estimate.disk_bytes(params, todo)
-    estimate.check_disk(disk_needed, todo)
-    here = sizes = None
-    with bookkeeping("the measurement of this machine", log):
-        here = machine.measure() if todo else None
-    if here:
-        sizes = estimate.check_memory(params, todo, here)
-    with bookkeeping("the estimate of time", log):
-        for line in estimate.report(params, addresses, todo, disk_needed, here, sizes):
-            log(line)
+    needs.check(params, addresses, todo, log)
     return addresses, todo
 
 

@@ -2,26 +2,24 @@
 
 import argparse
 
+from flows.core.services import HOST
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    about = (
-        "serve a round's reward model over HTTP until Ctrl-C, as OpenRLHF's /get_reward and vLLM's "
-        "/classify"
+ABOUT = (
+    "serve a round's reward model over HTTP until Ctrl-C, as OpenRLHF's /get_reward and vLLM's "
+    "/classify"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Environment variable: RONDO_REWARD_TOKEN, a token that requests then have to send."
     )
-    service = commands.add_parser(
-        "serve-reward",
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        epilog="Environment variable: RONDO_REWARD_TOKEN, a token that requests then have to send.",
+    parser.add_argument("round", metavar="ROUND", help="the round, e.g. r0")
+    parser.add_argument(
+        "--host", default=HOST, help=f"address of this machine to listen on; default: {HOST}"
     )
-    service.add_argument("round", metavar="ROUND", help="the round, e.g. r0")
-    service.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address of this machine to listen on; default: 127.0.0.1",
-    )
-    service.add_argument("--port", type=int, default=8100, help="default: 8100; 0: any free port")
-    service.add_argument(
+    parser.add_argument("--port", type=int, default=8100, help="default: 8100; 0: any free port")
+    parser.add_argument(
         "--allow-failed",
         action="store_true",
         help="also serve a model that its gate has not passed",

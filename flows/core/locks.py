@@ -1,6 +1,5 @@
 """The entries of dvc.lock: for each stage its params, and its deps and outs with their md5."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,15 +43,5 @@ def digest_of(path: str, known: Mapping[str, str]) -> str:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
-    return dict(yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)["stages"])
-
-
-class Loader(yaml.CSafeLoader):
-    """libyaml's parser, since each stage of a run reads this file. It takes DVC's 1e-05 for the
-    number that it is.
-    """
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
-)
+    # libyaml's parser: each stage of a run reads this file
+    return dict(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["stages"])

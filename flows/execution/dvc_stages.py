@@ -126,11 +126,16 @@ def not_up_to_date(addresses: list[str]) -> set[str]:
     A dependent stage may be skipped later: if the stage before it reproduces equal outputs, it has
     nothing to do.
     """
-    import networkx
-
     with open_repo() as repo:
         # with targets, DVC would read dvc.yaml and dvc.lock once per target
         changed, graph = set(repo.status()) - {INPUTS}, order_graph(repo)
+    return with_dependents(addresses, changed, graph)
+
+
+def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[str]:
+    """Those of `addresses` that are in `changed`, or that depend on one that is (`order_graph`)."""
+    import networkx
+
     return {
         address
         for address in addresses

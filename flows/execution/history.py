@@ -141,7 +141,7 @@ def write(params: Params, ended: list[str]) -> list[str]:
     if again:
         for name in again:
             if name in params.rounds:
-                locks |= _read_entries(lock_path(name))
+                locks |= read_entries(lock_path(name))
         _write_entries(LOCK, locks)
         for name in again:
             data_path(name).unlink(missing_ok=True)
@@ -196,7 +196,7 @@ def _track_as_data(ended: list[str], locks: Locks) -> None:
     """
     for name in ended:
         if not data_path(name).exists():
-            entries = _read_entries(lock_path(name)).values()
+            entries = read_entries(lock_path(name)).values()
             outs = [out for entry in entries for out in entry.get("outs", [])]
             # git tracks them; `dvc metrics show` finds them in a dvc.yaml
             metrics = [out for out in outs if Path(out["path"]).name == METRICS]
@@ -230,7 +230,7 @@ def _read_locks() -> Locks:
     """The entries of dvc.lock, without those of promotion gates that have failed since: DVC leaves
     the entry of the last time that the gate passed, with the settings of that run.
     """
-    locks = _read_entries(LOCK)
+    locks = read_entries(LOCK)
     outputs = _outputs(locks)
     return {
         address: lock
@@ -239,7 +239,7 @@ def _read_locks() -> Locks:
     }
 
 
-def _read_entries(path: Path) -> Locks:
+def read_entries(path: Path) -> Locks:
     """The entries of dvc.lock, or of the part of it that an ended round has."""
     return dict(_read_yaml(path)["stages"]) if path.exists() else {}
 

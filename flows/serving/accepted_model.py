@@ -1,9 +1,8 @@
 """The reward model to serve: that of a round which passes its reward gate with these very files."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import md5
 from pathlib import Path
-from typing import Any
 
 from flows.core.locks import read_lock
 from flows.execution.dvc_stages import open_repo
@@ -33,9 +32,6 @@ class ServedModel:
     template_hash: str | None
     gate: str
     failed: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_model(params: Params, round_: str, allow_failed: bool = False) -> ServedModel:

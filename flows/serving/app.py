@@ -10,6 +10,7 @@ import base64
 import secrets
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -62,7 +63,7 @@ def make_app(
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": identity, **model.as_dict()}
+        return {"status": "ok", "model": identity, **asdict(model)}
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def make_app(
             return list(chain(*await results(request, parts)))
         except ClientDisconnect:
             raise HTTPException(400, "the client has gone") from None
-        except Exception as failure:
+        except Exception as failure:  # whatever the model raises: the server goes on
             print(f"{model.name}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
             raise HTTPException(500, f"{type(failure).__name__}: {failure}") from None
 

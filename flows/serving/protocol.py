@@ -3,7 +3,6 @@
 Unknown keys are ignored, as engines send more of them with each version.
 """
 
-import math
 import time
 import uuid
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from pydantic import (
     StrictStr,
     model_validator,
 )
+from scipy.special import expit
 
 MAX_TEXTS = 1 << 14  # per request
 
@@ -60,7 +60,7 @@ class ClassifyRequest(BaseModel):
     )
 
     def reply(self, scores: list[float], model: str, tokens: int) -> dict[str, Any]:
-        values = scores if self.use_activation is False else [sigmoid(score) for score in scores]
+        values = scores if self.use_activation is False else expit(scores).tolist()
         return {
             "id": f"classify-{uuid.uuid4().hex}",
             "object": "list",
@@ -72,11 +72,3 @@ class ClassifyRequest(BaseModel):
             ],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
         }
-
-
-def sigmoid(score: float) -> float:
-    """
-    >>> sigmoid(0.0), round(sigmoid(-800.0), 3)
-    (0.5, 0.0)
-    """
-    return 0.5 * (1 + math.tanh(score / 2))

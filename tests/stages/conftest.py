@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from stages.lib.core.params import Params, check_params
+from tests.tokenizers import make_bos_tokenizer
 
 SMALL = {
     "assets": {"model": "tiny"},
@@ -50,16 +50,7 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def bos_tokenizer() -> Any:
-    """A tokenizer that begins texts with BOS, as that of Llama 3; its chat template does not."""
-    from stages.assets.base_model import tiny_tokenizer
-
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
-    bos = ("<|begin|>", tokenizer.bos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|begin|> $A", special_tokens=[bos]
-    )
-    return tokenizer
+    return make_bos_tokenizer()
 
 
 def write_data(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def find(policy: str = "block", allow_failed: bool = False) -> ServedModel:
 
 
 def test_a_model_that_passes_is_served_with_its_lineage(project):
-    assert find().as_dict() == {
+    assert asdict(find()) == {
         "name": "reward@r0",
         "folder": str(MODEL),
         "sha256": file_hash(MODEL),

@@ -1,10 +1,10 @@
 """The tokens of texts that engines send."""
 
 import pytest
-from tokenizers.processors import TemplateProcessing
 
 from flows.serving.texts import Texts, TextTooLong
 from stages.assets.base_model import tiny_tokenizer
+from tests.tokenizers import make_bos_tokenizer
 
 
 @pytest.fixture
@@ -27,15 +27,12 @@ def test_prompt_and_response_are_tokenised_apart_if_the_query_begins_with_the_pr
         assert texts.encode("The day", prompt) == together
 
 
-def test_a_text_begins_with_one_bos_if_the_model_begins_texts_so(tokenizer):
-    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
-    bos = ("<|begin|>", tokenizer.bos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|begin|> $A", special_tokens=[bos]
-    )
+def test_a_text_begins_with_one_bos_if_the_model_begins_texts_so():
+    tokenizer = make_bos_tokenizer()
+    bos = tokenizer.bos_token_id
     texts = texts_of(tokenizer)
     expected = [*tokenizer("The day").input_ids, tokenizer.eos_token_id]
-    assert expected[0] == bos[1] and expected.count(bos[1]) == 1
+    assert expected[0] == bos and expected.count(bos) == 1
     for text in ("The day", "<|begin|>The day"):
         assert texts.encode(text, None) == expected
 
