@@ -18,7 +18,7 @@ JUDGED = ("reward", "battery")  # stages whose metrics the gate reads
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What clients are told of the model.
+    """What `/health` states of the model.
 
     name: `reward@r0`. sha256: of its files. started_from: the model that its training started from.
     template_hash: of how prompts are rendered and tokenised. gate: `passed`, `approved by NAME`,

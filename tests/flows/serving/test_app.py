@@ -165,7 +165,7 @@ def test_a_wrong_path_or_method_names_the_right_ones(serve):
         assert "POST to /get_reward or /classify" in error(response)[1]
 
 
-def test_a_token_is_asked_for_if_there_is_one(serve):
+def test_a_token_is_required_if_there_is_one(serve):
     url = serve(token="secret")
     for path, body in (("get_reward", {"query": QUERY}), ("classify", {"input": QUERY})):
         for header in (b"", b"Bearer wrong", b"Basic secret", b"Basic \xe9", b"Bearer \xe9"):
@@ -211,7 +211,7 @@ def test_a_slow_client_is_turned_away_and_others_are_served(serve, monkeypatch):
     assert httpx.post(f"{url}/get_reward", json={"query": QUERY}).status_code == 200
 
 
-def test_requests_beyond_the_queue_are_told_to_retry(serve, scorer, queues):
+def test_requests_beyond_the_queue_get_503(serve, scorer, queues):
     started, go_on = threading.Event(), threading.Event()
 
     def slow(sequences):
