@@ -1,4 +1,4 @@
-"""PPO without a reward model of its own: the scores are those of `rondo serve-reward` (`ppo.reward_url`)."""
+"""PPO without a reward model of its own: `rondo serve-reward` has it (`ppo.reward_url`)."""
 
 from collections.abc import Iterator
 from pathlib import Path
