@@ -93,7 +93,11 @@ class TokenDpoTrainer(DPOTrainer):
 
 
 def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list[TokenizedPair]:
-    """Pairs for TRL, without the pairs of held-out prompts, which validate the policy.
+    """Pairs for TRL, as the policy could have sampled them: at most `ppo.response_length` tokens,
+    without EOS if cut.
+
+    Left out are pairs of held-out prompts, which validate the policy, and pairs that would teach
+    the policy not to end: only their chosen response is cut.
 
     Raises:
         BadInput: no pair is left.
@@ -107,15 +111,23 @@ def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list
             f"all {len(rows)} pairs are of held-out prompts: lower ppo.validation_prompts, "
             "or add pairs"
         )
-    pairs = tokenize_fitting(context.tokenizer, training_rows, SIDES, params, "reward")
-    return [
+    fitting = tokenize_fitting(context.tokenizer, training_rows, SIDES, params, "reward")
+    limit = params.ppo.response_length
+    pairs: list[TokenizedPair] = [
         {
             "prompt_ids": prompt,
-            "chosen_ids": chosen,
-            "rejected_ids": rejected,
-            "length": len(prompt) + max(len(chosen), len(rejected)),
+            "chosen_ids": chosen[:limit],
+            "rejected_ids": rejected[:limit],
+            "length": len(prompt) + min(limit, max(len(chosen), len(rejected))),
         }
         for prompt, chosen, rejected in zip(
-            pairs.prompts, *(pairs.responses[side] for side in SIDES), strict=True
+            fitting.prompts, *(fitting.responses[side] for side in SIDES), strict=True
         )
+        if len(chosen) <= limit or len(rejected) > limit
     ]
+    if not pairs:
+        raise BadInput(
+            f"in all {len(fitting.rows)} pairs, the chosen response is longer than "
+            f"ppo.response_length ({limit} tokens with EOS) and the rejected one is not: raise it"
+        )
+    return pairs

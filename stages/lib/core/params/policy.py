@@ -42,7 +42,7 @@ class DpoParams(OfflineParams):
         description="KL regularisation: the higher, the closer the policy stays to SFT.",
     )
     loss_type: list[DpoLoss] = Field(
-        [DpoLoss.sigmoid, DpoLoss.sft],
+        [DpoLoss.sigmoid],
         min_length=1,
         description="Losses that are added, by TRL's names: `sigmoid` is DPO's, `sigmoid_norm` "
         "divides by the lengths of the responses, `sft` is the loss on the chosen response.",

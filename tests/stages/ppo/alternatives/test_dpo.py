@@ -8,6 +8,7 @@ import pytest
 import torch
 from trl.trainer import utils as trl_utils
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params.policy import DpoParams
 from stages.lib.data.splits import prompt_key
@@ -81,6 +82,35 @@ def test_pairs_have_no_held_out_prompts_and_are_tokenised_as_in_other_stages(mak
         assert pair["prompt_ids"] == ids(row["prompt"])
         assert pair["chosen_ids"] == [*ids(row["chosen"]), eos]
         assert pair["rejected_ids"] == [*ids(row["rejected"]), eos]
+
+
+def test_pairs_are_as_long_as_samples_and_never_prefer_no_end_to_an_end(make_params):
+    """Each response is short or long, and each pair has another combination."""
+    context = load(make_params("dpo", response_length=8), "r0")
+    short, long = " was good", " was good" * 9
+    rows = [
+        {"id": "", "prompt": "New", "chosen": chosen, "rejected": rejected}
+        for chosen in (short, long)
+        for rejected in (short, long)
+    ]
+    tokens = context.tokenizer([short, long], add_special_tokens=False).input_ids
+    ended, cut = [*tokens[0], context.tokenizer.eos_token_id], tokens[1][:8]
+    assert len(ended) <= 8 < len(tokens[1])
+    pairs = tokenise_pairs(rows, context)
+    assert [(pair["chosen_ids"], pair["rejected_ids"]) for pair in pairs] == [
+        (ended, ended),
+        (ended, cut),
+        (cut, cut),
+    ]
+    prompt = pairs[0]["prompt_ids"]
+    assert [pair["length"] - len(prompt) for pair in pairs] == [len(ended), 8, 8]
+
+
+def test_pairs_that_all_prefer_no_end_are_refused(make_params):
+    context = load(make_params("dpo", response_length=8), "r0")
+    row = {"id": "1", "prompt": "New", "chosen": " was good" * 9, "rejected": "."}
+    with pytest.raises(BadInput, match=r"all 1 pairs.*ppo\.response_length \(8 tokens"):
+        tokenise_pairs([row], context)
 
 
 @pytest.mark.parametrize(
