@@ -37,7 +37,7 @@ from stages.lib.core.params.policy import (
     PpoParams,
     RlooParams,
 )
-from stages.lib.core.params.shared import ModelParams, ParamsSection
+from stages.lib.core.params.shared import LauncherParams, ModelParams, ParamsSection
 from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
@@ -65,6 +65,7 @@ class Sections(ParamsSection):
     assets: AssetsParams | None = None
     prepare: PrepareParams | None = None
     model: ModelParams | None = None
+    launcher: LauncherParams | None = None
     sft: SftParams | None = None
     annotate: AnnotateParams | None = None
     reward: RewardParams | None = None

@@ -209,7 +209,10 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
     if annotate.annotator is Annotator.judge or annotate.revisions:
         rows = annotate.prompts * annotate.samples + annotate.revisions
         held["annotate"] = model.weights + primary + answers(rows)
-    return {stage: LIBRARIES[model.device] + size for stage, size in held.items()}
+    held = {stage: LIBRARIES[model.device] + size for stage, size in held.items()}
+    if model.device == "cpu":  # where all processes share the memory
+        held["ppo"] *= params.policy_processes
+    return held
 
 
 def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float) -> float:
@@ -268,9 +271,10 @@ def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
 
 def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: float) -> float:
     ppo = params.ppo
+    own = -(-ppo.batch_size // params.policy_processes)  # of one process
     batch, micro = (
         lengths.prompts.random(rows, ppo.response_length + 1)
-        for rows in (ppo.batch_size, ppo.micro_batch_size)
+        for rows in (own, min(ppo.micro_batch_size, own))
     )
     critic, recompute = ppo.critic is Critic.reward, ppo.gradient_checkpointing
     # the states below the adapters of policy and critic, of all episodes
@@ -280,8 +284,9 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
     frozen = model.weights if critic and not ppo.critic_lora.r else 0.0
     passes = [ppo.lora, *([ppo.critic_lora] if critic else [])]
     kept = [model.kept(micro, lora, recompute) for lora in passes]
-    # if a micro-batch is the whole rollout, its passes serve the first step: both are kept
-    activations = sum(kept) if ppo.micro_batch_size == ppo.batch_size else max(kept)
+    # if a micro-batch is all of them, its passes serve the first step: both are kept
+    serves = ppo.micro_batch_size >= own and ppo.mini_batch_size == ppo.batch_size
+    activations = sum(kept) if serves else max(kept)
     step = states + model.backward(activations, micro, ppo.lora, recompute, head_tokens)
     # on a CPU the heap keeps what sampling freed, in parts too small for the activations
     both = step + sampling if model.device == "cpu" else max(step, sampling)

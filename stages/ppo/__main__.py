@@ -23,6 +23,7 @@ from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.lm import world
 from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
@@ -98,6 +99,8 @@ def main(params: Params, round_: str) -> None:
 
     # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
     run.selector.select(trainer.updates, run.monitor.stopped)
+    if not world.is_main():
+        return
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
     publish_outputs(run.work, folder)
@@ -106,6 +109,7 @@ def main(params: Params, round_: str) -> None:
         "ppo",
         round_,
         seed=params.seed,
+        processes=world.size(),
         inputs=[
             data / "prompts_train.jsonl",
             sft / "manifest.json",
@@ -144,4 +148,4 @@ def summary(run: TrainingRun) -> Metrics:
 
 
 if __name__ == "__main__":
-    stage_main("ppo", main)
+    stage_main("ppo", main, lambda params: params.policy_processes)

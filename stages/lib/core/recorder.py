@@ -72,6 +72,8 @@ class MetricLogger:
         round_: the round, e.g. `r0`.
         total_steps: how many steps the stage will log, for the ETA; 0 if unknown.
         logged_steps: the steps that a run logged before it was interrupted, if this run resumes it.
+        writes: whether this process writes the files; several that share a stage have the same
+            steps.
 
     Example:
         recorder = MetricLogger("sft", "r0", total_steps=2)
@@ -86,11 +88,18 @@ class MetricLogger:
         round_: str,
         total_steps: int = 0,
         logged_steps: Sequence[StepMetrics] = (),
+        writes: bool = True,
     ) -> None:
         self.folder, self.work = stage_dir(round_, stage), work_dir(round_, stage)
         self.round, self.label = round_, f"{stage}@{round_}"
         self.total_steps, self.started = total_steps, time.time()
         self.steps, self.resumed_steps = list(logged_steps), len(logged_steps)
+        self.writes = writes
+        if writes:
+            self._open(logged_steps)
+
+    def _open(self, logged_steps: Sequence[StepMetrics]) -> None:
+        """Start the files, or continue those of an interrupted run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.work.mkdir(parents=True, exist_ok=True)
         # The interrupted run may have logged steps after the state that this run resumes from.
@@ -116,10 +125,11 @@ class MetricLogger:
         """
         row = {"step": step, **metrics}
         self.steps.append(row)
-        for path, line in (
+        files = (
             (self.folder / "metrics.jsonl", row),
             (self.work / "clock.jsonl", {"step": step, "time": time.time()}),
-        ):
+        )
+        for path, line in files if self.writes else ():
             with path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
         if shown := "  ".join(f"{name} {metrics[name]:.4g}" for name in show):

@@ -13,6 +13,7 @@ from stages.lib.core.heap import trim_heap
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.types import TokenIds
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
@@ -34,6 +35,8 @@ def generate(
     ends: EndTokens,
 ) -> list[TokenIds]:
     """Sample one response per prompt, without top-k or top-p, in batches that fit in memory.
+
+    Several processes share the prompts (world.py).
 
     Args:
         model: a causal language model or a PeftModel.
@@ -68,20 +71,20 @@ def generate(
     uniforms = torch.rand(len(prompt_ids), response_length, generator=generator)
     longest = max(map(len, prompt_ids), default=0) + response_length
     batch_size = rows_per_batch(unwrap_peft(model), longest)
-    responses: list[TokenIds] = []
-    tokens = len(prompt_ids) * response_length
+    own, responses = world.share(len(prompt_ids)), list[TokenIds]()
+    tokens = len(own) * response_length
     with (
         cached_adapter_weights(model),
         model_autocast(model),
         progress("sampling", tokens, "tokens") as sampling,
     ):
-        for start in range(0, len(prompt_ids), batch_size):
-            rows = slice(start, start + batch_size)
+        for start in range(own.start, own.stop, batch_size):
+            rows = slice(start, min(start + batch_size, own.stop))
             responses += _generate_batch(
                 unwrap_peft(model), prompt_ids[rows], uniforms[rows], temperature, ends, sampling
             )
             trim_heap()  # the cache was copied for each token, and left pieces of all sizes
-    return responses
+    return world.gather(responses)
 
 
 def sample_responses(

@@ -24,9 +24,11 @@ import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
 from stages.lib.core.heap import trim_heap
+from stages.lib.core.launch import is_launched, local_rank
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.core.progress import progress
+from stages.lib.lm import world
 from stages.lib.lm.lora import load_adapters
 from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 
@@ -35,8 +37,14 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def setup_torch(params: Params) -> torch.device:
-    """Set threads, seed and GPU of this process; return the device to use."""
+    """Set threads, seed and GPU of this process, and join it to those that share its work; return
+    the device to use.
+
+    Raises:
+        BadInput: there are more processes than GPUs.
+    """
     use_one_gpu()
+    world.join()
     if params.model.threads:
         torch.set_num_threads(params.model.threads)
     torch.manual_seed(params.seed)
@@ -44,14 +52,25 @@ def setup_torch(params: Params) -> torch.device:
 
 
 def use_one_gpu() -> None:
-    """Hide all GPUs but the first: a stage is one process, and TRL refuses to train on several.
+    """Hide all GPUs but one: a process uses one, and TRL refuses to train on several.
 
     Call it before anything uses CUDA, which reads the variable once.
+
+    Raises:
+        BadInput: there are more processes than GPUs.
     """
-    if torch.cuda.device_count() > 1:
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        os.environ["CUDA_VISIBLE_DEVICES"] = first
-        print(f"uses GPU {first} alone; choose another with CUDA_VISIBLE_DEVICES", flush=True)
+    if (count := torch.cuda.device_count()) > 1 or (count and is_launched()):
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        if local_rank() >= count:
+            raise BadInput(
+                f"process {local_rank() + 1} of this stage has no GPU, since {count} can be seen: "
+                "lower launcher.processes"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = named[local_rank()]
+        if not is_launched():
+            print(
+                f"uses GPU {named[0]} alone; choose another with CUDA_VISIBLE_DEVICES", flush=True
+            )
 
 
 def default_device() -> torch.device:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stages.lib.core.types import TokenIds
+from stages.lib.lm import world
 from stages.lib.lm.packing import (
     Packed,
     batches_by_tokens,
@@ -201,7 +202,7 @@ def token_logprobs(
     Returns:
         Per row, the float32 log-probabilities, in nats, of its response tokens, on the CPU.
     """
-    result: list[Tensor] = [torch.empty(0)] * len(prompt_ids)
+    result = [torch.zeros(len(ids)) for ids in response_ids]
     lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
     device = unwrap_peft(model).device
     for batch in batches_by_tokens(lengths, device, "log-probabilities"):
@@ -210,4 +211,5 @@ def token_logprobs(
         flat = logprobs_from_states(model, states, packed.targets, temperature).cpu()
         for i, row in zip(batch, flat.split([len(response_ids[i]) for i in batch]), strict=True):
             result[i] = row
+    world.add_up(result)
     return result

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from stages.lib.core.heap import trim_heap
 from stages.lib.core.progress import progress
 from stages.lib.core.types import TokenIds
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
 
 # Tokens per forward pass without gradients, padding included, on a CPU and on other devices.
@@ -282,10 +283,12 @@ def batches_by_tokens(
 
     Rows of a batch have similar lengths, so that attention pads little. A batch has at most
     CPU_BATCH_TOKENS or GPU_BATCH_TOKENS tokens with its padding, or one row. `what` names the pass
-    in progress lines.
+    in progress lines. Each of several processes gets a part of the batches, which are the same as
+    those of one process: add the results up over the processes (world.py).
     """
-    with progress(what, sum(lengths), "tokens") as scoring:
-        for batch in _split_by_tokens(lengths, device):
+    batches = list(_split_by_tokens(lengths, device))[world.rank() :: world.size()]
+    with progress(what, sum(lengths[i] for batch in batches for i in batch), "tokens") as scoring:
+        for batch in batches:
             yield batch
             scoring.add(sum(lengths[index] for index in batch))
     trim_heap()  # batches of different lengths left pieces of all sizes

@@ -18,6 +18,7 @@ from torch import Tensor
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import load_reward_model
 from stages.lib.lm.logprobs import Reference, compare_states, response_logprobs
@@ -60,11 +61,12 @@ def member_scores(model: Any, sequences: Sequence[TokenIds]) -> Tensor:
 
     They are read at each sequence's last token, which should be EOS, as in training.
     """
-    scores, device = torch.empty(len(sequences)), unwrap_peft(model).device
+    scores, device = torch.zeros(len(sequences)), unwrap_peft(model).device
     for batch in batches_by_tokens([len(s) for s in sequences], device, "reward scores"):
         packed = pack([sequences[i] for i in batch], [[] for _ in batch], device)
         states = hidden_states(model, packed)[packed.last]
         scores[torch.tensor(batch)] = score_head(model, states).cpu()
+    world.add_up([scores])
     return scores
 
 
@@ -202,4 +204,5 @@ def score_responses(
             results.scores[batch] = ensemble_scores(
                 reward_model, partial(last_scores, packed=packed, entering=start, first=common)
             ).cpu()
+    world.add_up(results)
     return results

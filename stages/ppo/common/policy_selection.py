@@ -21,6 +21,7 @@ from stages.lib.core.params.policy import PolicySelection, PpoParams
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
@@ -238,7 +239,10 @@ class PolicySelector:
         )
         prompts = [row["prompt"] for row, _ in self.prompts]
         self.first_texts = self.first_texts or texts
-        scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
+        first_texts = self.first_texts
+        scores = tuple(
+            world.in_main(lambda: self.judge.scores_against(prompts, texts, first_texts))
+        )
         gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
         length = fmean(len(response) for response in responses)
         # the error is over prompts, whose responses are not independent of each other
@@ -248,6 +252,7 @@ class PolicySelector:
         validation = Validation(
             update, scale, scores, kl, kl / sft_length, error / sft_length, length, *gain
         )
+        world.check_equal(f"the validation after update {update}", validation._asdict())
         self.history.append(validation)
         return validation
 

@@ -24,6 +24,7 @@ from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import Prompt, StateDict
 from stages.lib.core.user_functions import import_function
 from stages.lib.data.prompts import render_prompt, text_with_bos
+from stages.lib.lm import world
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.common.reward_functions import FunctionReward
@@ -54,15 +55,15 @@ class Rewards:
 
         Returns:
             A function that waits for the servers, runs functions and models, and returns all
-            results. It raises RewardsFailed if another model than at the start is behind a server's
-            address.
+            results; the main process does this for all. It raises RewardsFailed if another model
+            than at the start is behind a server's address.
         """
         # Functions stay in this thread: their time limits may need signals, which only the main
         # thread gets.
         replies = {
             name: in_thread(partial(source, inputs))
             for name, source in self.sources.items()
-            if isinstance(source, RewardServer)
+            if isinstance(source, RewardServer) and world.is_main()
         }
 
         def results() -> RewardResults:
@@ -73,7 +74,7 @@ class Rewards:
             }
             return RewardResults(len(inputs.texts), by_name)
 
-        return results
+        return partial(world.in_main, results)
 
     def check_columns(self, rows: Sequence[TrainingPrompt]) -> None:
         """

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.progress import tracked
+from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, unwrap_peft
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.rollout import Rollout, concat_padded
@@ -40,7 +41,7 @@ def check_initial_ratio(
 
     Args:
         roles: the models.
-        micro_batches: the episodes of the rollout.
+        micro_batches: this process's episodes of the rollout.
         rollout: the first one.
         temperature: divides the logits.
 
@@ -57,8 +58,11 @@ def check_initial_ratio(
             for packed in tracked("checking", micro_batches, len(micro_batches), "micro-batches")
         ]
     )
-    log_ratio = (whole_logprobs - rollout.logprobs)[rollout.mask]
-    ratio_error = float((log_ratio.exp() - 1).abs().max())
+    width, own = whole_logprobs.shape[1], list(rollout.own)
+    logprobs, mask = rollout.logprobs[own, :width], rollout.mask[own, :width]
+    log_ratio = (whole_logprobs - logprobs)[mask]
+    errors = world.gather([float((log_ratio.exp() - 1).abs().max())])
+    ratio_error = float(torch.tensor(errors).max())  # NaN, if one is
     if not (kl <= tolerance and ratio_error <= tolerance):
         raise RondoError(
             "ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by "

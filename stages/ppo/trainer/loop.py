@@ -13,6 +13,7 @@ from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import Metrics, StateDict
 from stages.lib.data.rollouts import RolloutLog
 from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm import world
 from stages.lib.lm.saving import save_trained, weights_hash
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import Monitor
@@ -53,13 +54,18 @@ class TrainingRun:
         with trainer.roles.reference() as reference:
             self.reference = weights_hash(reference)
         saved = self.resume.load()
-        if not saved:
-            # rollouts of a run that was killed before it saved a state
-            self.resume.clear()
+        world.wait()  # until every process has read the state
+        steps = saved["steps"] if saved else ()
         self.recorder = MetricLogger(
-            "ppo", round_, trainer.planned_updates, saved["steps"] if saved else ()
+            "ppo", round_, trainer.planned_updates, steps, writes=world.is_main()
         )
-        self.rollouts = RolloutLog(self.work / "rollouts", saved["rollouts"] if saved else (1, 0))
+        self.rollouts: RolloutLog | None = None
+        if world.is_main():
+            if not saved:
+                # rollouts of a run that was killed before it saved a state
+                self.resume.clear()
+            position = saved["rollouts"] if saved else (1, 0)
+            self.rollouts = RolloutLog(self.work / "rollouts", position)
         if saved:
             self.load_state(saved)
 
@@ -74,9 +80,11 @@ class TrainingRun:
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()
-            judge_scores = self.judge.scores([row["prompt"] for row in rollout.rows], rollout.texts)
-            rows = episode_rows(trainer.updates, rollout, judge_scores, metrics["kl_coef"])
-            self.rollouts.append(rows)
+            rows = episode_rows(
+                trainer.updates, rollout, self.judge_scores(rollout), metrics["kl_coef"]
+            )
+            if self.rollouts:
+                self.rollouts.append(rows)
             metrics |= describe_texts(rows)
             for failure in rollout.failures:
                 self.recorder.log_progress(trainer.updates, failure)
@@ -99,13 +107,24 @@ class TrainingRun:
                 self.recorder.log_progress(trainer.updates, str(finding))
 
             # 5. checkpoint; the resume state comes last, so that it covers all of the above
-            if trainer.updates % self.params.save_updates == 0:
-                folder = self.work / "checkpoints" / f"step_{trainer.updates:05d}"
-                save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
-            ended = trainer.updates == trainer.planned_updates or self.monitor.stopped
-            if trainer.updates % self.params.resume_updates == 0 or ended:
-                self.resume.save(self.state())
+            if self.rollouts:
+                self.save(self.rollouts)
         self.check_reference(self.reference, "after the last update")
+
+    def save(self, rollouts: RolloutLog) -> None:
+        """Save a checkpoint and the state, each if it is due."""
+        trainer = self.trainer
+        if trainer.updates % self.params.save_updates == 0:
+            folder = self.work / "checkpoints" / f"step_{trainer.updates:05d}"
+            save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
+        ended = trainer.updates == trainer.planned_updates or self.monitor.stopped
+        if trainer.updates % self.params.resume_updates == 0 or ended:
+            self.resume.save(self.state() | {"rollouts": rollouts.position})
+
+    def judge_scores(self, rollout: Rollout) -> list[float] | None:
+        """(B,) scores by the primary judge; None if it only compares."""
+        prompts = [row["prompt"] for row in rollout.rows]
+        return world.in_main(lambda: self.judge.scores(prompts, rollout.texts))
 
     def check_reference(self, expected: str, when: str) -> None:
         """
@@ -129,7 +148,6 @@ class TrainingRun:
             "trainer": self.trainer.state(),
             "selector": self.selector.state(),
             "steps": self.recorder.steps,
-            "rollouts": self.rollouts.position,
         }
 
     def load_state(self, state: StateDict) -> None:

@@ -45,6 +45,13 @@ class MasterWeightOptimizer:
                 )
                 weight.grad = None
 
+    def grads(self) -> list[Tensor]:
+        """The gradients, in the order of the weights; 0 where a backward pass has left none."""
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients to `max_norm`; returns their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm)

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import TokenIds
+from stages.lib.lm import world
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.trainer import functional as F
+
+Indices = range | list[int]
 
 
 class RoleOutputs(NamedTuple):
@@ -26,7 +29,8 @@ class RoleOutputs(NamedTuple):
     entropies, ref_logprobs: (B, T) nats. kl: (B, T) nats, exact KL of the policy to the reference
     at each token. values: (B, T). mask: (B, T) bool, true on response
     tokens; the other (B, T) fields are 0 outside it. policy_states, critic_states: per episode,
-    (L, H) states below the adapters, which are the same in every epoch.
+    (L, H) states below the adapters, which are the same in every epoch; empty for the episodes of
+    other processes.
     """
 
     raw_scores: Tensor
@@ -69,7 +73,7 @@ class Rollout:
     failures: one line per reward and reason. calibrated: (B,) raw_scores, or the served scores, in
     standard deviations of SFT demonstrations. scores: (B,) the weighted sum of calibrated and
     parts, clipped and penalised. advantages (whitened), returns: (B, T). sampler_log_ratio: see
-    `Roles`.
+    `Roles`. own: indices of the episodes that this process trains on.
     """
 
     rows: list[TrainingPrompt]
@@ -94,6 +98,7 @@ class Rollout:
     mask: Tensor
     policy_states: list[Tensor]
     critic_states: list[Tensor]
+    own: Indices
 
     @property
     def sequence_kl(self) -> Tensor:
@@ -108,6 +113,30 @@ def concat_outputs(micro_batches: list[RoleOutputs]) -> RoleOutputs:
     """The outputs of all micro-batches, one after the other."""
     columns = zip(*micro_batches, strict=True)
     return RoleOutputs(*(concat_padded(list(column)) for column in columns))
+
+
+def gather_outputs(outputs: RoleOutputs) -> RoleOutputs:
+    """The outputs on the episodes of all processes; states stay in the process that trains on
+    them.
+    """
+    if world.size() == 1:
+        return outputs
+    device = outputs.mask.device
+    columns: list[Any] = []
+    for column in outputs:
+        if isinstance(column, list):  # the states of one token are as large as its other outputs
+            columns.append(column)
+            continue
+        gathered: Tensor = concat_padded(world.gather([column.cpu()]))
+        columns.append(gathered.to(device))
+    all_outputs = RoleOutputs(*columns)
+    count = len(all_outputs.mask)
+    own, nothing = world.share(count), torch.empty(0, device=device)
+    policy_states, critic_states = (
+        [nothing] * own.start + states + [nothing] * (count - own.stop)
+        for states in (outputs.policy_states, outputs.critic_states)
+    )
+    return all_outputs._replace(policy_states=policy_states, critic_states=critic_states)
 
 
 def concat_padded(parts: list[Any]) -> Any:

@@ -4,27 +4,35 @@ from collections.abc import Iterator
 from statistics import fmean
 
 import torch
-from torch import Tensor
 
-from stages.lib.core.params.policy import KlControl, LossLevel, PpoParams
+from stages.lib.core.params.policy import KlControl, PpoParams
 from stages.lib.core.progress import tracked
 from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, pack
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.reward_results import SERVED, RewardInputs
 from stages.ppo.trainer import functional as F
 from stages.ppo.trainer.checks import check_finite, check_initial_ratio
+from stages.ppo.trainer.gradients import SHARES, backward
 from stages.ppo.trainer.optimizer import MasterWeightOptimizer
 from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.rollout import RoleOutputs, Rollout, RolloutPass, concat_outputs, describe
+from stages.ppo.trainer.rollout import (
+    Indices,
+    RoleOutputs,
+    Rollout,
+    RolloutPass,
+    concat_outputs,
+    describe,
+    gather_outputs,
+)
 
 KL_RULES = {
     KlControl.adaptive: F.ziegler,
     KlControl.proportional: F.proportional,
     KlControl.fixed: F.fixed,
 }
-Indices = range | list[int]
 
 
 class PpoTrainer:
@@ -84,6 +92,7 @@ class PpoTrainer:
         metrics = describe(rollout, self.sft_length) | {"kl_coef": self.kl_controller.kl_coef}
         # 6. update
         metrics |= self.optimize(rollout)
+        world.check_equal(f"update {self.updates + 1}", metrics)
         self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))
         self.updates += 1
         return rollout, metrics
@@ -113,14 +122,18 @@ class PpoTrainer:
         further_rewards = roles.rewards.start(inputs)  # servers work during the forward passes
 
         # Reward model, reference, policy and critic run together per micro-batch, since the layers
-        # that they share run once. If one micro-batch is the whole batch, its pass also serves the
-        # first optimizer step, since the weights are still the same.
-        keep_gradients = p.micro_batch_size == p.batch_size
-        outputs = concat_outputs(
-            [
-                self.forward(self.pack_episodes(prompts, responses, micro_batch), keep_gradients)
-                for micro_batch in self.micro_batches(range(len(batch)), "scoring")
-            ]
+        # that they share run once. If one micro-batch is this process's part of a mini-batch that
+        # is the whole batch, its pass also serves the first optimizer step, since the weights are
+        # still the same.
+        own: Indices = world.share(len(batch))
+        keep_gradients = len(own) <= p.micro_batch_size and p.mini_batch_size == p.batch_size
+        outputs = gather_outputs(
+            concat_outputs(
+                [
+                    self.forward(self.pack_episodes(prompts, responses, episodes), keep_gradients)
+                    for episodes in self.micro_batches(own, "scoring")
+                ]
+            )
         )
 
         sampler_log_ratio = roles.sampler_log_ratio(outputs.logprobs, outputs.mask)
@@ -131,6 +144,7 @@ class PpoTrainer:
         results.check_share(p.max_failed_rewards)
         if len(kept := results.kept) < len(batch):
             self.rollout_pass = None  # it is one pass of all episodes
+            own = [new for new, old in enumerate(kept) if old in own]
             inputs, outputs = inputs.select(kept), outputs.select(kept)
             prompts, responses = ([tokens[i] for i in kept] for tokens in (prompts, responses))
         parts = results.parts
@@ -169,6 +183,7 @@ class PpoTrainer:
             advantages=F.whiten(advantages, outputs.mask),
             returns=returns,
             sampler_log_ratio=sampler_log_ratio,
+            own=own,
             **outputs._asdict(),
         )
 
@@ -182,13 +197,7 @@ class PpoTrainer:
         rollout_pass, self.rollout_pass = self.rollout_pass, None
         totals: dict[str, float] = {}
         for epoch in range(1, p.num_ppo_epochs + 1):
-            # the rollout's own pass has its rows in order; later epochs are reshuffled
-            order = (
-                list(range(len(rollout.rows)))
-                if rollout_pass
-                else torch.randperm(len(rollout.rows), generator=self.generator).tolist()
-            )
-            mini_batches = split_evenly(order, p.mini_batch_size)
+            mini_batches = draw_mini_batches(len(rollout.rows), p.mini_batch_size, self.generator)
             number = len(mini_batches)
             for mini_batch in tracked(f"epoch {epoch}:", mini_batches, number, "mini-batches"):
                 metrics = self.optimizer_step(rollout, mini_batch, rollout_pass)
@@ -235,7 +244,7 @@ class PpoTrainer:
             # the micro-batches of the rollout: in bfloat16, others would be rounded differently
             micro_batches = [
                 self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
-                for micro_batch in self.micro_batches(range(len(rollout.rows)), "packing")
+                for micro_batch in self.micro_batches(rollout.own, "packing")
             ]
             check_initial_ratio(self.roles, micro_batches, rollout, self.params.temperature)
 
@@ -262,16 +271,24 @@ class PpoTrainer:
     ) -> dict[str, float]:
         """One optimizer step on a mini-batch; returns its metrics.
 
-        The loss is the mean over all tokens of the mini-batch, in however many micro-batches it is
-        computed. `rollout_pass`: used in place of a new forward pass, if given.
+        The loss is the mean over all tokens of the mini-batch, in however many micro-batches and
+        processes it is computed. `rollout_pass`: used in place of a new forward pass, if given.
         """
-        p, tokens = self.params, rollout.mask[mini_batch].sum()
-        sums: dict[str, Tensor] = {}
-        for micro_batch in self.micro_batches(mini_batch, "gradients"):
-            shares = self.backward(rollout, micro_batch, rollout_pass, tokens, len(mini_batch))
-            sums = {name: share + sums.get(name, 0.0) for name, share in shares.items()}
+        episodes = [i for i in mini_batch if i in rollout.own]
+        sums = {name: rollout.logprobs.new_zeros(()) for name in SHARES}
+        for micro_batch in self.micro_batches(episodes, "gradients"):
+            packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
+            shares = backward(
+                self.roles, self.params, rollout, packed, micro_batch, mini_batch, rollout_pass
+            )
+            for optimizer in self.optimizers:
+                optimizer.accumulate_grads()
+            sums = {name: sums[name] + shares[name] for name in SHARES}
+        if world.size() > 1:
+            grads = [grad for optimizer in self.optimizers for grad in optimizer.grads()]
+            world.add_up([*sums.values(), *grads])
         policy_norm, critic_norm = (
-            optimizer.clip(p.max_grad_norm) for optimizer in self.optimizers
+            optimizer.clip(self.params.max_grad_norm) for optimizer in self.optimizers
         )
         sums |= {"policy_grad_norm": policy_norm, "critic_grad_norm": critic_norm}
         # before the weights change, so that a diverged run keeps its last good weights
@@ -279,89 +296,6 @@ class PpoTrainer:
         for optimizer in self.optimizers:
             optimizer.step()
         return {name: float(value) for name, value in sums.items()}
-
-    def backward(
-        self,
-        rollout: Rollout,
-        micro_batch: Indices,
-        rollout_pass: RolloutPass | None,
-        tokens: Tensor,
-        episodes: int,
-    ) -> dict[str, Tensor]:
-        """Accumulate the gradients of a micro-batch: of the policy, then of the critic, so that the
-        activations of only one of them are in memory.
-
-        Args:
-            rollout, micro_batch: the episodes.
-            rollout_pass: used in place of a new forward pass, if given.
-            tokens, episodes: numbers of the whole mini-batch, over which losses are means.
-
-        Returns:
-            The micro-batch's share of each metric of the mini-batch.
-        """
-        p = self.params
-        packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
-        # a micro-batch is only as wide as its own longest response
-        mask, width = packed.response_mask, packed.response_mask.shape[1]
-        old_logprobs, old_values, advantages, returns = (
-            column[micro_batch, :width]
-            for column in (rollout.logprobs, rollout.values, rollout.advantages, rollout.returns)
-        )
-        roles = self.roles
-        if rollout_pass:
-            hidden, logprobs, values = rollout_pass
-        else:
-            hidden = roles.policy_hidden(packed, [rollout.policy_states[i] for i in micro_batch])
-            logprobs = roles.logprobs(packed, hidden, p.temperature)
-        policy_loss, clip_fraction = self.policy_loss(
-            logprobs, old_logprobs, advantages, mask, tokens, episodes
-        )
-        loss = policy_loss
-        if p.entropy_coef:
-            entropies = roles.entropies(packed, hidden, p.temperature)
-            loss = loss - p.entropy_coef * entropies.sum() / tokens
-        if roles.critic_view:  # else the critic is a head on the policy: one backward pass for both
-            loss.backward()
-            loss = torch.zeros_like(loss)
-        if not rollout_pass:
-            values = roles.values(packed, [rollout.critic_states[i] for i in micro_batch], hidden)
-        token_value_loss, value_clipped = F.value_loss(
-            values, old_values, returns, p.cliprange_value
-        )
-        value_loss = (token_value_loss * mask).sum() / tokens
-        (loss + p.vf_coef * value_loss).backward()
-        for optimizer in self.optimizers:
-            optimizer.accumulate_grads()
-        ratio = (logprobs.detach() - old_logprobs).exp()
-        shares = {
-            "policy_loss": policy_loss,
-            "value_loss": value_loss,
-            "clip_fraction": clip_fraction,
-            "value_clip_fraction": (value_clipped * mask).sum() / tokens,
-            "approx_kl": (F.kl_k3(old_logprobs, logprobs) * mask).sum() / tokens,
-            "ratio_mean": (ratio * mask).sum() / tokens,
-        }
-        return {name: share.detach() for name, share in shares.items()}
-
-    def policy_loss(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        tokens: Tensor,
-        episodes: int,
-    ) -> tuple[Tensor, Tensor]:
-        """A micro-batch's share of the mini-batch's mean loss, per token or per episode
-        (`loss_level`), and of the fraction that is clipped.
-        """
-        if self.params.loss_level is LossLevel.sequence:
-            losses, clipped = F.sequence_policy_loss(
-                logprobs, old_logprobs, advantages, mask, self.params.cliprange_sequence
-            )
-            return losses.sum() / episodes, clipped.sum() / episodes
-        losses, clipped = F.policy_loss(logprobs, old_logprobs, advantages, self.params.cliprange)
-        return (losses * mask).sum() / tokens, (clipped * mask).sum() / tokens
 
     def state(self) -> StateDict:
         """Everything that the next update depends on, for `load_state`."""
@@ -387,12 +321,17 @@ class PpoTrainer:
         self.roles.rewards.load_state(state["rewards"])
 
 
-def split_evenly(order: list[int], size: int) -> list[list[int]]:
-    """Split into as few parts of at most `size` as possible, whose sizes differ by at most 1: every
-    part is one optimizer step, and a part of one episode would weigh as much as one of many.
+def draw_mini_batches(count: int, size: int, generator: torch.Generator) -> list[list[int]]:
+    """Split episodes at random into as few mini-batches of at most `size` as possible. Their sizes
+    differ by at most 1: a mini-batch of one episode would weigh as much as one of many.
 
-    >>> split_evenly([0, 1, 2, 3, 4], 4)
-    [[0, 1, 2], [3, 4]]
+    Each of K mini-batches has one of every K consecutive episodes. So the parts of several
+    processes, which are consecutive episodes, have as many in each.
+
+    >>> draw_mini_batches(5, 4, torch.Generator().manual_seed(0))
+    [[1, 2, 4], [0, 3]]
     """
-    parts = torch.tensor(order).tensor_split(-(-len(order) // size))
-    return [part.tolist() for part in parts]
+    number = -(-count // size)
+    groups = torch.rand(-(-count // number), number, generator=generator).argsort(1)
+    episodes = groups + number * torch.arange(len(groups))[:, None]
+    return [column[column < count].tolist() for column in episodes.T]

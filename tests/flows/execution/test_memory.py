@@ -145,6 +145,15 @@ def test_sft_has_the_heap_of_the_base_model_s_responses() -> None:
     assert few < many
 
 
+def test_processes_share_episodes_and_each_has_the_models() -> None:
+    ppo = {"batch_size": 64, "mini_batch_size": 32, "micro_batch_size": 8}
+    one, two = (stages(ppo=ppo, launcher={"processes": n})["ppo"] for n in (1, 2))
+    half = stages(ppo=ppo | {"batch_size": 32})["ppo"]
+    assert half < one < two == pytest.approx(2 * half)
+    alone = {"algorithm": "dpo", "launcher": {"processes": 2}}
+    assert stages(**alone)["ppo"] == stages(algorithm="dpo")["ppo"]
+
+
 def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:
     long = {"batch_size": 32, "mini_batch_size": 32, "response_length": 400}
     whole, half, recomputed, full = (

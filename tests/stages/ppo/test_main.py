@@ -138,7 +138,7 @@ def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not
     make_round, second_is_best, patience, trained, stopped_at, kept, dangers
 ):
     """Update n trains on the rollout of the policy after n - 1. After a danger no policy is
-    validated, so 0 or 2 is kept.
+    validated, so 0 or 2 is kept. An untrained policy gives SFT's responses, so it is not better.
     """
     params = with_ppo(
         make_round("r0", 1.0),
@@ -146,6 +146,7 @@ def test_a_danger_in_the_rollout_of_the_kept_policy_counts_and_later_ones_do_not
         min_kl_per_token=999.0,
         kl_patience=patience,
         warmup_updates=0,
+        learning_rate=5e-3 if trained else 1e-9,
     )
     main(second_is_best(params) if trained else params, "r0")
     health, metrics = (

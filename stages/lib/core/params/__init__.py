@@ -41,7 +41,7 @@ from stages.lib.core.params.policy import (
     PpoParams,
     RlooParams,
 )
-from stages.lib.core.params.shared import ModelParams, ParamsSection
+from stages.lib.core.params.shared import LauncherParams, ModelParams, ParamsSection
 from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
@@ -60,6 +60,7 @@ class Params(ParamsSection):
     assets: AssetsParams = Field(default_factory=AssetsParams)
     prepare: PrepareParams = Field(default_factory=PrepareParams)
     model: ModelParams = Field(default_factory=ModelParams)
+    launcher: LauncherParams = Field(default_factory=LauncherParams)
     sft: SftParams = Field(default_factory=SftParams)
     annotate: AnnotateParams = Field(default_factory=AnnotateParams)
     reward: RewardParams = Field(default_factory=RewardParams)
@@ -128,6 +129,26 @@ class Params(ParamsSection):
                 "to reserve pairs for its training"
             )
         return self
+
+    @model_validator(mode="after")
+    def processes_have_work(self) -> "Params":
+        number = self.launcher.processes
+        if number > self.ppo.mini_batch_size:
+            raise ValueError(
+                f"launcher.processes {number} is more than ppo.mini_batch_size "
+                f"{self.ppo.mini_batch_size}: some would have no episode"
+            )
+        if number > 1 and self.model.use_vllm:
+            raise ValueError(
+                "launcher.processes above 1 with model.use_vllm is not supported: set one of them "
+                "to its default"
+            )
+        return self
+
+    @property
+    def policy_processes(self) -> int:
+        """How many processes share the stage ppo: TRL's trainers run in one."""
+        return self.launcher.processes if self.algorithm is Algorithm.ppo else 1
 
     def check_round(self, name: str) -> None:
         """Check that params.yaml has this round.

@@ -86,6 +86,17 @@ class ModelParams(ParamsSection):
     )
 
 
+class LauncherParams(ParamsSection):
+    """How a stage is started. No result depends on it, but for rounding."""
+
+    processes: int = Field(
+        1,
+        ge=1,
+        description="Processes on this machine that share the work of PPO, one per GPU if there "
+        "are any (docs/scale.md).",
+    )
+
+
 class Overlong(str, Enum):
     """What happens to a training text that is longer than max_length."""
 

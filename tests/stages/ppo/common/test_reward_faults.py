@@ -14,7 +14,7 @@ from stages.ppo.common.reward_results import FailedReward, RewardInputs, RewardR
 from stages.ppo.common.reward_server import RewardServer
 from stages.ppo.common.rewards import FunctionReward, Rewards
 from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.update import PpoTrainer, split_evenly
+from stages.ppo.trainer.update import PpoTrainer
 from tests.stages.ppo.servers import LengthServer, length_server
 
 SETTINGS = {
@@ -210,11 +210,6 @@ def test_an_update_is_that_of_the_episodes_that_are_left(make_roles, value_head,
     torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert metrics == pytest.approx(expected_metrics, abs=1e-4)
-
-
-def test_mini_batches_of_a_smaller_rollout_have_equal_sizes():
-    assert split_evenly(list(range(8)), 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert split_evenly([3, 1, 2, 0, 4], 4) == [[3, 1, 2], [0, 4]]
 
 
 def test_a_function_that_raises_is_named_with_its_line():

@@ -17,7 +17,7 @@ from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.saving import trainable_named
 from stages.ppo.trainer.roles import Roles, ValueHead
 from stages.ppo.trainer.rollout import Rollout
-from stages.ppo.trainer.update import PpoTrainer
+from stages.ppo.trainer.update import PpoTrainer, draw_mini_batches
 
 PARAMS = PpoParams(
     batch_size=8,
@@ -312,9 +312,9 @@ def test_an_update_of_two_epochs_with_two_mini_batches_each(trainer):
     start = [p.clone() for _, p in trainable_named(plain_roles.policy)]
     generator = torch.Generator()
     generator.set_state(trainer.generator.get_state())
-    orders = [torch.randperm(8, generator=generator).tolist() for _ in range(2)]
-    assert orders[0] != orders[1]
-    batches = [order[begin : begin + 4] for order in orders for begin in (0, 4)]
+    epochs = [draw_mini_batches(8, 4, generator) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    batches = [*epochs[0], *epochs[1]]
     steps = plain_update(plain_roles, episodes, old, batches, rate)
     metrics = trainer.optimize(rollout)
 

@@ -3,6 +3,7 @@ back, and it stops on errors.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import Packed
+from stages.ppo.trainer.gradients import mean_policy_loss
 from stages.ppo.trainer.roles import Roles
-from stages.ppo.trainer.update import PpoTrainer
+from stages.ppo.trainer.update import PpoTrainer, draw_mini_batches
 
 REWARDED_TOKEN, EOS = 7, 2
 SETTINGS = {
@@ -80,15 +82,30 @@ def test_learns_in_every_configuration(make_roles, options, changes):
     assert metrics[-1]["score_mean"] > 3.0
 
 
-def test_the_sequence_level_loss_has_a_clip_range_of_its_own(roles):
+def test_the_sequence_level_loss_has_a_clip_range_of_its_own():
     params = PpoParams(**SETTINGS, loss_level="sequence", cliprange=9.0, cliprange_sequence=0.1)
-    trainer = PpoTrainer(roles, [({"prompt": "0"}, [5, 6])] * 32, params, 0)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    loss, clipped = trainer.policy_loss(
-        torch.full((1, 2), 0.5), torch.zeros(1, 2), torch.ones(1, 2), mask, mask.sum(), 1
+    loss, clipped = mean_policy_loss(
+        params, torch.full((1, 2), 0.5), torch.zeros(1, 2), torch.ones(1, 2), mask, mask.sum(), 1
     )
     # the ratio is exp(0.5), clipped to 1.1
     assert (loss.item(), clipped.item()) == (pytest.approx(-1.1), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"), [(8, 8, [8]), (8, 4, [4, 4]), (5, 4, [2, 3]), (12, 4, [4, 4, 4])]
+)
+def test_mini_batches_have_equal_sizes_and_as_much_of_each_part_of_the_batch(count, size, sizes):
+    generator = torch.Generator().manual_seed(0)
+    draws = [draw_mini_batches(count, size, generator) for _ in range(20)]
+    for mini_batches in draws:
+        assert sorted(chain(*mini_batches)) == list(range(count))
+        assert sorted(map(len, mini_batches)) == sizes
+        # each of every K consecutive episodes is in another one of the K mini-batches
+        for mini_batch in mini_batches:
+            groups = [episode // len(sizes) for episode in mini_batch]
+            assert len({*groups}) == len(groups)
+    assert len(sizes) == 1 or len({str(mini_batches) for mini_batches in draws}) > 1
 
 
 def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(make_roles):

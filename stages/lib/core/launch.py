@@ -1,0 +1,80 @@
+"""Start a stage as several processes on this machine, by torchrun's own agent.
+
+The processes find each other by the environment that the agent gives them
+(stages/lib/lm/world.py). If one of them ends, the agent ends the others, and if the agent ends,
+the kernel ends all of them.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from uuid import uuid4
+
+from stages.lib.core.errors import RondoError
+
+PR_SET_PDEATHSIG = 1
+
+
+def is_launched() -> bool:
+    """Whether this process was started by `launch`."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def local_rank() -> int:
+    """Number of this process among those that were started together, from 0."""
+    return int(os.environ["LOCAL_RANK"]) if is_launched() else 0
+
+
+def launch(module: str, arguments: list[str], processes: int) -> int:
+    """Run `python -m module` as several processes, and wait for them.
+
+    Returns:
+        0, or the exit code of the process that failed first.
+
+    Raises:
+        RondoError: a signal has ended one of them.
+    """
+    # imported here: a stage of one process does not need it
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # its warnings and its summary repeat what the processes print themselves
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=5,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            raise RondoError(
+                f"process {rank + 1} of {processes} was ended by "
+                f"{signal.Signals(-failure.exitcode).name}, and the others with it. The last saved "
+                "state is kept: run the stage again"
+            ) from error
+        return int(failure.exitcode)
+    except SignalException as error:
+        # as the signal ends a stage of one process
+        signal.signal(error.sigval, signal.SIG_DFL)
+        os.kill(os.getpid(), error.sigval)
+    return 0
+
+
+def end_with_agent() -> None:
+    """End this process if the agent ends, even by SIGKILL (Linux): the agent's processes are in
+    sessions of their own, which an end of the agent's session does not reach.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
