@@ -36,7 +36,7 @@ from flows.core.form_limits import check_form
 from flows.core.git import revision
 from flows.core.run_locks import hold_run_lock
 from flows.core.services import HOME, LogLine
-from flows.execution import dvc_stages, energy, fork_server, history, inputs, needs
+from flows.execution import dvc_stages, energy, fork_server, gpus, history, inputs, needs
 from flows.execution.worktree import working_tree, workspace
 from flows.orchestration import approval, artifacts, concurrency, retries
 from flows.orchestration.decisions import (
@@ -51,7 +51,7 @@ from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
 from stages.lib.core.errors import GateFailed, Unreachable
-from stages.lib.core.params import Params
+from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import progress, reporting
 from stages.lib.core.user_inputs import user_files
 
@@ -131,7 +131,8 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
 def computing(address: str, meter: energy.Meter, log: LogLine) -> Iterator[None]:
     """Measure a stage while it computes; all but quick stages wait for a compute slot first."""
     quick = split_address(address)[0] in QUICK_STAGES
-    with nullcontext() if quick else concurrency.compute_slot(log), meter:
+    processes = gpus.processes(load_params(), address)
+    with nullcontext() if quick else concurrency.compute_slot(log, processes), meter:
         yield
 
 

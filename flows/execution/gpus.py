@@ -1,11 +1,15 @@
-"""A GPU per running stage, where the machine has several: our own trainers use one."""
+"""GPUs of a running stage, where the machine has several: one per process of the stage."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import Params
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder per GPU
@@ -19,16 +23,42 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(DRIVER.glob("*"))]
 
 
+def check_enough(params: Params, waiting: Collection[str]) -> None:
+    """Check that each process of the stages in `waiting` gets a GPU, if there are any.
+
+    Raises:
+        BadInput: there are fewer GPUs.
+    """
+    count = len(visible_gpus())
+    if not count:
+        return
+    for address in waiting:
+        if processes(params, address) > count:
+            raise BadInput(
+                f"launcher.processes is {params.launcher.processes}, but only {count} of this "
+                f"machine's GPUs can be seen: lower it, or change {VISIBLE}"
+            )
+
+
+def processes(params: Params, address: str) -> int:
+    """How many processes share a stage."""
+    return params.policy_processes if address.startswith("ppo@") else 1
+
+
 @contextmanager
-def one_gpu() -> Iterator[None]:
-    """Show the child processes of the block one of several GPUs: a free one, or else the first."""
+def some_gpus(count: int) -> Iterator[None]:
+    """Show the child processes of the block `count` of several GPUs: free ones, or else the first
+    ones.
+    """
     gpus = visible_gpus()
     if len(gpus) < 2:
         yield
         return
     before = os.environ.get(VISIBLE)
     with ExitStack() as held:
-        os.environ[VISIBLE] = next((gpu for gpu in gpus if _take(gpu, held)), gpus[0])
+        free = list(islice((gpu for gpu in gpus if _take(gpu, held)), count))
+        others = [gpu for gpu in gpus if gpu not in free]
+        os.environ[VISIBLE] = ",".join([*free, *others][:count])
         try:
             yield
         finally:

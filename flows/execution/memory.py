@@ -288,6 +288,8 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
     serves = ppo.micro_batch_size >= own and ppo.mini_batch_size == ppo.batch_size
     activations = sum(kept) if serves else max(kept)
     step = states + model.backward(activations, micro, ppo.lora, recompute, head_tokens)
+    if params.policy_processes > 1:  # the message with all gradients
+        step = max(step, states + trained * FLOAT / ADAM_BYTES)
     # on a CPU the heap keeps what sampling freed, in parts too small for the activations
     both = step + sampling if model.device == "cpu" else max(step, sampling)
     return trained + frozen + both

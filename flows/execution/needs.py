@@ -2,7 +2,7 @@
 
 from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
-from flows.execution import estimate, machine
+from flows.execution import estimate, gpus, machine
 from stages.lib.core.params import Params
 
 
@@ -10,8 +10,9 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     """Log what the stages of `waiting` need; `addresses` are all stages of the run.
 
     Raises:
-        RondoError: there is no room for their models, on disk or in memory.
+        RondoError: there is no room for their models, on disk or in memory, or too few GPUs.
     """
+    gpus.check_enough(params, waiting)
     disk_needed = estimate.disk_bytes(params, waiting)
     estimate.check_disk(disk_needed, waiting)
     here = sizes = None

@@ -3,7 +3,7 @@
 
 Concurrent runs, each in its own workspace, take turns stage by stage; a stage that one run computed
 is in DVC's cache for the others. A run without a Prefect server (`rondo run` alone) does not wait.
-With several GPUs, each slot has one.
+With several GPUs, each slot has one, or one per process of the stage.
 
 A slot is a lease of Prefect's. Prefect's own context manager stops renewing it after three failed
 tries, within seconds, and the stage goes on without a slot; a `Slot` is taken again.
@@ -37,10 +37,10 @@ RELEASE_SECONDS = 3.0  # for Prefect to answer; a lease that is not released run
 
 
 @contextmanager
-def compute_slot(log: LogLine) -> Iterator[None]:
-    """Wait for a slot, then hold it."""
+def compute_slot(log: LogLine, processes: int = 1) -> Iterator[None]:
+    """Wait for a slot, then hold it, with a GPU for each of the stage's processes."""
     if not get_current_settings().api.url:
-        with gpus.one_gpu():
+        with gpus.some_gpus(processes):
             yield
         return
     slot = Slot(log)
@@ -48,7 +48,7 @@ def compute_slot(log: LogLine) -> Iterator[None]:
         slot.wait()
     except RondoError as error:
         log(f"computing without a slot of {LIMIT} until Prefect answers ({error})")
-    with slot.held(), gpus.one_gpu():
+    with slot.held(), gpus.some_gpus(processes):
         yield
 
 

@@ -53,6 +53,7 @@ ROLLOUT_METRICS = (
 
 
 def main(params: Params, round_: str) -> None:
+    setup_torch(params)  # before anything looks for a GPU
     check_unchanged("rewards", params)
     check_unchanged("primary_judge", params)
     # as before SFT: with shorter texts then, SFT did not have to run again
@@ -65,7 +66,6 @@ def main(params: Params, round_: str) -> None:
 
     # 1. roles: policy and reference from SFT, critic and reward model from the reward stage. The
     # policy may start from the champion
-    setup_torch(params)
     folder, data = stage_dir(round_, "ppo"), stage_dir(round_, "prepare") / "data"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
     check_reference_files(sft)

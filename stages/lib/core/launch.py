@@ -15,6 +15,8 @@ from uuid import uuid4
 from stages.lib.core.errors import RondoError
 
 PR_SET_PDEATHSIG = 1
+AGENT = "RONDO_AGENT"  # its process id
+HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 def is_launched() -> bool:
@@ -43,7 +45,8 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
 
     # its warnings and its summary repeat what the processes print themselves
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores() // processes, 1)))
+    os.environ[AGENT] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -51,7 +54,12 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",
         max_restarts=0,
+        # a signal that nohup ignores stays ignored
+        signals_to_handle=",".join(
+            name for name in HANDLED if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
+        ),
         shutdown_timeout=5,
     )
     try:
@@ -72,9 +80,16 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
     return 0
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def end_with_agent() -> None:
     """End this process if the agent ends, even by SIGKILL (Linux): the agent's processes are in
     sessions of their own, which an end of the agent's session does not reach.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[AGENT]):  # it has ended before
+        sys.exit(1)

@@ -66,7 +66,7 @@ def _others() -> Iterator[None]:
     """An exchange with the other processes.
 
     Raises:
-        RondoError: one of them has ended.
+        RondoError: one of them has ended, or they do not reach each other.
     """
     try:
         yield
@@ -74,8 +74,8 @@ def _others() -> Iterator[None]:
         # the agent, which has seen it end, and says how, ends this process meanwhile
         time.sleep(GRACE_SECONDS)
         raise RondoError(
-            "another process of this stage has ended; the last saved state is kept. Next: read its "
-            "message, and run the stage again"
+            f"another process of this stage has ended, or cannot be reached ({error}); the last "
+            "saved state is kept. Next: read its message, and run the stage again"
         ) from error
 
 
@@ -117,19 +117,23 @@ def in_main(function: Callable[[], Item]) -> Item:
     if size() == 1:
         return function()
     value_and_error: list[Any] = [None, None]
+    failure: Exception | None = None
     if is_main():
         _alone = True  # it may sample or score, which is not shared out then
         try:
             value_and_error[0] = function()
         except Exception as error:
-            value_and_error[1] = error
+            # an exception of a user's judge may be impossible to send
+            typed = error if isinstance(error, RondoError) else None
+            value_and_error[1] = typed or RondoError(f"{type(error).__name__}: {error}")
+            failure = error
         finally:
             _alone = False
     with _others():
         dist.broadcast_object_list(value_and_error)
     value, raised = value_and_error
     if raised:
-        raise raised
+        raise raised from failure
     result: Item = value
     return result
 

@@ -13,7 +13,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params.policy import OfflineParams
 from stages.lib.core.params.shared import TrainParams
-from stages.lib.core.progress import progress
+from stages.lib.core.progress import print_line, progress
 from stages.lib.core.rows import SIDES, PreferencePair, read_rows
 from stages.lib.core.types import TokenIds
 from stages.lib.data.lengths import tokenize_fitting
@@ -125,6 +125,12 @@ def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list
         )
         if len(chosen) <= limit or len(rejected) > limit
     ]
+    if left_out := len(fitting.rows) - len(pairs):
+        print_line(
+            f"[{context.recorder.label}] {left_out} of {len(fitting.rows)} pairs are left out: "
+            "only their chosen response is longer than ppo.response_length "
+            f"({limit} tokens with EOS)"
+        )
     if not pairs:
         raise BadInput(
             f"in all {len(fitting.rows)} pairs, the chosen response is longer than "

@@ -52,17 +52,19 @@ def check_initial_ratio(
     tolerance = 0.05 if unwrap_peft(roles.policy).dtype is torch.bfloat16 else 1e-3
     log_ratio_to_reference = (rollout.logprobs - rollout.ref_logprobs).abs().max()
     kl = float(log_ratio_to_reference) if roles.starts_as_reference else 0.0
-    whole_logprobs = concat_padded(
-        [
-            roles.whole_logprobs(packed, temperature)
-            for packed in tracked("checking", micro_batches, len(micro_batches), "micro-batches")
-        ]
-    )
-    width, own = whole_logprobs.shape[1], list(rollout.own)
-    logprobs, mask = rollout.logprobs[own, :width], rollout.mask[own, :width]
-    log_ratio = (whole_logprobs - logprobs)[mask]
-    errors = world.gather([float((log_ratio.exp() - 1).abs().max())])
-    ratio_error = float(torch.tensor(errors).max())  # NaN, if one is
+    error = 0.0  # of a process whose episodes all failed
+    if number := len(micro_batches):
+        whole_logprobs = concat_padded(
+            [
+                roles.whole_logprobs(packed, temperature)
+                for packed in tracked("checking", micro_batches, number, "micro-batches")
+            ]
+        )
+        width, own = whole_logprobs.shape[1], list(rollout.own)
+        logprobs, mask = rollout.logprobs[own, :width], rollout.mask[own, :width]
+        log_ratio = (whole_logprobs - logprobs)[mask]
+        error = float((log_ratio.exp() - 1).abs().max())
+    ratio_error = float(torch.tensor(world.gather([error])).max())  # NaN, if one is
     if not (kl <= tolerance and ratio_error <= tolerance):
         raise RondoError(
             "ppo: at update 1 the ratio must be 1 and the KL 0, but they are off by "

@@ -92,7 +92,10 @@ class PpoTrainer:
         metrics = describe(rollout, self.sft_length) | {"kl_coef": self.kl_controller.kl_coef}
         # 6. update
         metrics |= self.optimize(rollout)
-        world.check_equal(f"update {self.updates + 1}", metrics)
+        if world.size() > 1:
+            sums = [optimizer.sum_of_weights() for optimizer in self.optimizers]
+            weights = dict(zip(("policy weights", "critic weights"), sums, strict=True))
+            world.check_equal(f"update {self.updates + 1}", metrics | weights)
         self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))
         self.updates += 1
         return rollout, metrics
@@ -326,7 +329,7 @@ def draw_mini_batches(count: int, size: int, generator: torch.Generator) -> list
     differ by at most 1: a mini-batch of one episode would weigh as much as one of many.
 
     Each of K mini-batches has one of every K consecutive episodes. So the parts of several
-    processes, which are consecutive episodes, have as many in each.
+    processes, which are consecutive episodes, have nearly as many in each.
 
     >>> draw_mini_batches(5, 4, torch.Generator().manual_seed(0))
     [[1, 2, 4], [0, 3]]

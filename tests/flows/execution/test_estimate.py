@@ -210,6 +210,15 @@ def test_what_fits_is_not_refused_by_an_error_of_a_fifth() -> None:
         memory_check.check(Params(), {"ppo"}, 7.9e9, measure)
 
 
+def test_fewer_processes_are_advised() -> None:
+    def measure(params: Params) -> dict[str, float]:
+        return {"ppo": 6e9 * params.policy_processes}
+
+    two = params(launcher={"processes": 2})
+    with pytest.raises(RondoError, match=r"set launcher\.processes 2 -> 1: 6\.0 GB"):
+        memory_check.check(two, {"ppo"}, 8e9, measure)
+
+
 def test_texts_that_prepare_wrote_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds whose prepare waits have the lengths that the params admit."""
     counts = {

@@ -1,12 +1,15 @@
 """Which GPU a stage sees, by its environment; no GPU is needed."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from flows.execution import gpus
 from flows.orchestration.concurrency import compute_slot
+from stages.lib.core.errors import BadInput
+from stages.lib.core.params import check_params
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,37 @@ def test_each_slot_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
             assert os.environ[gpus.VISIBLE] == "2,GPU-7f"
     with compute_slot(print):
         assert os.environ[gpus.VISIBLE] == "2"
+
+
+def test_a_stage_of_several_processes_has_as_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "0,1,2"
+    monkeypatch.setenv(gpus.VISIBLE, names)
+    with compute_slot(print):
+        assert os.environ[gpus.VISIBLE] == "0"
+        monkeypatch.setenv(gpus.VISIBLE, names)
+        with compute_slot(print, 2):
+            assert os.environ[gpus.VISIBLE] == "1,2"
+            monkeypatch.setenv(gpus.VISIBLE, names)
+            with compute_slot(print, 2):  # none is free
+                assert os.environ[gpus.VISIBLE] == "0,1"
+
+
+def test_more_processes_than_gpus_are_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = check_params({"launcher": {"processes": 2}}, "")
+    alone = check_params({"launcher": {"processes": 2}, "algorithm": "dpo"}, "")
+    for visible, params, refused in (("0", two, True), ("0", alone, False), ("0,1", two, False)):
+        monkeypatch.setenv(gpus.VISIBLE, visible)
+        with (
+            pytest.raises(BadInput, match="processes is 2, but only 1")
+            if refused
+            else nullcontext()
+        ):
+            gpus.check_enough(params, {"sft@r0", "ppo@r0"})
+        gpus.check_enough(params, {"sft@r0"})
+    monkeypatch.setenv(gpus.VISIBLE, "")  # on a CPU
+    gpus.check_enough(two, {"ppo@r0"})
 
 
 def test_gpus_of_the_driver_and_machines_with_one_or_none(

@@ -132,7 +132,7 @@ class Params(ParamsSection):
 
     @model_validator(mode="after")
     def processes_have_work(self) -> "Params":
-        number = self.launcher.processes
+        number = self.policy_processes
         if number > self.ppo.mini_batch_size:
             raise ValueError(
                 f"launcher.processes {number} is more than ppo.mini_batch_size "

@@ -66,7 +66,9 @@ class ModelParams(ParamsSection):
         "transformers, e.g. `eager`.",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads; null: all cores, or OMP_NUM_THREADS."
+        None,
+        ge=1,
+        description="CPU threads of a process; null: all cores, or OMP_NUM_THREADS.",
     )
     use_vllm: bool = Field(
         False,

@@ -10,7 +10,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, ModelParams
 from stages.lib.lm import loading
-from stages.lib.lm.loading import load_causal_lm, resolve_dtype, setup_torch
+from stages.lib.lm.loading import load_causal_lm, resolve_dtype, setup_torch, use_one_gpu
 
 SIZES = {
     "vocab_size": 40,
@@ -51,6 +51,21 @@ def test_a_stage_uses_one_gpu(monkeypatch, visible, gpus, used):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     setup_torch(Params())
     assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == used
+
+
+@pytest.mark.parametrize(("visible", "used"), [("", "1"), ("3,GPU-7f", "GPU-7f")])
+def test_each_process_of_a_stage_uses_the_gpu_of_its_number(monkeypatch, visible, used):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if not visible:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    use_one_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == used
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BadInput, match="process 2 of this stage has no GPU, since 1 can be seen"):
+        use_one_gpu()
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

@@ -25,6 +25,8 @@ def test_two_processes_share_their_work_and_come_to_the_same_results() -> None:
     assert results["sums"] == [[3.0], [[10.0, 10.0], [10.0, 10.0]]]
     assert results["callers"] == [["main", 0, 1]] * 2
     assert results["errors"] == ["BadInput: the judge is away"] * 2
+    assert all(message.startswith("RondoError: ValueError: <") for message in results["unsent"])
+    assert len(results["unsent"]) == 2
     assert results["equal"] == ""
     for message in results["unequal"]:
         assert "differ in update 1: kl (0, 1)." in message

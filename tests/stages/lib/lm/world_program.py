@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from threading import Lock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -56,6 +57,10 @@ def fails() -> None:
     raise BadInput("the judge is away")
 
 
+def fails_unsent() -> None:
+    raise ValueError(Lock())  # cannot be pickled
+
+
 def error_of(function: object, *arguments: object) -> str:
     try:
         function(*arguments)  # type: ignore[operator]
@@ -77,6 +82,7 @@ def main() -> None:
         "sums": [tensor.tolist() for tensor in sums],
         "callers": world.gather([world.in_main(lambda: ("main", rank, world.size()))]),
         "errors": world.gather([error_of(world.in_main, fails)]),
+        "unsent": world.gather([error_of(world.in_main, fails_unsent)]),
         "equal": error_of(world.check_equal, "update 1", {"loss": 1.0}),
         "unequal": world.gather([error_of(world.check_equal, "update 1", metrics)]),
         # also alone in the main process, which would wait for the others if it shared the work

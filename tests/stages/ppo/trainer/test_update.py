@@ -2,7 +2,7 @@
 back, and it stops on errors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import pytest
@@ -14,6 +14,7 @@ from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.packing import Packed
+from stages.ppo.trainer.checks import check_initial_ratio
 from stages.ppo.trainer.gradients import mean_policy_loss
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.update import PpoTrainer, draw_mini_batches
@@ -80,6 +81,12 @@ def test_learns_in_every_configuration(make_roles, options, changes):
     metrics = run(roles, kl_coef=0.0, total_episodes=32 * 40, **changes)
     assert metrics[0]["score_mean"] < 0.3 and metrics[0]["kl"] == 0.0
     assert metrics[-1]["score_mean"] > 3.0
+
+
+def test_the_first_ratio_is_not_checked_where_a_process_has_no_episode_left(roles):
+    trainer = PpoTrainer(roles, [({"prompt": "0"}, [5, 6])] * 32, PpoParams(**SETTINGS), 0)
+    rollout = replace(trainer.rollout(trainer.sample_prompts()), own=[])
+    check_initial_ratio(roles, [], rollout, 1.0)
 
 
 def test_the_sequence_level_loss_has_a_clip_range_of_its_own():
