@@ -42,13 +42,13 @@ class DpoParams(OfflineParams):
         description="KL regularisation: the higher, the closer the policy stays to SFT.",
     )
     loss_type: list[DpoLoss] = Field(
-        [DpoLoss.sigmoid],
+        [DpoLoss.sigmoid, DpoLoss.sft],
         min_length=1,
         description="Losses that are added, by TRL's names: `sigmoid` is DPO's, `sigmoid_norm` "
         "divides by the lengths of the responses, `sft` is the loss on the chosen response.",
     )
     loss_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
-        None, description="Weight of each loss of `loss_type`; null: 1."
+        [1.0, 0.2], description="Weight of each loss of `loss_type`; null: 1."
     )
 
     @model_validator(mode="after")
