@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.launch import end_with_agent
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.generation import generate
@@ -70,6 +71,7 @@ def error_of(function: object, *arguments: object) -> str:
 
 
 def main() -> None:
+    end_with_agent()
     world.join()
     rank = world.rank()
     sums = [torch.tensor([1.0 + rank]), torch.full((2, 2), 10.0 * rank)]
