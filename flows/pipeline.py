@@ -7,7 +7,7 @@ Prefect UI through the deployments in prefect.yaml, with the same parameters.
 import html
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,9 +130,11 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
 @contextmanager
 def computing(address: str, meter: energy.Meter, log: LogLine) -> Iterator[None]:
     """Measure a stage while it computes; all but quick stages wait for a compute slot first."""
-    quick = split_address(address)[0] in QUICK_STAGES
-    processes = gpus.processes(load_params(), address)
-    with nullcontext() if quick else concurrency.compute_slot(log, processes), meter:
+    if split_address(address)[0] in QUICK_STAGES:
+        slot: AbstractContextManager[None] = nullcontext()
+    else:
+        slot = concurrency.compute_slot(log, gpus.processes(load_params(), address))
+    with slot, meter:
         yield
 
 

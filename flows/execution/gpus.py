@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from flows.core.addresses import split_address
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
 
@@ -30,19 +31,17 @@ def check_enough(params: Params, waiting: Collection[str]) -> None:
         BadInput: there are fewer GPUs.
     """
     count = len(visible_gpus())
-    if not count:
-        return
-    for address in waiting:
-        if processes(params, address) > count:
-            raise BadInput(
-                f"launcher.processes is {params.launcher.processes}, but only {count} of this "
-                f"machine's GPUs can be seen: lower it, or change {VISIBLE}"
-            )
+    needed = max((processes(params, address) for address in waiting), default=1)
+    if 0 < count < needed:
+        raise BadInput(
+            f"launcher.processes is {needed}, but only {count} of this machine's GPUs can be seen: "
+            f"lower it, or change {VISIBLE}"
+        )
 
 
 def processes(params: Params, address: str) -> int:
     """How many processes share a stage."""
-    return params.policy_processes if address.startswith("ppo@") else 1
+    return params.policy_processes if split_address(address)[0] == "ppo" else 1
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -117,25 +117,23 @@ def in_main(function: Callable[[], Item]) -> Item:
     if size() == 1:
         return function()
     value_and_error: list[Any] = [None, None]
-    failure: Exception | None = None
     if is_main():
         _alone = True  # it may sample or score, which is not shared out then
         try:
             value_and_error[0] = function()
-        except Exception as error:
-            # an exception of a user's judge may be impossible to send
-            typed = error if isinstance(error, RondoError) else None
-            value_and_error[1] = typed or RondoError(f"{type(error).__name__}: {error}")
-            failure = error
+        except RondoError as error:
+            value_and_error[1] = error
+        except Exception as error:  # e.g. of a user's judge; it may be impossible to send
+            value_and_error[1] = RondoError(f"{type(error).__name__}: {error}")
+            value_and_error[1].__cause__ = error
         finally:
             _alone = False
     with _others():
         dist.broadcast_object_list(value_and_error)
-    value, raised = value_and_error
+    result, raised = value_and_error
     if raised:
-        raise raised from failure
-    result: Item = value
-    return result
+        raise raised
+    return cast(Item, result)
 
 
 def check_equal(what: str, metrics: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
-    setup_torch,
     training_model_params,
 )
 from stages.lib.lm.saving import save_trained, weights_hash
@@ -48,7 +47,6 @@ LONGER = {
 
 def main(params: Params, round_: str) -> None:
     # 1. inputs: SFT model, rewards, and prompts, of which some are held out
-    setup_torch(params)
     folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
     context = load(params, round_)
     tokenizer, reference = context.tokenizer, context.reference

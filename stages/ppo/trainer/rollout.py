@@ -122,21 +122,18 @@ def gather_outputs(outputs: RoleOutputs) -> RoleOutputs:
     if world.size() == 1:
         return outputs
     device = outputs.mask.device
-    columns: list[Any] = []
-    for column in outputs:
-        if isinstance(column, list):  # the states of one token are as large as its other outputs
-            columns.append(column)
-            continue
-        gathered: Tensor = concat_padded(world.gather([column.cpu()]))
-        columns.append(gathered.to(device))
-    all_outputs = RoleOutputs(*columns)
-    count = len(all_outputs.mask)
-    own, nothing = world.share(count), torch.empty(0, device=device)
+    gathered: dict[str, Any] = {
+        name: concat_padded(world.gather([column.cpu()])).to(device)
+        for name, column in outputs._asdict().items()
+        if isinstance(column, Tensor)
+    }
+    count, nothing = len(gathered["mask"]), torch.empty(0, device=device)
+    own = world.share(count)
     policy_states, critic_states = (
         [nothing] * own.start + states + [nothing] * (count - own.stop)
         for states in (outputs.policy_states, outputs.critic_states)
     )
-    return all_outputs._replace(policy_states=policy_states, critic_states=critic_states)
+    return RoleOutputs(**gathered, policy_states=policy_states, critic_states=critic_states)
 
 
 def concat_padded(parts: list[Any]) -> Any:
