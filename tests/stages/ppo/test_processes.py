@@ -1,11 +1,9 @@
 """PPO in several processes does what it does in one, and all of them end together."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +20,16 @@ from transformers import AutoTokenizer
 from stages.assets.inputs import main as inputs
 from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params
-from tests.paths import ROOT
+from tests.stages.ppo.stage_process import (
+    OUTPUTS,
+    delete_outputs,
+    outputs,
+    run_to_the_end,
+    start,
+    wait_for_updates,
+)
 
 UPDATES = 4
-OUTPUTS = Path("rounds/r0/ppo")
 # A judge, and a reward that fails for one prompt; both note which process has called them
 FUNCTIONS = """import os
 
@@ -69,24 +73,11 @@ def write_params(params: Params, processes: int, **changes: object) -> None:
     inputs(checked, "r0")
 
 
-def start() -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "stages.ppo", "--round", "r0"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def finish() -> dict[str, Any]:
     """Run to the end; what the run has computed."""
     for path in Path().glob("*.pids"):
         path.unlink()
-    process = start()
-    output, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, output
+    output = run_to_the_end()
     for path in Path().glob("*.pids"):
         assert len({*path.read_text().splitlines()}) == 1, "one process calls it"
     assert Path("judge.pids").exists()
@@ -97,7 +88,7 @@ def finish() -> dict[str, Any]:
         "metrics": json.loads((OUTPUTS / "metrics.json").read_text()),
         "policy": load_file(OUTPUTS / "policy/adapter_model.safetensors"),
         "critic": load_file(OUTPUTS / "critic/adapter_model.safetensors"),
-        "bytes": {p: p.read_bytes() for p in sorted(OUTPUTS.rglob("*")) if p.is_file()},
+        "bytes": outputs(),
     }
 
 
@@ -115,21 +106,9 @@ def assert_close(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert actual["metrics"]["policy_scale"] == pytest.approx(scale, rel=1e-3)
 
 
-def delete_outputs() -> None:
-    """As DVC does before it runs a stage again."""
-    shutil.rmtree(OUTPUTS)
-
-
 def delete_everything() -> None:
     delete_outputs()
     shutil.rmtree(".rondo", ignore_errors=True)
-
-
-def wait_for_updates(process: subprocess.Popen[str], updates: int) -> None:
-    metrics = OUTPUTS / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < updates:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.005)
 
 
 @contextmanager

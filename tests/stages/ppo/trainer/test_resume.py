@@ -1,11 +1,8 @@
 """A run that is killed again and again ends with the same bits as one that is not."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,56 +11,30 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.execution import fork_server
 from stages.assets.inputs import main as inputs
 from stages.lib.core.params import Params, check_params
 from stages.ppo.__main__ import main
 from stages.ppo.trainer.update import PpoTrainer
-from tests.paths import ROOT
+from tests.stages.ppo.stage_process import (
+    delete_outputs,
+    outputs,
+    run_to_the_end,
+    start,
+    wait_for_updates,
+)
 
 UPDATES = 12
 
 
-def start(python: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [python, "-m", "stages.ppo", "--round", "r0"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 def kill_after(updates: int, kill_signal: signal.Signals) -> float:
-    """Kill a run when its metrics have `updates` lines: it is then saving, or in its next update.
-    Returns the seconds until it ended.
-    """
-    process, metrics = start(sys.executable), Path("rounds/r0/ppo/metrics.jsonl")
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < updates:
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.001)
+    """Kill a run when its metrics have `updates` lines; returns the seconds until it ended."""
+    process = start()
+    wait_for_updates(process, updates)
     process.send_signal(kill_signal)
     sent = time.monotonic()
     assert process.wait(20) == -kill_signal
-    # as DVC does before it runs a stage again
-    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+    delete_outputs()
     return time.monotonic() - sent
-
-
-def outputs() -> dict[str, bytes]:
-    folder = Path("rounds/r0/ppo")
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def finish() -> str:
-    process = start(fork_server.python())
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    return output
 
 
 def test_killed_at_three_moments_and_started_again(make_round):
@@ -80,9 +51,9 @@ def test_killed_at_three_moments_and_started_again(make_round):
         "test",
     )
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
-    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+    delete_outputs()
 
-    finish()
+    run_to_the_end()
     expected = outputs()
     assert {
         "metrics.jsonl",
@@ -90,17 +61,17 @@ def test_killed_at_three_moments_and_started_again(make_round):
         "policy/adapter_model.safetensors",
         "checkpoints/step_00008/adapter_model.safetensors",
     } <= (expected.keys())
-    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
+    delete_outputs()
 
     kill_after(1, signal.SIGKILL)
     assert kill_after(5, signal.SIGTERM) < 10
     # not after the last update, since the run may end before the signal arrives
     kill_after(UPDATES - 1, signal.SIGKILL)
-    assert "resumes from here" in finish()
+    assert "resumes from here" in run_to_the_end()
     assert outputs() == expected
     # DVC could not record the outputs: the run ends again, without another update
-    subprocess.run(["rm", "-r", "rounds/r0/ppo"], check=True)
-    assert f"step {UPDATES}/{UPDATES}  eta 0:00  resumes from here" in finish()
+    delete_outputs()
+    assert f"step {UPDATES}/{UPDATES}  eta 0:00  resumes from here" in run_to_the_end()
     assert outputs() == expected
 
 
