@@ -383,9 +383,7 @@ def shift() -> Callable[..., None]:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.add_(
-                        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-                        * by
-                    )
+                    draw = torch.Generator().manual_seed(1)
+                    parameter.add_(by * torch.randn(parameter.shape, generator=draw).to(parameter))
 
     return move

@@ -44,8 +44,9 @@ class LogitsRecorder(TorchDispatchMode):
 @pytest.fixture
 def largest_logits(make_round, monkeypatch):
     """A function that runs a stage with one training step, and returns the rows of the largest
-    tensor of logits.
+    tensor of logits. The sizes of pieces are those of a CPU.
     """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     params = make_round("r0", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config = AutoConfig.from_pretrained("assets/model")

@@ -105,7 +105,8 @@ def resolve_attention(params: ModelParams) -> str:
 
 
 def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
-    """`resolve_attention`, but `sdpa` if `auto` gives FlashAttention-2 and the model lacks it.
+    """`resolve_attention`, but of what `auto` gives on a GPU only what the model's code can do:
+    FlashAttention-2, else `sdpa`, else `eager`.
 
     Args:
         kind: the Auto class of transformers.
@@ -113,10 +114,12 @@ def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
         params: section `model` of params.yaml.
     """
     attention = resolve_attention(params)
-    if params.attn_implementation != "auto" or attention != "flash_attention_2":
+    if params.attn_implementation != "auto" or attention == "grouped":
         return attention
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    return attention if kind._model_mapping[type(config)]._supports_flash_attn else "sdpa"
+    model = kind._model_mapping[type(AutoConfig.from_pretrained(path, local_files_only=True))]
+    if attention == "flash_attention_2" and model._supports_flash_attn:
+        return attention
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -1,5 +1,6 @@
 """A reward model over HTTP: OpenRLHF's protocol, with more keys (docs/ppo.md, docs/serving.md)."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,11 +72,13 @@ class RewardServer:
         try:
             response = self.session.post(self.url, json=request, timeout=TIMEOUT_SECONDS)
             response.raise_for_status()
-            reply = response.json()
-        except requests.RequestException as error:  # also of a reply that is not JSON
+            # not `response.json()`: it refuses NaN if the package simplejson is installed
+            reply = json.loads(response.content)
+        except (requests.RequestException, ValueError) as error:
             reason = f"{self.url}, {TRIES} tries at most: {error}"
-            if error.response is not None:  # the server's own words
-                reason += f": {error.response.text[:200]}"
+            answer = getattr(error, "response", None)
+            if answer is not None:  # the server's own words
+                reason += f": {answer.text[:200]}"
             return all_failed(len(inputs.texts), reason)
         if not isinstance(reply, dict) or "rewards" not in reply:
             return all_failed(len(inputs.texts), f"{self.url}: the reply has no key `rewards`")

@@ -53,6 +53,12 @@ def reward(prompts, responses):
 """
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there are GPUs: several processes need several of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def write_params(params: Params, processes: int, **changes: object) -> None:
     """Four updates of 6 episodes, each of two epochs of two mini-batches of 3; two processes have
     micro-batches of one and two episodes, one process has three.

@@ -96,19 +96,23 @@ def test_attention_by_device(monkeypatch, cuda, installed, dtype, expected):
 
 
 @pytest.mark.parametrize(
-    ("supports", "setting", "expected"),
+    ("installed", "flash", "sdpa", "setting", "expected"),
     [
-        (True, "auto", "flash_attention_2"),
-        (False, "auto", "sdpa"),
-        (False, "flash_attention_2", "flash_attention_2"),  # transformers refuses it by name
+        (True, True, True, "auto", "flash_attention_2"),
+        (True, False, True, "auto", "sdpa"),
+        (True, False, False, "auto", "eager"),
+        (False, True, True, "auto", "sdpa"),
+        (False, True, False, "auto", "eager"),  # as Gemma 2
+        (True, False, True, "flash_attention_2", "flash_attention_2"),  # transformers refuses it
     ],
 )
-def test_a_model_without_flash_attention_gets_sdpa(
-    monkeypatch, tiny_folder, supports, setting, expected
+def test_a_model_gets_an_attention_that_its_code_can_do(
+    monkeypatch, tiny_folder, installed, flash, sdpa, setting, expected
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: True)
-    monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", supports)
+    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", flash)
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", sdpa)
     params = ModelParams(dtype="bfloat16", attn_implementation=setting)
     kind = loading.AutoModelForCausalLM
     assert loading.supported_attention(kind, tiny_folder, params) == expected

@@ -49,7 +49,8 @@ def test_the_loss_is_log_2_at_the_start_and_then_falls(make_params, lora):
 
 
 def test_trl_computes_logits_of_responses_alone_and_in_tiles(make_params, monkeypatch):
-    """One batch has all pairs; policy and reference read them."""
+    """One batch has all pairs; policy and reference read them. The tiles are those of a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     function, tiles = trl_utils._ChunkedLogProbFunction, []
     apply = function.apply
 
@@ -129,12 +130,14 @@ def test_the_loss_is_the_papers(make_params, losses, weights):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
-                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+                draw = torch.Generator().manual_seed(1)
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=draw))
 
     @torch.no_grad()
     def logprob(prompt: list[int], response: list[int]) -> float:
         inner = model.base_model.model
-        states = inner.base_model(torch.tensor([prompt + response])).last_hidden_state
+        ids = torch.tensor([prompt + response], device=model.device)
+        states = inner.base_model(ids).last_hidden_state
         logprobs = inner.lm_head(states)[0, len(prompt) - 1 : -1].log_softmax(-1)
         return float(logprobs[range(len(response)), response].sum())
 
@@ -159,7 +162,8 @@ def test_the_loss_is_the_papers(make_params, losses, weights):
         tokens = sum(len(pair["chosen_ids"]) for pair in pairs)
         expected = 2 * expected - 0.5 * sum(logprobs) / tokens
     with padding_free(model):
-        loss = trainer.compute_loss(model, trainer.data_collator(pairs))
+        batch = trainer._prepare_inputs(trainer.data_collator(pairs))  # on the model's device
+        loss = trainer.compute_loss(model, batch)
     assert float(loss) == pytest.approx(float(expected), abs=1e-5)
     assert abs(float(loss) - math.log(2)) > 1e-3
 

@@ -37,7 +37,8 @@ def trainer(request, make_params, shift):
 
 def all_logprobs(model, prompt, response):
     """(T, V) at each response token, by transformers' logits and the temperature."""
-    states = model.base_model(torch.tensor([prompt + response])).last_hidden_state
+    ids = torch.tensor([prompt + response], device=model.device)
+    states = model.base_model(ids).last_hidden_state
     logits = model.lm_head(states)[0, len(prompt) - 1 : -1] / TEMPERATURE
     return logits.log_softmax(-1)
 

@@ -131,7 +131,7 @@ def test_sft_is_kept_if_champion_and_training_are_worse(two_rounds, monkeypatch,
     assert [validation["judge_score"] for validation in metrics["validations"]] == [1, 0, 0]
     kept = load_policy(Path("rounds/r1/sft/model"), R1 / "policy", params.model)
     sft = load_causal_lm(Path("rounds/r1/sft/model"), params.model)
-    ids = torch.tensor([[5, 6, 7]])
+    ids = torch.tensor([[5, 6, 7]], device=sft.device)
     torch.testing.assert_close(kept(ids).logits, sft(ids).logits)
 
 
