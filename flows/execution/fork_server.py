@@ -4,8 +4,8 @@ A stage then starts in 0.1 s instead of 5 s. `fork_server` writes a stand-in for
 interpreter and puts its path into RONDO_PYTHON. The stand-in (flows/execution/fork_client.py) sends
 `-m MODULE ...` to the server with its folder, environment and open files, passes signals on, and
 ends with the module's exit code. Only libraries are imported beforehand; the project's own code is
-read again by each process. Without `-m`, on other systems than Linux, with a GPU, and if the server
-is gone, the real interpreter runs.
+read again by each process. Without `-m`, on other systems than Linux, and if the server is gone, the
+real interpreter runs.
 """
 
 import gc
@@ -26,9 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 VARIABLE = "RONDO_PYTHON"
-# One of them exists where NVIDIA's or AMD's driver runs. A GPU that an imported library touched is
-# lost for forks, and the seconds saved are few where stages take hours.
-GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+GPU_DEVICES = ("/dev/nvidia", "/dev/kfd")  # how the paths of NVIDIA's and AMD's begin
 LIBRARIES = (
     "torch",
     "transformers.models.llama.modeling_llama",
@@ -83,11 +81,11 @@ def fork_server(environment: dict[str, str]) -> Iterator[None]:
 def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes] | None":
     """Start a server, with its stand-in `python` in `folder`.
 
-    None if there is a GPU, or if it is not possible: the path is too long for a socket, or `folder`
-    does not allow programs to be executed.
+    None if it is not possible: the path is too long for a socket, or `folder` does not allow
+    programs to be executed.
     """
     # elsewhere some imported libraries do not survive a fork
-    if sys.platform != "linux" or any(map(Path.exists, GPU_DRIVERS)):
+    if sys.platform != "linux":
         return None
     address, stand_in = str(folder / "socket"), folder / "python"
     client = [
@@ -118,10 +116,15 @@ def start(folder: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]
 
 
 def serve(listener: socket.socket) -> None:
-    """Fork for each connection and return the exit codes, until standard input closes."""
+    """Fork for each connection and return the exit codes, until standard input closes.
+
+    It ends at once if a library has opened a GPU as it was imported: that GPU is lost for forks.
+    """
     gc.disable()  # imported objects are never garbage: collecting them only takes time
     for name in LIBRARIES:
         import_module(name)
+    if any(path.startswith(GPU_DEVICES) for path in open_files()):
+        return
     gc.freeze()
     # SIGCHLD writes to `wake`, so that `select` returns when a child has ended.
     child_ended, wake = socket.socketpair()
@@ -149,6 +152,15 @@ def serve(listener: socket.socket) -> None:
                     run_request(connection)
                     return
                 clients[pid] = connection
+
+
+def open_files() -> list[str]:
+    """The paths of this process's open files."""
+    paths = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed again: the listing's own
+            paths.append(os.readlink(descriptor))
+    return paths
 
 
 def has_ended(pid: int) -> bool:
