@@ -1,7 +1,8 @@
 """The measurements of bench/gpu.sh: stages, trainers against TRL's, vLLM against Rondo's sampler.
 
-Each measurement runs in a process of its own, forked before CUDA is used, so that its memory is
-free again afterwards.
+Each measurement runs in a process of its own, so that its memory is free again afterwards. They are
+forked from a server that only imports: a child of this process, which computes, has failed on a GPU
+(docs/log.md, 2026-11-26).
 """
 
 import argparse
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ from stages.lib.lm.loading import (
 )
 
 WORK = PROJECT.parent
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["gpu_trainers"])
 STAGES = (
     "prepare",
     "sft",
@@ -74,10 +78,10 @@ SIZES = {
         settings=(
             *SHORT,
             "prepare.max_rows=6000",
-            "prepare.max_eval_prompts=128",
-            "sft.max_steps=40",
-            "reward.max_steps=40",
-            "ppo.total_episodes=1024",
+            "prepare.max_eval_prompts=64",
+            "sft.max_steps=20",
+            "reward.max_steps=20",
+            "ppo.total_episodes=512",
             "ppo.validation_prompts=128",
             "battery.prompts=16",
             "replay.max_badcases=64",
@@ -123,26 +127,13 @@ SIZES = {
 
 
 def measured(name: str, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `function` returns in a process of its own, with seconds and peak memory."""
+    """What `function` returns in a process of its own, with seconds and peak memory.
+
+    function: of this module or of gpu_trainers.py, or a `partial` of one.
+    """
     print(f"{name} ...", flush=True)
     receiver, sender = multiprocessing.Pipe(duplex=False)
-
-    def child() -> None:
-        start = time.perf_counter()
-        try:
-            result = function()
-        except Exception as error:
-            if not isinstance(error, RondoError):
-                traceback.print_exc()
-            result = {"failed": f"{type(error).__name__}: {error}"[:300]}
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        if torch.cuda.is_available():
-            result["allocated_mib"] = torch.cuda.max_memory_allocated() >> 20
-            result["reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
-        result["process_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-        sender.send(result)
-
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = FORK_SERVER.Process(target=run_and_send, args=(function, sender))
     process.start()
     sender.close()
     with NvidiaSmi() as smi:
@@ -154,6 +145,22 @@ def measured(name: str, function: Callable[[], dict[str, Any]]) -> dict[str, Any
     result |= {"name": name} | ({"nvidia_smi_mib": smi.peak} if smi.peak else {})
     print(json.dumps(result), flush=True)
     return result
+
+
+def run_and_send(function: Callable[[], dict[str, Any]], sender: Connection) -> None:
+    start = time.perf_counter()
+    try:
+        result = function()
+    except Exception as error:
+        if not isinstance(error, RondoError):
+            traceback.print_exc()
+        result = {"failed": f"{type(error).__name__}: {error}"[:300]}
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    if torch.cuda.is_available():
+        result["allocated_mib"] = torch.cuda.max_memory_allocated() >> 20
+        result["reserved_mib"] = torch.cuda.max_memory_reserved() >> 20
+    result["process_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    sender.send(result)
 
 
 class NvidiaSmi:
@@ -196,7 +203,7 @@ def make_project(options: argparse.Namespace, size: Size) -> tuple[Params, list[
     used: list[str] = []
     if options.size == "full" or options.model or options.data:
         params = resolve(preset, 1, settings)
-        result = measured("assets", lambda: run_stage("assets", params))
+        result = measured("assets", partial(run_stage, "assets", params))
         if "failed" not in result:
             return params, [f"model {params.assets.model}, data {params.assets.data}"]
         if options.model or options.data:
@@ -208,7 +215,7 @@ def make_project(options: argparse.Namespace, size: Size) -> tuple[Params, list[
     write_conversations(data, size.pairs)
     fallback = [f"assets.model={model}", f"assets.data={data}", "assets.data_config=null"]
     params = resolve(preset, 1, [*size.settings, *fallback])
-    if "failed" in (result := measured("assets", lambda: run_stage("assets", params))):
+    if "failed" in (result := measured("assets", partial(run_stage, "assets", params))):
         sys.exit(f"bench/gpu.sh: {result['failed']}")
     return params, used
 
@@ -267,12 +274,10 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*(f"{key}: {results[key]}  " for key in ("machine", "used")), "", *lines, ""])
 
 
-def machine(params: Params) -> str:
-    name = "CPU"
-    if torch.cuda.is_available():  # in a child: CUDA must not be used before the forks
-        name = torch.cuda.get_device_name()
+def machine(params: Params) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     dtype, attention = resolve_dtype(params.model.dtype), resolve_attention(params.model)
-    return f"{name}, torch {torch.__version__}, {dtype}, attention {attention}"
+    return {"machine": f"{name}, torch {torch.__version__}, {dtype}, attention {attention}"}
 
 
 def main() -> None:
@@ -283,15 +288,15 @@ def main() -> None:
     options = parser.parse_args()
     size, rows = SIZES[options.size], []
     params, used = make_project(options, size)
-    described = measured("machine", lambda: {"machine": machine(params)})
+    described = measured("machine", partial(machine, params))
     for stage in STAGES:
         rows.append(measured(stage, partial(run_stage, stage, params)))
     for stage in ("sft", "reward"):
         for by in ("rondo", "trl"):
             name = f"{stage}, {by}, {size.rows} x {size.tokens}"
             rows.append(measured(name, partial(train, stage, by, size, params)))
-    rows.append(measured("ppo, rondo", lambda: ppo_by_rondo(size, params)))
-    rows.append(measured("ppo, trl", lambda: ppo_by_trl(size, params)))
+    rows.append(measured("ppo, rondo", partial(ppo_by_rondo, size, params)))
+    rows.append(measured("ppo, trl", partial(ppo_by_trl, size, params)))
     for by in ("rondo", "vllm", "vllm, merged"):
         rows.append(measured(f"sampler, {by}", partial(sampler, by, size, params)))
     results = {"machine": described.get("machine"), "used": "; ".join(used), "measurements": rows}

@@ -23,7 +23,7 @@ if [ "$device" = cuda ] && ! "$python" -c 'import sys, torch; sys.exit(not torch
     exit 2
 fi
 [ "$device" = cuda ] || export CUDA_VISIBLE_DEVICES=
-export HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD"
+export HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD:$PWD/bench"
 rm -rf .rondo/gpu
 mkdir -p .rondo/gpu
 exec "$python" bench/gpu.py --size "$size" ${MODEL:+--model "$MODEL"} ${DATA:+--data "$DATA"}
