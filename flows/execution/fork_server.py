@@ -4,8 +4,8 @@ A stage then starts in 0.1 s instead of 5 s. `fork_server` writes a stand-in for
 interpreter and puts its path into RONDO_PYTHON. The stand-in (flows/execution/fork_client.py) sends
 `-m MODULE ...` to the server with its folder, environment and open files, passes signals on, and
 ends with the module's exit code. Only libraries are imported beforehand; the project's own code is
-read again by each process. Without `-m`, on other systems than Linux, and if the server is gone, the
-real interpreter runs.
+read again by each process. Without `-m`, on other systems than Linux, and if the server is gone,
+the real interpreter runs.
 """
 
 import gc
@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -125,6 +126,8 @@ def serve(listener: socket.socket) -> None:
         import_module(name)
     if any(path.startswith(GPU_DEVICES) for path in open_files()):
         return
+    # of numpy, scipy and Arrow, which wait for work; Python 3.12 and later warn of them
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     gc.freeze()
     # SIGCHLD writes to `wake`, so that `select` returns when a child has ended.
     child_ended, wake = socket.socketpair()

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params
-from stages.lib.lm.loading import resolve_attention
+from stages.lib.lm.loading import load_config, resolve_attention
 
 
 def check_model_lengths(path: Path, params: Params) -> None:
@@ -21,10 +19,10 @@ def check_model_lengths(path: Path, params: Params) -> None:
         params: all params.
 
     Raises:
-        BadInput: names the keys whose tokens are more than the model has positions for, or more
-            than its sliding window.
+        BadInput: there is no model; or names the keys whose tokens are more than the model has
+            positions for, or more than its sliding window.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    config = load_config(path).get_text_config()
     # EOS is appended to a response that was cut off
     rollout = params.prepare.max_prompt_tokens + params.ppo.response_length + 1
     sampled = {"prepare.max_prompt_tokens + ppo.response_length + 1": rollout}

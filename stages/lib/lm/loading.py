@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -104,6 +105,18 @@ def resolve_attention(params: ModelParams) -> str:
     return "flash_attention_2" if flash else "sdpa"
 
 
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration of a model folder.
+
+    Raises:
+        BadInput: there is no model.
+    """
+    if not (path / "config.json").exists():
+        raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    return config
+
+
 def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
     """`resolve_attention`, but of what `auto` gives on a GPU only what the model's code can do:
     FlashAttention-2, else `sdpa`, else `eager`.
@@ -116,7 +129,7 @@ def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
     attention = resolve_attention(params)
     if params.attn_implementation != "auto" or attention == "grouped":
         return attention
-    model = kind._model_mapping[type(AutoConfig.from_pretrained(path, local_files_only=True))]
+    model = kind._model_mapping[type(load_config(path))]
     if attention == "flash_attention_2" and model._supports_flash_attn:
         return attention
     return "sdpa" if model._supports_sdpa else "eager"
@@ -155,8 +168,7 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
         BadInput: there is no model, or weights of its architecture are missing. transformers would
             only warn and initialise them at random.
     """
-    if not (path / "config.json").exists():
-        raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
+    load_config(path)
     trim_heap()  # what an earlier model's work left free is in pieces too small for weights
     with progress(f"loading {path}"):
         model, loading_info = kind.from_pretrained(

@@ -2,6 +2,7 @@
 faster.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from flows.execution import fork_server
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="flows/execution/fork_server.py forks on Linux only"
@@ -233,14 +235,21 @@ def test_an_inner_block_uses_the_server_of_the_outer_one():
     assert fork_server.python() == sys.executable
 
 
-def test_with_a_gpu_the_real_interpreter_is_used(tmp_path, monkeypatch):
-    driver = tmp_path / "nvidiactl"
-    monkeypatch.setattr(fork_server, "GPU_DRIVERS", (driver,))
-    for exists in (False, True):
-        if exists:
-            driver.touch()
-        with fork_server.fork_server({}):
-            assert (fork_server.python() == sys.executable) is exists
+def test_the_server_ends_if_a_library_has_opened_a_gpu(tmp_path):
+    """So the real interpreter runs the modules: the GPU would be lost for forks."""
+    (tmp_path / "library.py").write_text(
+        "import pathlib\nopened = pathlib.Path('gpu0').open('w')\n"
+    )
+    code = (
+        "import os, socket; from flows.execution import fork_server\n"
+        "fork_server.LIBRARIES, fork_server.GPU_DEVICES = ('library',), (os.path.abspath('gpu'),)\n"
+        "fork_server.serve(socket.socketpair()[0])"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdin=subprocess.PIPE
+    ) as server:
+        assert server.wait(timeout=120) == 0  # its standard input is still open
 
 
 def test_without_the_server_the_real_interpreter_runs_the_module(job):
