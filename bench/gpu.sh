@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures what only a GPU can show, in about 15 minutes on one GPU of 80 GB. It was never run on a
-# GPU yet; on a CPU it was run in the reduced mode.
+# Measures what only a GPU can show, in about ten minutes on an H100. There its first half was run
+# (docs/performance.md); on a CPU it was run in the reduced mode.
 #
 #   bash bench/gpu.sh                        on the GPU, with the preset's model and data from the hub
 #   MODEL=/path DATA=/path bash bench/gpu.sh   with folders or hub ids of your own
