@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what only a GPU can show, in about ten minutes on an H100. There its first half was run
+# Measures what only a GPU can show, planned for ten minutes on an H100. There its first half was run
 # (docs/performance.md); on a CPU it was run in the reduced mode.
 #
 #   bash bench/gpu.sh                        on the GPU, with the preset's model and data from the hub
