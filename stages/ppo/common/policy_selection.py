@@ -35,6 +35,7 @@ REACHED = 0.9  # share of the target KL below which it counts as missed
 # Standard errors of the gain for which an earlier policy is kept, and the target KL given up. With
 # one, chance would do it in one run of six.
 CLEAR = 2.0
+NEAR = 0.05  # share by which two KLs may differ that count as the same: the error of a measured one
 
 
 class TrainablePolicy(Protocol):
@@ -109,6 +110,19 @@ def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, floa
     (0.5, 0.5)
     """
     return mean_with_error([a - b for a, b in zip(new, old, strict=True)])
+
+
+def keeps_earlier(earlier: Validation, scaled: Validation) -> bool:
+    """Whether an earlier update's policy is kept instead of one that is scaled to the target KL.
+
+    At the same KL if the judge's mean gain over it exceeds one standard error, as between updates;
+    at a smaller KL if it exceeds two; at a larger KL never, since more KL is more gain.
+    """
+    gain, error = paired_gain(earlier.judge_scores, scaled.judge_scores)
+    difference = earlier.kl_per_token - scaled.kl_per_token
+    if abs(difference) <= NEAR * scaled.kl_per_token:
+        return gain > error
+    return difference < 0 and gain > CLEAR * error
 
 
 @dataclass
@@ -193,7 +207,7 @@ class PolicySelector:
 
     def _scale_to_target(self, update: int) -> None:
         """Validate policies with other scales and keep the last one, whose KL is the target, unless
-        the best one is of an earlier update, has a smaller KL and is clearly better.
+        the best one is of an earlier update and `keeps_earlier`.
         """
         trained, target = self._copy_of_weights(), self.params.target_kl_per_token
 
@@ -207,9 +221,7 @@ class PolicySelector:
         first_scale = scale_for_kl([(1.0, max(trained_kl, 1e-8))], target)
         search_scale(measure_kl, (first_scale, measure_kl(first_scale)), target)
         scaled = self.history[-1]
-        gain, error = paired_gain(self.best.judge_scores, scaled.judge_scores)
-        is_earlier = self.best.update < update and self.best.kl_per_token < scaled.kl_per_token
-        if not is_earlier or gain <= CLEAR * error:
+        if self.best.update == update or not keeps_earlier(self.best, scaled):
             self.best, self.weights = scaled, self._copy_of_weights()
 
     def _copy_of_weights(self) -> dict[str, Tensor]:

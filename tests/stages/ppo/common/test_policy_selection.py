@@ -12,7 +12,7 @@ from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.interpolation import MAX_SCALE, MAX_SCALED
 from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.health import KL_ABOVE_BUDGET
-from stages.ppo.common.policy_selection import PolicySelector
+from stages.ppo.common.policy_selection import PolicySelector, keeps_earlier
 from stages.ppo.trainer.roles import Roles
 from tests.stages.judges import LongerWins
 
@@ -334,6 +334,35 @@ def test_an_earlier_policy_needs_two_standard_errors(to_target, high, low, updat
     selector.best = selector.best._replace(judge_scores=(0.1 + high, 0.1 + low) * 12)
     selector.judge = by_score(lambda prompts, _: [0.1] * len(prompts))
     assert selector.select(1, "").update == update
+
+
+@pytest.mark.parametrize(
+    ("kl", "error", "kept"),
+    [
+        (0.104, 0.09, True),  # as much KL: more than one standard error
+        (0.096, 0.09, True),
+        (0.104, 0.11, False),
+        (0.096, 0.11, False),
+        (0.094, 0.09, False),  # less KL: more than two
+        (0.094, 0.049, True),
+        (0.106, 0.01, False),  # more KL
+    ],
+)
+def test_at_the_same_kl_an_earlier_policy_needs_one_standard_error(to_target, kl, error, kept):
+    """The gain is 0.1 in the mean of two prompts, which lie `error` above and below."""
+    _, one = to_target(0.02, [0.1]).history
+    scaled = one._replace(judge_scores=(0.0, 0.0), kl_per_token=0.1)
+    earlier = one._replace(judge_scores=(0.1 + error, 0.1 - error), kl_per_token=kl)
+    assert keeps_earlier(earlier, scaled) == kept
+
+
+def test_the_champion_is_kept_if_the_trained_policy_is_worse_at_the_same_kl(to_target):
+    """Update 1 is the champion, at the target KL; update 2, made from it, has the score 0.5."""
+    at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
+    for champions, update in ((0.6, 1), (0.4, 2)):
+        selector = to_target(0.02, [0.1, 0.5], target=at)
+        selector.best = selector.best._replace(judge_scores=(champions,) * 24)
+        assert selector.select(2, "").update == update
 
 
 def test_an_earlier_policy_with_a_larger_kl_is_not_kept(to_target):
