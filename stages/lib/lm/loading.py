@@ -23,7 +23,6 @@ from transformers.utils import is_flash_attn_2_available
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json
 from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import is_launched, local_rank
 from stages.lib.core.params import Params
@@ -117,19 +116,19 @@ def load_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def supported_attention(kind: Any, path: Path, params: ModelParams) -> str:
+def supported_attention(kind: Any, config: PreTrainedConfig, params: ModelParams) -> str:
     """`resolve_attention`, but of what `auto` gives on a GPU only what the model's code can do:
     FlashAttention-2, else `sdpa`, else `eager`.
 
     Args:
         kind: the Auto class of transformers.
-        path: the model folder.
+        config: of the model.
         params: section `model` of params.yaml.
     """
     attention = resolve_attention(params)
     if params.attn_implementation != "auto" or attention == "grouped":
         return attention
-    model = kind._model_mapping[type(load_config(path))]
+    model = kind._model_mapping[type(config)]
     if attention == "flash_attention_2" and model._supports_flash_attn:
         return attention
     return "sdpa" if model._supports_sdpa else "eager"
@@ -168,20 +167,20 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
         BadInput: there is no model, or weights of its architecture are missing. transformers would
             only warn and initialise them at random.
     """
-    load_config(path)
+    config = load_config(path)
     trim_heap()  # what an earlier model's work left free is in pieces too small for weights
     with progress(f"loading {path}"):
         model, loading_info = kind.from_pretrained(
             path,
             dtype=resolve_dtype(params.dtype),
-            attn_implementation=supported_attention(kind, path, params),
+            attn_implementation=supported_attention(kind, config, params),
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             **more,
         )
     # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
-    saved_as = read_json(path / "config.json", "").get("architectures") or []
+    saved_as = config.architectures or []
     missing = sorted(loading_info["missing_keys"])
     if type(model).__name__ in saved_as and missing:
         raise BadInput(

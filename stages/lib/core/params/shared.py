@@ -62,8 +62,8 @@ class ModelParams(ParamsSection):
     attn_implementation: str = Field(
         "auto",
         description="`auto`: `grouped` on a CPU; on a GPU `flash_attention_2` if it is installed "
-        "and the model supports it, else `sdpa`. Or the name of another implementation of "
-        "transformers, e.g. `eager`.",
+        "and the model supports it, else `sdpa`, or `eager` if the model's code has none. Or the "
+        "name of another implementation of transformers.",
     )
     threads: int | None = Field(
         None,

@@ -114,8 +114,8 @@ def test_a_model_gets_an_attention_that_its_code_can_do(
     monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", flash)
     monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", sdpa)
     params = ModelParams(dtype="bfloat16", attn_implementation=setting)
-    kind = loading.AutoModelForCausalLM
-    assert loading.supported_attention(kind, tiny_folder, params) == expected
+    kind, config = loading.AutoModelForCausalLM, loading.load_config(tiny_folder)
+    assert loading.supported_attention(kind, config, params) == expected
 
 
 def test_models_load_with_the_attention_that_they_support(monkeypatch, tiny_folder):

@@ -118,7 +118,7 @@ def test_pairs_that_all_prefer_no_end_are_refused(make_params):
     ("losses", "weights"),
     [(["sigmoid"], None), (["sigmoid", "sft"], [2.0, 0.5]), (["sigmoid_norm"], None)],
 )
-def test_the_loss_is_the_papers(make_params, losses, weights):
+def test_the_loss_is_the_papers(make_params, shift, losses, weights):
     """-log sigmoid(beta (log-ratio of chosen - log-ratio of rejected)), by transformers' logits;
     with the mean loss of the chosen tokens (Pang et al. 2024), or with log-ratios per token.
     """
@@ -127,11 +127,7 @@ def test_the_loss_is_the_papers(make_params, losses, weights):
     pairs = tokenise_pairs(read_jsonl(PAIRS, ""), context)[:5]
     trainer = make_trainer(context, pairs, PolicyCallback(context, NAMES))
     model = trainer.model
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_B" in name:
-                draw = torch.Generator().manual_seed(1)
-                weight.copy_(0.1 * torch.randn(weight.shape, generator=draw))
+    shift(model, 0.1)
 
     @torch.no_grad()
     def logprob(prompt: list[int], response: list[int]) -> float:
