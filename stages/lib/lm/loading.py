@@ -164,21 +164,31 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
         more: further arguments of `from_pretrained`.
 
     Raises:
-        BadInput: there is no model, or weights of its architecture are missing. transformers would
-            only warn and initialise them at random.
+        BadInput: there is no model; transformers or the model lacks the attention that params.yaml
+            names; or weights of its architecture are missing, which transformers would only warn
+            of and initialise at random.
     """
     config = load_config(path)
     trim_heap()  # what an earlier model's work left free is in pieces too small for weights
-    with progress(f"loading {path}"):
-        model, loading_info = kind.from_pretrained(
-            path,
-            dtype=resolve_dtype(params.dtype),
-            attn_implementation=supported_attention(kind, config, params),
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-            **more,
-        )
+    attention = supported_attention(kind, config, params)
+    try:
+        with progress(f"loading {path}"):
+            model, loading_info = kind.from_pretrained(
+                path,
+                dtype=resolve_dtype(params.dtype),
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **more,
+            )
+    except (ImportError, ValueError) as error:
+        if params.attn_implementation == "auto":
+            raise
+        raise BadInput(
+            f"model.attn_implementation is {attention}, and transformers cannot load {path} with "
+            f"it: {error} Set it to `auto`"
+        ) from error
     # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
     saved_as = config.architectures or []
     missing = sorted(loading_info["missing_keys"])

@@ -118,6 +118,12 @@ def test_a_model_gets_an_attention_that_its_code_can_do(
     assert loading.supported_attention(kind, config, params) == expected
 
 
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash2"])  # not installed, a typo
+def test_an_attention_that_is_not_there_is_refused_by_its_key(tiny_folder, name):
+    with pytest.raises(BadInput, match=rf"^model\.attn_implementation is {name}, .*`auto`$"):
+        loading.load_causal_lm(tiny_folder, ModelParams(attn_implementation=name))
+
+
 def test_models_load_with_the_attention_that_they_support(monkeypatch, tiny_folder):
     monkeypatch.setattr(loading, "resolve_attention", lambda params: "flash_attention_2")
     monkeypatch.setattr(LlamaForCausalLM, "_supports_flash_attn", False)
