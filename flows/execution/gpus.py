@@ -41,7 +41,7 @@ def check_enough(params: Params, waiting: Collection[str]) -> None:
 
 def processes(params: Params, address: str) -> int:
     """How many processes share a stage."""
-    return params.policy_processes if split_address(address)[0] == "ppo" else 1
+    return params.processes(split_address(address)[0])
 
 
 @contextmanager

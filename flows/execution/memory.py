@@ -211,7 +211,7 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         held["annotate"] = model.weights + primary + answers(rows)
     held = {stage: LIBRARIES[model.device] + size for stage, size in held.items()}
     if model.device == "cpu":  # where all processes share the memory
-        held["ppo"] *= params.policy_processes
+        held = {stage: size * params.processes(stage) for stage, size in held.items()}
     return held
 
 
@@ -271,7 +271,7 @@ def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
 
 def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: float) -> float:
     ppo = params.ppo
-    own = -(-ppo.batch_size // params.policy_processes)  # of one process
+    own = -(-ppo.batch_size // params.processes("ppo"))  # of one process
     batch, micro = (
         lengths.prompts.random(rows, ppo.response_length + 1)
         for rows in (own, min(ppo.micro_batch_size, own))
@@ -288,7 +288,7 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
     serves = ppo.micro_batch_size >= own and ppo.mini_batch_size == ppo.batch_size
     activations = sum(kept) if serves else max(kept)
     step = states + model.backward(activations, micro, ppo.lora, recompute, head_tokens)
-    if params.policy_processes > 1:  # the message with all gradients
+    if params.processes("ppo") > 1:  # the message with all gradients
         step = max(step, states + trained * FLOAT / ADAM_BYTES)
     # on a CPU the heap keeps what sampling freed, in parts too small for the activations
     both = step + sampling if model.device == "cpu" else max(step, sampling)

@@ -137,7 +137,7 @@ def _kinds(params: Params, stage: str) -> Iterator[tuple[list[Settings], bool]]:
         smaller, recompute = [], {}
     yield smaller, False
     yield [recompute] if recompute else [], False
-    if stage == "ppo" and params.policy_processes > 1:
+    if params.processes(stage) > 1:
         yield [{"launcher.processes": 1}], False
     if stage in ("battery", "ppo", "evaluate", "replay"):
         yield [{"reward.ensemble": n} for n in range(params.reward.ensemble - 1, 0, -1)], False

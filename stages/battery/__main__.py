@@ -52,6 +52,7 @@ from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, pairs_with_room_for_ending, template_hash
 from stages.lib.data.splits import calibration_sample, dedupe_prompts, shuffled
 from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 from stages.lib.lm.scoring import RewardScorer
 
@@ -67,11 +68,10 @@ def main(params: Params, round_: str) -> None:
     config, folder = params.battery, stage_dir(round_, "battery")
     data, made_by = stage_dir(round_, "prepare") / "data", f"dvc repro prepare@{round_}"
     sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
-    recorder = MetricLogger("battery", round_, 5)
-    tokenizer = load_tokenizer(sft / "model")
+    recorder = MetricLogger("battery", round_, 5, writes=world.is_main())
+    tokenizer, model = load_tokenizer(sft / "model"), load_causal_lm(sft / "model", params.model)
     for manifest in (sft / "manifest.json", reward / "manifest.json"):
         check_template(manifest, tokenizer, params.prepare.prompt_format)
-    model = load_causal_lm(sft / "model", params.model)
     scorer = RewardScorer(reward / "model", tokenizer, params)
     demonstrations = calibration_sample(
         read_rows(Demonstration, data / "sft_eval.jsonl", made_by), params.seed
@@ -125,10 +125,12 @@ def main(params: Params, round_: str) -> None:
     worst, mined = (format_metric(metrics[name]) for name in ("worst_ending", "worst_mined"))
     recorder.log_progress(4, f"endings: worst listed {worst}, worst mined {mined} of {phrases}")
 
-    # 6. write
+    # 6. write, also the texts that show the most
     names = [f"ending {ending!r}" for ending in endings]
     results = probes | dict(zip(names, ending_results, strict=True))
     shown = with_judge_scores([*best_and_worst(samples), *worst_failures(results)], judge)
+    if not world.is_main():
+        return
     write_jsonl(folder / "samples.jsonl", shown)
     write_plots(folder, metrics, scores, results)
     for n in sorted(config.best_of):

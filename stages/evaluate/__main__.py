@@ -39,6 +39,7 @@ from stages.lib.core.stage import stage_main
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_jury
+from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_policy, setup_torch
 
 ROUNDING = 1e-3  # nats per sequence
@@ -59,7 +60,7 @@ def main(params: Params, round_: str) -> None:
     config, ppo = params.evaluate, stage_dir(round_, "ppo")
     settings = evaluation_settings(params, eval_set_hash(round_))
     selected = read_metrics(round_, "ppo")
-    recorder = MetricLogger("evaluate", round_)
+    recorder = MetricLogger("evaluate", round_, writes=world.is_main())
     evaluator = Evaluator(params, round_)
     tokenizer, prompts = evaluator.tokenizer, len(evaluator.prompts)
     for stage in ("sft", "reward", "ppo"):
@@ -98,7 +99,8 @@ def main(params: Params, round_: str) -> None:
         scale = selected.get("policy_scale", 1.0)  # older versions scaled none
         curve.append(curve_point(update, metrics["ppo"], win_rate[0], scale))
     exact = is_exact(params, evaluator.sft.device)
-    compared = check_reproduced(results.samples["ppo"][0], rerun_policy(params, round_), exact)
+    again = world.in_main(lambda: rerun_policy(params, round_))
+    compared = check_reproduced(results.samples["ppo"][0], again, exact)
     print(f"{recorder.label}: in a fresh process, {compared}", flush=True)
 
     # 5. the champion, if there is one
@@ -107,6 +109,9 @@ def main(params: Params, round_: str) -> None:
         comparisons |= compare_with_champion(results, champion)
 
     # 6. write
+    judges = jury.report()
+    if not world.is_main():
+        return
     for point in sorted(curve, key=lambda point: (point["step"], point["scale"])):
         recorder.log(int(point["step"]), point)
     checkpoint_metrics = {path.name: metrics.pop(path.name) for path in checkpoints}
@@ -119,7 +124,7 @@ def main(params: Params, round_: str) -> None:
         **NO_CHAMPION,
         **comparisons,
         "judge": jury.primary.name,
-        "jury": jury.report(),
+        "jury": judges,
         "overoptimisation": overoptimisation(fitted_points(curve)),
         "evaluation_id": evaluation_id(settings),
     }

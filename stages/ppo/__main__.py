@@ -148,4 +148,4 @@ def summary(run: TrainingRun) -> Metrics:
 
 
 if __name__ == "__main__":
-    stage_main("ppo", main, lambda params: params.policy_processes)
+    stage_main("ppo", main)

@@ -23,6 +23,7 @@ from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import DataSets, shuffled
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.loading import base_model, load_jury
+from stages.lib.lm import world
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.scoring import RewardScorer
 from stages.replay.badcases import Badcase, Cause, Report, read_ledger
@@ -61,7 +62,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     check_unchanged("judges", params)
     config, seed, previous = params.replay, params.seed, Path(params.rounds[round_].previous)
-    recorder = MetricLogger("replay", round_, 6)
+    recorder = MetricLogger("replay", round_, 6, writes=world.is_main())
     inputs, sampler = read_inputs(round_), Sampler(params, round_)
     tokenizer, scorer = sampler.tokenizer, sampler.scorer
     for stage in ("sft", "reward", "ppo"):
@@ -117,6 +118,9 @@ def main(params: Params, round_: str) -> None:
     progress = repair_metrics(earlier, retested) | exploit_rates
 
     # 7. write
+    judges = jury.report()
+    if not world.is_main():
+        return
     cases = [*retested, *badcases]
     write_data(params, round_, training_rows, cases, exploits, tokenizer, limits.kl)
     metrics = {
@@ -126,7 +130,7 @@ def main(params: Params, round_: str) -> None:
         **progress,
         "leaked": leaked,
         **row_metrics(training_rows, made),
-        "jury": jury.report(),
+        "jury": judges,
     }
     recorder.finish(metrics)
     summary = "  ".join(f"{name} {value}" for name, value in progress.items())

@@ -10,6 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from stages.lib.core.errors import RondoError
+from stages.lib.core.launch import environment_alone
 from stages.lib.core.progress import PROGRESS, print_line, progress
 
 SHOWN, SHOWN_LINES = 500, 20  # of its standard error, in the message of an error: characters, lines
@@ -35,7 +36,12 @@ def run_in_fresh_process(module: str, *arguments: str | Path, failing: str) -> A
     again = progress(f"{module} in a fresh process")
     with again, TemporaryFile("w+", encoding="utf-8") as output:
         with subprocess.Popen(
-            command, stdout=output, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+            command,
+            env=environment_alone(),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
         ) as process:
             assert process.stderr is not None
             for line in map(str.rstrip, process.stderr):

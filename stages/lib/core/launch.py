@@ -16,6 +16,12 @@ from stages.lib.core.errors import RondoError
 
 PR_SET_PDEATHSIG = 1
 AGENT = "RONDO_AGENT"  # its process id
+# what torch's agent gives its processes, beside names with TORCHELASTIC_
+OF_AGENT = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -27,6 +33,32 @@ def is_launched() -> bool:
 def local_rank() -> int:
     """Number of this process among those that were started together, from 0."""
     return int(os.environ["LOCAL_RANK"]) if is_launched() else 0
+
+
+def share_out(module: str, arguments: list[str], processes: int) -> None:
+    """Run `python -m module` as several processes, if `processes` is more than one.
+
+    The process that calls this first starts them, waits for them, and exits with their exit code.
+    In each of them this returns: of their standard outputs only the first one's is kept.
+
+    Raises:
+        RondoError: as `launch`.
+    """
+    if is_launched():
+        end_with_agent()
+        if local_rank():
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    elif processes > 1:
+        sys.exit(launch(module, arguments, processes))
+
+
+def environment_alone() -> dict[str, str]:
+    """The environment without what the agent has added: for a child that works alone."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (AGENT, *OF_AGENT) and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def launch(module: str, arguments: list[str], processes: int) -> int:

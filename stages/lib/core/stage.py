@@ -1,33 +1,27 @@
 """The command line that all stages share: `python -m stages.<name> --round r0`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 
 from stages.lib.core.errors import RondoError
-from stages.lib.core.launch import end_with_agent, is_launched, launch, local_rank
+from stages.lib.core.launch import is_launched, share_out
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import print_line, reporting
 from stages.lib.core.ram import peak_bytes
 
 
-def stage_main(
-    name: str,
-    stage: Callable[[Params, str], None],
-    processes: Callable[[Params], int] = lambda _: 1,
-) -> None:
+def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
     """Parse `--round`, read params.yaml and run the stage.
 
     A RondoError is printed in one line and ends the process with its exit code. Long passes print
-    how far they are, and the last line has the peak of memory.
+    how far they are, and the last line has the peak of memory. If several processes share the
+    stage's work, this process starts them and waits, and the first of them prints.
 
     Args:
         name: the stage's name, for messages.
         stage: the stage's main function, called with params and round. Stages that all rounds share
             are called without `--round`.
-        processes: how many processes share the stage's work. With more than one, this process
-            starts them and waits; the first of them prints.
     """
     parser = argparse.ArgumentParser(prog=f"python -m stages.{name}")
     parser.add_argument("--round", help="a round of params.yaml, e.g. r0; default: the first one")
@@ -37,13 +31,10 @@ def stage_main(
         params = load_params()
         round_ = named or next(iter(params.rounds))
         params.check_round(round_)
-        if is_launched():
-            end_with_agent()
-            if local_rank():
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-        elif (number := processes(params)) > 1:
+        number = params.processes(name)
+        if number > 1 and not is_launched():
             print_line(f"[{address}] {number} processes")
-            sys.exit(launch(f"stages.{name}", ["--round", round_], number))
+        share_out(f"stages.{name}", ["--round", round_], number)
         with reporting(address):
             stage(params, round_)
             print_line(f"[{address}] peak memory: {peak_memory()}")

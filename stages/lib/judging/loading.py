@@ -14,6 +14,7 @@ from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.fluency import Fluency, garbledness
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconJudge
+from stages.lib.judging.main_process import MainProcessJudge
 from stages.lib.judging.pairwise import PairwiseJudge
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
@@ -64,7 +65,7 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
         return LexiconJudge(margin)
     if named in language_models:
         key, endpoint = language_models[named]
-        return EndpointJudge(endpoint, key=key)
+        return MainProcessJudge(lambda: EndpointJudge(endpoint, key=key))
     if named == FLUENCY:
         data = stage_dir(round_, "prepare") / "data"
         people = read_rows(Demonstration, data / "sft_eval.jsonl", f"dvc repro prepare@{round_}")
@@ -72,7 +73,9 @@ def load_judge(named: str, params: Params, round_: str, base: LoadModel) -> Pair
         nll = Fluency(base(), tokenizer, params.prepare.prompt_format)
         return PointwiseJudge(named, garbledness(nll, people), 0.0)
     if ":" in named:
-        return PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
+        return MainProcessJudge(
+            lambda: PointwiseJudge(named, import_function(named, "evaluate.judges"), margin)
+        )
     folder = Path(named)
     if named == HELD_OUT_REWARD_MODEL:
         folder = stage_dir(round_, "reward") / "judge"

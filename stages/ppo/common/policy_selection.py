@@ -251,10 +251,7 @@ class PolicySelector:
         )
         prompts = [row["prompt"] for row, _ in self.prompts]
         self.first_texts = self.first_texts or texts
-        first_texts = self.first_texts
-        scores = tuple(
-            world.in_main(lambda: self.judge.scores_against(prompts, texts, first_texts))
-        )
+        scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
         gain = paired_gain(scores, self.first.judge_scores if self.history else scores)
         length = fmean(len(response) for response in responses)
         # the error is over prompts, whose responses are not independent of each other

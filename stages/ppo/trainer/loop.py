@@ -124,7 +124,7 @@ class TrainingRun:
     def judge_scores(self, rollout: Rollout) -> list[float] | None:
         """(B,) scores by the primary judge; None if it only compares."""
         prompts = [row["prompt"] for row in rollout.rows]
-        return world.in_main(lambda: self.judge.scores(prompts, rollout.texts))
+        return self.judge.scores(prompts, rollout.texts)
 
     def check_reference(self, expected: str, when: str) -> None:
         """

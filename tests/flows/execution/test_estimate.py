@@ -212,7 +212,7 @@ def test_what_fits_is_not_refused_by_an_error_of_a_fifth() -> None:
 
 def test_fewer_processes_are_advised() -> None:
     def measure(params: Params) -> dict[str, float]:
-        return {"ppo": 6e9 * params.policy_processes}
+        return {"ppo": 6e9 * params.processes("ppo")}
 
     two = params(launcher={"processes": 2})
     with pytest.raises(RondoError, match=r"set launcher\.processes 2 -> 1: 6\.0 GB"):

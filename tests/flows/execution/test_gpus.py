@@ -61,6 +61,9 @@ def test_more_processes_than_gpus_are_refused_before_the_run(
             else nullcontext()
         ):
             gpus.check_enough(params, {"sft@r0", "ppo@r0"})
+        if visible == "0":
+            with pytest.raises(BadInput, match="processes is 2, but only 1"):
+                gpus.check_enough(params, {"evaluate@r0"})  # also of a policy by DPO
         gpus.check_enough(params, {"sft@r0"})
     monkeypatch.setenv(gpus.VISIBLE, "")  # on a CPU
     gpus.check_enough(two, {"ppo@r0"})

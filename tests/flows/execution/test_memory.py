@@ -151,7 +151,10 @@ def test_processes_share_episodes_and_each_has_the_models() -> None:
     half = stages(ppo=ppo | {"batch_size": 32})["ppo"]
     assert half < one < two == pytest.approx(2 * half)
     alone = {"algorithm": "dpo", "launcher": {"processes": 2}}
-    assert stages(**alone)["ppo"] == stages(algorithm="dpo")["ppo"]
+    one = stages(algorithm="dpo")
+    assert stages(**alone)["ppo"] == one["ppo"]
+    for stage in ("battery", "evaluate", "replay"):
+        assert stages(**alone)[stage] == 2 * one[stage]
 
 
 def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:

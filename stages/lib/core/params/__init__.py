@@ -47,6 +47,8 @@ from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
 
 PARAMS_FILE = Path("params.yaml")
+# stages that several processes share (stages/lib/lm/world.py), beside ppo
+SHARED = ("battery", "evaluate", "replay")
 
 
 class Params(ParamsSection):
@@ -132,8 +134,8 @@ class Params(ParamsSection):
 
     @model_validator(mode="after")
     def processes_have_work(self) -> "Params":
-        number = self.policy_processes
-        if number > self.ppo.mini_batch_size:
+        number = self.launcher.processes
+        if self.processes("ppo") > self.ppo.mini_batch_size:
             raise ValueError(
                 f"launcher.processes {number} is more than ppo.mini_batch_size "
                 f"{self.ppo.mini_batch_size}: some would have no episode"
@@ -145,10 +147,10 @@ class Params(ParamsSection):
             )
         return self
 
-    @property
-    def policy_processes(self) -> int:
-        """How many processes share the stage ppo: TRL's trainers run in one."""
-        return self.launcher.processes if self.algorithm is Algorithm.ppo else 1
+    def processes(self, stage: str) -> int:
+        """How many processes share the work of a stage: TRL's trainers run in one."""
+        shared = stage in SHARED or (stage == "ppo" and self.algorithm is Algorithm.ppo)
+        return self.launcher.processes if shared else 1
 
     def check_round(self, name: str) -> None:
         """Check that params.yaml has this round.

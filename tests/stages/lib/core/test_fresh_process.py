@@ -25,6 +25,19 @@ def test_the_error_of_a_failed_module_has_its_meaning_and_its_cause(tmp_path: Pa
         run_in_fresh_process("json.tool", tmp_path / "rows.json", failing="the policy is lost")
 
 
+def test_a_module_works_alone_also_if_several_processes_share_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ranks.py").write_text(
+        "import os\n"
+        "print([name for name in os.environ if name.endswith('RANK') or 'ELASTIC' in name])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    assert run_in_fresh_process("ranks", failing="it") == []
+
+
 def test_lines_of_progress_are_printed_and_are_no_part_of_the_result_or_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
