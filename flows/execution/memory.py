@@ -217,7 +217,8 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
 
 def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float) -> float:
     sft = params.sft
-    batch = lengths.demonstrations.longest(sft.per_device_train_batch_size)
+    own = -(-sft.per_device_train_batch_size // params.processes("sft"))  # of one process
+    batch = lengths.demonstrations.longest(own)
     prompts = batch.rows * lengths.prompts.random(batch.rows).tokens / batch.rows
     responses = max(batch.tokens - prompts, batch.rows)
     text = lengths.demonstrations.longest(1).longest
@@ -237,7 +238,8 @@ def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float)
 def _reward(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     """Further members and the judge, trained before, stay in memory."""
     reward = params.reward
-    batch = _hard(lengths.pairs, reward.per_device_train_batch_size, reward.hard_negatives)
+    own = -(-reward.per_device_train_batch_size // params.processes("reward"))  # of one process
+    batch = _hard(lengths.pairs, own, reward.hard_negatives)
     others = model.weights * (reward.ensemble - 1 + (reward.judge_share > 0))
     scoring = model.scoring(model.limits.tokens, batch.longest)
     training = model.training(batch, reward.lora, reward.gradient_checkpointing, 0)

@@ -37,6 +37,7 @@ from stages.lib.data.lengths import (
 )
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.data.splits import calibration_sample, prompt_key
+from stages.lib.lm import world
 from stages.lib.lm.loading import (
     load_sequence_classifier,
     load_tokenizer,
@@ -129,7 +130,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)
     check_lengths(params)
     folder = stage_dir(round_, "reward")
-    recorder = MetricLogger("reward", round_)
+    recorder = MetricLogger("reward", round_, writes=world.is_main())
     tokenizer = load_tokenizer(ASSETS / "model")
     sft = stage_dir(round_, "sft")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
@@ -147,7 +148,7 @@ def main(params: Params, round_: str) -> None:
     # 3. train the judge and the members of the ensemble (usually one), from the SFT model or from
     # the previous round's models
     previous = Path(params.rounds[round_].previous) / "reward"
-    shutil.rmtree(folder / "judge", ignore_errors=True)
+    world.in_main(lambda: shutil.rmtree(folder / "judge", ignore_errors=True))
     if judge_rows:
         judge = trainer.train(
             judge_rows + make_hard_negatives(judge_rows, params),
@@ -155,8 +156,8 @@ def main(params: Params, round_: str) -> None:
             params.seed + JUDGE_SEED,
             "the judge",
         )
-        save_model(judge, tokenizer, folder / "judge")
-    else:
+        world.in_main(lambda: save_model(judge, tokenizer, folder / "judge"))
+    elif world.is_main():
         write_text(folder / "judge/EMPTY", "reward.judge_share is 0: there is no judge apart.\n")
     negatives = make_hard_negatives(train_rows, params)
     start, continues = initial_checkpoint(params.reward, previous / "model", sft / "model")
@@ -166,14 +167,15 @@ def main(params: Params, round_: str) -> None:
     # 4. save, merged
     reduce = params.reward.ensemble_reduce
     model = join_ensemble(members, reduce, trainer.demonstration_ids())
-    save_ensemble(model, tokenizer, folder / "model")
+    world.in_main(lambda: save_ensemble(model, tokenizer, folder / "model"))
 
     # 5. check that a fresh process gets the same scores from the saved model; for the same batch,
     # since bfloat16 rounds differently in batches of another shape
     reload_ids = chosen[:RELOAD_ROWS]
     expected_scores = reward_scores(model, reload_ids)
-    difference = reload_difference(
-        folder / "model", reload_ids, expected_scores, work_dir(round_, "reward")
+    work = work_dir(round_, "reward")
+    difference = world.in_main(
+        lambda: reload_difference(folder / "model", reload_ids, expected_scores, work)
     )
     check_reloaded(folder / "model", difference)
 
@@ -196,6 +198,8 @@ def main(params: Params, round_: str) -> None:
     }
 
     # 7. write scores, calibration, manifest and metrics
+    if not world.is_main():
+        return
     scores = score_rows(held_out.rows, model, chosen_scores, rejected_scores)
     facts = {
         "template_hash": template_hash(tokenizer, params.prepare.prompt_format),

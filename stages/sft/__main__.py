@@ -36,6 +36,7 @@ from stages.lib.data.lengths import (
 )
 from stages.lib.data.prompts import encode, template_hash
 from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.length_limits import check_model_lengths
@@ -94,7 +95,7 @@ def main(params: Params, round_: str) -> None:
     check_lengths(params)
     check_model_lengths(ASSETS / "model", params)
     folder, data = stage_dir(round_, "sft"), stage_dir(round_, "prepare") / "data"
-    recorder = MetricLogger("sft", round_)
+    recorder = MetricLogger("sft", round_, writes=world.is_main())
     made_by = f"dvc repro prepare@{round_}"
     tokenizer = load_tokenizer(ASSETS / "model")
     train, held_out = (
@@ -121,7 +122,7 @@ def main(params: Params, round_: str) -> None:
 
     # 4. save the merged model, and measure it as saved: merging and the dtype change its weights
     model = merge_adapter(model, resolve_dtype(params.model.dtype))
-    save_model(model, tokenizer, folder / "model")
+    world.in_main(lambda: save_model(model, tokenizer, folder / "model"))
     saved_model = load_causal_lm(folder / "model", params.model)
     with progress("SFT model"):
         sft = measure(saved_model, tokenizer, held_out, prompt_rows, params)
@@ -140,6 +141,8 @@ def main(params: Params, round_: str) -> None:
     }
 
     # 5. write samples, manifest and metrics
+    if not world.is_main():
+        return
     samples = side_by_side(prompt_rows, base.responses, sft.responses, outcomes)
     template_sha256 = template_hash(tokenizer, params.prepare.prompt_format)
     write_outputs(samples, metrics, start, template_sha256, params.seed, recorder)

@@ -1,4 +1,4 @@
-"""Battery, evaluate and replay of r0 in as many processes as params.yaml says."""
+"""The stages that several processes share, in as many as params.yaml says."""
 
 import sys
 from importlib import import_module

@@ -52,6 +52,14 @@ def share_out(module: str, arguments: list[str], processes: int) -> None:
         sys.exit(launch(module, arguments, processes))
 
 
+def hide_processes() -> None:
+    """Let libraries that look for other processes, as Accelerate does, find none: this project
+    shares the work itself. The processes have joined before.
+    """
+    for name in OF_AGENT:
+        os.environ.pop(name, None)
+
+
 def environment_alone() -> dict[str, str]:
     """The environment without what the agent has added: for a child that works alone."""
     return {

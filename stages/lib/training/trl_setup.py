@@ -12,11 +12,13 @@ from trl.trainer import utils as trl_utils
 
 from stages.lib.core.files import is_placeholder
 from stages.lib.core.heap import trim_heap
+from stages.lib.core.launch import hide_processes
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.lm.loading import resolve_dtype
 from stages.lib.lm.packing import padding_free, unwrap_peft
+from stages.lib.training.sharing import check_weights, share_training
 
 # Logits that TRL computes at once on a CPU: tokens x entries of the vocabulary, 4 MiB in float32,
 # which fit into the processor's cache. Its 4,096 x 32,768 are for Triton; without Triton some eight
@@ -55,6 +57,7 @@ def trainer_arguments(
     epochs = train.num_train_epochs
     if continues and train.continue_epochs:
         epochs = train.continue_epochs
+    hide_processes()  # from Accelerate: sharing.py shares the work
     # On a CPU `bf16=True` is refused or ignored; Accelerate reads this variable on every device.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"
     return {
@@ -140,10 +143,12 @@ def run_trainer(trainer: Trainer, checkpoint: Path | None = None) -> Any:
     trainer.remove_callback(PrinterCallback)
     unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
     trainer.add_callback(NoEmbeddingGradients)
+    share_training(trainer)
     with padding_free(trainer.model), progress("training", unit="batches") as training:
         trainer.add_callback(BatchCounter(training))
         trainer.add_callback(HeapTrimmer)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    check_weights(trainer.model)
     return trainer.model.eval()
 
 

@@ -48,7 +48,7 @@ from stages.lib.core.renamed import current_params
 
 PARAMS_FILE = Path("params.yaml")
 # stages that several processes share (stages/lib/lm/world.py), beside ppo
-SHARED = ("battery", "evaluate", "replay")
+SHARED = ("sft", "reward", "battery", "evaluate", "replay")
 
 
 class Params(ParamsSection):

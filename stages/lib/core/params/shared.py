@@ -94,8 +94,8 @@ class LauncherParams(ParamsSection):
     processes: int = Field(
         1,
         ge=1,
-        description="Processes on this machine that share the work of PPO, battery, evaluate and "
-        "replay, one per GPU if there are any (docs/scale.md).",
+        description="Processes on this machine that share the work of most stages, one per GPU if "
+        "there are any (docs/scale.md).",
     )
 
 

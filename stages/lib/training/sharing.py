@@ -1,0 +1,112 @@
+"""TRL's trainers in several processes (stages/lib/lm/world.py).
+
+Each process runs the whole training, on its own rows of every batch. Before each optimizer step,
+the gradients are added up. So the batches, their order and the loss are those of one process, which
+Accelerate's own data parallelism changes: it groups other rows by length, and fills up the last
+batch of an epoch.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from stages.lib.lm import world
+from stages.lib.lm.saving import trainable_named
+
+ROWS = "own_and_all_rows"  # key in a batch: how many rows this process has, and the whole batch
+
+
+def share_training(trainer: Trainer) -> None:
+    """Let the processes share the work of a trainer, if there are several."""
+    if world.size() > 1:
+        SharedTraining(trainer)
+
+
+class SharedTraining:
+    """Wraps the methods of a trainer with which it collates, counts, differentiates and gathers.
+
+    Args:
+        trainer: its loss is a mean over the rows of a batch; or if transformers tells it how many
+            items all batches of a step have, a sum over items divided by their number.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        assert trainer.args.world_size == 1, "Accelerate would divide the batches again"
+        self.trainer, self.own_rows = trainer, 0
+        self.collate_rows = trainer.data_collator
+        self.count_items = trainer._get_num_items_in_batch
+        self.compute_loss = trainer.compute_loss
+        self.training_step = trainer.training_step
+        trainer.data_collator = self.collate
+        trainer._get_num_items_in_batch = self.count_all_items
+        trainer.compute_loss = self.own_loss
+        trainer.training_step = self.step
+        trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = self.gather
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """A batch of this process's rows."""
+        own = world.share(len(rows))
+        # a model cannot run on no rows: then one runs, and counts as none
+        batch: dict[str, Any] = self.collate_rows([rows[i] for i in own] or rows[:1])
+        return batch | {ROWS: torch.tensor([len(own), len(rows)])}
+
+    def count_all_items(self, batches: list[Any], device: torch.device) -> Tensor | None:
+        """Items of all processes in the batches of an optimizer step; None if nobody needs them."""
+        own = [batch for batch in batches if batch[ROWS][0]]
+        count = self.count_items(own or batches, device)
+        if count is None:
+            return None
+        items = torch.as_tensor(count if own else 0, device=device)
+        world.add_up([items])
+        return items
+
+    def own_loss(
+        self, model: Any, inputs: dict[str, Any], *, num_items_in_batch: Tensor | None
+    ) -> Tensor:
+        """This process's part of the loss: the parts of all add up to the loss of the batch."""
+        self.own_rows, all_rows = inputs.pop(ROWS).tolist()
+        loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        is_mean = num_items_in_batch is None
+        return loss * (self.own_rows / all_rows if is_mean else float(self.own_rows > 0))
+
+    def step(self, model: Any, *args: Any) -> Tensor:
+        """The loss of a batch; before an optimizer step, also the gradients of all processes."""
+        loss = self.training_step(model, *args)
+        world.add_up([loss])
+        if self.trainer.accelerator.sync_gradients:
+            add_up_gradients(model)
+        return loss
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """For metrics: the rows of all processes; or a number of each one, once for each of its
+        rows, so that the mean of the result is the mean over all rows.
+        """
+        if tensor.dim():
+            rows = tensor if self.own_rows else tensor[:0]
+        else:
+            rows = tensor.expand(self.own_rows)
+        return torch.cat(world.gather([rows.detach().cpu()])).to(tensor.device)
+
+
+def add_up_gradients(model: Any) -> None:
+    """Replace the gradients by their sums over all processes; 0 where a process has none."""
+    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+    for _, weight in trainable_named(model):
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        by_dtype[weight.grad.dtype].append(weight.grad)
+    for grads in by_dtype.values():
+        world.add_up(grads)
+
+
+def check_weights(model: Any) -> None:
+    """
+    Raises:
+        RondoError: the processes have trained different weights.
+    """
+    total = sum(weight.double().sum().item() for _, weight in trainable_named(model))
+    world.check_equal("the trained weights", {"their sum": total})
