@@ -54,6 +54,7 @@ class Curve:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=4, help="updates between measurements")
+    parser.add_argument("--updates", type=int, help="stop after these, with the rates of the plan")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     # Imported here, because bench/trl_ppo.py imports this module in TRL's environment, which lacks
@@ -68,7 +69,7 @@ def main() -> None:
     judge = load_primary_judge(params, ROUND)
     curve = Curve(PolicySelector(roles, held_out, judge, params.ppo, params.seed).measure)
     curve.point(0)
-    while trainer.updates < trainer.planned_updates:
+    while trainer.updates < (options.updates or trainer.planned_updates):
         _, metrics = trainer.step()
         if trainer.updates % options.every == 0:
             curve.point(trainer.updates)

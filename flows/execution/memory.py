@@ -299,13 +299,14 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
 
 def _alternative(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     """A training step of another algorithm."""
-    ppo, algorithm = params.ppo, params.algorithm
+    ppo, algorithm, processes = params.ppo, params.algorithm, params.processes("ppo")
     if algorithm is Algorithm.dpo:
-        batch = lengths.pairs.longest(params.dpo.per_device_train_batch_size)
+        batch = lengths.pairs.longest(-(-params.dpo.per_device_train_batch_size // processes))
         tokens = batch.tokens
     else:
         best = algorithm is Algorithm.best_of_n
         rows = params.best_of_n.per_device_train_batch_size if best else ppo.micro_batch_size
+        rows = -(-rows // processes)
         batch = lengths.prompts.random(rows, ppo.response_length)
         tokens = float(rows * ppo.response_length)
     return model.training(batch, ppo.lora, ppo.gradient_checkpointing, tokens)

@@ -129,10 +129,9 @@ def main(params: Params, round_: str) -> None:
     # 1. data: pairs as tokens; every text ends with EOS, where the score is read
     setup_torch(params)
     check_lengths(params)
-    folder = stage_dir(round_, "reward")
+    folder, sft = stage_dir(round_, "reward"), stage_dir(round_, "sft")
     recorder = MetricLogger("reward", round_, writes=world.is_main())
     tokenizer = load_tokenizer(ASSETS / "model")
-    sft = stage_dir(round_, "sft")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
     demonstrations = calibration_demonstrations(round_, params.seed)
     trainer = RewardModelTrainer(params, tokenizer, demonstrations, recorder)
@@ -165,17 +164,15 @@ def main(params: Params, round_: str) -> None:
     members = [trainer.train(train_rows + negatives, start, continues, seed) for seed in seeds]
 
     # 4. save, merged
-    reduce = params.reward.ensemble_reduce
-    model = join_ensemble(members, reduce, trainer.demonstration_ids())
+    model = join_ensemble(members, params.reward.ensemble_reduce, trainer.demonstration_ids())
     world.in_main(lambda: save_ensemble(model, tokenizer, folder / "model"))
 
     # 5. check that a fresh process gets the same scores from the saved model; for the same batch,
     # since bfloat16 rounds differently in batches of another shape
     reload_ids = chosen[:RELOAD_ROWS]
-    expected_scores = reward_scores(model, reload_ids)
-    work = work_dir(round_, "reward")
+    expected, work = reward_scores(model, reload_ids), work_dir(round_, "reward")
     difference = world.in_main(
-        lambda: reload_difference(folder / "model", reload_ids, expected_scores, work)
+        lambda: reload_difference(folder / "model", reload_ids, expected, work)
     )
     check_reloaded(folder / "model", difference)
 

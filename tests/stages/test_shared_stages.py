@@ -2,19 +2,26 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
 from flows.execution import fork_server
 from stages.assets.inputs import main as inputs
-from stages.lib.core.params import SHARED, Params, check_params
+from stages.lib.core.files import read_jsonl, write_jsonl
+from stages.lib.core.params import Params, check_params, load_params
+from stages.ppo.common.resume import Resume
 from tests.paths import ROOT
 from tests.stages import shared_program
+from tests.stages.ppo.alternatives.kill import SECTIONS, run_killed
+from tests.stages.shared_program import OTHER_STAGES, alternative
 
 # a judge that notes which process asks it
 JUDGE = """import os
@@ -46,21 +53,31 @@ def write_params(params: Params, processes: int) -> None:
     inputs(checked, "r0")
 
 
+def folders() -> list[Path]:
+    stages = [Path("rounds/r0", stage) for stage in OTHER_STAGES]
+    return [*stages, *(Path("rounds", algorithm) for algorithm in SECTIONS)]
+
+
 def results() -> dict[str, Any]:
     """The contents of the stages' files, without hashes of weights."""
     contents: dict[str, Any] = {}
-    for stage in SHARED:
-        for path in sorted(Path("rounds/r0", stage).rglob("*")):
+    for folder in folders():
+        for path in sorted(folder.rglob("*")):
             if path.suffix == ".json":
                 contents[str(path)] = json.loads(path.read_text())
             elif path.suffix == ".jsonl":
                 contents[str(path)] = [json.loads(line) for line in path.read_text().splitlines()]
-            elif path.suffix == ".safetensors":
-                weights = load_file(path).items()
-                contents[str(path)] = {name: weight.float().tolist() for name, weight in weights}
-        for name in ("inputs", "weights"):
-            contents[f"rounds/r0/{stage}/manifest.json"].pop(name, None)
+        for name in ("inputs", "weights", "processes"):
+            contents[f"{folder}/manifest.json"].pop(name, None)
     return contents
+
+
+def weights() -> dict[str, dict[str, Tensor]]:
+    return {
+        str(path): load_file(path)
+        for folder in folders()
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
 
 
 def approximately(value: Any) -> Any:
@@ -77,12 +94,23 @@ def test_two_processes_have_the_results_of_one(make_round, monkeypatch):
     monkeypatch.syspath_prepend(Path.cwd())
     params = make_round("r0", 1.0)
     Path("functions.py").write_text(JUDGE)
+    shutil.move("rounds/r0/ppo", "ppo")
+    prompts = Path("rounds/r0/prepare/data/prompts_train.jsonl")
+    rows = read_jsonl(prompts, "")
+    more = [row | {"id": f"{row['id']}-2", "prompt": f"{row['prompt']} and"} for row in rows]
+    write_jsonl(prompts, rows + more)
+    shutil.copytree("rounds/r0", "before")
     write_params(params, 1)
     shared_program.main()
-    one = results()
+    one, trained = results(), weights()
     assert len({*Path("judge.pids").read_text().splitlines()}) == 1
 
+    shutil.rmtree(".rondo")
+    shutil.rmtree("rounds")
+    shutil.copytree("before", "rounds/r0")
     write_params(params, 2)
+    # killed before the state of its third update is saved; two processes resume it
+    run_killed(alternative(load_params(), "dpo"), (3, Resume, "save"), monkeypatch)
     Path("judge.pids").unlink()
     Path("sitecustomize.py").write_text(NOTE_START)
     run = subprocess.run(
@@ -90,12 +118,15 @@ def test_two_processes_have_the_results_of_one(make_round, monkeypatch):
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path.cwd()}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=500,
     )
     assert run.returncode == 0, run.stderr
     assert results() == approximately(one)
+    # a hundredth of a step of the alternatives, whose rate is 0.01
+    torch.testing.assert_close(weights(), trained, rtol=0, atol=1e-4)
     assert len({*Path("judge.pids").read_text().splitlines()}) == 1, "one of them asks the judge"
     assert run.stdout.count("against SFT") == 1, "one of them prints"
+    assert run.stdout.count("resumes from here") == 1
     # by as many processes, whose sums are rounded alike; the one that starts them is forked
     assert "in a fresh process, texts and numbers of all" in run.stdout
     assert Path("starts").read_text().count("-m stages.evaluate.reproduce r0") == 2

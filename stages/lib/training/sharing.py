@@ -20,12 +20,6 @@ from stages.lib.lm.saving import trainable_named
 ROWS = "own_and_all_rows"  # key in a batch: how many rows this process has, and the whole batch
 
 
-def share_training(trainer: Trainer) -> None:
-    """Let the processes share the work of a trainer, if there are several."""
-    if world.size() > 1:
-        SharedTraining(trainer)
-
-
 class SharedTraining:
     """Wraps the methods of a trainer with which it collates, counts, differentiates and gathers.
 
@@ -34,9 +28,11 @@ class SharedTraining:
             items all batches of a step have, a sum over items divided by their number.
     """
 
+    own_rows: int  # of the current batch
+
     def __init__(self, trainer: Trainer) -> None:
         assert trainer.args.world_size == 1, "Accelerate would divide the batches again"
-        self.trainer, self.own_rows = trainer, 0
+        self.trainer = trainer
         self.collate_rows = trainer.data_collator
         self.count_items = trainer._get_num_items_in_batch
         self.compute_loss = trainer.compute_loss
@@ -45,7 +41,9 @@ class SharedTraining:
         trainer._get_num_items_in_batch = self.count_all_items
         trainer.compute_loss = self.own_loss
         trainer.training_step = self.step
-        trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = self.gather
+        accelerator = trainer.accelerator
+        accelerator.gather = accelerator.gather_for_metrics = self.gather
+        accelerator.reduce = self.add_up
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Any]:
         """A batch of this process's rows."""
@@ -81,6 +79,15 @@ class SharedTraining:
             add_up_gradients(model)
         return loss
 
+    def check_weights(self) -> None:
+        """
+        Raises:
+            RondoError: the processes have trained different weights.
+        """
+        weights = trainable_named(self.trainer.model)
+        total = sum(weight.double().sum().item() for _, weight in weights)
+        world.check_equal("the trained weights", {"their sum": total})
+
     def gather(self, tensor: Tensor) -> Tensor:
         """For metrics: the rows of all processes; or a number of each one, once for each of its
         rows, so that the mean of the result is the mean over all rows.
@@ -90,6 +97,51 @@ class SharedTraining:
         else:
             rows = tensor.expand(self.own_rows)
         return torch.cat(world.gather([rows.detach().cpu()])).to(tensor.device)
+
+    def add_up(self, tensor: Tensor, reduction: str) -> Tensor:
+        """For metrics: the sum over all processes."""
+        assert reduction == "sum"
+        total = tensor.detach() * (self.own_rows > 0)
+        world.add_up([total])
+        return total
+
+
+class SharedOnlineTraining(SharedTraining):
+    """RLOO and GRPO: every process has all samples of an update, and takes its rows of each batch
+    of them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.in_loss = False
+        trainer.data_collator = self.collate_rows  # of prompts, for which all are sampled together
+
+    def count_all_items(self, batches: list[Any], device: torch.device) -> None:
+        """The loss is a mean over rows."""
+
+    def own_loss(
+        self, model: Any, inputs: dict[str, Any], *, num_items_in_batch: Tensor | None
+    ) -> Tensor:
+        rows = len(inputs["completion_ids"])
+        own = world.share(rows)
+        kept = slice(own.start, own.stop) if own else slice(1)
+        part = {
+            name: value[kept] if isinstance(value, Tensor) and value.dim() else value
+            for name, value in inputs.items()
+        }
+        self.in_loss = True
+        loss = super().own_loss(
+            model, part | {ROWS: torch.tensor([len(own), rows])}, num_items_in_batch=None
+        )
+        self.in_loss = False
+        return loss
+
+    # outside of the loss, every process has all rows
+    def gather(self, tensor: Tensor) -> Tensor:
+        return super().gather(tensor) if self.in_loss else tensor
+
+    def add_up(self, tensor: Tensor, reduction: str) -> Tensor:
+        return super().add_up(tensor, reduction) if self.in_loss else tensor
 
 
 def add_up_gradients(model: Any) -> None:
@@ -101,12 +153,3 @@ def add_up_gradients(model: Any) -> None:
         by_dtype[weight.grad.dtype].append(weight.grad)
     for grads in by_dtype.values():
         world.add_up(grads)
-
-
-def check_weights(model: Any) -> None:
-    """
-    Raises:
-        RondoError: the processes have trained different weights.
-    """
-    total = sum(weight.double().sum().item() for _, weight in trainable_named(model))
-    world.check_equal("the trained weights", {"their sum": total})

@@ -16,9 +16,10 @@ from stages.lib.core.launch import hide_processes
 from stages.lib.core.params.shared import InitFrom, ModelParams, TrainParams
 from stages.lib.core.progress import Pass, progress
 from stages.lib.core.recorder import MetricLogger
+from stages.lib.lm import world
 from stages.lib.lm.loading import resolve_dtype
 from stages.lib.lm.packing import padding_free, unwrap_peft
-from stages.lib.training.sharing import check_weights, share_training
+from stages.lib.training.sharing import SharedTraining
 
 # Logits that TRL computes at once on a CPU: tokens x entries of the vocabulary, 4 MiB in float32,
 # which fit into the processor's cache. Its 4,096 x 32,768 are for Triton; without Triton some eight
@@ -124,12 +125,17 @@ class HeapTrimmer(TrainerCallback):
         trim_heap()
 
 
-def run_trainer(trainer: Trainer, checkpoint: Path | None = None) -> Any:
+def run_trainer(
+    trainer: Trainer,
+    checkpoint: Path | None = None,
+    sharing: type[SharedTraining] = SharedTraining,
+) -> Any:
     """Train with one of TRL's trainers, without its printed metrics and without padding.
 
     Args:
         trainer: the trainer.
         checkpoint: one of its own, from which the training resumes.
+        sharing: how several processes share its work.
 
     Returns:
         The trained model in eval mode.
@@ -143,12 +149,13 @@ def run_trainer(trainer: Trainer, checkpoint: Path | None = None) -> Any:
     trainer.remove_callback(PrinterCallback)
     unwrap_peft(trainer.model).disable_input_require_grads()  # TRL's hook, before transformers' own
     trainer.add_callback(NoEmbeddingGradients)
-    share_training(trainer)
+    shared = sharing(trainer) if world.size() > 1 else None
     with padding_free(trainer.model), progress("training", unit="batches") as training:
         trainer.add_callback(BatchCounter(training))
         trainer.add_callback(HeapTrimmer)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    check_weights(trainer.model)
+    if shared:
+        shared.check_weights()
     return trainer.model.eval()
 
 

@@ -14,7 +14,9 @@ from stages.lib.core.errors import Diverged
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict
 from stages.lib.data.rollouts import RolloutLog
+from stages.lib.lm import world
 from stages.lib.lm.saving import load_trainable, save_trained, trainable_state_dict
+from stages.lib.training.sharing import SharedTraining
 from stages.lib.training.trl_setup import run_trainer
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
@@ -35,12 +37,14 @@ class PolicyCallback(TrainerCallback):
         steps: optimizer steps per update.
 
     Attributes:
+        sharing: how several processes share the training.
         saved: the state from which the run resumes.
         ended: whether the last update is done, or a danger has ended the run.
         selector: remembers the best policy so far.
         initial_rows: rollout rows of the policy before training, which is SFT.
     """
 
+    sharing: type[SharedTraining] = SharedTraining
     trained_policy: TrainedPolicy
     selector: PolicySelector
     initial_rows: list[RolloutRow]
@@ -54,9 +58,11 @@ class PolicyCallback(TrainerCallback):
         self.epoch_random_state: StateDict = {}
         self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
         self.monitor = Monitor(self.ppo, f"{self.algorithm}.beta")
-        self.rollouts = RolloutLog(
-            context.work / "rollouts", saved["rollouts"] if saved else (1, 0)
-        )
+        self.rollouts: RolloutLog | None = None
+        if world.is_main():
+            self.rollouts = RolloutLog(
+                context.work / "rollouts", saved["rollouts"] if saved else (1, 0)
+            )
         shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
         self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
 
@@ -80,7 +86,8 @@ class PolicyCallback(TrainerCallback):
         """Run TRL's trainer, from its checkpoint if this run resumes; not if that had ended."""
         if not self.ended:
             folder = Path(trainer.args.output_dir)
-            run_trainer(trainer, folder / self.saved["checkpoint"] if self.saved else None)
+            checkpoint = folder / self.saved["checkpoint"] if self.saved else None
+            run_trainer(trainer, checkpoint, self.sharing)
 
     def sample_rows(self, update: int) -> list[RolloutRow]:
         """Rollout rows of the current policy, which also go to the rollout files.
@@ -91,8 +98,13 @@ class PolicyCallback(TrainerCallback):
         prompt_ids = [tokens for _, tokens in self.described_prompts]
         responses = self.trained_policy.sample(prompt_ids, self.ppo, generator)
         rows = self.trained_policy.score(update, self.described_prompts, responses).rows
-        self.rollouts.append(rows)
+        self.log_rollouts(rows)
         return rows
+
+    def log_rollouts(self, rows: list[RolloutRow]) -> None:
+        """Append rows to the rollout files, in the process that writes them."""
+        if self.rollouts:
+            self.rollouts.append(rows)
 
     def describe(self) -> dict[str, float]:
         """Further metrics of the current update; none here."""
@@ -125,7 +137,8 @@ class PolicyCallback(TrainerCallback):
             self.end_update(last)
             control.should_training_stop |= bool(self.monitor.stopped)
             self.ended = last or bool(self.monitor.stopped)
-            control.should_save = self.ended or self.updates % self.ppo.resume_updates == 0
+            due = self.ended or self.updates % self.ppo.resume_updates == 0
+            control.should_save = due and world.is_main()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Keep the random state from which the order of the data is drawn next."""
@@ -155,7 +168,7 @@ class PolicyCallback(TrainerCallback):
             "weights": trainable_state_dict(self.trained_policy.policy),
             "selector": self.selector.state(),
             "steps": self.context.recorder.steps,
-            "rollouts": self.rollouts.position,
+            "rollouts": self.rollouts and self.rollouts.position,
             "initial_rows": self.initial_rows,
         }
 
@@ -192,7 +205,7 @@ class PolicyCallback(TrainerCallback):
         recorder.log(self.updates, metrics, shown)
         for finding in findings:
             recorder.log_progress(self.updates, str(finding))
-        if self.updates % self.ppo.save_updates == 0:
+        if self.updates % self.ppo.save_updates == 0 and world.is_main():
             folder = self.context.work / "checkpoints" / f"step_{self.updates:05d}"
             save_trained(self.trained_policy.policy, self.context.tokenizer, folder)
 

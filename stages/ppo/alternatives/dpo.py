@@ -6,19 +6,22 @@ Training needs neither the reward model nor samples of the policy.
 from typing import Any, TypedDict
 
 from datasets import Dataset
+from torch import Tensor
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
-from stages.lib.core.params.policy import OfflineParams
+from stages.lib.core.params.policy import DpoLoss, OfflineParams
 from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.progress import print_line, progress
 from stages.lib.core.rows import SIDES, PreferencePair, read_rows
 from stages.lib.core.types import TokenIds
 from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.splits import prompt_key
+from stages.lib.lm import world
 from stages.lib.lm.lora import lora_config
+from stages.lib.training.sharing import ROWS, SharedTraining
 from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import TrainingContext
@@ -42,7 +45,7 @@ def train(context: TrainingContext) -> PolicyCallback:
     round_ = context.recorder.round
     path = stage_dir(round_, "annotate") / "data/pairs_train.jsonl"
     rows = read_rows(PreferencePair, path, f"dvc repro annotate@{round_}")
-    callback = PolicyCallback(context, NAMES)
+    callback = DpoCallback(context, NAMES)
     trainer = make_trainer(context, tokenise_pairs(rows, context), callback)
     callback.begin(trainer.model)
     callback.train(trainer)
@@ -90,6 +93,35 @@ class TokenDpoTrainer(DPOTrainer):
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset
+
+
+class SharedDpoTraining(SharedTraining):
+    """`sft` is a mean over the tokens of the chosen responses, not over pairs: its weight makes up
+    for a process's other share of them.
+    """
+
+    def __init__(self, trainer: TokenDpoTrainer) -> None:
+        super().__init__(trainer)
+        self.dpo, self.weights = trainer, list(trainer.loss_weights)
+
+    def own_loss(
+        self, model: Any, inputs: dict[str, Any], *, num_items_in_batch: Tensor | None
+    ) -> Tensor:
+        own_rows, all_rows = inputs[ROWS].tolist()
+        chosen, _ = inputs["completion_mask"][:, 1:].chunk(2)  # of what the model predicts
+        own_tokens = chosen.sum() * (own_rows > 0)
+        all_tokens = own_tokens.clone()
+        world.add_up([all_tokens])
+        factor = float(own_tokens / all_tokens) * all_rows / max(own_rows, 1)
+        self.dpo.loss_weights = [
+            weight * factor if loss == DpoLoss.sft.value else weight
+            for loss, weight in zip(self.dpo.loss_types, self.weights, strict=True)
+        ]
+        return super().own_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+class DpoCallback(PolicyCallback):
+    sharing = SharedDpoTraining
 
 
 def tokenise_pairs(rows: list[PreferencePair], context: TrainingContext) -> list[TokenizedPair]:

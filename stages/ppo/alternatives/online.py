@@ -11,6 +11,7 @@ from stages.lib.core.params.shared import TrainParams
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.data.prompts import render_prompt
 from stages.lib.lm.lora import lora_config
+from stages.lib.training.sharing import SharedOnlineTraining
 from stages.lib.training.trl_setup import trainer_arguments
 from stages.ppo.alternatives.callback import PolicyCallback
 from stages.ppo.alternatives.policy import ScoredRollouts, TrainingContext
@@ -31,6 +32,7 @@ class OnlineCallback(PolicyCallback):
         scored: the rollout rows and rewards of the current update.
     """
 
+    sharing = SharedOnlineTraining
     scored: ScoredRollouts
 
     def __init__(self, context: TrainingContext) -> None:
@@ -68,7 +70,7 @@ class OnlineCallback(PolicyCallback):
         """
         episodes = [self.context.prompts[index] for index in prompt_index]
         self.scored = self.trained_policy.score(self.updates + 1, episodes, completion_ids)
-        self.rollouts.append(self.scored.rows)
+        self.log_rollouts(self.scored.rows)
         return self.scored.rewards
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

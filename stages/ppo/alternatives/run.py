@@ -13,6 +13,7 @@ from stages.lib.core.rows import RolloutRow, TrainingPrompt, read_rows
 from stages.lib.core.types import Metrics
 from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm import world
 from stages.lib.lm.loading import (
     load_causal_lm,
     load_reward_model,
@@ -59,10 +60,12 @@ def main(params: Params, round_: str) -> None:
     # 3. the policy at the target KL, or the judge's best within the budget, and its rollouts
     policy = callback.trained_policy.policy.eval()
     kept = callback.selector.select(callback.updates, callback.monitor.stopped)
-    save_trained(policy, tokenizer, folder / "policy")
     rows = callback.sample_rows(kept.update) if kept.update else callback.initial_rows
 
     # 4. the outputs of PPO; the critic is a placeholder, since there is none
+    if not world.is_main():
+        return
+    save_trained(policy, tokenizer, folder / "policy")
     shutil.rmtree(folder / "critic", ignore_errors=True)
     write_text(folder / "critic/EMPTY", f"{params.algorithm.value} has no critic\n")
     publish_outputs(context.work, folder)
@@ -72,6 +75,7 @@ def main(params: Params, round_: str) -> None:
         "ppo",
         round_,
         seed=params.seed,
+        processes=world.size(),
         inputs=[*data_paths(params, round_), sft / "manifest.json", reward / "manifest.json"],
         template_hash=template_hash(tokenizer, params.prepare.prompt_format),
         algorithm=params.algorithm.value,
@@ -111,12 +115,15 @@ def load(params: Params, round_: str) -> TrainingContext:
     inputs = [*data_paths(params, round_), sft / "model", reward / "model"]
     resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
     saved = resume.load()
-    if not saved:
+    world.wait()  # until every process has read the state
+    if not saved and world.is_main():
         resume.clear()  # files of a run that was killed before it saved a state
     model = load_causal_lm(sft / "model", training_model_params(params.model, params.ppo.lora))
     return TrainingContext(
         params=params,
-        recorder=MetricLogger("ppo", round_, logged_steps=saved["steps"] if saved else ()),
+        recorder=MetricLogger(
+            "ppo", round_, logged_steps=saved["steps"] if saved else (), writes=world.is_main()
+        ),
         resume=resume,
         saved=saved,
         reference=weights_hash(model),

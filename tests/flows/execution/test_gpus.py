@@ -52,19 +52,15 @@ def test_more_processes_than_gpus_are_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two = check_params({"launcher": {"processes": 2}}, "")
-    alone = check_params({"launcher": {"processes": 2}, "algorithm": "dpo"}, "")
-    for visible, params, refused in (("0", two, True), ("0", alone, False), ("0,1", two, False)):
+    for visible, refused in (("0", True), ("0,1", False)):
         monkeypatch.setenv(gpus.VISIBLE, visible)
         with (
             pytest.raises(BadInput, match="processes is 2, but only 1")
             if refused
             else nullcontext()
         ):
-            gpus.check_enough(params, {"sft@r0", "ppo@r0"})
-        if visible == "0":
-            with pytest.raises(BadInput, match="processes is 2, but only 1"):
-                gpus.check_enough(params, {"evaluate@r0"})  # also of a policy by DPO
-        gpus.check_enough(params, {"sft@r0"})
+            gpus.check_enough(two, {"annotate@r0", "ppo@r0"})
+        gpus.check_enough(two, {"annotate@r0"})
     monkeypatch.setenv(gpus.VISIBLE, "")  # on a CPU
     gpus.check_enough(two, {"ppo@r0"})
 

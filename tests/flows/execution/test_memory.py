@@ -150,11 +150,12 @@ def test_processes_share_episodes_and_each_has_the_models() -> None:
     one, two = (stages(ppo=ppo, launcher={"processes": n})["ppo"] for n in (1, 2))
     half = stages(ppo=ppo | {"batch_size": 32})["ppo"]
     assert half < one < two == pytest.approx(2 * half)
-    alone = {"algorithm": "dpo", "launcher": {"processes": 2}}
-    one = stages(algorithm="dpo")
-    assert stages(**alone)["ppo"] == one["ppo"]
-    for stage in ("battery", "evaluate", "replay"):
-        assert stages(**alone)[stage] == 2 * one[stage]
+    batches = {name: {"per_device_train_batch_size": 8} for name in ("sft", "reward", "dpo")}
+    halves = {name: {"per_device_train_batch_size": 4} for name in batches}
+    one = stages(algorithm="dpo", **halves)
+    two_of_dpo = stages(algorithm="dpo", launcher={"processes": 2}, **batches)
+    for stage in ("sft", "reward", "battery", "ppo", "evaluate", "replay"):
+        assert two_of_dpo[stage] == pytest.approx(2 * one[stage])
 
 
 def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:

@@ -47,8 +47,8 @@ from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
 
 PARAMS_FILE = Path("params.yaml")
-# stages that several processes share (stages/lib/lm/world.py), beside ppo
-SHARED = ("sft", "reward", "battery", "evaluate", "replay")
+# stages that several processes share (stages/lib/lm/world.py)
+SHARED = ("sft", "reward", "battery", "ppo", "evaluate", "replay")
 
 
 class Params(ParamsSection):
@@ -135,7 +135,7 @@ class Params(ParamsSection):
     @model_validator(mode="after")
     def processes_have_work(self) -> "Params":
         number = self.launcher.processes
-        if self.processes("ppo") > self.ppo.mini_batch_size:
+        if number > self.ppo.mini_batch_size and self.algorithm is Algorithm.ppo:
             raise ValueError(
                 f"launcher.processes {number} is more than ppo.mini_batch_size "
                 f"{self.ppo.mini_batch_size}: some would have no episode"
@@ -148,9 +148,8 @@ class Params(ParamsSection):
         return self
 
     def processes(self, stage: str) -> int:
-        """How many processes share the work of a stage: TRL's trainers run in one."""
-        shared = stage in SHARED or (stage == "ppo" and self.algorithm is Algorithm.ppo)
-        return self.launcher.processes if shared else 1
+        """How many processes share the work of a stage."""
+        return self.launcher.processes if stage in SHARED else 1
 
     def check_round(self, name: str) -> None:
         """Check that params.yaml has this round.
