@@ -215,9 +215,14 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
     return held
 
 
+def _of_one_process(params: Params, stage: str, rows: int) -> int:
+    """The most rows of a batch that one of the processes of a stage has."""
+    return -(-rows // params.processes(stage))
+
+
 def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float) -> float:
     sft = params.sft
-    own = -(-sft.per_device_train_batch_size // params.processes("sft"))  # of one process
+    own = _of_one_process(params, "sft", sft.per_device_train_batch_size)
     batch = lengths.demonstrations.longest(own)
     prompts = batch.rows * lengths.prompts.random(batch.rows).tokens / batch.rows
     responses = max(batch.tokens - prompts, batch.rows)
@@ -238,7 +243,7 @@ def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float)
 def _reward(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     """Further members and the judge, trained before, stay in memory."""
     reward = params.reward
-    own = -(-reward.per_device_train_batch_size // params.processes("reward"))  # of one process
+    own = _of_one_process(params, "reward", reward.per_device_train_batch_size)
     batch = _hard(lengths.pairs, own, reward.hard_negatives)
     others = model.weights * (reward.ensemble - 1 + (reward.judge_share > 0))
     scoring = model.scoring(model.limits.tokens, batch.longest)
@@ -273,7 +278,7 @@ def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
 
 def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: float) -> float:
     ppo = params.ppo
-    own = -(-ppo.batch_size // params.processes("ppo"))  # of one process
+    own = _of_one_process(params, "ppo", ppo.batch_size)
     batch, micro = (
         lengths.prompts.random(rows, ppo.response_length + 1)
         for rows in (own, min(ppo.micro_batch_size, own))
@@ -299,16 +304,17 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
 
 def _alternative(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     """A training step of another algorithm."""
-    ppo, algorithm, processes = params.ppo, params.algorithm, params.processes("ppo")
+    ppo, algorithm = params.ppo, params.algorithm
     if algorithm is Algorithm.dpo:
-        batch = lengths.pairs.longest(-(-params.dpo.per_device_train_batch_size // processes))
+        own = _of_one_process(params, "ppo", params.dpo.per_device_train_batch_size)
+        batch = lengths.pairs.longest(own)
         tokens = batch.tokens
     else:
         best = algorithm is Algorithm.best_of_n
         rows = params.best_of_n.per_device_train_batch_size if best else ppo.micro_batch_size
-        rows = -(-rows // processes)
-        batch = lengths.prompts.random(rows, ppo.response_length)
-        tokens = float(rows * ppo.response_length)
+        own = _of_one_process(params, "ppo", rows)
+        batch = lengths.prompts.random(own, ppo.response_length)
+        tokens = float(own * ppo.response_length)
     return model.training(batch, ppo.lora, ppo.gradient_checkpointing, tokens)
 
 

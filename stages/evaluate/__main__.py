@@ -109,7 +109,7 @@ def main(params: Params, round_: str) -> None:
         comparisons |= compare_with_champion(results, champion)
 
     # 6. write
-    judges = jury.report()
+    judges = jury.report()  # here, since all processes take part
     if not world.is_main():
         return
     for point in sorted(curve, key=lambda point: (point["step"], point["scale"])):

@@ -118,7 +118,7 @@ def main(params: Params, round_: str) -> None:
     progress = repair_metrics(earlier, retested) | exploit_rates
 
     # 7. write
-    judges = jury.report()
+    judges = jury.report()  # here, since all processes take part
     if not world.is_main():
         return
     cases = [*retested, *badcases]

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from flows.execution import fork_server
 from stages.assets.inputs import main as inputs
-from stages.lib.core.files import read_jsonl, write_jsonl
 from stages.lib.core.params import Params, check_params, load_params
 from stages.ppo.common.resume import Resume
 from tests.paths import ROOT
 from tests.stages import shared_program
 from tests.stages.ppo.alternatives.kill import SECTIONS, run_killed
+from tests.stages.ppo.stage_process import double_prompts
 from tests.stages.shared_program import OTHER_STAGES, alternative
 
 # a judge that notes which process asks it
@@ -95,10 +95,7 @@ def test_two_processes_have_the_results_of_one(make_round, monkeypatch):
     params = make_round("r0", 1.0)
     Path("functions.py").write_text(JUDGE)
     shutil.move("rounds/r0/ppo", "ppo")
-    prompts = Path("rounds/r0/prepare/data/prompts_train.jsonl")
-    rows = read_jsonl(prompts, "")
-    more = [row | {"id": f"{row['id']}-2", "prompt": f"{row['prompt']} and"} for row in rows]
-    write_jsonl(prompts, rows + more)
+    double_prompts()
     shutil.copytree("rounds/r0", "before")
     write_params(params, 1)
     shared_program.main()

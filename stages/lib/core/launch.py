@@ -54,7 +54,7 @@ def share_out(module: str, arguments: list[str], processes: int) -> None:
 
 def hide_processes() -> None:
     """Let libraries that look for other processes, as Accelerate does, find none: this project
-    shares the work itself. The processes have joined before.
+    shares the work itself. To be called after the processes have joined and `local_rank` is used.
     """
     for name in OF_AGENT:
         os.environ.pop(name, None)

@@ -26,13 +26,26 @@ class RolloutLog:
         folder: the folder of the log.
         start: the position at which to open it; the default is an empty log.
         full: bytes of a file from which the next one is started.
+        writes: whether this process writes the files; several that share a stage have the same
+            rows.
     """
 
-    def __init__(self, folder: Path, start: tuple[int, int] = (1, 0), full: int = FULL) -> None:
-        self.folder, self.full = folder, full
+    def __init__(
+        self,
+        folder: Path,
+        start: tuple[int, int] = (1, 0),
+        full: int = FULL,
+        writes: bool = True,
+    ) -> None:
+        self.folder, self.full, self.writes = folder, full, writes
         self.part, self.size = start
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.jsonl.gz")):
+        if writes:
+            self._open()
+
+    def _open(self) -> None:
+        """Remove what was written after the start."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.folder.glob("*.jsonl.gz")):
             if int(path.name.split(".")[0]) > self.part:
                 path.unlink()
         with self.path.open("ab") as stream:
@@ -50,6 +63,8 @@ class RolloutLog:
 
     def append(self, rows: Iterable[RolloutRow]) -> None:
         """Write rows to disk before returning."""
+        if not self.writes:
+            return
         if self.size >= self.full:
             self.part, self.size = self.part + 1, 0
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

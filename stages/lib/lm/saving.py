@@ -85,6 +85,11 @@ def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
     ]
 
 
+def sum_of_trainable(model: Any) -> float:
+    """The sum of all trainable weights: equal weights have equal sums."""
+    return sum(weight.double().sum().item() for _, weight in trainable_named(model))
+
+
 def trainable_state_dict(model: Any) -> dict[str, Tensor]:
     """The trainable weights by name. Not copies: they change when the model is trained."""
     return {name: parameter.detach() for name, parameter in trainable_named(model)}

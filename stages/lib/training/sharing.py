@@ -6,7 +6,6 @@ Accelerate's own data parallelism changes: it groups other rows by length, and f
 batch of an epoch.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from stages.lib.lm import world
-from stages.lib.lm.saving import trainable_named
+from stages.lib.lm.saving import sum_of_trainable, trainable_named
 
 ROWS = "own_and_all_rows"  # key in a batch: how many rows this process has, and the whole batch
 
@@ -84,8 +83,7 @@ class SharedTraining:
         Raises:
             RondoError: the processes have trained different weights.
         """
-        weights = trainable_named(self.trainer.model)
-        total = sum(weight.double().sum().item() for _, weight in weights)
+        total = sum_of_trainable(self.trainer.model)
         world.check_equal("the trained weights", {"their sum": total})
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -146,10 +144,8 @@ class SharedOnlineTraining(SharedTraining):
 
 def add_up_gradients(model: Any) -> None:
     """Replace the gradients by their sums over all processes; 0 where a process has none."""
-    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
-    for _, weight in trainable_named(model):
+    weights = [weight for _, weight in trainable_named(model)]  # all float32
+    for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        by_dtype[weight.grad.dtype].append(weight.grad)
-    for grads in by_dtype.values():
-        world.add_up(grads)
+    world.add_up([weight.grad for weight in weights if weight.grad is not None])

@@ -39,7 +39,7 @@ class BestOfNCallback(PolicyCallback):
             self.prompts, self.responses = self.saved["prompts"], self.saved["responses"]
         else:
             self.prompts, self.responses, rows = choose(self.trained_policy, self.context)
-            self.log_rollouts(rows)
+            self.rollouts.append(rows)
 
     def state(self) -> StateDict:
         return super().state() | {"prompts": self.prompts, "responses": self.responses}

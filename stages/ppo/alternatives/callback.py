@@ -58,11 +58,8 @@ class PolicyCallback(TrainerCallback):
         self.epoch_random_state: StateDict = {}
         self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
         self.monitor = Monitor(self.ppo, f"{self.algorithm}.beta")
-        self.rollouts: RolloutLog | None = None
-        if world.is_main():
-            self.rollouts = RolloutLog(
-                context.work / "rollouts", saved["rollouts"] if saved else (1, 0)
-            )
+        position = saved["rollouts"] if saved else (1, 0)
+        self.rollouts = RolloutLog(context.work / "rollouts", position, writes=world.is_main())
         shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
         self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
 
@@ -98,13 +95,8 @@ class PolicyCallback(TrainerCallback):
         prompt_ids = [tokens for _, tokens in self.described_prompts]
         responses = self.trained_policy.sample(prompt_ids, self.ppo, generator)
         rows = self.trained_policy.score(update, self.described_prompts, responses).rows
-        self.log_rollouts(rows)
+        self.rollouts.append(rows)
         return rows
-
-    def log_rollouts(self, rows: list[RolloutRow]) -> None:
-        """Append rows to the rollout files, in the process that writes them."""
-        if self.rollouts:
-            self.rollouts.append(rows)
 
     def describe(self) -> dict[str, float]:
         """Further metrics of the current update; none here."""
@@ -168,7 +160,7 @@ class PolicyCallback(TrainerCallback):
             "weights": trainable_state_dict(self.trained_policy.policy),
             "selector": self.selector.state(),
             "steps": self.context.recorder.steps,
-            "rollouts": self.rollouts and self.rollouts.position,
+            "rollouts": self.rollouts.position,
             "initial_rows": self.initial_rows,
         }
 

@@ -70,7 +70,7 @@ class OnlineCallback(PolicyCallback):
         """
         episodes = [self.context.prompts[index] for index in prompt_index]
         self.scored = self.trained_policy.score(self.updates + 1, episodes, completion_ids)
-        self.log_rollouts(self.scored.rows)
+        self.rollouts.append(self.scored.rows)
         return self.scored.rewards
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -59,13 +59,11 @@ class TrainingRun:
         self.recorder = MetricLogger(
             "ppo", round_, trainer.planned_updates, steps, writes=world.is_main()
         )
-        self.rollouts: RolloutLog | None = None
-        if world.is_main():
-            if not saved:
-                # rollouts of a run that was killed before it saved a state
-                self.resume.clear()
-            position = saved["rollouts"] if saved else (1, 0)
-            self.rollouts = RolloutLog(self.work / "rollouts", position)
+        if world.is_main() and not saved:
+            # rollouts of a run that was killed before it saved a state
+            self.resume.clear()
+        position = saved["rollouts"] if saved else (1, 0)
+        self.rollouts = RolloutLog(self.work / "rollouts", position, writes=world.is_main())
         if saved:
             self.load_state(saved)
 
@@ -83,8 +81,7 @@ class TrainingRun:
             rows = episode_rows(
                 trainer.updates, rollout, self.judge_scores(rollout), metrics["kl_coef"]
             )
-            if self.rollouts:
-                self.rollouts.append(rows)
+            self.rollouts.append(rows)
             metrics |= describe_texts(rows)
             for failure in rollout.failures:
                 self.recorder.log_progress(trainer.updates, failure)
@@ -107,11 +104,11 @@ class TrainingRun:
                 self.recorder.log_progress(trainer.updates, str(finding))
 
             # 5. checkpoint; the resume state comes last, so that it covers all of the above
-            if self.rollouts:
-                self.save(self.rollouts)
+            if world.is_main():
+                self.save()
         self.check_reference(self.reference, "after the last update")
 
-    def save(self, rollouts: RolloutLog) -> None:
+    def save(self) -> None:
         """Save a checkpoint and the state, each if it is due."""
         trainer = self.trainer
         if trainer.updates % self.params.save_updates == 0:
@@ -119,7 +116,7 @@ class TrainingRun:
             save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
         ended = trainer.updates == trainer.planned_updates or self.monitor.stopped
         if trainer.updates % self.params.resume_updates == 0 or ended:
-            self.resume.save(self.state() | {"rollouts": rollouts.position})
+            self.resume.save(self.state() | {"rollouts": self.rollouts.position})
 
     def judge_scores(self, rollout: Rollout) -> list[float] | None:
         """(B,) scores by the primary judge; None if it only compares."""

@@ -52,10 +52,6 @@ class MasterWeightOptimizer:
                 master.grad = torch.zeros_like(master)
         return [master.grad for master in self.masters.values() if master.grad is not None]
 
-    def sum_of_weights(self) -> float:
-        """Of all weights: equal weights have equal sums."""
-        return float(sum(weight.double().sum().item() for weight in self.weights.values()))
-
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients to `max_norm`; returns their norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(self.masters.values(), max_norm)

@@ -10,6 +10,7 @@ from stages.lib.core.progress import tracked
 from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, pack
+from stages.lib.lm.saving import sum_of_trainable
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.reward_results import SERVED, RewardInputs
@@ -93,7 +94,7 @@ class PpoTrainer:
         # 6. update
         metrics |= self.optimize(rollout)
         if world.size() > 1:
-            sums = [optimizer.sum_of_weights() for optimizer in self.optimizers]
+            sums = [sum_of_trainable(model) for model in (self.roles.policy, self.roles.critic)]
             weights = dict(zip(("policy weights", "critic weights"), sums, strict=True))
             world.check_equal(f"update {self.updates + 1}", metrics | weights)
         self.kl_controller.update(metrics["kl_per_token"], len(rollout.rows))

@@ -8,9 +8,18 @@ import time
 from pathlib import Path
 
 from flows.execution import fork_server
+from stages.lib.core.files import read_jsonl, write_jsonl
 from tests.paths import ROOT
 
 OUTPUTS = Path("rounds/r0/ppo")
+
+
+def double_prompts() -> None:
+    """Twice as many training prompts, enough for six per update."""
+    path = Path("rounds/r0/prepare/data/prompts_train.jsonl")
+    rows = read_jsonl(path, "")
+    more = [row | {"id": f"{row['id']}-2", "prompt": f"{row['prompt']} and"} for row in rows]
+    write_jsonl(path, rows + more)
 
 
 def start(python: str = sys.executable) -> subprocess.Popen[str]:

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from stages.assets.inputs import main as inputs
-from stages.lib.core.files import read_jsonl, write_jsonl
+from stages.lib.core.files import read_jsonl
 from stages.lib.core.params import Params, check_params
 from tests.stages.ppo.stage_process import (
     OUTPUTS,
     delete_outputs,
+    double_prompts,
     outputs,
     run_to_the_end,
     start,
@@ -132,13 +133,9 @@ def nothing_is_left(process: subprocess.Popen[str]) -> Iterator[list[psutil.Proc
 
 @pytest.fixture
 def small_round(make_round):
-    """With enough prompts for six per update."""
     params = make_round("r0", 1.0)
     shutil.rmtree(OUTPUTS)
-    prompts = Path("rounds/r0/prepare/data/prompts_train.jsonl")
-    rows = read_jsonl(prompts, "")
-    more = [row | {"id": f"{row['id']}-2", "prompt": f"{row['prompt']} and"} for row in rows]
-    write_jsonl(prompts, rows + more)
+    double_prompts()
     return params
 
 

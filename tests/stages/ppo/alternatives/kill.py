@@ -1,4 +1,4 @@
-"""Ends the stage at a chosen call, as a kill of its process would."""
+"""Short runs of each algorithm, and an end at a chosen call, as a kill of the process would be."""
 
 import shutil
 from pathlib import Path
