@@ -109,8 +109,8 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
         if failure.exitcode < 0:
             raise RondoError(
                 f"process {rank + 1} of {processes} was ended by "
-                f"{signal.Signals(-failure.exitcode).name}, and the others with it. The last saved "
-                "state is kept: run the stage again"
+                f"{signal.Signals(-failure.exitcode).name}, and the others with it. Next: run the "
+                "stage again (`ppo` resumes from its last saved state)"
             ) from error
         return int(failure.exitcode)
     except SignalException as error:

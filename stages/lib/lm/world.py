@@ -74,8 +74,8 @@ def _others() -> Iterator[None]:
         # the agent, which has seen it end, and says how, ends this process meanwhile
         time.sleep(GRACE_SECONDS)
         raise RondoError(
-            f"another process of this stage has ended, or cannot be reached ({error}); the last "
-            "saved state is kept. Next: read its message, and run the stage again"
+            f"another process of this stage has ended, or cannot be reached ({error}). Next: read "
+            "its message, and run the stage again (`ppo` resumes from its last saved state)"
         ) from error
 
 
@@ -140,7 +140,7 @@ def check_equal(what: str, metrics: Mapping[str, Any]) -> None:
     """Check that all processes have the same numbers.
 
     Raises:
-        RondoError: they do not, so they no longer train the same policy. Names those that differ.
+        RondoError: they do not, so they no longer train the same model. Names those that differ.
     """
     values = gather([[repr(value) for value in metrics.values()]])
     columns = dict(zip(metrics, zip(*values, strict=True), strict=True))
@@ -149,7 +149,7 @@ def check_equal(what: str, metrics: Mapping[str, Any]) -> None:
     ]
     if differ:
         raise RondoError(
-            f"the {size()} processes of this stage differ in {what}: {'; '.join(differ)}. They do "
-            "not train the same policy any more. Next: set launcher.processes to 1, and check that "
+            f"the {size()} processes of this stage differ in {what}: {'; '.join(differ)}. They no "
+            "longer train the same model. Next: set launcher.processes to 1, and check that "
             "their GPUs and libraries are of one kind"
         )
