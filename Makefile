@@ -8,12 +8,13 @@ PRESET ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint ui lock clean
+.PHONY: help setup run test test-engines lint ui lock clean
 
 help:
 	@echo "make run [PRESET=smoke]  two rounds, prepare to replay     make ui    Prefect and MLflow in the browser"
 	@echo "make test                the tests                         make lint  ruff and mypy"
 	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
+	@echo "make test-engines        engines, on a Ray cluster"
 	@echo "make clean               caches and tool files; no results, no .venv"
 
 setup: $(STAMP)
@@ -33,6 +34,10 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Ray in an environment of its own, in .rondo/engines (once; a minute)
+test-engines: setup
+	sh tests/stages/ppo/engines/on_ray.sh $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """`--dry-run`: what a run would do and need. Nothing is run, and the project stays as it is."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from flows.core.locks import LOCK
 from flows.execution import dvc_stages, needs
 from flows.execution.history import read_entries, rounds_to_end
 from stages.gate.verdict import look_up
+from stages.lib.core.files import stage_dir, work_dir
 from stages.lib.core.params import PARAMS_FILE, Params
+from stages.lib.core.params.policy import Engine
 from stages.lib.core.user_inputs import INPUTS, input_hashes, recorded_hashes
+from stages.ppo.engines.openrlhf import PROGRAM, JobFiles, arguments, options
 
 
 def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[str]) -> int:
@@ -35,8 +39,26 @@ def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[st
     needs.check(params, addresses, waiting, print)
     if waiting:
         print(f"would run: {', '.join(name for name in addresses if name in waiting)}")
+        for line in engine_commands(params, waiting):
+            print(line)
         print("nothing was run")
     return 0
+
+
+def engine_commands(params: Params, waiting: set[str]) -> list[str]:
+    """The commands of the engine's jobs, one per round; the folder of a job has a name that its
+    inputs determine.
+    """
+    if params.ppo.engine is Engine.local:
+        return []
+    lines = []
+    for stage, round_ in map(split_address, sorted(waiting)):
+        if stage == "ppo":
+            sft, reward = (stage_dir(round_, name) / "model" for name in ("sft", "reward"))
+            files = JobFiles(work_dir(round_, "ppo") / "RUN/engine")
+            words = arguments(options(params, files, sft, reward, resumes=False))
+            lines.append(f"ppo@{round_}: {PROGRAM} {shlex.join(words)}")
+    return lines
 
 
 def dry_next_round(settings: list[str]) -> int:

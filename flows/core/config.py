@@ -50,7 +50,7 @@ KEEP, DEFAULT = "keep", "default"
 ALL = "all"  # rounds that run again
 # Mappings whose keys are the user's own names: merging them would keep entries that the user left
 # out, so an overlay replaces them.
-REPLACED_WHOLE = ("rubric", "endpoints")
+REPLACED_WHOLE = ("rubric", "endpoints", "engine_options")
 
 
 class Sections(ParamsSection):

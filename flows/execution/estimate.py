@@ -26,7 +26,7 @@ from stages.lib.core.errors import RondoError
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import START
 from stages.lib.core.params.judging import Annotator, EndpointParams
-from stages.lib.core.params.policy import Algorithm, PolicySelection, PpoParams
+from stages.lib.core.params.policy import Algorithm, Engine, PolicySelection, PpoParams
 from stages.lib.core.params.shared import InitFrom, LoraParams, TrainParams
 from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
 from stages.ppo.common import SCALING_SAMPLES
@@ -261,7 +261,9 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
     sampled = 2 / GENERATION + 2 * 2 / FORWARD
     samples = SCALING_SAMPLES + _validations(ppo, updates) + _scaled(ppo) * (SCALING_SAMPLES - 1)
     validation = samples * ppo.validation_prompts * length * sampled
-    if algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
+    if ppo.engine is not Engine.local:  # the engine's own time is not known
+        training: float = 0
+    elif algorithm is Algorithm.dpo:  # chosen and rejected, which the reference reads too
         texts = 2 * updates * params.dpo.per_device_train_batch_size
         training = texts * length * (_lora_flops(ppo.lora, layers) / TRAINING["sft"] + 2 / FORWARD)
     elif algorithm is Algorithm.best_of_n:
@@ -282,7 +284,7 @@ def _policy_flops(params: Params, updates: int, prompts: int, length: float, lay
         training = updates * ppo.batch_size * length * (sampled + more_reading + epochs)
     # The alternatives sample once more to describe their policy; PPO describes its rollouts.
     description: float = 0
-    if algorithm is not Algorithm.ppo:
+    if algorithm is not Algorithm.ppo or ppo.engine is not Engine.local:
         description = 2 * min(NUM_DESCRIBED_SAMPLES, prompts) * length * sampled
     return training + validation + description
 
@@ -387,4 +389,7 @@ def report(
     if needed:
         by_stage = ", ".join(f"{stage} {size / 1e9:.1f}" for stage, size in needed.items())
         lines.append(f"GB of memory: {by_stage}")
+    if params.ppo.engine is not Engine.local and "ppo" in dict(todo):
+        engine = params.ppo.engine.value
+        lines.append(f"ppo: minutes and memory are this machine's, without those of {engine}")
     return lines + memory_check.warnings(params, needed, sizes is not None, machine.memory)

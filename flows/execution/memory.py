@@ -22,7 +22,7 @@ from flows.execution.text_lengths import Batch, TextLengths, Texts
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import FLUENCY, HELD_OUT_REWARD_MODEL
 from stages.lib.core.params.judging import Annotator
-from stages.lib.core.params.policy import Algorithm, Critic
+from stages.lib.core.params.policy import Algorithm, Critic, Engine
 from stages.lib.core.params.shared import LoraParams
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
@@ -266,6 +266,8 @@ def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     rewards = [source.model for source in ppo.rewards if source.model]
     held = model.weights * (1 if ppo.lora.r else 2) + _judges(model, rewards)
     rows = max(ppo.validation_prompts, ppo.batch_size)
+    if ppo.engine is not Engine.local:  # its policies are sampled and scored here
+        return held + model.by_turns(*_sampled_and_scored(params, lengths, model, rows))
     if params.algorithm is Algorithm.ppo:
         prompt = lengths.prompts.longest(1).longest
         sampling = model.sampling(rows, prompt, ppo.response_length)

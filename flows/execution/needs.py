@@ -1,9 +1,12 @@
 """What the stages of a run need on this machine: time, memory and disk."""
 
+from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import estimate, gpus, machine
 from stages.lib.core.params import Params
+from stages.lib.core.params.policy import Engine
+from stages.ppo.engines.ray_jobs import RayCluster
 
 
 def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine) -> None:
@@ -11,8 +14,12 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
 
     Raises:
         RondoError: there is no room for their models, on disk or in memory, or too few GPUs.
+        Unreachable: the Ray cluster of an engine does not answer.
     """
     gpus.check_enough(params, waiting)
+    if params.ppo.engine is not Engine.local and any_policy(waiting):
+        cluster = RayCluster(str(params.launcher.ray_address))
+        log(f"{params.ppo.engine.value}: Ray {cluster.version} at {cluster.address}")
     disk_needed = estimate.disk_bytes(params, waiting)
     estimate.check_disk(disk_needed, waiting)
     here = sizes = None
@@ -23,3 +30,8 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     with bookkeeping("the estimate of time", log):
         for line in estimate.report(params, addresses, waiting, disk_needed, here, sizes):
             log(line)
+
+
+def any_policy(addresses: set[str]) -> bool:
+    """Whether a policy would be trained."""
+    return any(split_address(address)[0] == "ppo" for address in addresses)

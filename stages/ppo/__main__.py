@@ -1,6 +1,7 @@
 """Stage ppo: trains the SFT model with PPO towards a higher reward, within a KL budget.
 
-If `algorithm` in params.yaml is not `ppo`, `stages.ppo.alternatives` trains the policy instead.
+If `algorithm` in params.yaml is not `ppo`, `stages.ppo.alternatives` trains the policy instead, and
+if `ppo.engine` is not `local`, `stages.ppo.engines` has it trained elsewhere.
 
 Inputs, in rounds/<round>/: prepare/data/prompts_train.jsonl, sft/model, reward/model,
 champion/start.json and the policy that it names; and the models and functions that `ppo.rewards`
@@ -16,7 +17,7 @@ from statistics import fmean
 from stages.lib.core.champion import load_start
 from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import Params
-from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.params.policy import Algorithm, Engine
 from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
@@ -58,6 +59,10 @@ def main(params: Params, round_: str) -> None:
     check_unchanged("primary_judge", params)
     # as before SFT: with shorter texts then, SFT did not have to run again
     check_model_lengths(stage_dir(round_, "sft") / "model", params)
+    if params.ppo.engine is not Engine.local:
+        from stages.ppo.engines.run import main as engine
+
+        return engine(params, round_)
     if params.algorithm is not Algorithm.ppo:
         # imported here: TRL takes seconds to import, and PPO does not need it
         from stages.ppo.alternatives.run import main as alternative

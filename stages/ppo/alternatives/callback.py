@@ -1,34 +1,29 @@
-"""A TRL callback: metrics, health, validation, checkpoints, rollouts and resume state of a run."""
+"""A TRL callback: metrics, health, validation, checkpoints and resume state of a run."""
 
 import math
-import random
 import shutil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerCallback
 
 from stages.lib.core.errors import Diverged
-from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict
-from stages.lib.data.rollouts import RolloutLog
 from stages.lib.lm import world
 from stages.lib.lm.saving import load_trainable, save_trained, trainable_state_dict
 from stages.lib.training.sharing import SharedTraining
 from stages.lib.training.trl_setup import run_trainer
-from stages.ppo.alternatives import NUM_DESCRIBED_SAMPLES
-from stages.ppo.alternatives.policy import TrainedPolicy, TrainingContext
-from stages.ppo.common.health import Monitor
-from stages.ppo.common.policy_selection import PolicySelector, Validation
+from stages.ppo.alternatives.policy import TrainingContext
+from stages.ppo.alternatives.policy_run import PolicyRun
+from stages.ppo.common.policy_selection import Validation
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import random_state, set_random_state
 
 SHOWN = ("loss", "accuracy", "score_mean", "judge_score_mean", "kl", "response_length", "entropy")
 
 
-class PolicyCallback(TrainerCallback):
+class PolicyCallback(PolicyRun, TrainerCallback):
     """Follows a policy while one of TRL's trainers trains it.
 
     Args:
@@ -40,44 +35,26 @@ class PolicyCallback(TrainerCallback):
         sharing: how several processes share the training.
         saved: the state from which the run resumes.
         ended: whether the last update is done, or a danger has ended the run.
-        selector: remembers the best policy so far.
-        initial_rows: rollout rows of the policy before training, which is SFT.
     """
 
     sharing: type[SharedTraining] = SharedTraining
-    trained_policy: TrainedPolicy
-    selector: PolicySelector
-    initial_rows: list[RolloutRow]
 
     def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
-        self.context, self.ppo = context, context.params.ppo
         self.algorithm = context.params.algorithm.value
+        super().__init__(context, f"{self.algorithm}.beta")
         self.saved = saved = context.saved
-        self.names, self.steps, self.updates = names, steps, saved["updates"] if saved else 0
+        self.names, self.steps = names, steps
         self.ended: bool = saved["ended"] if saved else False
         self.epoch_random_state: StateDict = {}
         self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
-        self.monitor = Monitor(self.ppo, f"{self.algorithm}.beta")
-        position = saved["rollouts"] if saved else (1, 0)
-        self.rollouts = RolloutLog(context.work / "rollouts", position, writes=world.is_main())
-        shuffled = random.Random(context.params.seed).sample(context.prompts, len(context.prompts))
-        self.described_prompts = shuffled[:NUM_DESCRIBED_SAMPLES]
 
     def begin(self, policy: Any) -> None:
         """Validate and describe the policy before training; or load the saved state."""
-        self.trained_policy = TrainedPolicy(policy, self.context)
-        self.selector = PolicySelector(
-            self.trained_policy,
-            self.context.held_out,
-            self.context.judge,
-            self.ppo,
-            self.context.params.seed,
-        )
         if self.saved:
+            self.use(policy)
             self.load_state(self.saved)
         else:
-            self.selector.validate(0)
-            self.initial_rows = self.sample_rows(0)
+            super().begin(policy)
 
     def train(self, trainer: Trainer) -> None:
         """Run TRL's trainer, from its checkpoint if this run resumes; not if that had ended."""
@@ -85,18 +62,6 @@ class PolicyCallback(TrainerCallback):
             folder = Path(trainer.args.output_dir)
             checkpoint = folder / self.saved["checkpoint"] if self.saved else None
             run_trainer(trainer, checkpoint, self.sharing)
-
-    def sample_rows(self, update: int) -> list[RolloutRow]:
-        """Rollout rows of the current policy, which also go to the rollout files.
-
-        The training prompts and the random numbers are the same at each call.
-        """
-        generator = torch.Generator().manual_seed(self.context.params.seed)
-        prompt_ids = [tokens for _, tokens in self.described_prompts]
-        responses = self.trained_policy.sample(prompt_ids, self.ppo, generator)
-        rows = self.trained_policy.score(update, self.described_prompts, responses).rows
-        self.rollouts.append(rows)
-        return rows
 
     def describe(self) -> dict[str, float]:
         """Further metrics of the current update; none here."""

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
 
+from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed, Unreachable
 from stages.lib.core.files import file_hash
-from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Prompt
 from stages.ppo.common.reward_results import (
     RewardInputs,
@@ -23,27 +21,7 @@ from stages.ppo.common.reward_results import (
 )
 
 TOKEN = "RONDO_REWARD_TOKEN"  # the environment variable that `rondo serve-reward` reads, too
-TRIES, TIMEOUT_SECONDS, BACKOFF_SECONDS = 5, 180.0, 1.0  # as in OpenRLHF
-RETRIED = (429, 500, 502, 503, 504)
-
-
-def retrying_session(url: str) -> requests.Session:
-    """A session that sends a request up to TRIES times, and waits twice as long each time.
-
-    The server gets the token if [tool.rondo.api_keys] in pyproject.toml lists it.
-    """
-    session = requests.Session()
-    if token := read_api_key(TOKEN, url):
-        session.headers["Authorization"] = f"Bearer {token}"
-    retry = Retry(
-        total=TRIES - 1,
-        backoff_factor=BACKOFF_SECONDS,
-        allowed_methods=["GET", "POST"],
-        status_forcelist=RETRIED,
-    )
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry))
-    return session
+TIMEOUT_SECONDS = 180.0  # as in OpenRLHF
 
 
 @dataclass
@@ -61,7 +39,7 @@ class RewardServer:
     models: list[str | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.session = retrying_session(self.url)
+        self.session = http_session.retrying_session(self.url, TOKEN)
 
     def __call__(self, inputs: RewardInputs) -> list[RewardResult]:
         """
@@ -75,7 +53,7 @@ class RewardServer:
             # not `response.json()`: it refuses NaN if the package simplejson is installed
             reply = json.loads(response.content)
         except (requests.RequestException, ValueError) as error:
-            reason = f"{self.url}, {TRIES} tries at most: {error}"
+            reason = f"{self.url}, {http_session.TRIES} tries at most: {error}"
             answer = getattr(error, "response", None)
             if answer is not None:  # the server's own words
                 reason += f": {answer.text[:200]}"
@@ -128,7 +106,9 @@ def check_served_model(url: str, folder: Path) -> str:
         Unreachable: it does not answer.
     """
     try:
-        response = retrying_session(url).get(f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS)
+        response = http_session.retrying_session(url, TOKEN).get(
+            f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS
+        )
         response.raise_for_status()
         health = response.json()
         served, model = health["sha256"], str(health["model"])

@@ -102,14 +102,14 @@ def test_another_model_after_the_check_is_refused(local, service, url, monkeypat
 
 @pytest.mark.parametrize("path", ["", "/get_reward"])
 def test_no_service_at_the_address_is_named(local, url, path, monkeypatch):
-    monkeypatch.setattr("stages.ppo.common.reward_server.BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("stages.lib.core.http_session.BACKOFF_SECONDS", 0.0)
     address = url + path if path else NOWHERE
     with pytest.raises(Unreachable, match=f"ppo.reward_url {address}: no answer of `rondo serve"):
         ppo(with_url(local, address), "r0")
 
 
 def test_a_service_that_fails_stops_the_run_before_the_update(local, service, url, monkeypatch):
-    monkeypatch.setattr("stages.ppo.common.reward_server.BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("stages.lib.core.http_session.BACKOFF_SECONDS", 0.0)
     service.spoil = lambda scores: [float("nan")] * len(scores)
     with pytest.raises(RewardsFailed, match=r"4 of 4 rewards failed, ppo\.reward_url: http"):
         ppo(with_url(local, url), "r0")
@@ -127,7 +127,7 @@ def test_the_token_goes_to_the_servers_that_pyproject_lists(local, service, monk
     served = ServedModel("reward@r0", str(FOLDER), file_hash(FOLDER), None, None, "passed", [])
     queue = ScoringQueue(service, 4096, 10**6)
     monkeypatch.setenv("RONDO_REWARD_TOKEN", "secret")
-    monkeypatch.setattr("stages.ppo.common.reward_server.BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr("stages.lib.core.http_session.BACKOFF_SECONDS", 0.0)
     with serving(served, queue, service.scorer, token="secret") as url:
         with pytest.raises(RewardsFailed, match=r"401.*the token is missing or wrong"):
             ppo(with_url(local, url), "r0")

@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.params import openrlhf
 from stages.lib.core.params.data import (
     START,
     AssetsParams,
@@ -36,6 +37,7 @@ from stages.lib.core.params.policy import (
     Algorithm,
     BestOfNParams,
     DpoParams,
+    Engine,
     GrpoParams,
     OnlineParams,
     PpoParams,
@@ -147,8 +149,29 @@ class Params(ParamsSection):
             )
         return self
 
+    @model_validator(mode="after")
+    def engine_has_a_cluster(self) -> "Params":
+        ppo, launcher = self.ppo, self.launcher
+        if ppo.engine is Engine.local:
+            return self
+        if self.algorithm is not Algorithm.ppo:
+            raise ValueError(
+                f"ppo.engine {ppo.engine.value}: algorithm is {self.algorithm.value}, which Rondo "
+                "trains itself: set ppo.engine to local"
+            )
+        if launcher.ray_address is None:
+            raise ValueError(
+                f"ppo.engine {ppo.engine.value}: set launcher.ray_address to the Ray cluster's "
+                "dashboard, e.g. http://127.0.0.1:8265 (docs/engines.md)"
+            )
+        placed = openrlhf.placement(launcher.nodes, launcher.gpus_per_node, ppo.engine_options)
+        openrlhf.check_placement(placed, ppo)
+        return self
+
     def processes(self, stage: str) -> int:
-        """How many processes share the work of a stage."""
+        """How many processes share the work of a stage; one follows an engine."""
+        if stage == "ppo" and self.ppo.engine is not Engine.local:
+            return 1
         return self.launcher.processes if stage in SHARED else 1
 
     def check_round(self, name: str) -> None:
@@ -243,9 +266,10 @@ def _describe_error(error: Any) -> str:
         else []
     )
     near = get_close_matches(key, known, n=1, cutoff=0.7)
-    return f"{key}: {error['msg']} (got {error['input']!r:.60})" + "".join(
-        f"; did you mean {name}?" for name in near
-    )
+    # a check of several keys has the whole section as its input
+    is_section = isinstance(error["input"], Mapping | ParamsSection)
+    value = "" if is_section else f" (got {error['input']!r:.60})"
+    return f"{key}: {error['msg']}{value}" + "".join(f"; did you mean {name}?" for name in near)
 
 
 def flatten(

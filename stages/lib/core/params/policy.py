@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from stages.lib.core.params.openrlhf import Options, check_options, check_settings
 from stages.lib.core.params.shared import URL_PATTERN, LoraParams, ParamsSection
 
 
@@ -120,6 +121,11 @@ class LossLevel(str, Enum):
     sequence = "sequence"
 
 
+class Engine(str, Enum):
+    local = "local"
+    openrlhf = "openrlhf"
+
+
 class Critic(str, Enum):
     reward = "reward"
     policy = "policy"
@@ -155,6 +161,15 @@ class RewardSource(ParamsSection):
 
 
 class PpoParams(ParamsSection):
+    engine: Engine = Field(
+        Engine.local,
+        description="Who trains: `local`: Rondo itself; `openrlhf`: OpenRLHF, as a job of the Ray "
+        "cluster at launcher.ray_address (docs/engines.md).",
+    )
+    engine_options: Options = Field(
+        default_factory=dict,
+        description="Further options of the engine, by its names, e.g. `ds.zero_stage: 2`.",
+    )
     batch_size: int = Field(
         32, ge=2, description="Episodes per rollout: prompts sampled per update."
     )
@@ -333,6 +348,11 @@ class PpoParams(ParamsSection):
                 "reward_url: the critic cannot start from a reward model that PPO does not load: "
                 "set critic to policy"
             )
+        if self.engine is Engine.openrlhf:
+            check_settings(self)
+            check_options(self.engine_options)
+        elif self.engine_options:
+            raise ValueError("engine_options: engine is local, which has none: remove them")
         names = [source.name for source in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"ppo.rewards: the names {names} must differ")

@@ -97,6 +97,14 @@ class LauncherParams(ParamsSection):
         description="Processes on this machine that share the work of most stages, one per GPU if "
         "there are any (docs/scale.md).",
     )
+    ray_address: str | None = Field(
+        None,
+        pattern=URL_PATTERN,
+        description="Address of the dashboard of a Ray cluster, e.g. http://127.0.0.1:8265, for "
+        "ppo.engine (docs/engines.md).",
+    )
+    nodes: int = Field(1, ge=1, description="Nodes of the Ray cluster that an engine uses.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs per node that an engine uses.")
 
 
 class Overlong(str, Enum):

@@ -17,7 +17,7 @@ from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.saving import weights_hash
 from stages.ppo.__main__ import main
 from stages.ppo.alternatives import run
-from stages.ppo.alternatives.run import no_gain_finding
+from stages.ppo.alternatives.stage import no_gain_finding
 from stages.ppo.common.policy_selection import Validation
 from stages.replay.__main__ import main as replay
 

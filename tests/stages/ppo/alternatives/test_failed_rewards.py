@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import padding_free
@@ -111,9 +112,9 @@ FAULTS = {
 
 def test_faults_of_a_server_end_training(make_params, monkeypatch):
     """As in PPO (test_reward_faults.py): no number is made up, and the run stops."""
-    monkeypatch.setattr(reward_server, "TRIES", 2)
+    monkeypatch.setattr(http_session, "TRIES", 2)
     monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(reward_server, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     with length_server() as server:
         rewards = [{"name": "far", "url": server.url}]
         context = load(make_params("best_of_n", {"n": 2}, rewards=rewards), "r0")

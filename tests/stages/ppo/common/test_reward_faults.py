@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from stages.lib.core import http_session
 from stages.lib.core.errors import RewardsFailed
 from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.params.shared import LoraParams
@@ -32,9 +33,9 @@ PROMPTS = [({"id": f"p{i}", "prompt": f"{i}:"}, [5 + i, 6]) for i in range(8)]
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(reward_server, "TRIES", 2)
+    monkeypatch.setattr(http_session, "TRIES", 2)
     monkeypatch.setattr(reward_server, "TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(reward_server, "BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     with length_server() as server:
         yield server
 

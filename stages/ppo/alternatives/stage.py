@@ -1,0 +1,183 @@
+"""The parts of the policy stage that do not depend on who trains: its inputs and its outputs."""
+
+import shutil
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from stages.lib.core.files import stage_dir, write_json, write_text
+from stages.lib.core.params import Params
+from stages.lib.core.params.policy import Algorithm
+from stages.lib.core.params.shared import ModelParams
+from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.rows import RolloutRow, TrainingPrompt, read_rows
+from stages.lib.core.types import Metrics, StateDict
+from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.judging.loading import load_primary_judge
+from stages.lib.lm import world
+from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
+from stages.lib.lm.saving import save_trained, weights_hash
+from stages.ppo.alternatives.policy import TrainingContext
+from stages.ppo.alternatives.policy_run import PolicyRun
+from stages.ppo.common.episodes import Episode, make_episodes
+from stages.ppo.common.health import WARN, Finding
+from stages.ppo.common.outputs import describe_rows, publish_outputs
+from stages.ppo.common.policy_selection import Validation
+from stages.ppo.common.reference import check_reference_files
+from stages.ppo.common.resume import Resume
+from stages.ppo.common.rewards import Rewards, load_rewards
+
+
+class Prompts(NamedTuple):
+    """The prompts to train on, and those held out to validate on, as `tokenizer` reads them.
+
+    rewards: further rewards, which have checked the columns of the prompts.
+    """
+
+    tokenizer: Any
+    train: list[Episode]
+    held_out: list[Episode]
+    rewards: Rewards
+
+
+def load_prompts(params: Params, round_: str) -> Prompts:
+    """
+    Raises:
+        BadInput: SFT or reward model were made with another rendering of prompts, or the files of
+            the SFT model are not those that its stage wrote.
+    """
+    sft, reward = stage_dir(round_, "sft"), stage_dir(round_, "reward")
+    check_reference_files(sft)
+    tokenizer = load_tokenizer(sft / "model")
+    for stage in (sft, reward):
+        check_template(stage / "manifest.json", tokenizer, params.prepare.prompt_format)
+    rows = read_rows(TrainingPrompt, prompts_path(round_), f"dvc repro prepare@{round_}")
+    rewards = load_rewards(params)
+    rewards.check_columns(rows)
+    return Prompts(tokenizer, *make_episodes(rows, tokenizer, params), rewards)
+
+
+def load_models(
+    params: Params,
+    round_: str,
+    prompts: Prompts,
+    resume: Resume,
+    recorder: MetricLogger,
+    *,
+    model: ModelParams,
+    saved: StateDict | None = None,
+) -> TrainingContext:
+    """The inputs of a policy run.
+
+    Args:
+        model: section `model` of params.yaml, for the policy and its reference.
+        saved: the state from which the run resumes.
+    """
+    policy = load_causal_lm(stage_dir(round_, "sft") / "model", model)
+    return TrainingContext(
+        params=params,
+        recorder=recorder,
+        resume=resume,
+        saved=saved,
+        reference=weights_hash(policy),
+        tokenizer=prompts.tokenizer,
+        sft=policy,
+        reward_model=load_reward_model(stage_dir(round_, "reward") / "model", params.model),
+        rewards=prompts.rewards,
+        judge=load_primary_judge(params, round_),
+        prompts=prompts.train,
+        held_out=prompts.held_out,
+    )
+
+
+def prompts_path(round_: str) -> Path:
+    return stage_dir(round_, "prepare") / "data/prompts_train.jsonl"
+
+
+def data_paths(params: Params, round_: str) -> list[Path]:
+    """The files that the algorithm trains on."""
+    if params.algorithm is not Algorithm.dpo:
+        return [prompts_path(round_)]
+    return [prompts_path(round_), stage_dir(round_, "annotate") / "data/pairs_train.jsonl"]
+
+
+def finish(
+    run: PolicyRun,
+    round_: str,
+    *,
+    name: str,
+    longer: str,
+    critic: Path | None = None,
+    manifest: Metrics | None = None,
+) -> None:
+    """Select the policy, and write the outputs of the stage.
+
+    Args:
+        run: after its last update.
+        name: of the algorithm or engine, for the message.
+        longer: the setting that makes the training longer.
+        critic: folder of the trained critic; None: there is none.
+        manifest: further entries.
+    """
+    context, params = run.context, run.context.params
+    folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
+
+    # 1. the policy at the target KL, or the judge's best within the budget, and its rollouts
+    policy = run.trained_policy.policy.eval()
+    kept = run.selector.select(run.updates, run.monitor.stopped)
+    rows = run.sample_rows(kept.update) if kept.update else run.initial_rows
+
+    # 2. the outputs of PPO
+    if not world.is_main():
+        return
+    save_trained(policy, context.tokenizer, folder / "policy")
+    shutil.rmtree(folder / "critic", ignore_errors=True)
+    if critic:
+        shutil.copytree(critic, folder / "critic")
+    else:
+        write_text(folder / "critic/EMPTY", f"{name} has left no critic\n")
+    publish_outputs(context.work, folder)
+    run.monitor.findings += no_gain_finding(kept)
+    write_json(folder / "health.json", run.monitor.report())
+    write_manifest(
+        "ppo",
+        round_,
+        seed=params.seed,
+        processes=world.size(),
+        inputs=[*data_paths(params, round_), sft / "manifest.json", reward / "manifest.json"],
+        template_hash=template_hash(context.tokenizer, params.prepare.prompt_format),
+        algorithm=params.algorithm.value,
+        reference=context.reference,
+        **(manifest or {}),
+    )
+    context.recorder.finish(summary(run, rows))
+    print(f"[ppo@{round_}] {name}: {run.selector.describe(longer)}", flush=True)
+
+
+def summary(run: PolicyRun, rows: list[RolloutRow]) -> Metrics:
+    """The metrics of the kept policy, with means over its rollout `rows`."""
+    kept = run.selector.best
+    return {
+        **describe_rows(rows, run.selector.first.length),
+        "score_mean_first": fmean(row["score"] for row in run.initial_rows),
+        "updates": run.updates,
+        "stopped": run.monitor.stopped or "completed",
+        **run.selector.metrics,
+        "health": run.monitor.verdict,
+        "dangers": run.monitor.dangers(kept.update + 1),
+    }
+
+
+def no_gain_finding(kept: Validation) -> list[Finding]:
+    """A warning if the kept policy is SFT.
+
+    It applies to every algorithm, while the signs of the health monitor read metrics that PPO, RLOO
+    and GRPO log, but DPO and best-of-n do not.
+    """
+    if kept.update:
+        return []
+    cause, fix = (
+        "no policy within the KL budget is better than SFT by the primary judge",
+        "read the rollouts and the reward model's gate",
+    )
+    return [Finding("nothing gained", WARN, 0, "policy_update", 0.0, "above 0", cause, fix)]

@@ -1,0 +1,183 @@
+"""The policy stage if an engine trains, top to bottom; its outputs are those of PPO."""
+
+import math
+from pathlib import Path
+
+from stages.lib.core.errors import BadInput, Diverged, RondoError
+from stages.lib.core.files import stage_dir, work_dir
+from stages.lib.core.params import Params, openrlhf
+from stages.lib.core.progress import print_line
+from stages.lib.core.recorder import MetricLogger
+from stages.lib.core.types import StepMetrics
+from stages.lib.data.prompts import encode
+from stages.lib.lm.loading import load_tokenizer
+from stages.lib.lm.reward_ensemble import MEMBERS
+from stages.lib.lm.saving import save_trained, saved_weights_hash
+from stages.ppo.alternatives.policy import TrainingContext
+from stages.ppo.alternatives.policy_run import PolicyRun
+from stages.ppo.alternatives.stage import (
+    finish,
+    load_models,
+    load_prompts,
+    prompts_path,
+)
+from stages.ppo.common.episodes import planned_updates
+from stages.ppo.common.health import Monitor
+from stages.ppo.common.resume import Resume, run_identity
+from stages.ppo.common.warm_start import load_weights
+from stages.ppo.engines.job import EngineJob
+from stages.ppo.engines.openrlhf import (
+    EngineMetrics,
+    JobFiles,
+    command,
+    options,
+    write_prompts,
+)
+from stages.ppo.engines.ray_jobs import RayCluster
+
+SHOWN = ("score_mean", "kl_per_token", "response_length", "entropy")
+COMPARED_PROMPTS = 8
+
+
+def main(params: Params, round_: str) -> None:
+    # 1. inputs: the engine gets the prompts as texts, and the folders of SFT and reward model
+    sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
+    prompts = load_prompts(params, round_)
+    check_single(reward)
+    inputs = [prompts_path(round_), sft, reward]
+    resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
+    files = JobFiles(resume.folder / "engine")
+    left_out = write_prompts(files.prompts, prompts.train, prompts.tokenizer, params)
+    if left_out:
+        print_line(f"[ppo@{round_}] {left_out} prompts left out: as texts they are other tokens")
+
+    # 2. the job, until its last update or a danger; a killed stage finds its job again
+    monitor = Monitor(params.ppo)
+    steps, ended = train(params, round_, files, monitor)
+
+    # 3. the policies that it has saved, validated on the held-out prompts
+    recorder = MetricLogger("ppo", round_, total_steps=len(steps), logged_steps=steps)
+    context = load_models(params, round_, prompts, resume, recorder, model=params.model)
+    run = PolicyRun(context, "ppo.kl_coef")
+    run.monitor = monitor
+    run.begin(context.sft)
+    updates = len(steps)
+    policies = files.checkpoints(updates, ended) | ({updates: files.final} if ended else {})
+    hashes = {update: validate(run, update, policies[update], sft) for update in sorted(policies)}
+
+    # 4. the selected policy, and the outputs of PPO
+    finish(
+        run,
+        round_,
+        name="openrlhf",
+        longer="ppo.total_episodes",
+        critic=files.critic if ended else None,
+        manifest={"engine": f"openrlhf {openrlhf.VERSION}", "engine_policies": hashes},
+    )
+
+
+def check_single(reward: Path) -> None:
+    """
+    Raises:
+        BadInput: the reward model is an ensemble, which the engine would not read.
+    """
+    if (reward / MEMBERS).exists():
+        raise BadInput(
+            f"{reward} is an ensemble, of which OpenRLHF would read the first member alone: set "
+            "reward.ensemble to 1"
+        )
+
+
+def train(
+    params: Params, round_: str, files: JobFiles, monitor: Monitor
+) -> tuple[list[StepMetrics], bool]:
+    """Run the engine's job, or what is left of it.
+
+    Returns:
+        The metrics of its updates, and whether it has come to its end; else a danger has ended it.
+
+    Raises:
+        BadInput: there is no Ray cluster that takes the job.
+        Diverged: a metric is not finite.
+        RondoError: the job has failed, or somebody has stopped it.
+    """
+    sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
+    assert params.launcher.ray_address, "checked with params.yaml"
+    recorder = MetricLogger("ppo", round_, total_steps=planned_updates(params.ppo))
+    metrics = EngineMetrics(files)
+
+    def look() -> bool:
+        """Log new updates; whether a danger ends the run."""
+        for step in metrics.read()[len(recorder.steps) :]:
+            number = int(step["step"])
+            if bad := [name for name, value in step.items() if not math.isfinite(value)]:
+                job.stop()
+                raise Diverged(
+                    f"openrlhf, update {number}: {', '.join(bad)} not finite. Next: lower "
+                    "ppo.learning_rate"
+                )
+            values = {name: value for name, value in step.items() if name != "step"}
+            recorder.log(number, values, [name for name in SHOWN if name in values])
+            for finding in monitor.check(recorder.steps):
+                recorder.log_progress(number, str(finding))
+        return bool(monitor.stopped)
+
+    def next_command() -> str:
+        resumes = (files.states / "_actor").exists()
+        return command(options(params, files, sft, reward, resumes), files.log)
+
+    cluster = RayCluster(params.launcher.ray_address)
+    job = EngineJob(cluster, files.folder / "job.json", round_)
+    job.start(next_command)
+    result = job.follow(look)
+    succeeded = result.status == "SUCCEEDED"
+    if not succeeded and not monitor.stopped:
+        raise RondoError(
+            f"the job {job.id} of OpenRLHF ended as {result.status}: {result.message[:200]}\n"
+            f"{files.last_lines()}\nNext: mend what {files.log} says, and run the stage again, "
+            "which continues from the engine's last checkpoint"
+        )
+    return metrics.read(), succeeded
+
+
+def validate(run: PolicyRun, update: int, folder: Path, sft: Path) -> str:
+    """Take a policy of the engine, validate it and save it as a checkpoint.
+
+    Returns:
+        The hash of its weights as the engine saved them.
+
+    Raises:
+        BadInput: it is the SFT model still, or another model, or has another tokenizer.
+    """
+    context = run.context
+    check_tokenizer(folder, context)
+    try:
+        load_weights(run.trained_policy.policy, folder, context.params.model)
+    except (KeyError, RuntimeError) as error:
+        raise BadInput(f"{folder}: other weights than those of {sft}: {error}") from error
+    validation = run.selector.validate(update)
+    if not validation.kl:
+        raise BadInput(
+            f"{folder}: after update {update} the engine's policy is the SFT model still (KL 0): "
+            "raise ppo.learning_rate, or look at the engine's log"
+        )
+    run.updates = update
+    context.recorder.log(update, validation.metrics, ["validation_kl", "validation_judge_score"])
+    checkpoint = context.work / "checkpoints" / f"step_{update:05d}"
+    save_trained(run.trained_policy.policy, context.tokenizer, checkpoint)
+    return saved_weights_hash(folder)
+
+
+def check_tokenizer(folder: Path, context: TrainingContext) -> None:
+    """
+    Raises:
+        BadInput: the tokenizer in the folder reads prompts otherwise than that of the SFT model.
+    """
+    tokenizer, prepare = load_tokenizer(folder), context.params.prepare
+    for row, tokens in context.prompts[:COMPARED_PROMPTS]:
+        limits = prepare.prompt_format, prepare.max_prompt_tokens
+        if encode(tokenizer, row["prompt"], None, *limits)[0] != tokens:
+            raise BadInput(
+                f"{folder}: its tokenizer reads the prompt {row['id']} otherwise than that of the "
+                "SFT model: the engine has saved another one"
+            )

@@ -1,0 +1,77 @@
+"""A round whose policy OpenRLHF's stand-in trains, on Ray's stand-in or on a real cluster."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages.lib.core.params import Params, check_params, openrlhf
+from stages.lib.core.types import Metrics
+from tests.stages.ppo.engines.ray_stand_in import RayStandIn
+from tests.stages.ppo.engines.stand_in.install import install
+
+NEEDED = {
+    "engine": "openrlhf",
+    "kl_control": "fixed",
+    "init_from": "sft",
+    "missing_eos_penalty": 0.0,
+    "lora": {"r": 0},
+    "critic_lora": {"r": 0},
+}
+SHORT = {
+    "batch_size": 4,
+    "mini_batch_size": 4,
+    "micro_batch_size": 2,
+    "total_episodes": 24,
+    "validation_updates": 2,
+    "learning_rate": 0.01,
+    "max_kl_per_token": 1000.0,
+    "kl_coef": 0.05,
+    "score_clip": 3.0,
+}
+
+
+@pytest.fixture(scope="session")
+def engine_environment(tmp_path_factory) -> dict[str, str]:
+    """Variables with which `python3 -m openrlhf.cli.train_ppo_ray` is the stand-in, and metadata
+    that say the recorded version is installed.
+    """
+    folder = tmp_path_factory.mktemp("engine")
+    install(folder, openrlhf.VERSION)
+    return {
+        "PYTHONPATH": str(folder),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@pytest.fixture
+def ray(engine_environment) -> Iterator[RayStandIn | SimpleNamespace]:
+    """A cluster with `address`: Ray's stand-in, or the real one that RAY_TEST_ADDRESS names."""
+    if address := os.environ.get("RAY_TEST_ADDRESS"):
+        yield SimpleNamespace(address=address)
+        return
+    server = RayStandIn(dict(engine_environment))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def make_params(make_round) -> Callable[..., Params]:
+    """A round without a policy, to be trained on the cluster at an address."""
+
+    def make(address: str, options: Metrics | None = None, **ppo: Any) -> Params:
+        params = json.loads(make_round("r0", 1.0).model_dump_json())
+        shutil.rmtree(Path("rounds/r0/ppo"))
+        launcher = {"ray_address": address, "gpus_per_node": 2}
+        section = params["ppo"] | NEEDED | SHORT | {"engine_options": options or {}} | ppo
+        return check_params(params | {"ppo": section, "launcher": launcher}, "test")
+
+    return make

@@ -1,0 +1,223 @@
+"""The policy stage with an engine: from the job to the outputs of PPO."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from stages.lib.core.errors import BadInput, Diverged, RondoError
+from stages.lib.core.files import file_hash, read_json, read_jsonl, work_dir
+from stages.lib.data.rollouts import read_rollouts
+from stages.lib.lm.loading import load_tokenizer
+from stages.lib.lm.saving import saved_weights_hash
+from stages.ppo.__main__ import main as ppo
+from stages.ppo.engines.ray_jobs import RayCluster
+from tests.stages.ppo import stage_process
+
+FOLDER = Path("rounds/r0/ppo")
+SCALARS = {"policy_loss", "clip_fraction", "entropy", "policy_grad_norm", "learning_rate"} | {
+    *("kl_per_token", "score_mean", "score_std", "response_length", "eos_rate")
+}
+
+
+def engine_folder() -> Path:
+    [folder] = work_dir("r0", "ppo").glob("*/engine")
+    return folder
+
+
+def jobs() -> list[str]:
+    """The states of the jobs of this round, in their order, once no job is being stopped."""
+    recorded = read_json(engine_folder() / "job.json", "")
+    cluster = RayCluster(recorded["address"])
+    for _ in range(100):
+        known = [cluster.job(job_id) for job_id in recorded["jobs"]]
+        if all(job and job.ended for job in known):
+            break
+        time.sleep(0.1)
+    return [job.status for job in known if job]
+
+
+def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys):
+    params = make_params(ray.address)
+    ppo(params, "r0")
+    steps = read_jsonl(FOLDER / "metrics.jsonl", "")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6, 2, 4, 6]
+    assert all(set(row) - {"step"} == SCALARS for row in steps[:6])
+    assert [row["kl_per_token"] for row in steps[:6]] == pytest.approx(
+        [0.0, 0.01, 0.02, 0.03, 0.04, 0.05], abs=1e-6
+    )
+    metrics, manifest = (
+        read_json(FOLDER / "metrics.json", ""),
+        read_json(FOLDER / "manifest.json", ""),
+    )
+    assert (metrics["updates"], metrics["stopped"]) == (6, "completed")
+    assert [row["update"] for row in metrics["validations"]][:4] == [0, 2, 4, 6]
+    assert [row["validation_kl"] for row in steps[6:]] == [
+        row["kl"] for row in metrics["validations"][1:4]
+    ]
+    # each policy is the one that the engine saved: another KL than the one before
+    assert sorted(row["kl"] for row in metrics["validations"][:4]) == [
+        row["kl"] for row in metrics["validations"][:4]
+    ]
+    assert (manifest["algorithm"], manifest["engine"]) == ("ppo", "openrlhf 0.11.2")
+    folder = engine_folder()
+    assert manifest["engine_policies"] == {
+        "2": saved_weights_hash(folder / "states/global_step2_hf"),
+        "4": saved_weights_hash(folder / "states/global_step4_hf"),
+        "6": saved_weights_hash(folder / "final"),
+    }
+    for update, saved in ((2, "states/global_step2_hf"), (6, "final")):
+        checkpoint = load_file(FOLDER / f"checkpoints/step_{update:05d}/model.safetensors")
+        saved_weights = load_file(folder / saved / "model.safetensors")
+        assert all(checkpoint[name].equal(weight) for name, weight in saved_weights.items())
+    assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
+    assert {row["update"] for row in read_rollouts(FOLDER / "rollouts", "")} == {0, 6}
+    assert load_tokenizer(FOLDER / "policy").vocab_size
+    assert jobs() == ["SUCCEEDED"]
+    output = capsys.readouterr().out
+    assert "submitted the job rondo-r0-" in output
+    assert "openrlhf: kept the policy after update" in output
+
+
+def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys):
+    params = make_params(ray.address, {"logger.wandb.group": "FAIL=4"})
+    with pytest.raises(RondoError) as failure:
+        ppo(params, "r0")
+    assert "of OpenRLHF ended as FAILED" in str(failure.value)
+    assert "CUDA error: out of memory" in str(failure.value)
+    assert not (FOLDER / "metrics.json").exists()
+    ppo(params, "r0")
+    assert jobs() == ["FAILED", "SUCCEEDED"]
+    steps = read_jsonl(FOLDER / "metrics.jsonl", "")
+    # update 3 was made twice, since the last checkpoint was of update 2
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6, 2, 4, 6]
+    log = (engine_folder() / "engine.log").read_text()
+    assert log.count("Loading the checkpoint") == 1
+    assert "_actor/global_step2" in log
+
+
+def test_a_loss_that_is_not_finite_stops_the_job(make_params, ray):
+    params = make_params(ray.address, {"logger.wandb.group": "NAN=3"}, total_episodes=400)
+    with pytest.raises(Diverged, match=r"openrlhf, update 3: policy_loss not finite.*Next: lower"):
+        ppo(params, "r0")
+    assert jobs() == ["STOPPED"]
+
+
+def test_a_danger_stops_the_job_and_the_saved_policies_are_validated(make_params, ray):
+    """The KL of the metrics, 0.01 per update, is above the budget from update 2 on."""
+    params = make_params(
+        ray.address,
+        {"logger.wandb.group": "SLOW=8"},
+        total_episodes=400,
+        kl_patience=3,
+        max_kl_per_token=0.0095,
+        target_kl_per_token=0.009,
+    )
+    ppo(params, "r0")
+    metrics = read_json(FOLDER / "metrics.json", "")
+    assert jobs() == ["STOPPED"]
+    assert metrics["stopped"] == "kl above budget"
+    # that of update 6 is complete, since the metrics of update 7 were there
+    assert [row["update"] for row in metrics["validations"]][:4] == [0, 2, 4, 6]
+    assert (FOLDER / "critic/EMPTY").exists()
+
+
+def test_a_stage_that_is_ended_stops_its_job(make_params, ray):
+    params = make_params(ray.address, {"logger.wandb.group": "SLOW=3"})
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    process = stage_process.start()
+    stage_process.wait_for_updates(process, 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "stops the job rondo-r0-" in output
+    assert jobs() == ["STOPPED"]
+
+
+def test_a_stage_that_is_killed_attaches_to_its_job(make_params, ray):
+    params = make_params(ray.address, {"logger.wandb.group": "SLOW=3"})
+    Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
+    process = stage_process.start()
+    stage_process.wait_for_updates(process, 2)
+    process.kill()
+    process.communicate()
+    stage_process.delete_outputs()
+    process = stage_process.start()
+    stage_process.wait_for_updates(process, 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert "attaches to the job rondo-r0-" in output
+    assert "RUNNING" in output
+    assert jobs() == ["STOPPED"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("weights", "other weights than those of rounds/r0/sft/model"),
+        ("tokenizer", "its tokenizer reads the prompt .* otherwise"),
+    ],
+)
+def test_another_model_from_the_engine_is_refused(make_params, ray, spoil, message, monkeypatch):
+    from stages.ppo.engines import run
+
+    params = make_params(ray.address)
+    follow = run.train
+
+    def spoilt(*arguments: object) -> object:
+        result = follow(*arguments)
+        path = engine_folder() / "states/global_step2_hf"
+        if spoil == "weights":
+            config = read_json(path / "config.json", "")
+            config["vocab_size"] += 8
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**{k: v for k, v in config.items() if k != "dtype"})
+            ).save_pretrained(path)
+        else:
+            tokenizer = read_json(path / "tokenizer.json", "")
+            tokenizer["model"]["vocab"] = {
+                token: len(tokenizer["model"]["vocab"]) - 1 - number
+                for token, number in tokenizer["model"]["vocab"].items()
+            }
+            import json
+
+            (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return result
+
+    monkeypatch.setattr(run, "train", spoilt)
+    with pytest.raises(BadInput, match=message):
+        ppo(params, "r0")
+    assert not (FOLDER / "metrics.json").exists()
+
+
+def test_an_engine_that_changes_nothing_is_refused(make_params, ray):
+    params = make_params(ray.address, learning_rate=1e-12)
+    with pytest.raises(BadInput, match="the engine's policy is the SFT model still"):
+        ppo(params, "r0")
+
+
+def test_an_ensemble_is_refused_before_a_job(make_params, ray):
+    params = make_params(ray.address)
+    Path("rounds/r0/reward/model/members/1").mkdir(parents=True)
+    with pytest.raises(BadInput, match=r"set reward\.ensemble to 1"):
+        ppo(params, "r0")
+    assert not list(work_dir("r0", "ppo").glob("*/engine/job.json"))
+
+
+def test_another_version_of_the_engine_is_refused(make_params, ray, tmp_path):
+    if not hasattr(ray, "environment"):
+        pytest.skip("a real cluster has one environment, with the right version")
+    wrong = tmp_path / "wrong/openrlhf-0.11.1.dist-info/METADATA"
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text("Metadata-Version: 2.1\nName: openrlhf\nVersion: 0.11.1\n")
+    ray.environment["PYTHONPATH"] = f"{wrong.parent.parent}{os.pathsep}" + str(
+        ray.environment["PYTHONPATH"]
+    )
+    with pytest.raises(RondoError, match=r"has openrlhf 0\.11\.1, and Rondo needs 0\.11\.2"):
+        ppo(make_params(ray.address), "r0")
