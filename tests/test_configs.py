@@ -73,6 +73,7 @@ def test_presets_are_those_of_the_folder() -> None:
         "keep",
         "default",
         "chat",
+        "openrlhf",
         "pythia-410m-hh",
         "qwen2.5-0.5b-hh",
         "smoke",
