@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from contextlib import chdir
+from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
@@ -54,6 +55,7 @@ def exit_code(arguments: list[str] | None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    from flows.commands import plan
     from flows.commands import serve_reward as service
     from flows.commands.badcases import add_commands as add_badcases
 
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_run_commands(commands)
     service.add_arguments(add_command(commands, "serve-reward", service.ABOUT))
+    plan.add_arguments(add_command(commands, "plan", plan.ABOUT))
     add_approve(commands)
     add_badcases(commands)
     add_promote(commands)
@@ -266,10 +269,11 @@ def up(_: argparse.Namespace) -> int:
     return 0
 
 
-def serve_reward(options: argparse.Namespace) -> int:
-    from flows.commands.serve_reward import run as run_server
-
-    return run_server(options)
+def by_module(options: argparse.Namespace) -> int:
+    """A command that is a module of flows/commands with the function `run`."""
+    module = import_module(f"flows.commands.{options.command.replace('-', '_')}")
+    code: int = module.run(options)
+    return code
 
 
 def report(_: argparse.Namespace) -> int:
@@ -310,12 +314,6 @@ def approve(options: argparse.Namespace) -> int:
     command = f"rondo run --continue {options.run}" if options.run else "rondo run"
     print(f"{path} written; run `{command}` to continue")
     return 0
-
-
-def badcases(options: argparse.Namespace) -> int:
-    from flows.commands.badcases import run as run_action
-
-    return run_action(options)
 
 
 def promote(options: argparse.Namespace) -> int:
@@ -381,7 +379,8 @@ COMMANDS = {
     "run": run,
     "next-round": next_round,
     "up": up,
-    "serve-reward": serve_reward,
+    "serve-reward": by_module,
+    "plan": by_module,
     "status": status,
     "gc": gc,
     "report": report,
@@ -389,7 +388,7 @@ COMMANDS = {
     "promote": promote,
     "compare": compare,
     "best": best,
-    "badcases": badcases,
+    "badcases": by_module,
     "check-data": check_data,
 }
 

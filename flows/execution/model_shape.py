@@ -88,6 +88,19 @@ KNOWN = {
     ),
 }
 
+# Sizes that `rondo plan` knows by name: those of Qwen2.5 and Llama 3, by their config.json
+NAMED_SIZES = {
+    "0.5b": ModelShape(896, 24, 14, 2, 64, 4864, 151_936),
+    "1.5b": ModelShape(1536, 28, 12, 2, 128, 8960, 151_936),
+    "3b": ModelShape(2048, 36, 16, 2, 128, 11_008, 151_936),
+    "7b": ModelShape(3584, 28, 28, 4, 128, 18_944, 152_064, tied=False),
+    "8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256, tied=False),
+    "14b": ModelShape(5120, 48, 40, 8, 128, 13_824, 152_064, tied=False),
+    "32b": ModelShape(5120, 64, 40, 8, 128, 27_648, 152_064, tied=False),
+    "70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256, tied=False),
+    "72b": ModelShape(8192, 80, 64, 8, 128, 29_568, 152_064, tied=False),
+}
+
 
 def read_shape(model: str) -> ModelShape | None:
     """The shape of a model by its name in `assets.model`.

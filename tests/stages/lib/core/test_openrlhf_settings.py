@@ -98,6 +98,7 @@ def test_numbers_and_lists_of_the_right_type_are_taken():
             {"vllm.num_engines": 4},
             r"is 4, but must be the number of GPUs, 8, if train\.colocate_all",
         ),
+        ({"vllm.num_engines": 9}, "is 9, but must be the number of GPUs, 8"),
         ({"vllm.tensor_parallel_size": 3}, "is 6, but must be the number of GPUs, 8"),
         (
             {"train.colocate_all": False, "train.colocate_critic_reward": True}

@@ -28,7 +28,7 @@ SHORT = {
     "batch_size": 4,
     "mini_batch_size": 4,
     "micro_batch_size": 2,
-    "total_episodes": 24,
+    "total_episodes": 20,
     "validation_updates": 2,
     "learning_rate": 0.01,
     "max_kl_per_token": 1000.0,

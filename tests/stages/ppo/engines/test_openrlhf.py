@@ -183,14 +183,14 @@ class Letters:
 def test_prompts_are_those_of_all_updates_in_passes_over_all_prompts(tmp_path):
     params = make(ppo={"batch_size": 16, "mini_batch_size": 16, "micro_batch_size": 2})
     params.ppo.total_episodes = 40  # two updates
-    words = ["cat", "dog", "the", "hen", "rat"]
+    words = ["cat", "dog", "the", "hen"]
     episodes = [({"id": word, "prompt": word}, [ord(x) for x in word]) for word in words]
     assert write_prompts(tmp_path / "prompts.jsonl", episodes, Letters(), params) == 1
     rows = read_jsonl(tmp_path / "prompts.jsonl", "")
     assert len(rows) == 32
-    assert Counter(row["prompt"] for row in rows) == dict.fromkeys(["cat", "dog", "hen", "rat"], 8)
-    passes = [tuple(row["id"] for row in rows[at : at + 4]) for at in range(0, 32, 4)]
-    assert all(sorted(one) == ["cat", "dog", "hen", "rat"] for one in passes)
+    assert sorted(Counter(row["prompt"] for row in rows).values()) == [10, 11, 11]
+    passes = [tuple(row["id"] for row in rows[at : at + 3]) for at in range(0, 30, 3)]
+    assert all(sorted(one) == ["cat", "dog", "hen"] for one in passes)
     assert len(set(passes)) > 1
     write_prompts(tmp_path / "again.jsonl", episodes, Letters(), params)
     assert read_jsonl(tmp_path / "again.jsonl", "") == rows
