@@ -5,7 +5,7 @@ import argparse
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.config import KEEP, resolve
+from flows.core.config import KEEP, overlay, resolve
 from flows.core.tables import render_text
 from flows.execution import cluster_plan, estimate
 from flows.execution.cluster_plan import Cluster, Plan, Workload
@@ -13,8 +13,16 @@ from flows.execution.machine import Machine
 from flows.execution.memory import Limits
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import Params
+from stages.lib.core.params import Params, check_params
 
+# Rondo's own PPO, with the lengths and numbers of the other settings
+ADAPTERS = {
+    "engine": "local",
+    "engine_options": {},
+    "lora": {"r": 16},
+    "critic_lora": {"r": 16},
+    "micro_batch_size": 1,
+}
 ABOUT = "print which GPUs a model needs, memory by role, hours, the engine and its settings"
 
 
@@ -85,8 +93,7 @@ def lines(params: Params, shape: ModelShape, cluster: Cluster, model: str) -> li
         "proportion to published runs",
         "",
     ]
-    local = local_bytes(params, shape, cluster)
-    return about + recommendation(plan, local, shape)
+    return about + recommendation(plan, params, shape)
 
 
 def _table(plan: Plan) -> Table:
@@ -98,8 +105,8 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def local_bytes(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str, float]:
-    """Bytes by stage if Rondo itself trains adapters on one GPU of this kind."""
+def stage_bytes(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str, float]:
+    """Bytes of Rondo's own stages, each of which has one GPU of this kind."""
     from stages.lib.lm.generation import GPU_CACHE_SHARE
     from stages.lib.lm.logprobs import GPU_PIECE
     from stages.lib.lm.packing import GPU_BATCH_TOKENS
@@ -107,32 +114,27 @@ def local_bytes(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str
     size = cluster.gpu_bytes
     limits = Limits(GPU_PIECE, GPU_CACHE_SHARE * size, GPU_BATCH_TOKENS)
     machine = Machine("cuda", {}, "bfloat16", size, size, "sdpa", limits)
-    adapters = {"lora": {"r": 16}, "critic_lora": {"r": 16}, "engine": "local"}
-    more = {"micro_batch_size": 1, "engine_options": {}}
-    ppo = params.ppo.model_copy(
-        update=type(params.ppo).model_validate(params.ppo.model_dump() | adapters | more).__dict__
-    )
-    return estimate.stage_memory(params.model_copy(update={"ppo": ppo}), machine, shape)
+    return estimate.stage_memory(params, machine, shape)
 
 
-def recommendation(plan: Plan, local: dict[str, float], shape: ModelShape) -> list[str]:
-    """Which engine, and the options of `rondo run`."""
+def recommendation(plan: Plan, params: Params, shape: ModelShape) -> list[str]:
+    """Which engine, the options of `rondo run`, and which of Rondo's stages do not fit."""
     cluster, work = plan.cluster, plan.work
-    largest = max(local, key=lambda stage: local[stage])
-    need = f"{local[largest] / 1e9:.0f} GB for {largest}"
-    if local[largest] <= cluster.usable:
-        advice = [
-            f"recommended: Rondo's own PPO with adapters on one GPU (at most {need})",
-            "  rondo run --set ppo.micro_batch_size=1 --set ppo.gradient_checkpointing=true",
-        ]
-    else:
-        advice = [f"Rondo's own PPO with adapters does not fit on one GPU: {need}"]
+    adapters = check_params(overlay(params.model_dump(mode="json"), {"ppo": ADAPTERS}), "plan")
+    local = stage_bytes(adapters, shape, cluster)
+    settings = f"ppo.micro_batch_size={ADAPTERS['micro_batch_size']}"
+    advice = [
+        f"Rondo's own PPO with adapters, each stage on one GPU; GB: {_listed(local)}",
+        too_large(local, cluster)
+        or f"  recommended: rondo run --set {settings} --set ppo.gradient_checkpointing=true",
+    ]
     if not plan.fits:
         fewest = cluster_plan.smallest_that_fits(shape, cluster, work)
         answer = "no number of them suffices: lower ppo.micro_batch_size or the lengths"
         if fewest:
             answer = f"it takes {fewest.cluster.nodes} x {fewest.cluster.gpus_per_node} of them"
         return [*advice, f"OpenRLHF with all weights does not fit on these GPUs; {answer}"]
+    others = stage_bytes(params, shape, cluster)
     options = f"{{vllm.tensor_parallel_size: {plan.tensor_parallel}}}"
     return [
         *advice,
@@ -141,4 +143,16 @@ def recommendation(plan: Plan, local: dict[str, float], shape: ModelShape) -> li
         f"launcher.nodes={cluster.nodes} --set launcher.gpus_per_node={cluster.gpus_per_node} "
         f"--set ppo.batch_size={work.batch} --set ppo.mini_batch_size={work.mini_batch} "
         f"--set ppo.micro_batch_size={work.micro_batch} --set 'ppo.engine_options={options}'",
+        f"Rondo's stages beside it, each on one GPU (ppo: validation); GB: {_listed(others)}",
+        *filter(None, [too_large(others, cluster)]),
     ]
+
+
+def too_large(sizes: dict[str, float], cluster: Cluster) -> str:
+    """Which stages do not fit on one GPU; "" if all do."""
+    names = [stage for stage, size in sizes.items() if size > cluster.usable]
+    return f"  does not fit: {', '.join(names)}" if names else ""
+
+
+def _listed(sizes: dict[str, float]) -> str:
+    return ", ".join(f"{stage} {size / 1e9:.0f}" for stage, size in sizes.items())

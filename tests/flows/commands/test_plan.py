@@ -29,7 +29,6 @@ def recommended(output: str) -> list[str]:
 @pytest.mark.parametrize("gpus", ["8x80", "2x8x80", "3x8x80", "32x8x80"])
 def test_the_recommended_command_is_accepted(capsys, gpus):
     output = plan(capsys, "--model", "7b", "--gpus", gpus)
-    assert "Rondo's own PPO with adapters" in output
     settings = recommended(output)
     params = resolve("openrlhf", None, settings)
     assert params.ppo.engine is Engine.openrlhf
@@ -39,15 +38,25 @@ def test_the_recommended_command_is_accepted(capsys, gpus):
 
 def test_a_small_model_needs_no_engine(capsys):
     output = plan(capsys, "--model", "0.5b", "--gpus", "1x80")
-    assert "recommended: Rondo's own PPO with adapters on one GPU" in output
+    assert "recommended: rondo run --set ppo.micro_batch_size=1" in output
+    assert "does not fit" not in output
     assert "hours on A800" in output
 
 
 def test_too_few_gpus_are_named_with_the_number_that_suffices(capsys):
     output = plan(capsys, "--model", "70b", "--gpus", "8x80")
-    assert "does not fit on one GPU" in output
-    assert "does not fit on these GPUs; it takes 3 x 8 of them" in output
+    assert "OpenRLHF with all weights does not fit on these GPUs; it takes 3 x 8 of them" in output
     assert "launcher.nodes" not in output
+
+
+def test_stages_that_do_not_fit_on_one_gpu_are_named(capsys):
+    """Evaluation has seven models of 16 GB, and their caches."""
+    output = plan(capsys, "--model", "8b", "--gpus", "8x80")
+    own, beside = [line for line in output.splitlines() if line.startswith("  does not fit: ")]
+    assert "evaluate" in own
+    assert "evaluate" in beside
+    assert "sft" not in own
+    assert "recommended" not in output
 
 
 def test_lengths_of_the_settings_count(capsys):
