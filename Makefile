@@ -8,13 +8,13 @@ PRESET ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-engines lint ui lock clean
+.PHONY: help setup run test test-engines test-stores lint ui lock clean
 
 help:
 	@echo "make run [PRESET=smoke]  two rounds, prepare to replay     make ui    Prefect and MLflow in the browser"
 	@echo "make test                the tests                         make lint  ruff and mypy"
 	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
-	@echo "make test-engines        engines, on a Ray cluster"
+	@echo "make test-engines        engines, on a Ray cluster         make test-stores  S3 and PostgreSQL"
 	@echo "make clean               caches and tool files; no results, no .venv"
 
 setup: $(STAMP)
@@ -38,6 +38,10 @@ test: setup
 # Ray in an environment of its own, in .rondo/engines (once; a minute)
 test-engines: setup
 	sh tests/stages/ppo/engines/on_ray.sh $(ARGS)
+
+# moto's S3 and the extra `stores` in environments of their own, in .rondo/stores; PostgreSQL is Debian's
+test-stores: setup
+	sh tests/stores/run.sh $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,68 @@
+"""What a run with an engine checks, needs and prints before it starts."""
+
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from flows.commands.dry_run import engine_commands
+from flows.execution import estimate, needs
+from stages.lib.core import http_session
+from stages.lib.core.errors import Unreachable
+from stages.lib.core.params import Params, check_params
+from tests.flows.execution.test_estimate import MACHINE
+from tests.servers import NOWHERE
+from tests.stages.ppo.engines.ray_stand_in import RayStandIn
+
+WAITING = {"sft@r0", "ppo@r0", "ppo@r1"}
+ALL_WEIGHTS = {"lora": {"r": 0}, "critic_lora": {"r": 0}, "micro_batch_size": 4}
+NEEDED = {"kl_control": "fixed", "init_from": "sft", "missing_eos_penalty": 0.0}
+
+
+def with_engine(address: str) -> Params:
+    ppo = ALL_WEIGHTS | NEEDED | {"engine": "openrlhf"}
+    return check_params({"ppo": ppo, "launcher": {"ray_address": address}}, "test")
+
+
+@pytest.fixture
+def ray() -> Iterator[RayStandIn]:
+    server = RayStandIn({})
+    yield server
+    server.close()
+
+
+def test_the_cluster_is_asked_before_the_run(ray, monkeypatch, fast_processes):
+    monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
+    lines: list[str] = []
+    needs.check(with_engine(ray.address), sorted(WAITING), WAITING, lines.append)
+    assert f"openrlhf: Ray 2.55.0 at {ray.address}" in lines
+    with pytest.raises(Unreachable, match=r"no Ray dashboard answers there"):
+        needs.check(with_engine(NOWHERE), sorted(WAITING), WAITING, lines.append)
+    needs.check(with_engine(NOWHERE), sorted(WAITING), {"sft@r0"}, lines.append)
+
+
+def test_a_dry_run_has_the_command_of_each_round():
+    commands = engine_commands(with_engine(NOWHERE), WAITING)
+    assert [line.split(":")[0] for line in commands] == ["ppo@r0", "ppo@r1"]
+    words = shlex.split(commands[1])
+    assert words[1:4] == ["python3", "-m", "openrlhf.cli.train_ppo_ray"]
+    model = words[words.index("--actor.model_name_or_path") + 1]
+    assert model.endswith("rounds/r1/sft/model")
+    assert words[words.index("--reward.model_name_or_path") + 1].endswith("rounds/r1/reward/model")
+    assert engine_commands(Params(), WAITING) == []
+
+
+def test_time_and_memory_are_those_of_the_validations():
+    engine, local = with_engine(NOWHERE), check_params({"ppo": ALL_WEIGHTS}, "test")
+    shape = estimate.shape_or_embedded(local)
+    memory = [estimate.stage_memory(params, MACHINE, shape) for params in (engine, local)]
+    assert memory[0]["ppo"] < memory[1]["ppo"] / 2
+    assert memory[0]["evaluate"] == memory[1]["evaluate"]
+    seconds = [
+        estimate.stage_seconds(params, MACHINE, False, shape)["ppo"] for params in (engine, local)
+    ]
+    assert 0 < seconds[0] < seconds[1]
+    for params, told_apart in ((engine, True), (local, False)):
+        lines = estimate.report(params, sorted(WAITING), WAITING, 1e9, MACHINE, memory[0])
+        line = "ppo: minutes and memory are this machine's, without those of openrlhf"
+        assert (line in lines) is told_apart
