@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import requests
@@ -74,7 +75,9 @@ def stores(tmp_path_factory) -> Iterator[Stores]:
     folder, work = Path(FOLDER), tmp_path_factory.mktemp("stores")
     s3, mlflow = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     processes = []
-    postgres = start_postgres(work / "postgres")
+    # not in pytest's folder, which is for one user
+    database = Path(mkdtemp(prefix="rondo-postgres-"))
+    postgres = start_postgres(database)
     try:
         made = Stores(folder, s3, postgres, mlflow)
         environment = os.environ | made.environment(work / "home")
@@ -98,17 +101,15 @@ def stores(tmp_path_factory) -> Iterator[Stores]:
         for process in processes:
             process.terminate()
             process.wait()
-        as_postgres(["pg_ctl", "-D", str(work / "postgres"), "-m", "immediate", "stop"])
+        as_postgres(["pg_ctl", "-D", str(database), "-m", "immediate", "stop"])
+        shutil.rmtree(database)
 
 
 def start_postgres(folder: Path) -> str:
     """The address of a new server with the databases `prefect` and `mlflow`."""
     port = free_port()
-    folder.mkdir()
     if os.geteuid() == 0:
         shutil.chown(folder, "postgres")
-        for parent in folder.parents[:4]:  # pytest's folders are for one user
-            parent.chmod(0o755)
     as_postgres(["initdb", "-D", str(folder), "-U", "rondo", "-A", "trust"])
     settings = f"-p {port} -k {folder} -c fsync=off -c listen_addresses=127.0.0.1"
     log = str(folder / "log")

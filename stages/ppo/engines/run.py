@@ -61,7 +61,7 @@ def main(params: Params, round_: str) -> None:
     run = PolicyRun(context, "ppo.kl_coef")
     run.monitor = monitor
     run.begin(context.sft)
-    updates = len(steps)
+    updates = int(steps[-1]["step"]) if steps else 0
     policies = files.checkpoints(updates, ended) | ({updates: files.final} if ended else {})
     hashes = {update: validate(run, update, policies[update], sft) for update in sorted(policies)}
 
@@ -99,7 +99,7 @@ def train(
     Raises:
         BadInput: there is no Ray cluster that takes the job.
         Diverged: a metric is not finite.
-        RondoError: the job has failed, or somebody has stopped it.
+        RondoError: the job has failed, or somebody has stopped it, or it has left no metrics.
     """
     sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
     assert params.launcher.ray_address, "checked with params.yaml"
@@ -108,8 +108,10 @@ def train(
 
     def look() -> bool:
         """Log new updates; whether a danger ends the run."""
-        for step in metrics.read()[len(recorder.steps) :]:
-            number = int(step["step"])
+        logged = {row["step"] for row in recorder.steps}
+        for step in metrics.read():
+            if (number := int(step["step"])) in logged:
+                continue
             if bad := [name for name, value in step.items() if not math.isfinite(value)]:
                 job.stop()
                 raise Diverged(
@@ -136,6 +138,11 @@ def train(
             f"the job {job.id} of OpenRLHF ended as {result.status}: {result.message[:200]}\n"
             f"{files.last_lines()}\nNext: mend what {files.log} says, and run the stage again, "
             "which continues from the engine's last checkpoint"
+        )
+    if succeeded and not recorder.steps:
+        raise RondoError(
+            f"the job {job.id} of OpenRLHF has succeeded, but left no metrics in {files.metrics}: "
+            f"can the cluster write to this folder? Its output is in {files.log}"
         )
     return metrics.read(), succeeded
 

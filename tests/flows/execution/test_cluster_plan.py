@@ -1,5 +1,7 @@
 """Memory and time of PPO on a cluster, by hand and against published runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from flows.execution.cluster_plan import (
@@ -59,6 +61,17 @@ def test_the_parts_are_those_by_hand():
     # keys and values of 100 numbers each, in 2 layers, of 50 tokens
     assert plan.sequences == (0.6e9 - 2 * SMALL_WEIGHTS) // (2 * 2 * 100 * 2 * 50)
     assert plan.peak == max(sum(parts.values()) for parts in plan.phases.values())
+
+
+def test_a_tenth_of_a_gpu_stays_free_and_vllm_needs_room_for_responses():
+    work = Workload(prompt=30, response=20, batch=16, mini_batch=8, micro_batch=4, episodes=1)
+    peak = make_plan(SMALL, Cluster(1, 2, 1e12), work).phases["training of the policy"]
+    needed = sum(peak.values())
+    assert make_plan(SMALL, Cluster(1, 2, needed / 0.89), work).fits
+    plan = make_plan(SMALL, Cluster(1, 2, needed / 0.91), work)
+    assert plan.work.micro_batch < 4  # with fewer at once it fits
+    assert replace(plan, sequences=16).fits
+    assert not replace(plan, sequences=15).fits
 
 
 def test_a_vllm_engine_has_as_many_gpus_as_leave_it_room():

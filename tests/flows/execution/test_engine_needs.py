@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from flows.commands.dry_run import engine_commands
+from flows.core.config import overlay
 from flows.execution import estimate, needs
 from stages.lib.core import http_session
 from stages.lib.core.errors import Unreachable
@@ -66,3 +67,12 @@ def test_time_and_memory_are_those_of_the_validations():
         lines = estimate.report(params, sorted(WAITING), WAITING, 1e9, MACHINE, memory[0])
         line = "ppo: minutes and memory are this machine's, without those of openrlhf"
         assert (line in lines) is told_apart
+    alone = estimate.report(engine, ["sft@r0"], {"sft@r0"}, 1e9, MACHINE, memory[0])
+    assert not any("without those of openrlhf" in line for line in alone)
+
+
+def test_options_of_the_engine_are_replaced_as_a_whole():
+    """A merge would keep an option that the user has removed."""
+    base = {"ppo": {"engine_options": {"ds.zero_stage": 2, "ds.zpg": 1}}}
+    top = {"ppo": {"engine_options": {"ds.zpg": 4}}}
+    assert overlay(base, top) == top

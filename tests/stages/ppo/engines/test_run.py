@@ -100,6 +100,20 @@ def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys):
     assert "_actor/global_step2" in log
 
 
+def test_metrics_that_were_lost_shift_no_policy(make_params, ray):
+    """Those of update 3, e.g. since the job was killed before it wrote them."""
+    ppo(make_params(ray.address, {"logger.wandb.group": "LOST=3"}), "r0")
+    steps = read_jsonl(FOLDER / "metrics.jsonl", "")
+    assert [row["step"] for row in steps] == [1, 2, 4, 5, 2, 4, 5]
+
+
+def test_a_job_without_metrics_is_no_success(make_params, ray):
+    with pytest.raises(
+        RondoError, match=r"left no metrics in .*tensorboard: can the cluster write"
+    ):
+        ppo(make_params(ray.address, {"logger.wandb.group": "LOST=0"}), "r0")
+
+
 def test_a_loss_that_is_not_finite_stops_the_job(make_params, ray):
     params = make_params(ray.address, {"logger.wandb.group": "NAN=3"}, total_episodes=400)
     with pytest.raises(Diverged, match=r"openrlhf, update 3: policy_loss not finite.*Next: lower"):

@@ -6,7 +6,8 @@ written where, and in which order (trainer/ppo_trainer.py, trainer/ray/ppo_actor
 utils/deepspeed/deepspeed.py, utils/logging_utils.py).
 
 `--logger.wandb.group NAN=3` makes the loss of update 3 NaN, `FAIL=3` ends the job before update 3
-(once), and `SLOW=3` lets that update take a minute.
+(once), `SLOW=3` lets that update take a minute, and of `LOST=3` no metrics are written, of `LOST=0`
+none at all.
 """
 
 import json
@@ -97,7 +98,8 @@ class Training:
             batch = self.prompts[self.step * size : (self.step + 1) * size]
             metrics = self.update(batch)
             self.step += 1
-            for name, value in metrics.items():
+            lost = self.event in (("LOST", self.step), ("LOST", 0))
+            for name, value in metrics.items() if not lost else ():
                 broken = self.event == ("NAN", self.step) and name == "policy_loss"
                 self.writer.add_scalar(
                     f"train/{name}", float("nan") if broken else value, self.step
