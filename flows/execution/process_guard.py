@@ -43,9 +43,18 @@ def stop(process: "subprocess.Popen[str]") -> None:
         process.wait()
 
 
-def _stopped(_signal: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Stopped
+class _Handler:
+    """Raises Stopped at SIGTERM, once there is a command that can be ended: raised while it is
+    started, the exception would leave it behind.
+    """
+
+    got_signal = has_command = False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.got_signal = True
+        if self.has_command:
+            raise Stopped
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
@@ -62,8 +71,8 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> int:
-    parent, command = int(sys.argv[1]), sys.argv[2:]
-    signal.signal(signal.SIGTERM, _stopped)
+    parent, command, handler = int(sys.argv[1]), sys.argv[2:], _Handler()
+    signal.signal(signal.SIGTERM, handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the parent died before prctl took effect
@@ -74,6 +83,9 @@ def main() -> int:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127
     try:
+        handler.has_command = True
+        if handler.got_signal:
+            raise Stopped
         code = child.wait()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)  # children that the command left behind

@@ -1,0 +1,43 @@
+"""The guard leaves no process behind, whenever it is told to end."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+from tests.paths import ROOT
+
+# SIGTERM arrives when the command has been started, before its Popen object has been assigned
+AT_START = """
+import os, signal, subprocess, sys
+from flows.execution import process_guard
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+process_guard.subprocess.Popen = Interrupted
+sys.argv = ["guard", str(os.getppid()), "sleep", "60"]
+sys.exit(process_guard.main())
+"""
+
+
+def test_a_signal_while_the_command_starts_ends_it_too() -> None:
+    guard = subprocess.Popen(
+        [sys.executable, "-c", AT_START],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    output, _ = guard.communicate(timeout=60)
+    command = int(output.split()[0])
+    for _ in range(100):
+        if not psutil.pid_exists(command):
+            return
+        time.sleep(0.1)
+    psutil.Process(command).kill()
+    raise AssertionError("the command outlives its guard")
