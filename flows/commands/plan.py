@@ -107,12 +107,10 @@ def _table(plan: Plan) -> Table:
 
 def stage_bytes(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str, float]:
     """Bytes of Rondo's own stages, each of which has one GPU of this kind."""
-    from stages.lib.lm.generation import GPU_CACHE_SHARE
-    from stages.lib.lm.logprobs import GPU_PIECE
-    from stages.lib.lm.packing import GPU_BATCH_TOKENS
+    from flows.execution.matmul_speed import device_limits  # imports torch
 
     size = cluster.gpu_bytes
-    limits = Limits(GPU_PIECE, GPU_CACHE_SHARE * size, GPU_BATCH_TOKENS)
+    limits = Limits(**device_limits("cuda", size))
     machine = Machine("cuda", {}, "bfloat16", size, size, "sdpa", limits)
     return estimate.stage_memory(params, machine, shape)
 

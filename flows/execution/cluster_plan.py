@@ -20,10 +20,10 @@ from flows.execution.memory import Limits, MemoryModel
 from flows.execution.model_shape import ModelShape
 from flows.execution.text_lengths import Batch
 from stages.lib.core.errors import BadInput
+from stages.lib.core.params.openrlhf import GPU_MEMORY_UTILIZATION
 from stages.lib.core.params.shared import LoraParams
 
 FROZEN, TRAINED, LOGIT = 2, 16, 10  # bytes
-UTILIZATION = 0.6  # vLLM's share of a GPU (stages/lib/core/params/openrlhf.py)
 RESERVED = 0.1  # share of a GPU for the CUDA context, NCCL and fragments
 SEQUENCES = 16  # that vLLM has to hold at once, at least
 # GPU-seconds per response and 1e9 weights of the policy, on A800 with up to 2,048 tokens: the
@@ -134,7 +134,7 @@ def make_plan(shape: ModelShape, cluster: Cluster, work: Workload) -> Plan:
 
 def _plan(shape: ModelShape, cluster: Cluster, work: Workload) -> Plan:
     size = _tensor_parallel(shape, cluster)
-    cache = UTILIZATION * cluster.gpu_bytes - shape.weights * FROZEN / size
+    cache = GPU_MEMORY_UTILIZATION * cluster.gpu_bytes - shape.weights * FROZEN / size
     per_sequence = shape.cached_numbers * FROZEN * work.tokens / size
     sampling = {"weights": shape.weights * FROZEN / size, "cache": max(cache, 0.0)}
     training = _sharded(shape, cluster, TRAINED) | _activations(shape, work)
@@ -175,7 +175,7 @@ def hours(shape: ModelShape, cluster: Cluster, work: Workload) -> float:
 
 def _tensor_parallel(shape: ModelShape, cluster: Cluster) -> int:
     """GPUs of one vLLM engine: as few as leave half of its memory to keys and values."""
-    size, room = 1, UTILIZATION * cluster.gpu_bytes / 2
+    size, room = 1, GPU_MEMORY_UTILIZATION * cluster.gpu_bytes / 2
     while shape.weights * FROZEN / size > room and cluster.gpus_per_node % (2 * size) == 0:
         size *= 2
     return size

@@ -7,6 +7,7 @@ tokens). It runs as a process of its own, so that its memory is free again at th
 
 import json
 import time
+from typing import Any
 
 import torch
 
@@ -32,15 +33,17 @@ def main() -> None:
         rates[name] = 2 * size**3 * products / (time.perf_counter() - start)
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     auto = str(resolve_dtype(Dtype.auto)).removeprefix("torch.")
-    on_cpu = device == "cpu"
-    limits = {
-        "piece": CPU_PIECE if on_cpu else GPU_PIECE,
-        "cache": CPU_CACHE_BYTES if on_cpu else GPU_CACHE_SHARE * memory,
-        "tokens": CPU_BATCH_TOKENS if on_cpu else GPU_BATCH_TOKENS,
-    }
+    limits = device_limits(device, memory)
     attention = resolve_attention(ModelParams())
     machine = {"device": device, "rates": rates, "auto": auto, "memory": memory}
     print(json.dumps(machine | {"attention": attention, "limits": limits}))
+
+
+def device_limits(device: str, memory: float) -> dict[str, Any]:
+    """The fields of memory.Limits; memory: bytes of the GPU."""
+    if device == "cpu":
+        return {"piece": CPU_PIECE, "cache": CPU_CACHE_BYTES, "tokens": CPU_BATCH_TOKENS}
+    return {"piece": GPU_PIECE, "cache": GPU_CACHE_SHARE * memory, "tokens": GPU_BATCH_TOKENS}
 
 
 if __name__ == "__main__":

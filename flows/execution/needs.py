@@ -17,7 +17,8 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
         Unreachable: the Ray cluster of an engine does not answer.
     """
     gpus.check_enough(params, waiting)
-    if params.ppo.engine is not Engine.local and any_policy(waiting):
+    stages = {split_address(address)[0] for address in waiting}
+    if params.ppo.engine is not Engine.local and "ppo" in stages:
         cluster = RayCluster(str(params.launcher.ray_address))
         log(f"{params.ppo.engine.value}: Ray {cluster.version} at {cluster.address}")
     disk_needed = estimate.disk_bytes(params, waiting)
@@ -30,8 +31,3 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     with bookkeeping("the estimate of time", log):
         for line in estimate.report(params, addresses, waiting, disk_needed, here, sizes):
             log(line)
-
-
-def any_policy(addresses: set[str]) -> bool:
-    """Whether a policy would be trained."""
-    return any(split_address(address)[0] == "ppo" for address in addresses)

@@ -15,15 +15,14 @@ Run: python -m stages.ppo --round r0
 from statistics import fmean
 
 from stages.lib.core.champion import load_start
-from stages.lib.core.files import stage_dir, write_json
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm, Engine
-from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.stage import stage_main
 from stages.lib.core.types import Metrics
 from stages.lib.core.user_inputs import check_unchanged
-from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.data.prompts import check_template
 from stages.lib.lm import world
 from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import setup_torch
@@ -108,20 +107,13 @@ def main(params: Params, round_: str) -> None:
         return
     for name, model in (("policy", roles.policy), ("critic", roles.critic)):
         save_trained(model, roles.tokenizer, folder / name)
-    publish_outputs(run.work, folder)
-    write_json(folder / "health.json", run.monitor.report())
-    write_manifest(
-        "ppo",
+    publish_outputs(
+        params,
         round_,
-        seed=params.seed,
-        processes=world.size(),
-        inputs=[
-            data / "prompts_train.jsonl",
-            sft / "manifest.json",
-            reward / "manifest.json",
-            *started,
-        ],
-        template_hash=template_hash(roles.tokenizer, params.prepare.prompt_format),
+        run.work,
+        roles.tokenizer,
+        run.monitor.report(),
+        [data / "prompts_train.jsonl", *started],
         reference=run.reference,
         started_from=str(start or sft / "model"),
     )

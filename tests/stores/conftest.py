@@ -7,7 +7,6 @@ the project's packages and has those of the extra `stores`; and `s3`, which has 
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from tempfile import mkdtemp
 import pytest
 import requests
 
-from tests.servers import free_port
+from tests.servers import free_port, until
 
 FOLDER = os.environ.get("RONDO_STORES", "")
 BUCKET = "rondo"
@@ -58,14 +57,14 @@ class Stores:
 
 
 def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
-    for _ in range(600):
+    def answers() -> bool:
         assert process.poll() is None, f"{url}: the server has ended"
         try:
-            if requests.get(url, timeout=5).status_code < 500:
-                return
+            return requests.get(url, timeout=5).status_code < 500
         except requests.RequestException:
-            time.sleep(0.2)
-    raise AssertionError(f"{url} does not answer")
+            return False
+
+    until(answers, 120)
 
 
 @pytest.fixture(scope="session")

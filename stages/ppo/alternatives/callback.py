@@ -33,7 +33,6 @@ class PolicyCallback(PolicyRun, TrainerCallback):
 
     Attributes:
         sharing: how several processes share the training.
-        saved: the state from which the run resumes.
         ended: whether the last update is done, or a danger has ended the run.
     """
 
@@ -42,9 +41,8 @@ class PolicyCallback(PolicyRun, TrainerCallback):
     def __init__(self, context: TrainingContext, names: dict[str, str], steps: int = 1) -> None:
         self.algorithm = context.params.algorithm.value
         super().__init__(context, f"{self.algorithm}.beta")
-        self.saved = saved = context.saved
         self.names, self.steps = names, steps
-        self.ended: bool = saved["ended"] if saved else False
+        self.ended: bool = self.saved["ended"] if self.saved else False
         self.epoch_random_state: StateDict = {}
         self.logs: list[dict[str, float]] = []  # of the current update, one per optimizer step
 

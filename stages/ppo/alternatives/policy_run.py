@@ -22,6 +22,7 @@ class PolicyRun:
         kl_key: the key of params.yaml that holds the policy near the reference.
 
     Attributes:
+        saved: the state from which the run resumes.
         updates: the number of updates that the policy has had.
         selector: remembers the best policy so far.
         initial_rows: rollout rows of the policy before training, which is SFT.
@@ -32,7 +33,8 @@ class PolicyRun:
     initial_rows: list[RolloutRow]
 
     def __init__(self, context: TrainingContext, kl_key: str) -> None:
-        self.context, self.ppo, saved = context, context.params.ppo, context.saved
+        self.context, self.ppo = context, context.params.ppo
+        self.saved = saved = context.saved
         self.updates = saved["updates"] if saved else 0
         self.monitor = Monitor(self.ppo, kl_key)
         position = saved["rollouts"] if saved else (1, 0)

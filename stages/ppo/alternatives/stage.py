@@ -5,14 +5,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from stages.lib.core.files import stage_dir, write_json, write_text
+from stages.lib.core.files import stage_dir, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Algorithm
 from stages.lib.core.params.shared import ModelParams
-from stages.lib.core.recorder import MetricLogger, write_manifest
+from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow, TrainingPrompt, read_rows
 from stages.lib.core.types import Metrics, StateDict
-from stages.lib.data.prompts import check_template, template_hash
+from stages.lib.data.prompts import check_template
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
@@ -120,7 +120,7 @@ def finish(
         manifest: further entries.
     """
     context, params = run.context, run.context.params
-    folder, sft, reward = (stage_dir(round_, stage) for stage in ("ppo", "sft", "reward"))
+    folder = stage_dir(round_, "ppo")
 
     # 1. the policy at the target KL, or the judge's best within the budget, and its rollouts
     policy = run.trained_policy.policy.eval()
@@ -136,16 +136,14 @@ def finish(
         shutil.copytree(critic, folder / "critic")
     else:
         write_text(folder / "critic/EMPTY", f"{name} has left no critic\n")
-    publish_outputs(context.work, folder)
     run.monitor.findings += no_gain_finding(kept)
-    write_json(folder / "health.json", run.monitor.report())
-    write_manifest(
-        "ppo",
+    publish_outputs(
+        params,
         round_,
-        seed=params.seed,
-        processes=world.size(),
-        inputs=[*data_paths(params, round_), sft / "manifest.json", reward / "manifest.json"],
-        template_hash=template_hash(context.tokenizer, params.prepare.prompt_format),
+        context.work,
+        context.tokenizer,
+        run.monitor.report(),
+        data_paths(params, round_),
         algorithm=params.algorithm.value,
         reference=context.reference,
         **(manifest or {}),

@@ -2,14 +2,21 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from stages.lib.core.files import stage_dir, write_json
+from stages.lib.core.params import Params
+from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import PromptRow, RolloutRow
+from stages.lib.core.types import Metrics
+from stages.lib.data.prompts import template_hash
+from stages.lib.lm import world
 from stages.lib.metrics.stats import pearson
 from stages.lib.metrics.text import distinct_n, repetition_n, suffixes
 
@@ -64,7 +71,41 @@ def rollout_rows(
     return cast(list[RolloutRow], episodes)
 
 
-def publish_outputs(work: Path, folder: Path) -> None:
+def publish_outputs(
+    params: Params,
+    round_: str,
+    work: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    health: Metrics,
+    inputs: Iterable[Path],
+    **manifest: Any,
+) -> None:
+    """Write what every policy stage writes but for its models and metrics: the checkpoints and
+    rollouts of the work folder, health.json and manifest.json.
+
+    Args:
+        work: folder of the run.
+        tokenizer: of the SFT model.
+        health: contents of health.json.
+        inputs: files and folders that the policy was trained on, but for SFT and reward model.
+        manifest: further entries of manifest.json.
+    """
+    folder = stage_dir(round_, "ppo")
+    publish_files(work, folder)
+    write_json(folder / "health.json", health)
+    manifests = [stage_dir(round_, stage) / "manifest.json" for stage in ("sft", "reward")]
+    write_manifest(
+        "ppo",
+        round_,
+        seed=params.seed,
+        processes=world.size(),
+        inputs=[*inputs, *manifests],
+        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        **manifest,
+    )
+
+
+def publish_files(work: Path, folder: Path) -> None:
     """Make checkpoints and rollouts of the work folder outputs of the stage.
 
     Checkpoints are hard links, since they take up to gigabytes and no file of them changes any

@@ -7,7 +7,6 @@ Read in the source of the version of `stages/lib/core/params/openrlhf.py`: `cli/
 import random
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput, RondoError
@@ -46,37 +45,20 @@ METRICS = {
 }
 
 
-@dataclass(frozen=True)
 class JobFiles:
-    """The files of a job, in a folder that the cluster must see under the same path."""
+    """The files of a job, in a folder that the cluster must see under the same path.
 
-    folder: Path
+    Attributes:
+        states: checkpoints: DeepSpeed's in `_actor` and `_critic`, and `global_step<n>_hf`.
+        final, critic: the trained models.
+        metrics: of TensorBoard. log: the engine's output. job: the jobs of this run.
+    """
 
-    @property
-    def prompts(self) -> Path:
-        return self.folder / "prompts.jsonl"
-
-    @property
-    def states(self) -> Path:
-        """Checkpoints: DeepSpeed's in `_actor` and `_critic`, and `global_step<n>_hf`."""
-        return self.folder / "states"
-
-    @property
-    def final(self) -> Path:
-        """The trained policy; the critic is in a folder beside it."""
-        return self.folder / "final"
-
-    @property
-    def critic(self) -> Path:
-        return self.folder / "final_critic"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "tensorboard"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "engine.log"
+    def __init__(self, folder: Path) -> None:
+        self.prompts, self.job = folder / "prompts.jsonl", folder / "job.json"
+        self.states, self.final = folder / "states", folder / "final"
+        self.critic = folder / "final_critic"  # OpenRLHF's name for it
+        self.metrics, self.log = folder / "tensorboard", folder / "engine.log"
 
     def last_lines(self, number: int = 20) -> str:
         """The end of the engine's output."""
@@ -91,13 +73,13 @@ class JobFiles:
                 checkpoint, so that one may be in the making.
             ended: whether the job has succeeded, so that all are complete.
         """
-        found_folders = {
+        folders = {
             int(folder.name.removeprefix("global_step").removesuffix("_hf")): folder
             for folder in self.states.glob("global_step*_hf")
         }
         return {
             update: folder
-            for update, folder in sorted(found_folders.items())
+            for update, folder in sorted(folders.items())
             if ended or update < complete
         }
 

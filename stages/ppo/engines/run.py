@@ -1,6 +1,7 @@
 """The policy stage if an engine trains, top to bottom; its outputs are those of PPO."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput, Diverged, RondoError
@@ -15,12 +16,7 @@ from stages.lib.lm.reward_ensemble import MEMBERS
 from stages.lib.lm.saving import save_trained, saved_weights_hash
 from stages.ppo.alternatives.policy import TrainingContext
 from stages.ppo.alternatives.policy_run import PolicyRun
-from stages.ppo.alternatives.stage import (
-    finish,
-    load_models,
-    load_prompts,
-    prompts_path,
-)
+from stages.ppo.alternatives.stage import finish, load_models, load_prompts, prompts_path
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.resume import Resume, run_identity
@@ -47,13 +43,18 @@ def main(params: Params, round_: str) -> None:
     inputs = [prompts_path(round_), sft, reward]
     resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
     files = JobFiles(resume.folder / "engine")
-    left_out = write_prompts(files.prompts, prompts.train, prompts.tokenizer, params)
-    if left_out:
-        print_line(f"[ppo@{round_}] {left_out} prompts left out: as texts they are other tokens")
+
+    def next_command() -> str:
+        left_out = write_prompts(files.prompts, prompts.train, prompts.tokenizer, params)
+        if left_out:
+            line = f"{left_out} prompts left out: as texts they are other tokens"
+            print_line(f"[ppo@{round_}] {line}")
+        resumes = (files.states / "_actor").exists()
+        return command(options(params, files, sft, reward, resumes), files.log)
 
     # 2. the job, until its last update or a danger; a killed stage finds its job again
     monitor = Monitor(params.ppo)
-    steps, ended = train(params, round_, files, monitor)
+    steps, ended = train(params, round_, files, next_command, monitor)
 
     # 3. the policies that it has saved, validated on the held-out prompts
     recorder = MetricLogger("ppo", round_, total_steps=len(steps), logged_steps=steps)
@@ -89,9 +90,16 @@ def check_single(reward: Path) -> None:
 
 
 def train(
-    params: Params, round_: str, files: JobFiles, monitor: Monitor
+    params: Params,
+    round_: str,
+    files: JobFiles,
+    next_command: Callable[[], str],
+    monitor: Monitor,
 ) -> tuple[list[StepMetrics], bool]:
     """Run the engine's job, or what is left of it.
+
+    Args:
+        next_command: makes the command of a new job.
 
     Returns:
         The metrics of its updates, and whether it has come to its end; else a danger has ended it.
@@ -101,7 +109,6 @@ def train(
         Diverged: a metric is not finite.
         RondoError: the job has failed, or somebody has stopped it, or it has left no metrics.
     """
-    sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
     assert params.launcher.ray_address, "checked with params.yaml"
     recorder = MetricLogger("ppo", round_, total_steps=planned_updates(params.ppo))
     metrics = EngineMetrics(files)
@@ -124,12 +131,8 @@ def train(
                 recorder.log_progress(number, str(finding))
         return bool(monitor.stopped)
 
-    def next_command() -> str:
-        resumes = (files.states / "_actor").exists()
-        return command(options(params, files, sft, reward, resumes), files.log)
-
     cluster = RayCluster(params.launcher.ray_address)
-    job = EngineJob(cluster, files.folder / "job.json", round_)
+    job = EngineJob(cluster, files.job, round_)
     job.start(next_command)
     result = job.follow(look)
     succeeded = result.status == "SUCCEEDED"

@@ -11,18 +11,17 @@ from flows.execution import estimate, needs
 from stages.lib.core import http_session
 from stages.lib.core.errors import Unreachable
 from stages.lib.core.params import Params, check_params
+from tests.engine_settings import NEEDED
 from tests.flows.execution.test_estimate import MACHINE
 from tests.servers import NOWHERE
 from tests.stages.ppo.engines.ray_stand_in import RayStandIn
 
 WAITING = {"sft@r0", "ppo@r0", "ppo@r1"}
 ALL_WEIGHTS = {"lora": {"r": 0}, "critic_lora": {"r": 0}, "micro_batch_size": 4}
-NEEDED = {"kl_control": "fixed", "init_from": "sft", "missing_eos_penalty": 0.0}
 
 
 def with_engine(address: str) -> Params:
-    ppo = ALL_WEIGHTS | NEEDED | {"engine": "openrlhf"}
-    return check_params({"ppo": ppo, "launcher": {"ray_address": address}}, "test")
+    return check_params({"ppo": ALL_WEIGHTS | NEEDED, "launcher": {"ray_address": address}}, "test")
 
 
 @pytest.fixture

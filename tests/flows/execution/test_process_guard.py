@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-import time
 
 import psutil
 
 from tests.paths import ROOT
+from tests.servers import until
 
 # SIGTERM arrives when the command has been started, before its Popen object has been assigned
 AT_START = """
@@ -35,9 +35,9 @@ def test_a_signal_while_the_command_starts_ends_it_too() -> None:
     )
     output, _ = guard.communicate(timeout=60)
     command = int(output.split()[0])
-    for _ in range(100):
-        if not psutil.pid_exists(command):
-            return
-        time.sleep(0.1)
-    psutil.Process(command).kill()
-    raise AssertionError("the command outlives its guard")
+    try:
+        until(lambda: not psutil.pid_exists(command), 10)
+    except AssertionError:
+        psutil.Process(command).kill()
+        raise
+    assert guard.returncode != 0

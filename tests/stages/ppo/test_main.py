@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.evaluate.__main__ import main as evaluate
+from stages.lib.core.files import file_hash
 from stages.lib.core.params import Params, check_params
 from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.saving import weights_hash
@@ -58,8 +59,13 @@ def test_every_assignment_of_roles_is_trained_saved_and_evaluated(
     assert (metrics["updates"], metrics["policy_update"]) == (3, 2)
     saved = [(folder / name / policy).read_bytes() for name in ("policy", "checkpoints/step_00002")]
     assert saved[0] == saved[1]
-    reference = json.loads((folder / "manifest.json").read_text())["reference"]
-    assert reference == weights_hash(load_causal_lm(Path("rounds/r0/sft/model"), params.model))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    sft_model = load_causal_lm(Path("rounds/r0/sft/model"), params.model)
+    assert manifest["reference"] == weights_hash(sft_model)
+    made_from = ("prepare/data/prompts_train.jsonl", "sft/manifest.json", "reward/manifest.json")
+    assert manifest["inputs"] == {
+        f"rounds/r0/{path}": file_hash(Path("rounds/r0") / path) for path in made_from
+    }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-6) and [
         row["step"] for row in rows if "validation_judge_score" in row

@@ -16,6 +16,7 @@ RECORDED = json.loads(Path(__file__).with_name("openrlhf.json").read_text())
 VERSION: str = RECORDED["version"]
 Value = bool | int | float | str
 Options = dict[str, Value | list[Value]]
+GPU_MEMORY_UTILIZATION = 0.6  # vLLM's share of a GPU, if the other models wait meanwhile
 
 # Keys of `ppo` with the one value that OpenRLHF can honour. It starts the policy and the reference
 # from the same model, trains all weights, and says itself that its adaptive KL does not work.
@@ -178,7 +179,7 @@ def placement(nodes: int, gpus_per_node: int, options: Options) -> Options:
         "vllm.num_engines": max(nodes * gpus_per_node // max(int(str(size)), 1), 1),
         "vllm.tensor_parallel_size": 1,
         "vllm.enable_sleep": True,
-        "vllm.gpu_memory_utilization": 0.6,
+        "vllm.gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
         "ds.enable_sleep": True,
         "ds.zero_stage": 3,
         "ds.packing_samples": True,

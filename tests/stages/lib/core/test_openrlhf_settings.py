@@ -6,21 +6,17 @@ import pytest
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, check_params, openrlhf
+from tests.engine_settings import NEEDED
 
-NEEDED = {
-    "engine": "openrlhf",
-    "kl_control": "fixed",
-    "init_from": "sft",
-    "missing_eos_penalty": 0.0,
-    "lora": {"r": 0},
-    "critic_lora": {"r": 0},
-    "micro_batch_size": 4,
-}
 LAUNCHER = {"ray_address": "http://ray:8265"}
 
 
 def check(launcher: dict[str, Any] = LAUNCHER, algorithm: str = "ppo", **ppo: Any) -> Params:
-    values = {"launcher": launcher, "algorithm": algorithm, "ppo": NEEDED | ppo}
+    values = {
+        "launcher": launcher,
+        "algorithm": algorithm,
+        "ppo": NEEDED | {"micro_batch_size": 4} | ppo,
+    }
     return check_params(values, "test")
 
 
@@ -86,8 +82,11 @@ def test_an_option_that_the_engine_would_misread_is_refused(options, message):
 
 
 def test_numbers_and_lists_of_the_right_type_are_taken():
-    check(engine_options={"actor.adam.betas": [0.9, 1], "ds.lora.target_modules": []})
-    check(engine_options={"actor.adam.eps": 1, "ds.param_dtype": "fp16", "ds.overlap_comm": True})
+    for options in (
+        {"actor.adam.betas": [0.9, 1], "ds.lora.target_modules": []},
+        {"actor.adam.eps": 1, "ds.param_dtype": "fp16", "ds.overlap_comm": True},
+    ):
+        assert check(engine_options=options).ppo.engine_options == options
 
 
 @pytest.mark.parametrize(

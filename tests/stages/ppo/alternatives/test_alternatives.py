@@ -109,8 +109,14 @@ def test_the_last_policy_is_scaled_to_the_target_kl(make_params, algorithm):
 def test_all_weights_can_be_trained_with_a_frozen_copy_as_reference(make_params, algorithm):
     params = make_params(algorithm, SECTIONS[algorithm], lora={"r": 0})
     main(params, "r0")
-    reference = json.loads((FOLDER / "manifest.json").read_text())["reference"]
-    assert reference == weights_hash(load_causal_lm(Path("rounds/r0/sft/model"), params.model))
+    manifest = json.loads((FOLDER / "manifest.json").read_text())
+    sft_model = load_causal_lm(Path("rounds/r0/sft/model"), params.model)
+    assert manifest["reference"] == weights_hash(sft_model)
+    pairs = ["annotate/data/pairs_train.jsonl"] if algorithm == "dpo" else []
+    made_from = ["prepare/data/prompts_train.jsonl", "sft/manifest.json", "reward/manifest.json"]
+    assert manifest["inputs"] == {
+        f"rounds/r0/{path}": file_hash(Path("rounds/r0") / path) for path in pairs + made_from
+    }
     assert (FOLDER / "policy/model.safetensors").exists() and (
         FOLDER / "checkpoints/step_00002/model.safetensors"
     ).exists()

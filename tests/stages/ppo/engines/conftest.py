@@ -13,17 +13,10 @@ import pytest
 
 from stages.lib.core.params import Params, check_params, openrlhf
 from stages.lib.core.types import Metrics
+from tests.engine_settings import NEEDED
 from tests.stages.ppo.engines.ray_stand_in import RayStandIn
 from tests.stages.ppo.engines.stand_in.install import install
 
-NEEDED = {
-    "engine": "openrlhf",
-    "kl_control": "fixed",
-    "init_from": "sft",
-    "missing_eos_penalty": 0.0,
-    "lora": {"r": 0},
-    "critic_lora": {"r": 0},
-}
 SHORT = {
     "batch_size": 4,
     "mini_batch_size": 4,

@@ -82,7 +82,9 @@ def test_a_kill_before_the_submission_leaves_no_job_behind(ray, tmp_path):
 def test_a_submission_whose_reply_was_lost_is_not_refused(ray, tmp_path):
     cluster, job_id = RayCluster(ray.address), uuid4().hex
     cluster.submit(job_id, "sleep 60")
-    cluster.submit(job_id, "sleep 60")
+    cluster.submit(job_id, "exit 3")  # refused, as it is known: the first one goes on
+    known = cluster.job(job_id)
+    assert known and not known.ended
     cluster.stop(job_id)
 
 

@@ -24,7 +24,7 @@ from stages.ppo.engines.openrlhf import (
     options,
     write_prompts,
 )
-from tests.stages.ppo.engines.conftest import NEEDED
+from tests.engine_settings import NEEDED
 from tests.stages.ppo.engines.openrlhf_parser import OpenRlhf
 from tests.stages.ppo.engines.stand_in.install import install
 

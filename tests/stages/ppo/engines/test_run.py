@@ -2,20 +2,21 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.lib.core.errors import BadInput, Diverged, RondoError
-from stages.lib.core.files import file_hash, read_json, read_jsonl, work_dir
+from stages.lib.core.files import file_hash, read_json, read_jsonl, work_dir, write_json
 from stages.lib.data.rollouts import read_rollouts
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.saving import saved_weights_hash
 from stages.ppo.__main__ import main as ppo
-from stages.ppo.engines.ray_jobs import RayCluster
+from stages.ppo.engines.ray_jobs import Job, RayCluster
+from tests.servers import until
 from tests.stages.ppo import stage_process
 
 FOLDER = Path("rounds/r0/ppo")
@@ -33,12 +34,12 @@ def jobs() -> list[str]:
     """The states of the jobs of this round, in their order, once no job is being stopped."""
     recorded = read_json(engine_folder() / "job.json", "")
     cluster = RayCluster(recorded["address"])
-    for _ in range(100):
-        known = [cluster.job(job_id) for job_id in recorded["jobs"]]
-        if all(job and job.ended for job in known):
-            break
-        time.sleep(0.1)
-    return [job.status for job in known if job]
+
+    def states() -> list[Job | None]:
+        return [cluster.job(job_id) for job_id in recorded["jobs"]]
+
+    until(lambda: all(job and job.ended for job in states()), 30)
+    return [job.status for job in states() if job]
 
 
 def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys):
@@ -188,22 +189,16 @@ def test_another_model_from_the_engine_is_refused(make_params, ray, spoil, messa
         result = follow(*arguments)
         path = engine_folder() / "states/global_step2_hf"
         if spoil == "weights":
-            config = read_json(path / "config.json", "")
-            config["vocab_size"] += 8
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(**{k: v for k, v in config.items() if k != "dtype"})
-            ).save_pretrained(path)
+            config = AutoConfig.from_pretrained(path)
+            config.vocab_size += 8
+            AutoModelForCausalLM.from_config(config).save_pretrained(path)
         else:
             tokenizer = read_json(path / "tokenizer.json", "")
             tokenizer["model"]["vocab"] = {
                 token: len(tokenizer["model"]["vocab"]) - 1 - number
                 for token, number in tokenizer["model"]["vocab"].items()
             }
-            import json
-
-            (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+            write_json(path / "tokenizer.json", tokenizer)
         return result
 
     monkeypatch.setattr(run, "train", spoilt)

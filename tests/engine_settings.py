@@ -1,0 +1,10 @@
+"""The settings that OpenRLHF needs where they differ from the defaults."""
+
+NEEDED = {
+    "engine": "openrlhf",
+    "kl_control": "fixed",
+    "init_from": "sft",
+    "missing_eos_penalty": 0.0,
+    "lora": {"r": 0},
+    "critic_lora": {"r": 0},
+}
