@@ -1,11 +1,17 @@
 """`rondo plan`: which GPUs PPO needs for a model, by which engine, and with which settings."""
 
 import argparse
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.config import KEEP, overlay, resolve
+from flows.core.config import KEEP, resolve
 from flows.core.tables import render_text
 from flows.execution import cluster_plan, estimate
 from flows.execution.cluster_plan import Cluster, Plan, Workload
@@ -13,16 +19,11 @@ from flows.execution.machine import Machine
 from flows.execution.memory import Limits
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import Params, check_params
+from stages.lib.core.params import Params, openrlhf
+from stages.lib.core.params.policy import Algorithm, Engine, PpoParams
 
-# Rondo's own PPO, with the lengths and numbers of the other settings
-ADAPTERS = {
-    "engine": "local",
-    "engine_options": {},
-    "lora": {"r": 16},
-    "critic_lora": {"r": 16},
-    "micro_batch_size": 1,
-}
+RATES = {"lora": "learning_rate", "critic_lora": "critic_learning_rate"}  # of ppo
+HEAD = "http://HEAD:8265"
 ABOUT = "print which GPUs a model needs, memory by role, hours, the engine and its settings"
 
 
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         BadInput: the model is not known, the GPUs are no numbers, or a setting is wrong.
     """
     cluster = cluster_plan.parse_cluster(options.gpus)
-    address = [] if options.preset == KEEP else ["launcher.ray_address=http://127.0.0.1:8265"]
+    address = [] if options.preset == KEEP else [f"launcher.ray_address={HEAD}"]
     params = resolve(options.preset, None, [*address, *options.set])
     shape = NAMED_SIZES.get(options.model.lower()) or read_shape(options.model)
     if shape is None:
@@ -61,13 +62,48 @@ def run(options: argparse.Namespace) -> int:
             f"--model {options.model}: no folder, no size ({', '.join(NAMED_SIZES)}), and its "
             "config.json is neither in the cache nor can the hub be reached"
         )
-    print("\n".join(lines(params, shape, cluster, options.model)))
+    request = Request(options.model, cluster, options.preset, options.set)
+    print("\n".join(lines(params, shape, request)))
     return 0
 
 
-def lines(params: Params, shape: ModelShape, cluster: Cluster, model: str) -> list[str]:
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for. settings: the values of `--set`."""
+
+    model: str
+    cluster: Cluster
+    preset: str
+    settings: list[str]
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The settings, by key."""
+        parts = (setting.partition("=") for setting in self.settings)
+        return {key.strip(): value for key, _, value in parts}
+
+    def command(self, changes: Mapping[str, Any]) -> tuple[str, Params]:
+        """The command of a run with the user's settings and `changes`, and its params.
+
+        Raises:
+            BadInput: the settings do not fit each other.
+        """
+        values = self.values | {key: _yaml(value) for key, value in changes.items()}
+        if Path(self.model).is_dir() or "@" in self.model:
+            values.setdefault("assets.model", self.model)
+        settings = [f"{key}={value}" for key, value in values.items()]
+        words = ["rondo", "run", "--preset", self.preset]
+        words += [word for setting in settings for word in ("--set", setting)]
+        return shlex.join(words), resolve(self.preset, None, settings)
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def lines(params: Params, shape: ModelShape, request: Request) -> list[str]:
     """The answer: sizes, memory in each phase, time, and the recommended engine."""
-    ppo = params.ppo
+    ppo, cluster = params.ppo, request.cluster
     work = Workload(
         params.prepare.max_prompt_tokens,
         ppo.response_length,
@@ -79,7 +115,7 @@ def lines(params: Params, shape: ModelShape, cluster: Cluster, model: str) -> li
     plan = cluster_plan.make_plan(shape, cluster, work)
     factor = cluster_plan.GPU_SECONDS_FACTOR
     about = [
-        f"{model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
+        f"{request.model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
         f"{cluster.gpus_per_node} GPUs of {cluster.gpu_bytes / 1e9:.0f} GB",
         f"{work.episodes} episodes of {work.prompt} + {work.response} tokens at most, "
         f"{plan.work.micro_batch} per GPU at once",
@@ -93,7 +129,7 @@ def lines(params: Params, shape: ModelShape, cluster: Cluster, model: str) -> li
         "proportion to published runs",
         "",
     ]
-    return about + recommendation(plan, params, shape)
+    return about + recommendation(plan, params, shape, request)
 
 
 def _table(plan: Plan) -> Table:
@@ -115,35 +151,76 @@ def stage_bytes(params: Params, shape: ModelShape, cluster: Cluster) -> dict[str
     return estimate.stage_memory(params, machine, shape)
 
 
-def recommendation(plan: Plan, params: Params, shape: ModelShape) -> list[str]:
-    """Which engine, the options of `rondo run`, and which of Rondo's stages do not fit."""
-    cluster, work = plan.cluster, plan.work
-    adapters = check_params(overlay(params.model_dump(mode="json"), {"ppo": ADAPTERS}), "plan")
-    local = stage_bytes(adapters, shape, cluster)
-    settings = f"ppo.micro_batch_size={ADAPTERS['micro_batch_size']}"
+def recommendation(plan: Plan, params: Params, shape: ModelShape, request: Request) -> list[str]:
+    """Which engine, the command, and which of Rondo's stages do not fit."""
+    cluster = plan.cluster
+    command, local_params = request.command(local_settings(params, request))
+    local = stage_bytes(local_params, shape, cluster)
     advice = [
         f"Rondo's own PPO with adapters, each stage on one GPU; GB: {_listed(local)}",
-        too_large(local, cluster)
-        or f"  recommended: rondo run --set {settings} --set ppo.gradient_checkpointing=true",
+        too_large(local, cluster) or f"  recommended: {command}",
     ]
     if not plan.fits:
-        fewest = cluster_plan.smallest_that_fits(shape, cluster, work)
+        fewest = cluster_plan.smallest_that_fits(shape, cluster, plan.work)
         answer = "no number of them suffices: lower ppo.micro_batch_size or the lengths"
         if fewest:
             answer = f"it takes {fewest.cluster.nodes} x {fewest.cluster.gpus_per_node} of them"
         return [*advice, f"OpenRLHF with all weights does not fit on these GPUs; {answer}"]
-    others = stage_bytes(params, shape, cluster)
-    options = f"{{vllm.tensor_parallel_size: {plan.tensor_parallel}}}"
+    try:
+        command, engine_params = request.command(engine_settings(plan, params, request))
+    except BadInput as error:
+        return [*advice, f"OpenRLHF with all weights fits, but not with these settings: {error}"]
+    others = stage_bytes(engine_params, shape, cluster)
     return [
         *advice,
         "OpenRLHF with all weights fits:",
-        f"  rondo run --preset openrlhf --set launcher.ray_address=http://HEAD:8265 --set "
-        f"launcher.nodes={cluster.nodes} --set launcher.gpus_per_node={cluster.gpus_per_node} "
-        f"--set ppo.batch_size={work.batch} --set ppo.mini_batch_size={work.mini_batch} "
-        f"--set ppo.micro_batch_size={work.micro_batch} --set 'ppo.engine_options={options}'",
+        f"  {command}",
         f"Rondo's stages beside it, each on one GPU (ppo: validation); GB: {_listed(others)}",
         *filter(None, [too_large(others, cluster)]),
     ]
+
+
+def local_settings(params: Params, request: Request) -> dict[str, Any]:
+    """What Rondo's own PPO with adapters needs; lengths and batches stay."""
+    ppo, default = params.ppo, PpoParams()
+    changes: dict[str, Any] = {"ppo.micro_batch_size": 1, "ppo.gradient_checkpointing": True}
+    if ppo.engine is not Engine.local:
+        changes |= {"ppo.engine": Engine.local.value, "ppo.engine_options": {}}
+    if not ppo.lora.r:
+        changes |= {f"ppo.{adapter}.r": getattr(default, adapter).r for adapter in RATES}
+        changes |= _rates(default, request)
+    return _algorithm(params) | changes
+
+
+def engine_settings(plan: Plan, params: Params, request: Request) -> dict[str, Any]:
+    """What OpenRLHF needs on this cluster."""
+    ppo, cluster, work = params.ppo, plan.cluster, plan.work
+    changes: dict[str, Any] = {
+        "launcher.ray_address": params.launcher.ray_address or HEAD,
+        "launcher.nodes": cluster.nodes,
+        "launcher.gpus_per_node": cluster.gpus_per_node,
+        "ppo.batch_size": work.batch,
+        "ppo.mini_batch_size": work.mini_batch,
+        "ppo.micro_batch_size": work.micro_batch,
+        "ppo.engine_options": ppo.engine_options
+        | {"vllm.tensor_parallel_size": plan.tensor_parallel},
+    }
+    if ppo.engine is not Engine.openrlhf:
+        changes |= {"ppo.engine": Engine.openrlhf.value, **openrlhf.settings_to_change(ppo)}
+    if ppo.lora.r:
+        address = f"launcher.ray_address={HEAD}"
+        changes |= _rates(resolve(Engine.openrlhf.value, None, [address]).ppo, request)
+    return _algorithm(params) | changes
+
+
+def _algorithm(params: Params) -> dict[str, str]:
+    return {} if params.algorithm is Algorithm.ppo else {"algorithm": Algorithm.ppo.value}
+
+
+def _rates(ppo: PpoParams, request: Request) -> dict[str, float]:
+    """Learning rates, which adapters and all weights do not share, but for the user's."""
+    keys = {f"ppo.{name}": getattr(ppo, name) for name in RATES.values()}
+    return {key: rate for key, rate in keys.items() if key not in request.values}
 
 
 def too_large(sizes: dict[str, float], cluster: Cluster) -> str:

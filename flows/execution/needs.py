@@ -6,6 +6,7 @@ from flows.core.services import LogLine
 from flows.execution import estimate, gpus, machine
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import Engine
+from stages.ppo.engines.openrlhf import check_installed
 from stages.ppo.engines.ray_jobs import RayCluster
 
 
@@ -13,12 +14,14 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     """Log what the stages of `waiting` need; `addresses` are all stages of the run.
 
     Raises:
-        RondoError: there is no room for their models, on disk or in memory, or too few GPUs.
+        RondoError: there is no room for their models, on disk or in memory, too few GPUs, or an
+            engine's metrics could not be read.
         Unreachable: the Ray cluster of an engine does not answer.
     """
     gpus.check_enough(params, waiting)
     stages = {split_address(address)[0] for address in waiting}
     if params.ppo.engine is not Engine.local and "ppo" in stages:
+        check_installed()
         cluster = RayCluster(str(params.launcher.ray_address))
         log(f"{params.ppo.engine.value}: Ray {cluster.version} at {cluster.address}")
     disk_needed = estimate.disk_bytes(params, waiting)

@@ -7,6 +7,7 @@ Read in the source of the version of `stages/lib/core/params/openrlhf.py`: `cli/
 import random
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput, RondoError
@@ -206,6 +207,15 @@ def command(chosen: Options, log: Path) -> str:
     return f"bash -o pipefail -c {shlex.quote(line)}"
 
 
+def check_installed() -> None:
+    """
+    Raises:
+        RondoError: what reads OpenRLHF's metrics is not installed.
+    """
+    if find_spec("tensorboard") is None:
+        raise RondoError(MISSING)
+
+
 class EngineMetrics:
     """Reads the metrics of a job from its TensorBoard files, also while they grow.
 
@@ -214,10 +224,9 @@ class EngineMetrics:
     """
 
     def __init__(self, files: JobFiles) -> None:
-        try:
-            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-        except ImportError:
-            raise RondoError(MISSING) from None
+        check_installed()
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
         folder = files.metrics / RUN_NAME
         folder.mkdir(parents=True, exist_ok=True)  # the reader fails without it
         # scalars 0: keep all of them

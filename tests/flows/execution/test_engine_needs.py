@@ -1,7 +1,9 @@
 """What a run with an engine checks, needs and prints before it starts."""
 
 import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +11,9 @@ from flows.commands.dry_run import engine_commands
 from flows.core.config import overlay
 from flows.execution import estimate, needs
 from stages.lib.core import http_session
-from stages.lib.core.errors import Unreachable
+from stages.lib.core.errors import RondoError, Unreachable
 from stages.lib.core.params import Params, check_params
+from stages.ppo.engines.openrlhf import EngineMetrics, JobFiles
 from tests.engine_settings import NEEDED
 from tests.flows.execution.test_estimate import MACHINE
 from tests.servers import NOWHERE
@@ -39,6 +42,14 @@ def test_the_cluster_is_asked_before_the_run(ray, monkeypatch, fast_processes):
     with pytest.raises(Unreachable, match=r"no Ray dashboard answers there"):
         needs.check(with_engine(NOWHERE), sorted(WAITING), WAITING, lines.append)
     needs.check(with_engine(NOWHERE), sorted(WAITING), {"sft@r0"}, lines.append)
+
+
+def test_a_missing_package_is_noticed_before_the_run(ray, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(RondoError, match=r"needs tensorboard: pip install -e '.\[engines\]'"):
+        needs.check(with_engine(ray.address), sorted(WAITING), WAITING, print)
+    with pytest.raises(RondoError, match="needs tensorboard"):
+        EngineMetrics(JobFiles(Path("engine")))
 
 
 def test_a_dry_run_has_the_command_of_each_round():

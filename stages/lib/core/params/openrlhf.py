@@ -9,6 +9,7 @@ a run starts.
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +104,19 @@ SET_BY = {
 }
 
 
+def settings_to_change(ppo: Any) -> dict[str, Any]:
+    """The keys of section `ppo` that OpenRLHF cannot honour, with the value to set."""
+    return {f"ppo.{key}": value for key, value in REQUIRED.items() if attrgetter(key)(ppo) != value}
+
+
 def check_settings(ppo: Any) -> None:
     """Check that OpenRLHF can do what section `ppo` wants.
 
     Raises:
         ValueError: names each key that it cannot honour, with the value to set.
     """
-    different = []
-    for key, value in REQUIRED.items():
-        actual = ppo
-        for name in key.split("."):
-            actual = getattr(actual, name)
-        if actual != value:
-            different.append(f"ppo.{key}={json.dumps(value)}")
+    change = settings_to_change(ppo)
+    different = [f"{key}={json.dumps(value)}" for key, value in change.items()]
     if not ppo.kl_coef:  # then it would load no reference, and measure no KL
         different.append("ppo.kl_coef above 0")
     if different:
