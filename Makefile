@@ -14,7 +14,7 @@ help:
 	@echo "make run [PRESET=smoke]  two rounds, prepare to replay     make ui    Prefect and MLflow in the browser"
 	@echo "make test                the tests                         make lint  ruff and mypy"
 	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
-	@echo "make test-engines        engines, on a Ray cluster         make test-stores  S3 and PostgreSQL"
+	@echo "make test-engines        engines, stages on Ray             make test-stores  S3 and PostgreSQL"
 	@echo "make clean               caches and tool files; no results, no .venv"
 
 setup: $(STAMP)
@@ -37,7 +37,7 @@ test: setup
 
 # Ray in an environment of its own, in .rondo/engines (once; a minute)
 test-engines: setup
-	sh tests/stages/ppo/engines/on_ray.sh $(ARGS)
+	sh tests/on_ray.sh $(ARGS)
 
 # moto's S3 and the extra `stores` in environments of their own, in .rondo/stores; PostgreSQL is Debian's
 test-stores: setup

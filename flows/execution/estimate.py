@@ -211,7 +211,8 @@ def check_memory(params: Params, waiting: set[str], machine: Machine) -> Mapping
         return stage_memory(changed, machine, shape, lengths)
 
     stages = {split_address(address)[0] for address in waiting}
-    return memory_check.check(params, stages, machine.total, measure)
+    here = {stage for stage in stages if not params.cluster(stage)}
+    return memory_check.check(params, here, machine.total, measure)
 
 
 def _prompt_tokens(params: Params) -> float:
@@ -376,7 +377,9 @@ def report(
     ]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in machine.rates.items())
     minutes = ", ".join(f"{stage} {time / 60:.1f}" for stage, time in first.items())
-    needed = {stage: sizes[stage] for stage, _ in todo if stage in sizes} if sizes else {}
+    there = {stage: None for stage, _ in todo if params.cluster(stage)}
+    here = [stage for stage, _ in todo if stage not in there]
+    needed = {stage: sizes[stage] for stage in here if stage in sizes} if sizes else {}
     lines = [
         f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; "
         f"trains in {dtype_of(params, machine)}",
@@ -392,4 +395,6 @@ def report(
     if params.ppo.engine is not Engine.local and "ppo" in dict(todo):
         engine = params.ppo.engine.value
         lines.append(f"ppo: minutes and memory are this machine's, without those of {engine}")
+    if there:
+        lines.append(f"{', '.join(there)}: on the Ray cluster; minutes are those of this machine")
     return lines + memory_check.warnings(params, needed, sizes is not None, machine.memory)

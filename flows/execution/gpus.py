@@ -40,8 +40,9 @@ def check_enough(params: Params, waiting: Collection[str]) -> None:
 
 
 def processes(params: Params, address: str) -> int:
-    """How many processes share a stage."""
-    return params.processes(split_address(address)[0])
+    """How many processes a stage has on this machine; on a cluster, one here waits for them."""
+    stage, _ = split_address(address)
+    return 1 if params.cluster(stage) else params.processes(stage)
 
 
 @contextmanager

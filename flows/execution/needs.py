@@ -4,10 +4,10 @@ from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.services import LogLine
 from flows.execution import estimate, gpus, machine
-from stages.lib.core.params import Params
+from stages.lib.core.params import SHARED, Params
 from stages.lib.core.params.policy import Engine
+from stages.lib.core.ray.cluster import RayCluster
 from stages.ppo.engines.openrlhf import check_installed
-from stages.ppo.engines.ray_jobs import RayCluster
 
 
 def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine) -> None:
@@ -16,14 +16,17 @@ def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine)
     Raises:
         RondoError: there is no room for their models, on disk or in memory, too few GPUs, or an
             engine's metrics could not be read.
-        Unreachable: the Ray cluster of an engine does not answer.
+        Unreachable: the Ray cluster of a stage or of an engine does not answer.
     """
     gpus.check_enough(params, waiting)
     stages = {split_address(address)[0] for address in waiting}
+    there = [stage for stage in SHARED if stage in stages and params.cluster(stage)]
     if params.ppo.engine is not Engine.local and "ppo" in stages:
         check_installed()
+        there.append(f"ppo by {params.ppo.engine.value}")
+    if there:
         cluster = RayCluster(str(params.launcher.ray_address))
-        log(f"{params.ppo.engine.value}: Ray {cluster.version} at {cluster.address}")
+        log(f"on Ray {cluster.version} at {cluster.address}: {', '.join(there)}")
     disk_needed = estimate.disk_bytes(params, waiting)
     estimate.check_disk(disk_needed, waiting)
     here = sizes = None

@@ -16,8 +16,8 @@ from stages.evaluate.evaluator import Evaluator, OneSamplePerPrompt, Sample
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, stage_dir, work_dir, write_json
 from stages.lib.core.fresh_process import run_in_fresh_process
-from stages.lib.core.launch import share_out
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.processes import share_out
 from stages.lib.core.progress import reporting, reporting_to_parent
 from stages.lib.lm import world
 from stages.lib.lm.loading import setup_torch
@@ -109,7 +109,7 @@ def main(round_: str, settings: Path) -> None:
     params = check_params(read_json(settings, f"dvc repro evaluate@{round_}"), str(settings))
     # as many as before: the parts of a batch that are computed alone are rounded otherwise
     arguments = [round_, str(settings)]
-    share_out("stages.evaluate.reproduce", arguments, params.processes("evaluate"))
+    share_out("stages.evaluate.reproduce", arguments, params, "evaluate", round_)
     setup_torch(params)
     report = reporting_to_parent if world.is_main() else reporting
     with report(f"evaluate@{round_}"):

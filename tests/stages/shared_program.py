@@ -8,8 +8,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from stages.lib.core.launch import local_rank, share_out
+from stages.lib.core.launch import rank
 from stages.lib.core.params import SHARED, Params, check_params, load_params
+from stages.lib.core.processes import share_out
 from stages.lib.lm import world
 from stages.ppo.__main__ import main as policy
 from tests.stages.ppo.alternatives.kill import SECTIONS
@@ -37,8 +38,8 @@ def alternative(params: Params, algorithm: str) -> Params:
 
 def main() -> None:
     params = load_params()
-    share_out("tests.stages.shared_program", [], params.launcher.processes)
-    if local_rank():
+    share_out("tests.stages.shared_program", [], params, "evaluate", "r0")
+    if rank():
         sys.addaudithook(refuse_to_write)
     for algorithm in SECTIONS:
         policy(alternative(params, algorithm), "r0")

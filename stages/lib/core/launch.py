@@ -1,4 +1,4 @@
-"""Start a stage as several processes on this machine, by torchrun's own agent.
+"""Several processes that share the work of a stage; on this machine, by torchrun's own agent.
 
 The processes find each other by the environment that the agent gives them
 (stages/lib/lm/world.py). If one of them ends, the agent ends the others, and if the agent ends,
@@ -26,35 +26,23 @@ HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 def is_launched() -> bool:
-    """Whether this process was started by `launch`."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    """Whether this process was started with others that share its work."""
+    return AGENT in os.environ
+
+
+def rank() -> int:
+    """Number of this process among those that were started together, from 0."""
+    return int(os.environ["RANK"]) if is_launched() else 0
 
 
 def local_rank() -> int:
-    """Number of this process among those that were started together, from 0."""
+    """Number of the GPU of this process among those that it can see, from 0."""
     return int(os.environ["LOCAL_RANK"]) if is_launched() else 0
-
-
-def share_out(module: str, arguments: list[str], processes: int) -> None:
-    """Run `python -m module` as several processes, if `processes` is more than one.
-
-    The process that calls this first starts them, waits for them, and exits with their exit code.
-    In each of them this returns: of their standard outputs only the first one's is kept.
-
-    Raises:
-        RondoError: as `launch`.
-    """
-    if is_launched():
-        end_with_agent()
-        if local_rank():
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    elif processes > 1:
-        sys.exit(launch(module, arguments, processes))
 
 
 def hide_processes() -> None:
     """Let libraries that look for other processes, as Accelerate does, find none: this project
-    shares the work itself. To be called after the processes have joined and `local_rank` is used.
+    shares the work itself. To be called after the processes have joined and their ranks are read.
     """
     for name in OF_AGENT:
         os.environ.pop(name, None)
@@ -105,19 +93,24 @@ def launch(module: str, arguments: list[str], processes: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        first, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            raise RondoError(
-                f"process {rank + 1} of {processes} was ended by "
-                f"{signal.Signals(-failure.exitcode).name}, and the others with it. Next: run the "
-                "stage again (`ppo` resumes from its last saved state)"
-            ) from error
+            ended_by = signal.Signals(-failure.exitcode)
+            raise ended_by_signal(first, processes, ended_by) from error
         return int(failure.exitcode)
     except SignalException as error:
         # as the signal ends a stage of one process
         signal.signal(error.sigval, signal.SIG_DFL)
         os.kill(os.getpid(), error.sigval)
     return 0
+
+
+def ended_by_signal(first: int, processes: int, ended_by: signal.Signals) -> RondoError:
+    """The error if a signal ends a process; first: its rank."""
+    return RondoError(
+        f"process {first + 1} of {processes} was ended by {ended_by.name}, and the others with it. "
+        "Next: run the stage again (`ppo` resumes from its last saved state)"
+    )
 
 
 def cores() -> int:

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable
 
 from stages.lib.core.errors import RondoError
-from stages.lib.core.launch import is_launched, share_out
+from stages.lib.core.launch import is_launched
 from stages.lib.core.params import Params, load_params
+from stages.lib.core.processes import share_out
 from stages.lib.core.progress import print_line, reporting
 from stages.lib.core.ram import peak_bytes
 
@@ -34,7 +35,7 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
         number = params.processes(name)
         if number > 1 and not is_launched():
             print_line(f"[{address}] {number} processes")
-        share_out(f"stages.{name}", ["--round", round_], number)
+        share_out(f"stages.{name}", ["--round", round_], params, name, round_)
         with reporting(address):
             stage(params, round_)
             print_line(f"[{address}] peak memory: {peak_memory()}")

@@ -5,6 +5,7 @@ weights; reading and writing the trainable weights of a model in memory.
 """
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
 
 
 def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save what was trained: the adapter of a PeftModel, a whole model, or a head."""
+    """Save what was trained: the adapter of a PeftModel, a whole model, or a head. The folder is
+    made anew: a process that was killed while it saved may have left some files there.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     if hasattr(model, "peft_config"):
         save_adapter(model, folder)
     elif isinstance(model, PreTrainedModel):

@@ -8,6 +8,8 @@ from stages.lib.core.errors import BadInput, Diverged, RondoError
 from stages.lib.core.files import stage_dir, work_dir
 from stages.lib.core.params import Params, openrlhf
 from stages.lib.core.progress import print_line
+from stages.lib.core.ray.cluster import RayCluster
+from stages.lib.core.ray.job import RayJob
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import StepMetrics
 from stages.lib.data.prompts import encode
@@ -21,7 +23,6 @@ from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.resume import Resume, run_identity
 from stages.ppo.common.warm_start import load_weights
-from stages.ppo.engines.job import EngineJob
 from stages.ppo.engines.openrlhf import (
     EngineMetrics,
     JobFiles,
@@ -29,7 +30,6 @@ from stages.ppo.engines.openrlhf import (
     options,
     write_prompts,
 )
-from stages.ppo.engines.ray_jobs import RayCluster
 
 SHOWN = ("score_mean", "kl_per_token", "response_length", "entropy")
 COMPARED_PROMPTS = 8
@@ -132,7 +132,7 @@ def train(
         return bool(monitor.stopped)
 
     cluster = RayCluster(params.launcher.ray_address)
-    job = EngineJob(cluster, files.job, round_)
+    job = RayJob(cluster, files.job, f"ppo@{round_}")
     job.start(next_command)
     result = job.follow(look)
     succeeded = result.status == "SUCCEEDED"

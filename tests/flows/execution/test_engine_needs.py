@@ -16,8 +16,8 @@ from stages.lib.core.params import Params, check_params
 from stages.ppo.engines.openrlhf import EngineMetrics, JobFiles
 from tests.engine_settings import NEEDED
 from tests.flows.execution.test_estimate import MACHINE
+from tests.ray_stand_in import RayStandIn
 from tests.servers import NOWHERE
-from tests.stages.ppo.engines.ray_stand_in import RayStandIn
 
 WAITING = {"sft@r0", "ppo@r0", "ppo@r1"}
 ALL_WEIGHTS = {"lora": {"r": 0}, "critic_lora": {"r": 0}, "micro_batch_size": 4}
@@ -38,10 +38,32 @@ def test_the_cluster_is_asked_before_the_run(ray, monkeypatch, fast_processes):
     monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
     lines: list[str] = []
     needs.check(with_engine(ray.address), sorted(WAITING), WAITING, lines.append)
-    assert f"openrlhf: Ray 2.55.0 at {ray.address}" in lines
+    assert f"on Ray 2.55.0 at {ray.address}: ppo by openrlhf" in lines
     with pytest.raises(Unreachable, match=r"no Ray dashboard answers there"):
         needs.check(with_engine(NOWHERE), sorted(WAITING), WAITING, lines.append)
     needs.check(with_engine(NOWHERE), sorted(WAITING), {"sft@r0"}, lines.append)
+
+
+def test_stages_on_a_cluster_need_it_and_no_memory_here(ray, monkeypatch, fast_processes):
+    monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
+    huge = {"per_device_train_batch_size": 4096, "max_length": 2048}
+    launcher = {"type": "ray", "ray_address": ray.address}
+    stages = {"sft@r0", "annotate@r0", "reward@r0"}
+    lines: list[str] = []
+
+    def check(launcher: dict[str, str], waiting: set[str]) -> None:
+        params = check_params({"launcher": launcher, "sft": huge}, "test")
+        needs.check(params, sorted(waiting), waiting, lines.append)
+
+    check(launcher, stages)
+    assert f"on Ray 2.55.0 at {ray.address}: sft, reward" in lines
+    assert "reward, sft: on the Ray cluster; minutes are those of this machine" in lines
+    assert not any(line.startswith(("GB of memory", "warning: sft")) for line in lines)
+    with pytest.raises(Unreachable, match=r"no Ray dashboard answers there"):
+        check(launcher | {"ray_address": NOWHERE}, stages)
+    check(launcher | {"ray_address": NOWHERE}, {"annotate@r0"})
+    with pytest.raises(RondoError, match="sft needs about"):
+        check({}, stages)
 
 
 def test_a_missing_package_is_noticed_before_the_run(ray, monkeypatch):

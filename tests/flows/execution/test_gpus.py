@@ -63,6 +63,9 @@ def test_more_processes_than_gpus_are_refused_before_the_run(
         gpus.check_enough(two, {"annotate@r0"})
     monkeypatch.setenv(gpus.VISIBLE, "")  # on a CPU
     gpus.check_enough(two, {"ppo@r0"})
+    monkeypatch.setenv(gpus.VISIBLE, "0")  # the processes are on the nodes of a cluster
+    on_ray = {"processes": 2, "type": "ray", "ray_address": "http://ray:8265"}
+    gpus.check_enough(check_params({"launcher": on_ray}, ""), {"ppo@r0"})
 
 
 def test_gpus_of_the_driver_and_machines_with_one_or_none(

@@ -1,13 +1,16 @@
-"""The four roles on the tiny Llama."""
+"""The four roles on the tiny Llama, and a round before its stage."""
 
+import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from stages.lib.core.params import Params
 from stages.lib.core.params.shared import LoraParams
 from stages.lib.lm.lora import add_adapters
 from stages.ppo.trainer.roles import Roles, ValueHead
+from tests.stages.ppo.stage_process import OUTPUTS, double_prompts
 
 
 class ByteTokenizer:
@@ -17,6 +20,15 @@ class ByteTokenizer:
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, row)) for row in rows]
+
+
+@pytest.fixture
+def small_round(make_round: Callable[..., Params]) -> Params:
+    """A round without a policy, with prompts for updates of six episodes."""
+    params = make_round("r0", 1.0)
+    shutil.rmtree(OUTPUTS)
+    double_prompts()
+    return params
 
 
 @pytest.fixture

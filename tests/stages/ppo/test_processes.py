@@ -23,12 +23,12 @@ from stages.lib.core.params import Params, check_params
 from tests.stages.ppo.stage_process import (
     OUTPUTS,
     delete_outputs,
-    double_prompts,
     outputs,
     run_to_the_end,
     start,
     wait_for_updates,
 )
+from tests.stages.shared_program import alternative
 
 UPDATES = 4
 # A judge, and a reward that fails for one prompt; both note which process has called them
@@ -60,9 +60,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def write_params(params: Params, processes: int, **changes: object) -> None:
+def write_params(params: Params, processes: int, cluster: str = "", **changes: object) -> None:
     """Four updates of 6 episodes, each of two epochs of two mini-batches of 3; two processes have
-    micro-batches of one and two episodes, one process has three.
+    micro-batches of one and two episodes, one process has three. cluster: of Ray.
     """
     ppo = {"batch_size": 6, "mini_batch_size": 3, "micro_batch_size": 3, "num_ppo_epochs": 2}
     ppo |= {"total_episodes": 6 * UPDATES, "save_updates": 2, "learning_rate": 5e-3}
@@ -73,6 +73,8 @@ def write_params(params: Params, processes: int, **changes: object) -> None:
     values = params.model_dump(mode="json")
     values["ppo"] |= ppo | {"on_danger": "warn", "resume_updates": 1} | changes
     values["launcher"] = {"processes": processes}
+    if cluster:
+        values["launcher"] |= {"type": "ray", "ray_address": cluster}
     values["evaluate"]["judges"] = ["functions:judge"]
     Path("functions.py").write_text(FUNCTIONS)
     checked = check_params(values, "test")
@@ -129,14 +131,6 @@ def nothing_is_left(process: subprocess.Popen[str]) -> Iterator[list[psutil.Proc
     yield ranks
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert not alive
-
-
-@pytest.fixture
-def small_round(make_round):
-    params = make_round("r0", 1.0)
-    shutil.rmtree(OUTPUTS)
-    double_prompts()
-    return params
 
 
 def test_two_processes_do_what_one_does_also_if_killed_and_resumed(small_round):
@@ -197,6 +191,27 @@ def test_the_pass_that_serves_the_first_step_is_shared(small_round):
     delete_everything()
     write_params(small_round, 2, **whole)
     assert_close(finish(), one)
+
+
+def test_a_trainer_of_trl_ends_and_resumes_in_two_processes(small_round):
+    """DPO, whose batches the processes share out of Accelerate's sight."""
+    dpo = alternative(small_round, "dpo")
+    write_params(dpo, 2, rewards=[])
+    run_to_the_end()
+    undisturbed = outputs()
+    assert json.loads(undisturbed["manifest.json"])["algorithm"] == "dpo"
+    delete_everything()
+    process = start()
+    wait_for_updates(process, 1)
+    with nothing_is_left(process) as ranks:
+        ranks[1].kill()
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1, output
+    assert "process 2 of 2 was ended by SIGKILL, and the others with it" in output
+    assert "Traceback" not in output
+    delete_outputs()
+    assert "resumes from here" in run_to_the_end()
+    assert outputs() == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -43,7 +43,7 @@ from stages.lib.core.params.policy import (
     PpoParams,
     RlooParams,
 )
-from stages.lib.core.params.shared import LauncherParams, ModelParams, ParamsSection
+from stages.lib.core.params.shared import LauncherParams, LauncherType, ModelParams, ParamsSection
 from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
 from stages.lib.core.renamed import current_params
@@ -173,6 +173,14 @@ class Params(ParamsSection):
         if stage == "ppo" and self.ppo.engine is not Engine.local:
             return 1
         return self.launcher.processes if stage in SHARED else 1
+
+    def cluster(self, stage: str) -> str | None:
+        """The address of the Ray cluster on which the processes of a stage run; None: they run
+        here.
+        """
+        launcher, engine = self.launcher, stage == "ppo" and self.ppo.engine is not Engine.local
+        there = launcher.type is LauncherType.ray and stage in SHARED and not engine
+        return launcher.ray_address if there else None
 
     def check_round(self, name: str) -> None:
         """Check that params.yaml has this round.

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # A user and password in an address would be written to params.yaml, logs and branches
 URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
@@ -88,23 +88,45 @@ class ModelParams(ParamsSection):
     )
 
 
+class LauncherType(str, Enum):
+    """How the processes of a stage are started."""
+
+    torchrun = "torchrun"
+    ray = "ray"
+
+
 class LauncherParams(ParamsSection):
     """How a stage is started. No result depends on it, but for rounding."""
 
+    type: LauncherType = Field(
+        LauncherType.torchrun,
+        description="Where `processes` run: on this machine, by torchrun, or on the Ray cluster of "
+        "ray_address, on all of its nodes.",
+    )
     processes: int = Field(
         1,
         ge=1,
-        description="Processes on this machine that share the work of most stages, one per GPU if "
-        "there are any (docs/scale.md).",
+        description="Processes that share the work of most stages, one per GPU if there are any "
+        "(docs/scale.md).",
     )
     ray_address: str | None = Field(
         None,
         pattern=URL_PATTERN,
         description="Address of the dashboard of a Ray cluster, e.g. http://127.0.0.1:8265, for "
-        "ppo.engine (docs/engines.md).",
+        "type ray (docs/scale.md) and ppo.engine (docs/engines.md).",
     )
+
     nodes: int = Field(1, ge=1, description="Nodes of the Ray cluster that an engine uses.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs per node that an engine uses.")
+
+    @model_validator(mode="after")
+    def ray_has_an_address(self) -> "LauncherParams":
+        if self.type is LauncherType.ray and self.ray_address is None:
+            raise ValueError(
+                "type ray: set launcher.ray_address to the Ray cluster's dashboard, e.g. "
+                "http://127.0.0.1:8265 (docs/scale.md)"
+            )
+        return self
 
 
 class Overlong(str, Enum):

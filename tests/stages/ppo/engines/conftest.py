@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import pytest
 from stages.lib.core.params import Params, check_params, openrlhf
 from stages.lib.core.types import Metrics
 from tests.engine_settings import NEEDED
-from tests.stages.ppo.engines.ray_stand_in import RayStandIn
+from tests.ray_cluster import PROGRAMS, RealCluster
+from tests.ray_stand_in import RayStandIn
 from tests.stages.ppo.engines.stand_in.install import install
 
 SHORT = {
@@ -45,11 +45,22 @@ def engine_environment(tmp_path_factory) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def real_cluster(engine_environment) -> Iterator[RealCluster | None]:
+    """A real one, for `make test-engines`, whose `python3` is that of Ray's environment."""
+    if not PROGRAMS:
+        yield None
+        return
+    cluster = RealCluster(2, {**engine_environment, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"})
+    yield cluster
+    cluster.close()
+
+
 @pytest.fixture
-def ray(engine_environment) -> Iterator[RayStandIn | SimpleNamespace]:
-    """A cluster with `address`: Ray's stand-in, or the real one that RAY_TEST_ADDRESS names."""
-    if address := os.environ.get("RAY_TEST_ADDRESS"):
-        yield SimpleNamespace(address=address)
+def ray(engine_environment, real_cluster) -> Iterator[RayStandIn | RealCluster]:
+    """A cluster with `address`: the real one, or Ray's stand-in."""
+    if real_cluster:
+        yield real_cluster
         return
     server = RayStandIn(dict(engine_environment))
     yield server

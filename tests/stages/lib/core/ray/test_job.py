@@ -7,10 +7,10 @@ import pytest
 
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
-from stages.ppo.engines import job as job_module
-from stages.ppo.engines import ray_jobs
-from stages.ppo.engines.job import EngineJob
-from stages.ppo.engines.ray_jobs import RayCluster
+from stages.lib.core.ray import cluster as cluster_module
+from stages.lib.core.ray import job as job_module
+from stages.lib.core.ray.cluster import RayCluster
+from stages.lib.core.ray.job import RayJob
 from tests.servers import NOWHERE
 
 
@@ -20,8 +20,8 @@ def fast(monkeypatch) -> None:
     monkeypatch.setattr(http_session, "BACKOFF_SECONDS", 0.0)
 
 
-def job(address: str, folder: Path) -> EngineJob:
-    return EngineJob(RayCluster(address), folder / "job.json", "r0")
+def job(address: str, folder: Path) -> RayJob:
+    return RayJob(RayCluster(address), folder / "job.json", "ppo@r0")
 
 
 def unexpected() -> str:
@@ -48,6 +48,19 @@ def test_the_next_job_follows_one_that_failed_and_one_that_was_stopped(ray, tmp_
         tried.start(lambda command=command: command)
         assert len(set(tried.ids)) == number
         assert tried.follow(lambda command=command: command == "sleep 60").status == status
+
+
+def test_a_job_that_is_to_be_ended_has_ended_before_the_next_one(ray, tmp_path):
+    first = job(ray.address, tmp_path)
+    first.end_last()  # there is none
+    first.start(lambda: "sleep 60")
+    again = job(ray.address, tmp_path)
+    again.end_last()
+    ended = again.cluster.job(first.id)
+    assert ended and ended.status == "STOPPED"
+    again.submit(lambda: "true")
+    assert again.ids == [first.id, again.id]
+    assert again.follow(lambda: False).status == "SUCCEEDED"
 
 
 def test_what_looks_at_the_job_is_called_once_more_after_its_end(ray, tmp_path):
@@ -126,7 +139,7 @@ class TestStandInAlone:
             job(ray.address, tmp_path).start(lambda: "true")
 
     def test_a_head_that_was_just_started_is_waited_for(self, ray, tmp_path, monkeypatch):
-        monkeypatch.setattr(ray_jobs, "START_SECONDS", 0.0)
+        monkeypatch.setattr(cluster_module, "START_SECONDS", 0.0)
         ray.refuses = "No available agent to submit job, please try again later."
         started = job(ray.address, tmp_path)
         started.start(lambda: "true")

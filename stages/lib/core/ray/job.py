@@ -12,25 +12,25 @@ from uuid import uuid4
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.progress import print_line
-from stages.ppo.engines.ray_jobs import Job, RayCluster
+from stages.lib.core.ray.cluster import Job, RayCluster
 
 POLL_SECONDS = 2.0
 
 
-class EngineJob:
+class RayJob:
     """The last one of the jobs that are in a file, so that a killed stage finds it again.
 
     Args:
         cluster: where it runs.
         record: the file: the cluster's address, and the ids of all jobs of this run.
-        round_: the round, for the ids.
+        address: of the stage, e.g. `ppo@r0`, for ids and messages.
 
     Raises:
         BadInput: the jobs are on another cluster.
     """
 
-    def __init__(self, cluster: RayCluster, record: Path, round_: str) -> None:
-        self.cluster, self.record, self.round = cluster, record, round_
+    def __init__(self, cluster: RayCluster, record: Path, address: str) -> None:
+        self.cluster, self.record, self.address = cluster, record, address
         self.ids: list[str] = []
         if record.exists():
             recorded = read_json(record, "")
@@ -52,15 +52,25 @@ class EngineJob:
         job = self.cluster.job(self.id) if self.ids else None
         if job and (not job.ended or job.status == "SUCCEEDED"):
             self._print(f"attaches to the job {self.id}, {job.status}")
-            return
+        else:
+            self.submit(command)
+
+    def submit(self, command: Callable[[], str]) -> None:
+        """Submit the next job."""
         # a random id, since the same run in another folder may be on the cluster
-        self.ids.append(f"rondo-{self.round}-{uuid4().hex[:12]}")
+        self.ids.append(f"rondo-{self.address.replace('@', '-')}-{uuid4().hex[:12]}")
         # before the job: a kill in between leaves an id that the cluster does not know
         write_json(self.record, {"address": self.cluster.address, "jobs": self.ids})
         self.cluster.submit(self.id, command())
         self._print(
             f"submitted the job {self.id} to Ray {self.cluster.version} at {self.cluster.address}"
         )
+
+    def end_last(self) -> None:
+        """Stop the last job, if it runs still, and wait for its end."""
+        while self.ids and (job := self.cluster.job(self.id)) and not job.ended:
+            self.stop()
+            time.sleep(POLL_SECONDS)
 
     def follow(self, look: Callable[[], bool]) -> Job:
         """Wait for the end of the job; stop it if this process is told to end.
@@ -80,7 +90,7 @@ class EngineJob:
                     raise RondoError(
                         f"the Ray cluster at {self.cluster.address} does not know the job "
                         f"{self.id} any more: its head has been started anew. Next: run the stage "
-                        "again, which continues from the engine's last checkpoint"
+                        "again, which continues from the last state that was saved"
                     )
                 if look() and not (stopping or job.ended):
                     self.stop()
@@ -95,7 +105,7 @@ class EngineJob:
         self.cluster.stop(self.id)
 
     def _print(self, text: str) -> None:
-        print_line(f"[ppo@{self.round}] {text}")
+        print_line(f"[{self.address}] {text}")
 
 
 @contextmanager

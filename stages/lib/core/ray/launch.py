@@ -1,0 +1,122 @@
+"""Run a stage as processes on a Ray cluster: submit them as a job, and print what they print.
+
+The nodes need this project's folder and its .venv under the same paths. What the processes need
+of the environment goes with the job, but no secrets: Ray's dashboard shows jobs to everybody, so
+keys of judges and hubs are set on the nodes.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from stages.lib.core.errors import RondoError
+from stages.lib.core.files import read_json, write_json, write_text
+from stages.lib.core.launch import ended_by_signal
+from stages.lib.core.ray.cluster import RayCluster
+from stages.lib.core.ray.job import RayJob
+
+DRIVER = Path(__file__).with_name("driver.py")
+PLACES = "RONDO_RAY_PLACES"  # nodes and GPUs of the stage that starts a fresh process
+PATIENCE_SECONDS = 120.0  # after which the processes end, if this one has
+# Environment variables that change results or how processes reach each other
+PASSED = ("CUBLAS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TOKENIZERS_", "TORCH_")
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+class Logs:
+    """What the processes have written, one pair of files each; prints it once."""
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        self.streams: dict[Path, tuple[int, TextIO]] = {}
+        for rank in range(processes):
+            for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                path = folder / f"{rank}.{name}"
+                write_text(path, "")
+                self.streams[path] = (0, stream)
+
+    def print(self) -> None:
+        """Print the new whole lines."""
+        for path, (position, stream) in self.streams.items():
+            with path.open("rb") as file:
+                file.seek(position)
+                lines = file.read().rpartition(b"\n")
+            if lines[1]:
+                print(lines[0].decode(errors="replace"), file=stream, flush=True)
+                self.streams[path] = (position + len(lines[0]) + 1, stream)
+
+
+def launch_on_cluster(
+    dashboard: str, module: str, arguments: list[str], processes: int, address: str, folder: Path
+) -> int:
+    """Run `python -m module` as several processes on a Ray cluster, and wait for them.
+
+    Args:
+        dashboard: the cluster's `launcher.ray_address`.
+        address: of the stage, e.g. `ppo@r0`.
+        folder: for the files of the job; the nodes see it under the same path.
+
+    Returns:
+        0, or the exit code of the process that failed first.
+
+    Raises:
+        RondoError: a signal has ended one of them, a node is lost, or the cluster has no room.
+        Unreachable: the cluster does not answer.
+    """
+    cluster, folder = RayCluster(dashboard), folder.resolve()
+    job = RayJob(cluster, folder / "jobs.json", address)
+    # of a command that was killed. It is not attached to: its outputs were deleted meanwhile
+    job.end_last()
+    alive, end, spec = (folder / name for name in ("alive", "end.json", "job.json"))
+    end.unlink(missing_ok=True)
+    logs = Logs(folder / "logs", processes)
+    write_text(alive, "")
+    write_json(
+        spec,
+        {
+            "command": [sys.executable, "-m", module, *arguments],
+            "folder": os.getcwd(),
+            "environment": passed_environment(),
+            "processes": processes,
+            "places": json.loads(os.environ.get(PLACES, "null")),
+            "logs": str(folder / "logs"),
+            "alive": str(alive),
+            "end": str(end),
+            "patience": PATIENCE_SECONDS,
+        },
+    )
+
+    def look() -> bool:
+        alive.touch()
+        logs.print()
+        return False
+
+    job.submit(lambda: f"python3 {shlex.quote(str(DRIVER))} {shlex.quote(str(spec))}")
+    try:
+        result = job.follow(look)
+    finally:
+        logs.print()  # also if the cluster is lost
+    if result.status == "SUCCEEDED":
+        return 0
+    ended = read_json(end, "") if end.exists() else {}
+    if (code := ended.get("code", 0)) < 0:
+        raise ended_by_signal(ended["rank"], processes, signal.Signals(-code))
+    if code:
+        return int(code)
+    reason = ended.get("reason") or result.message
+    raise RondoError(
+        f"the job {job.id} at {dashboard} ended as {result.status}: {reason}. Next: run the stage "
+        "again (`ppo` resumes from its last saved state)"
+    )
+
+
+def passed_environment() -> dict[str, str]:
+    """The variables of this process that go with the job."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PASSED) and not any(word in name for word in SECRET)
+    }

@@ -1,0 +1,138 @@
+"""What a stage on a Ray cluster prints and says of its end; its processes: ppo/test_ray.py."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.files import read_json
+from stages.lib.core.params import SHARED, Params, check_params
+from stages.lib.core.ray import job
+from stages.lib.core.ray.launch import Logs, launch_on_cluster, passed_environment
+from tests.paths import ROOT
+from tests.ray_stand_in import RayStandIn
+
+# A program in the place of the driver's Python, which writes what the driver would
+PYTHON = """#!{python}
+import json, pathlib, sys
+spec = json.loads(pathlib.Path(sys.argv[2]).read_text())
+logs = pathlib.Path(spec["logs"])
+(logs / "0.out").write_text("from the first\\n")
+(logs / "1.err").write_text("from the second\\n")
+pathlib.Path("spec.json").write_text(json.dumps(spec))
+end = {end!r}
+if end:
+    pathlib.Path(spec["end"]).write_text(json.dumps(end))
+sys.exit(bool(end))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "POLL_SECONDS", 0.05)
+    return tmp_path / "job"
+
+
+def launch(folder: Path, end: dict[str, object]) -> int:
+    """Launch two processes on a stand-in for Ray, where the driver ends as `end` says."""
+    program = folder.parent / "bin/python3"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(PYTHON.format(python=sys.executable, end=end))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    server = RayStandIn({"PATH": f"{program.parent}:{os.environ['PATH']}"})
+    try:
+        return launch_on_cluster(
+            server.address, "stages.ppo", ["--round", "r0"], 2, "ppo@r0", folder
+        )
+    finally:
+        server.close()
+
+
+def test_the_outputs_of_all_processes_are_printed(folder, capfd, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert launch(folder, {}) == 0
+    printed = capfd.readouterr()
+    assert "from the first" in printed.out
+    assert printed.err == "from the second\n"
+    spec = read_json(Path("spec.json"), "")
+    assert spec["command"] == [sys.executable, "-m", "stages.ppo", "--round", "r0"]
+    assert (spec["folder"], spec["processes"], spec["places"]) == (str(Path.cwd()), 2, None)
+    assert spec["environment"]["NCCL_DEBUG"] == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ({"reason": "", "rank": 1, "code": -9}, "process 2 of 2 was ended by SIGKILL"),
+        ({"reason": "the node is lost"}, "ended as FAILED: the node is lost. Next: run the stage"),
+    ],
+)
+def test_the_end_of_a_process_or_node_is_named(folder, end, message):
+    with pytest.raises(RondoError, match=message):
+        launch(folder, end)
+
+
+def test_the_exit_code_of_a_stage_stays_and_no_earlier_end_counts(folder):
+    assert launch(folder, {"reason": "", "rank": 0, "code": 2}) == 2
+    (folder / "jobs.json").unlink()  # of another cluster
+    assert launch(folder, {}) == 0
+    assert not (folder / "end.json").exists()
+
+
+def test_lines_are_printed_once_they_are_whole(tmp_path, capsys):
+    logs = Logs(tmp_path, 1)
+    out = tmp_path / "0.out"
+    for text, printed in (("one\ntw", "one\n"), ("one\ntwo\nthree\n", "two\nthree\n")):
+        out.write_text(text)
+        logs.print()
+        assert capsys.readouterr().out == printed
+
+
+def test_settings_go_with_the_job_and_secrets_do_not(monkeypatch):
+    for name in ("HF_TOKEN", "HF_HOME", "PYTHONPATH", "OMP_NUM_THREADS", "MY_KEY", "RONDO_PYTHON"):
+        monkeypatch.setenv(name, "x")
+    assert {"HF_HOME", "PYTHONPATH", "OMP_NUM_THREADS"} <= passed_environment().keys()
+    assert not {"HF_TOKEN", "MY_KEY", "RONDO_PYTHON"} & passed_environment().keys()
+
+
+def on_ray(**ppo: object) -> Params:
+    launcher = {"type": "ray", "ray_address": "http://ray:8265"}
+    return check_params({"launcher": launcher, "ppo": ppo}, "test")
+
+
+def test_the_stages_that_share_their_work_run_there():
+    params = on_ray()
+    stages = [stage for stage in (*SHARED, "annotate", "capability") if params.cluster(stage)]
+    assert stages == list(SHARED)
+    assert params.cluster("sft") == "http://ray:8265"
+    assert not any(Params().cluster(stage) for stage in SHARED)
+    with pytest.raises(BadInput, match=r"type ray: set launcher\.ray_address"):
+        check_params({"launcher": {"type": "ray"}}, "test")
+
+
+PROCESS = """from stages.lib.core.params import check_params
+from stages.lib.core.processes import share_out
+
+launcher = {"type": "ray", "ray_address": "http://127.0.0.1:9"}
+share_out("stages.sft", [], check_params({"launcher": launcher}, ""), "sft", "r0")
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", "goes on\n"), ("1", "")])
+def test_a_process_of_the_stage_goes_on(tmp_path, rank, printed):
+    """Without asking the cluster; the second one prints nothing."""
+    process = subprocess.run(
+        [sys.executable, "-c", PROCESS],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "RONDO_AGENT": str(os.getpid()), "RANK": rank},
+        capture_output=True,
+        text=True,
+    )
+    assert (process.returncode, process.stdout) == (0, printed), process.stderr
+    assert not list(tmp_path.iterdir())
