@@ -21,6 +21,7 @@ from stages.lib.core.ray.job import RayJob
 
 DRIVER = Path(__file__).with_name("driver.py")
 PLACES = "RONDO_RAY_PLACES"  # nodes and GPUs of the stage that starts a fresh process
+SHOWN = 500  # characters of Ray's message, which ends with what the driver has printed last
 PATIENCE_SECONDS = 120.0  # after which the processes end, if this one has
 # Environment variables that change results or how processes reach each other
 PASSED = ("CUBLAS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TOKENIZERS_", "TORCH_")
@@ -106,7 +107,7 @@ def launch_on_cluster(
         raise ended_by_signal(ended["rank"], processes, signal.Signals(-code))
     if code:
         return int(code)
-    reason = ended.get("reason") or result.message
+    reason = ended.get("reason") or result.message.strip().rstrip(".")[-SHOWN:]
     raise RondoError(
         f"the job {job.id} at {dashboard} ended as {result.status}: {reason}. Next: run the stage "
         "again (`ppo` resumes from its last saved state)"

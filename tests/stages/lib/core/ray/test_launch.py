@@ -4,6 +4,8 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -12,18 +14,27 @@ from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_json
 from stages.lib.core.params import SHARED, Params, check_params
 from stages.lib.core.ray import job
+from stages.lib.core.ray.cluster import RayCluster
+from stages.lib.core.ray.job import RayJob
 from stages.lib.core.ray.launch import Logs, launch_on_cluster, passed_environment
+from tests.engine_settings import NEEDED
 from tests.paths import ROOT
 from tests.ray_stand_in import RayStandIn
 
 # A program in the place of the driver's Python, which writes what the driver would
 PYTHON = """#!{python}
-import json, pathlib, sys
+import json, pathlib, sys, time
 spec = json.loads(pathlib.Path(sys.argv[2]).read_text())
 logs = pathlib.Path(spec["logs"])
 (logs / "0.out").write_text("from the first\\n")
 (logs / "1.err").write_text("from the second\\n")
 pathlib.Path("spec.json").write_text(json.dumps(spec))
+for _ in range(100):
+    if pathlib.Path("printed").exists():
+        break
+    time.sleep(0.1)
+else:
+    sys.exit(3)
 end = {end!r}
 if end:
     pathlib.Path(spec["end"]).write_text(json.dumps(end))
@@ -38,27 +49,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "job"
 
 
-def launch(folder: Path, end: dict[str, object]) -> int:
-    """Launch two processes on a stand-in for Ray, where the driver ends as `end` says."""
+@pytest.fixture
+def ray() -> Iterator[RayStandIn]:
+    """Ray's stand-in, also where a real cluster is: the driver is another program."""
+    server = RayStandIn({})
+    yield server
+    server.close()
+
+
+def launch(ray: RayStandIn, folder: Path, end: dict[str, object]) -> int:
+    """Launch two processes; the driver ends as `end` says."""
     program = folder.parent / "bin/python3"
     program.parent.mkdir(exist_ok=True)
     program.write_text(PYTHON.format(python=sys.executable, end=end))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    server = RayStandIn({"PATH": f"{program.parent}:{os.environ['PATH']}"})
-    try:
-        return launch_on_cluster(
-            server.address, "stages.ppo", ["--round", "r0"], 2, "ppo@r0", folder
-        )
-    finally:
-        server.close()
+    ray.environment["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+    words = ["--round", "r0"]
+    return launch_on_cluster(ray.address, "stages.ppo", words, 2, "ppo@r0", folder)
 
 
-def test_the_outputs_of_all_processes_are_printed(folder, capfd, monkeypatch):
+class Watched(StringIO):
+    """A stream that makes a file when it has the first process's line."""
+
+    def write(self, text: str) -> int:
+        if text == "from the first":
+            Path("printed").touch()
+        return super().write(text)
+
+
+def test_the_outputs_of_all_processes_are_printed_while_they_run(folder, ray, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert launch(folder, {}) == 0
-    printed = capfd.readouterr()
-    assert "from the first" in printed.out
-    assert printed.err == "from the second\n"
+    streams = Watched(), StringIO()
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    assert launch(ray, folder, {}) == 0
+    assert streams[0].getvalue().count("from the first\n") == 1
+    assert streams[1].getvalue() == "from the second\n"
     spec = read_json(Path("spec.json"), "")
     assert spec["command"] == [sys.executable, "-m", "stages.ppo", "--round", "r0"]
     assert (spec["folder"], spec["processes"], spec["places"]) == (str(Path.cwd()), 2, None)
@@ -72,16 +98,27 @@ def test_the_outputs_of_all_processes_are_printed(folder, capfd, monkeypatch):
         ({"reason": "the node is lost"}, "ended as FAILED: the node is lost. Next: run the stage"),
     ],
 )
-def test_the_end_of_a_process_or_node_is_named(folder, end, message):
+def test_the_end_of_a_process_or_node_is_named(folder, ray, end, message):
+    Path("printed").touch()
     with pytest.raises(RondoError, match=message):
-        launch(folder, end)
+        launch(ray, folder, end)
 
 
-def test_the_exit_code_of_a_stage_stays_and_no_earlier_end_counts(folder):
-    assert launch(folder, {"reason": "", "rank": 0, "code": 2}) == 2
-    (folder / "jobs.json").unlink()  # of another cluster
-    assert launch(folder, {}) == 0
+def test_the_exit_code_of_a_stage_stays_and_no_earlier_end_counts(folder, ray):
+    Path("printed").touch()
+    assert launch(ray, folder, {"reason": "", "rank": 0, "code": 2}) == 2
+    assert launch(ray, folder, {}) == 0
     assert not (folder / "end.json").exists()
+
+
+def test_the_job_of_a_command_that_was_killed_is_ended_first(folder, ray):
+    Path("printed").touch()
+    cluster = RayCluster(ray.address)
+    killed = RayJob(cluster, folder / "jobs.json", "ppo@r0")
+    killed.submit(lambda: "sleep 60")
+    assert launch(ray, folder, {}) == 0
+    ended = cluster.job(killed.id)
+    assert ended and ended.status == "STOPPED"
 
 
 def test_lines_are_printed_once_they_are_whole(tmp_path, capsys):
@@ -111,6 +148,8 @@ def test_the_stages_that_share_their_work_run_there():
     assert stages == list(SHARED)
     assert params.cluster("sft") == "http://ray:8265"
     assert not any(Params().cluster(stage) for stage in SHARED)
+    engine = on_ray(**NEEDED | {"mini_batch_size": 32, "micro_batch_size": 4})
+    assert [stage for stage in SHARED if not engine.cluster(stage)] == ["ppo"]
     with pytest.raises(BadInput, match=r"type ray: set launcher\.ray_address"):
         check_params({"launcher": {"type": "ray"}}, "test")
 
