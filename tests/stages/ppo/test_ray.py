@@ -89,6 +89,14 @@ def test_the_bytes_of_torchrun_also_if_a_process_a_node_or_the_head_is_killed(
         assert resumed["bytes"] == torchrun["bytes"], what
 
 
+def test_one_process_on_a_node(small_round: Params, cluster: RealCluster) -> None:
+    write_params(small_round, 1)
+    here = finish()
+    delete_everything()
+    write_params(small_round, 1, cluster.address)
+    assert finish()["bytes"] == here["bytes"]
+
+
 def test_a_stage_that_is_told_to_end_ends_its_processes(
     small_round: Params, cluster: RealCluster
 ) -> None:
