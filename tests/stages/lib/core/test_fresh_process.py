@@ -33,7 +33,7 @@ def test_a_module_works_alone_also_if_several_processes_share_the_stage(
         "print([name for name in os.environ if name.endswith('RANK') or 'ELASTIC' in name])\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RONDO_AGENT"):
         monkeypatch.setenv(name, "1")
     assert run_in_fresh_process("ranks", failing="it") == []
 

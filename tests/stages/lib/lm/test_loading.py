@@ -56,7 +56,7 @@ def test_a_stage_uses_one_gpu(monkeypatch, visible, gpus, used):
 @pytest.mark.parametrize(("visible", "used"), [("", "1"), ("3,GPU-7f", "GPU-7f")])
 def test_each_process_of_a_stage_uses_the_gpu_of_its_number(monkeypatch, visible, used):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RONDO_AGENT", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if not visible:
