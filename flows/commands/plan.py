@@ -82,6 +82,11 @@ class Request:
         parts = (setting.partition("=") for setting in self.settings)
         return {key.strip(): value for key, _, value in parts}
 
+    @property
+    def names_model(self) -> bool:
+        """Whether the model is one that `assets.model` can have."""
+        return Path(self.model).is_dir() or "@" in self.model
+
     def command(self, changes: Mapping[str, Any]) -> tuple[str, Params]:
         """The command of a run with the user's settings and `changes`, and its params.
 
@@ -89,7 +94,7 @@ class Request:
             BadInput: the settings do not fit each other.
         """
         values = self.values | {key: _yaml(value) for key, value in changes.items()}
-        if Path(self.model).is_dir() or "@" in self.model:
+        if self.names_model:
             values.setdefault("assets.model", self.model)
         settings = [f"{key}={value}" for key, value in values.items()]
         words = ["rondo", "run", "--preset", self.preset]
@@ -114,12 +119,13 @@ def lines(params: Params, shape: ModelShape, request: Request) -> list[str]:
     )
     plan = cluster_plan.make_plan(shape, cluster, work)
     factor = cluster_plan.GPU_SECONDS_FACTOR
+    named = "" if request.names_model else "; add your model and data: --set assets.model=..."
     about = [
         f"{request.model}: {shape.weights / 1e9:.2f}e9 weights; {cluster.nodes} node(s) with "
         f"{cluster.gpus_per_node} GPUs of {cluster.gpu_bytes / 1e9:.0f} GB",
         f"{work.episodes} episodes of {work.prompt} + {work.response} tokens at most, "
         f"{plan.work.micro_batch} per GPU at once",
-        "estimates, never measured by Rondo (docs/scale.md)",
+        f"estimates, never measured by Rondo (docs/scale.md){named}",
         "",
         "PPO by OpenRLHF, all weights, all models on all GPUs by turns; GB of one GPU:",
         render_text(_table(plan)),

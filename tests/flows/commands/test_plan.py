@@ -87,6 +87,8 @@ def test_a_local_model_and_options_of_the_engine_stay(capsys, tiny_lm, tmp_path)
     )
     assert own.assets.model == engine.assets.model == model
     assert own.ppo.engine_options == {}
+    for named, hint in ((model, False), ("0.5b", True)):
+        assert ("add your model" in plan(capsys, "--model", named, "--gpus", "1x80")) is hint
     assert engine.ppo.engine_options == {"ds.zero_stage": 2, "vllm.tensor_parallel_size": 1}
     assert engine.launcher.ray_address == "http://ray:8265"
 

@@ -75,7 +75,7 @@ def test_the_bytes_of_torchrun_also_if_a_process_a_node_or_the_head_is_killed(
 
     kills: dict[str, tuple[Callable[[list[psutil.Process]], object], str, Callable[[], None]]] = {
         "process": (lambda ranks: ranks[1].kill(), "process 2 of 2 was ended by SIGKILL", print),
-        "node": (kill_node, "the node of process", start_again),
+        "node": (kill_node, "is lost, or its node", start_again),
         "head": (kill_head, "ppo@r0: Unreachable: launcher.ray_address", start_again),
     }
     for what, (kill, message, repair) in kills.items():

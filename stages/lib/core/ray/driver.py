@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any, Never
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import RayError
@@ -36,7 +36,9 @@ class Worker:
     def place(self) -> tuple[str, str, str]:
         """Its node's id, its node's address, and the GPUs that Ray has given it."""
         context = ray.get_runtime_context()
-        return context.get_node_id(), ray.util.get_node_ip_address(), os.environ.get(GPUS, "")
+        # not from the environment: Ray can be told not to set it
+        gpus = ",".join(context.get_accelerator_ids().get("GPU", []))
+        return context.get_node_id(), ray.util.get_node_ip_address(), gpus
 
     def free_port(self) -> int:
         with socket.socket() as listener:
@@ -47,11 +49,13 @@ class Worker:
         self, command: list[str], folder: str, environment: dict[str, str], output: str, errors: str
     ) -> None:
         kept = {name: value for name, value in os.environ.items() if name not in OF_RAY}
+        # network interfaces have other names on each node
+        own = {name: value for name, value in kept.items() if name.endswith("_SOCKET_IFNAME")}
         with open(output, "ab") as stdout, open(errors, "ab") as stderr:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**kept, **environment, "RONDO_AGENT": str(os.getpid())},
+                env={**kept, **environment, **own, "RONDO_AGENT": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -62,6 +66,21 @@ class Worker:
 
 
 Actor: Any = ray.remote(Worker)
+
+
+class Alive:
+    """Whether the command that submitted the job still touches its file."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.touched, self.since = job, 0, time.monotonic()
+
+    def check(self) -> None:
+        """End the job if the file was not touched for long. No clock of another machine counts."""
+        now = os.stat(self.job["alive"]).st_mtime_ns
+        if now != self.touched:
+            self.touched, self.since = now, time.monotonic()
+        elif time.monotonic() - self.since > self.job["patience"]:
+            end(self.job, "the command that submitted the job has ended")
 
 
 def make_workers(job: Job) -> list[Any]:
@@ -83,10 +102,12 @@ def make_workers(job: Job) -> list[Any]:
             job,
             f"launcher.processes is {count}, but the cluster has room for {room} with {needed}",
         )
-    group = placement_group([needed] * count, strategy="PACK")
+    group, alive = placement_group([needed] * count, strategy="PACK"), Alive(job)
     if not group.wait(10):
-        print(f"waits for {count} times {needed}, which others use", flush=True)
-        ray.get(group.ready())
+        with open(os.path.join(job["logs"], "job.out"), "a") as log:
+            print(f"waits for {count} times {needed}, which others use", file=log)
+        while not group.wait(SECONDS):
+            alive.check()
     return [
         Actor.options(
             num_cpus=needed["CPU"],
@@ -108,14 +129,19 @@ def resources(count: int, nodes: list[dict[str, float]]) -> dict[str, int]:
 
 
 def start(job: Job, workers: list[Any]) -> list[Any]:
-    """Start the processes; those of one node have consecutive ranks."""
+    """Start the processes; those of one node have consecutive ranks, and the head, where this
+    program runs, has the first ones if it has any: a stage's first process asks its dashboard.
+    """
     given = ray.get([worker.place.remote() for worker in workers])
-    first, *_ = given[0]
+    head = ray.get_runtime_context().get_node_id()
+    first = head if head in [node for node, *_ in given] else given[0][0]
     order = sorted(range(len(workers)), key=lambda index: (given[index][0] != first, given[index]))
     workers, given = [workers[index] for index in order], [given[index] for index in order]
     kept = job["places"] or [(node, gpus) for node, _, gpus in given]
     nodes = [node for node, _ in kept]
     cores = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
+    # as many in each process, and in a fresh one: another number may round otherwise
+    threads = max(int(min(cores[node] // nodes.count(node) for node in nodes)), 1)
     common = {
         "WORLD_SIZE": str(len(workers)),
         "LOCAL_RANK": "0",  # a process sees no GPU but its own
@@ -123,8 +149,7 @@ def start(job: Job, workers: list[Any]) -> list[Any]:
         "MASTER_PORT": str(ray.get(workers[0].free_port.remote())),
         "RONDO_RAY_PLACES": json.dumps(kept),
     }
-    for rank, (worker, (node, gpus)) in enumerate(zip(workers, kept, strict=True)):
-        threads = max(int(cores[node] // nodes.count(node)), 1)
+    for rank, (worker, (_, gpus)) in enumerate(zip(workers, kept, strict=True)):
         own = {"OMP_NUM_THREADS": str(threads), **job["environment"], "RANK": str(rank)}
         if gpus or job["places"]:
             own[GPUS] = gpus
@@ -135,7 +160,7 @@ def start(job: Job, workers: list[Any]) -> list[Any]:
 
 def wait(job: Job, workers: list[Any]) -> None:
     """Wait until all processes have succeeded, or one has failed."""
-    touched, since = None, time.monotonic()
+    alive = Alive(job)
     codes = [None] * len(workers)
     while any(code is None for code in codes):
         time.sleep(SECONDS)
@@ -143,17 +168,13 @@ def wait(job: Job, workers: list[Any]) -> None:
             try:
                 codes[rank] = ray.get(worker.exit_code.remote())
             except RayError as error:
-                end(job, f"the node of process {rank + 1} of {len(workers)} is lost ({error})")
+                end(job, f"process {rank + 1} of {len(workers)} is lost, or its node: {error}")
             if codes[rank]:
                 end(job, "", rank=rank, code=codes[rank])
-        now = os.stat(job["alive"]).st_mtime_ns
-        if now != touched:
-            touched, since = now, time.monotonic()
-        elif time.monotonic() - since > job["patience"]:
-            end(job, "the command that submitted the job has ended")
+        alive.check()
 
 
-def end(job: Job, reason: str, **more: int) -> Never:
+def end(job: Job, reason: str, **more: int) -> NoReturn:
     """Say why the job fails, and end it, and with it the actors and processes."""
     with open(job["end"] + ".new", "w") as stream:
         json.dump({"reason": reason, **more}, stream)

@@ -22,32 +22,37 @@ from stages.lib.core.ray.job import RayJob
 DRIVER = Path(__file__).with_name("driver.py")
 PLACES = "RONDO_RAY_PLACES"  # nodes and GPUs of the stage that starts a fresh process
 SHOWN = 500  # characters of Ray's message, which ends with what the driver has printed last
-PATIENCE_SECONDS = 120.0  # after which the processes end, if this one has
-# Environment variables that change results or how processes reach each other
-PASSED = ("CUBLAS_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TOKENIZERS_", "TORCH_")
+PATIENCE_SECONDS = 300.0  # after which the processes end, if this one has; requests take up to 164
+# Environment variables that change results, memory, or how processes reach each other
+PASSED = (
+    *("ATEN_", "CUBLAS_", "GLIBC_TUNABLES", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_TF32"),
+    *("OMP_", "ONEDNN_", "PYTHON", "PYTORCH_", "TORCH_"),
+)
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 class Logs:
-    """What the processes have written, one pair of files each; prints it once."""
+    """What the job and its processes have written, in files of their own; prints it once."""
 
     def __init__(self, folder: Path, processes: int) -> None:
         self.streams: dict[Path, tuple[int, TextIO]] = {}
-        for rank in range(processes):
+        for writer in ("job", *range(processes)):
             for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-                path = folder / f"{rank}.{name}"
+                path = folder / f"{writer}.{name}"
                 write_text(path, "")
                 self.streams[path] = (0, stream)
 
-    def print(self) -> None:
-        """Print the new whole lines."""
+    def print(self, *, ended: bool = False) -> None:
+        """Print the new whole lines, and at the end what is left of a line."""
         for path, (position, stream) in self.streams.items():
             with path.open("rb") as file:
                 file.seek(position)
-                lines = file.read().rpartition(b"\n")
-            if lines[1]:
-                print(lines[0].decode(errors="replace"), file=stream, flush=True)
-                self.streams[path] = (position + len(lines[0]) + 1, stream)
+                lines, newline, rest = file.read().rpartition(b"\n")
+            if newline:
+                print(lines.decode(errors="replace"), file=stream, flush=True)
+                self.streams[path] = (position + len(lines) + 1, stream)
+            if ended and rest:
+                print(rest.decode(errors="replace"), file=stream, flush=True)
 
 
 def launch_on_cluster(
@@ -99,7 +104,8 @@ def launch_on_cluster(
     try:
         result = job.follow(look)
     finally:
-        logs.print()  # also if the cluster is lost
+        logs.print(ended=True)  # also if the cluster is lost
+    job.record.unlink()  # only of a job that may still run is the cluster's address needed
     if result.status == "SUCCEEDED":
         return 0
     ended = read_json(end, "") if end.exists() else {}

@@ -88,6 +88,7 @@ def test_the_outputs_of_all_processes_are_printed_while_they_run(folder, ray, mo
     spec = read_json(Path("spec.json"), "")
     assert spec["command"] == [sys.executable, "-m", "stages.ppo", "--round", "r0"]
     assert (spec["folder"], spec["processes"], spec["places"]) == (str(Path.cwd()), 2, None)
+    assert not (folder / "jobs.json").exists()  # so that the next run may have another cluster
     assert spec["environment"]["NCCL_DEBUG"] == "INFO"
 
 
@@ -128,13 +129,19 @@ def test_lines_are_printed_once_they_are_whole(tmp_path, capsys):
         out.write_text(text)
         logs.print()
         assert capsys.readouterr().out == printed
+    out.write_text("one\ntwo\nthree\nfo")
+    (tmp_path / "job.out").write_text("waits\n")
+    logs.print(ended=True)
+    assert capsys.readouterr().out == "waits\nfo\n"
 
 
 def test_settings_go_with_the_job_and_secrets_do_not(monkeypatch):
-    for name in ("HF_TOKEN", "HF_HOME", "PYTHONPATH", "OMP_NUM_THREADS", "MY_KEY", "RONDO_PYTHON"):
+    passed = {"HF_HOME", "PYTHONPATH", "OMP_NUM_THREADS", "GLIBC_TUNABLES", "MKL_CBWR"}
+    kept_here = {"HF_TOKEN", "MY_KEY", "RONDO_PYTHON", "CUDA_VISIBLE_DEVICES"}
+    for name in passed | kept_here:
         monkeypatch.setenv(name, "x")
-    assert {"HF_HOME", "PYTHONPATH", "OMP_NUM_THREADS"} <= passed_environment().keys()
-    assert not {"HF_TOKEN", "MY_KEY", "RONDO_PYTHON"} & passed_environment().keys()
+    assert passed <= passed_environment().keys()
+    assert not kept_here & passed_environment().keys()
 
 
 def on_ray(**ppo: object) -> Params:
