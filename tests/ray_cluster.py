@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import requests
 
+from tests.ray_stand_in import RayStandIn
 from tests.servers import free_port, until
 
 PROGRAMS = os.environ.get("RAY_TEST", "")
@@ -88,6 +90,24 @@ class RealCluster:
         for node in list(self.nodes):
             self.kill(node)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start_real(environment: dict[str, str]) -> Iterator[RealCluster | None]:
+    """For a fixture: a real cluster with these variables, if there is Ray."""
+    cluster = RealCluster(2, environment) if PROGRAMS else None
+    yield cluster
+    if cluster:
+        cluster.close()
+
+
+def real_or_stand_in(
+    real: RealCluster | None, environment: dict[str, str]
+) -> Iterator[RealCluster | RayStandIn]:
+    """For a fixture: the real cluster, or a stand-in of the test's own, with these variables."""
+    stand_in = None if real else RayStandIn(dict(environment))
+    yield real or stand_in  # type: ignore[misc]
+    if stand_in:
+        stand_in.close()
 
 
 def is_of_stage(process: psutil.Process) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core.config import KEEP, resolve
+from flows.core.config import KEEP, read_preset, resolve
 from flows.core.tables import render_text
 from flows.execution import cluster_plan, estimate
 from flows.execution.cluster_plan import Cluster, Plan, Workload
@@ -22,7 +22,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params import Params, openrlhf
 from stages.lib.core.params.policy import Algorithm, Engine, PpoParams
 
-RATES = {"lora": "learning_rate", "critic_lora": "critic_learning_rate"}  # of ppo
+RATES = ("learning_rate", "critic_learning_rate")
 HEAD = "http://HEAD:8265"
 ABOUT = "print which GPUs a model needs, memory by role, hours, the engine and its settings"
 
@@ -193,8 +193,8 @@ def local_settings(params: Params, request: Request) -> dict[str, Any]:
     if ppo.engine is not Engine.local:
         changes |= {"ppo.engine": Engine.local.value, "ppo.engine_options": {}}
     if not ppo.lora.r:
-        changes |= {f"ppo.{adapter}.r": getattr(default, adapter).r for adapter in RATES}
-        changes |= _rates(default, request)
+        changes |= {"ppo.lora.r": default.lora.r, "ppo.critic_lora.r": default.critic_lora.r}
+        changes |= _rates(default.model_dump(), request)
     return _algorithm(params) | changes
 
 
@@ -214,8 +214,7 @@ def engine_settings(plan: Plan, params: Params, request: Request) -> dict[str, A
     if ppo.engine is not Engine.openrlhf:
         changes |= {"ppo.engine": Engine.openrlhf.value, **openrlhf.settings_to_change(ppo)}
     if ppo.lora.r:
-        address = f"launcher.ray_address={HEAD}"
-        changes |= _rates(resolve(Engine.openrlhf.value, None, [address]).ppo, request)
+        changes |= _rates(read_preset(Engine.openrlhf.value)["ppo"], request)
     return _algorithm(params) | changes
 
 
@@ -223,10 +222,12 @@ def _algorithm(params: Params) -> dict[str, str]:
     return {} if params.algorithm is Algorithm.ppo else {"algorithm": Algorithm.ppo.value}
 
 
-def _rates(ppo: PpoParams, request: Request) -> dict[str, float]:
-    """Learning rates, which adapters and all weights do not share, but for the user's."""
-    keys = {f"ppo.{name}": getattr(ppo, name) for name in RATES.values()}
-    return {key: rate for key, rate in keys.items() if key not in request.values}
+def _rates(ppo: Mapping[str, Any], request: Request) -> dict[str, float]:
+    """The learning rates of a section, which adapters and all weights do not share, but for those
+    that the user sets.
+    """
+    rates = {f"ppo.{name}": ppo[name] for name in RATES}
+    return {key: rate for key, rate in rates.items() if key not in request.values}
 
 
 def too_large(sizes: dict[str, float], cluster: Cluster) -> str:

@@ -196,7 +196,7 @@ def stage_memory(
 
 
 def check_memory(params: Params, waiting: set[str], machine: Machine) -> Mapping[str, float] | None:
-    """Bytes by stage; None if the shape of the base model is unknown.
+    """Bytes by stage that runs on this machine; None if the shape of the base model is unknown.
 
     Raises:
         RondoError: a stage of `waiting` needs more memory than this machine has.
@@ -208,11 +208,11 @@ def check_memory(params: Params, waiting: set[str], machine: Machine) -> Mapping
 
     def measure(changed: Params) -> Mapping[str, float]:
         lengths = text_lengths.measured(changed, counts) if counts else None
-        return stage_memory(changed, machine, shape, lengths)
+        sizes = stage_memory(changed, machine, shape, lengths)
+        return {stage: size for stage, size in sizes.items() if not params.cluster(stage)}
 
     stages = {split_address(address)[0] for address in waiting}
-    here = {stage for stage in stages if not params.cluster(stage)}
-    return memory_check.check(params, here, machine.total, measure)
+    return memory_check.check(params, stages, machine.total, measure)
 
 
 def _prompt_tokens(params: Params) -> float:
@@ -377,9 +377,7 @@ def report(
     ]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in machine.rates.items())
     minutes = ", ".join(f"{stage} {time / 60:.1f}" for stage, time in first.items())
-    there = {stage: None for stage, _ in todo if params.cluster(stage)}
-    here = [stage for stage, _ in todo if stage not in there]
-    needed = {stage: sizes[stage] for stage in here if stage in sizes} if sizes else {}
+    needed = {stage: sizes[stage] for stage, _ in todo if stage in sizes} if sizes else {}
     lines = [
         f"machine: {machine.device}, {psutil.cpu_count()} cores; GFLOP/s: {rates}; "
         f"trains in {dtype_of(params, machine)}",
@@ -395,6 +393,6 @@ def report(
     if params.ppo.engine is not Engine.local and "ppo" in dict(todo):
         engine = params.ppo.engine.value
         lines.append(f"ppo: minutes and memory are this machine's, without those of {engine}")
-    if there:
+    if there := dict.fromkeys(stage for stage, _ in todo if params.cluster(stage)):
         lines.append(f"{', '.join(there)}: on the Ray cluster; minutes are those of this machine")
     return lines + memory_check.warnings(params, needed, sizes is not None, machine.memory)

@@ -22,6 +22,8 @@ OF_AGENT = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
+# the next step after a process has ended
+RUN_AGAIN = "run the stage again (`ppo` resumes from its last saved state)"
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
@@ -109,7 +111,7 @@ def ended_by_signal(first: int, processes: int, ended_by: signal.Signals) -> Ron
     """The error if a signal ends a process; first: its rank."""
     return RondoError(
         f"process {first + 1} of {processes} was ended by {ended_by.name}, and the others with it. "
-        "Next: run the stage again (`ppo` resumes from its last saved state)"
+        f"Next: {RUN_AGAIN}"
     )
 
 

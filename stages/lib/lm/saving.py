@@ -34,7 +34,8 @@ def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -
     """Save what was trained: the adapter of a PeftModel, a whole model, or a head. The folder is
     made anew: a process that was killed while it saved may have left some files there.
     """
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
     if hasattr(model, "peft_config"):
         save_adapter(model, folder)
     elif isinstance(model, PreTrainedModel):

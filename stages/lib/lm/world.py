@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stages.lib.core.errors import RondoError
-from stages.lib.core.launch import is_launched
+from stages.lib.core.launch import RUN_AGAIN, is_launched
 
 # A judge in the main process may take hours, and a process that ends is seen at once by the others.
 TIMEOUT = timedelta(days=2)
@@ -75,7 +75,7 @@ def _others() -> Iterator[None]:
         time.sleep(GRACE_SECONDS)
         raise RondoError(
             f"another process of this stage has ended, or cannot be reached ({error}). Next: read "
-            "its message, and run the stage again (`ppo` resumes from its last saved state)"
+            f"its message, and {RUN_AGAIN}"
         ) from error
 
 

@@ -133,6 +133,18 @@ def nothing_is_left(process: subprocess.Popen[str]) -> Iterator[list[psutil.Proc
     assert not alive
 
 
+def kill_one_of_two(updates: int) -> None:
+    """Start the stage, and kill its second process after some updates: all end."""
+    process = start()
+    wait_for_updates(process, updates)
+    with nothing_is_left(process) as ranks:
+        ranks[1].kill()
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1, output
+    assert "process 2 of 2 was ended by SIGKILL, and the others with it" in output
+    assert "Traceback" not in output
+
+
 def test_two_processes_do_what_one_does_also_if_killed_and_resumed(small_round):
     """Each number of processes is killed, and resumed by both numbers."""
     write_params(small_round, 1)
@@ -161,14 +173,7 @@ def test_two_processes_do_what_one_does_also_if_killed_and_resumed(small_round):
     assert_close(resumed, one)
 
     delete_everything()
-    process = start()
-    wait_for_updates(process, 2)
-    with nothing_is_left(process) as ranks:
-        ranks[1].kill()
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 1, output
-    assert "process 2 of 2 was ended by SIGKILL, and the others with it" in output
-    assert "Traceback" not in output
+    kill_one_of_two(2)
     delete_outputs()
     shutil.copytree(".rondo", "killed_two")
     resumed = finish()
@@ -201,14 +206,7 @@ def test_a_trainer_of_trl_ends_and_resumes_in_two_processes(small_round):
     undisturbed = outputs()
     assert json.loads(undisturbed["manifest.json"])["algorithm"] == "dpo"
     delete_everything()
-    process = start()
-    wait_for_updates(process, 1)
-    with nothing_is_left(process) as ranks:
-        ranks[1].kill()
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 1, output
-    assert "process 2 of 2 was ended by SIGKILL, and the others with it" in output
-    assert "Traceback" not in output
+    kill_one_of_two(1)
     delete_outputs()
     assert "resumes from here" in run_to_the_end()
     assert outputs() == undisturbed

@@ -97,30 +97,36 @@ def test_one_process_on_a_node(small_round: Params, cluster: RealCluster) -> Non
     assert finish()["bytes"] == here["bytes"]
 
 
-def test_a_stage_that_is_told_to_end_ends_its_processes(
-    small_round: Params, cluster: RealCluster
-) -> None:
-    write_params(small_round, 2, cluster.address, total_episodes=ENDLESS)
+def start_endless(
+    params: Params, cluster: RealCluster
+) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A stage that does not end by itself, and its two processes, after an update."""
+    write_params(params, 2, cluster.address, total_episodes=ENDLESS)
     process = start()
     wait_for_updates(process, 1)
     ranks = [each for each, _ in stage_processes(cluster)]
+    assert len(ranks) == 2
+    return process, ranks
+
+
+def test_a_stage_that_is_told_to_end_ends_its_processes(
+    small_round: Params, cluster: RealCluster
+) -> None:
+    process, ranks = start_endless(small_round, cluster)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
     _, alive = psutil.wait_procs(ranks, timeout=30)
-    assert len(ranks) == 2 and not alive
+    assert not alive
 
 
 def test_the_next_run_ends_the_job_of_one_that_was_killed(
     small_round: Params, cluster: RealCluster
 ) -> None:
-    write_params(small_round, 2, cluster.address, total_episodes=ENDLESS)
-    process = start()
-    wait_for_updates(process, 1)
-    ranks = [each for each, _ in stage_processes(cluster)]
+    process, ranks = start_endless(small_round, cluster)
     process.kill()
     process.communicate()
-    assert len(ranks) == 2 and all(each.is_running() for each in ranks)
+    assert all(each.is_running() for each in ranks)
     delete_outputs()
     write_params(small_round, 2, cluster.address)
     output = run_to_the_end()

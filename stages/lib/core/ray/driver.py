@@ -143,6 +143,8 @@ def start(job: Job, workers: list[Any]) -> list[Any]:
     # as many in each process, and in a fresh one: another number may round otherwise
     threads = max(int(min(cores[node] // nodes.count(node) for node in nodes)), 1)
     common = {
+        "OMP_NUM_THREADS": str(threads),
+        **job["environment"],
         "WORLD_SIZE": str(len(workers)),
         "LOCAL_RANK": "0",  # a process sees no GPU but its own
         "MASTER_ADDR": given[0][1],
@@ -150,9 +152,7 @@ def start(job: Job, workers: list[Any]) -> list[Any]:
         "RONDO_RAY_PLACES": json.dumps(kept),
     }
     for rank, (worker, (_, gpus)) in enumerate(zip(workers, kept, strict=True)):
-        own = {"OMP_NUM_THREADS": str(threads), **job["environment"], "RANK": str(rank)}
-        if gpus or job["places"]:
-            own[GPUS] = gpus
+        own = {"RANK": str(rank), GPUS: gpus}
         logs = [os.path.join(job["logs"], f"{rank}.{name}") for name in ("out", "err")]
         ray.get(worker.start.remote(job["command"], job["folder"], {**common, **own}, *logs))
     return workers

@@ -68,9 +68,8 @@ class RayJob:
 
     def end_last(self) -> None:
         """Stop the last job, if it runs still, and wait for its end."""
-        while self.ids and (job := self.cluster.job(self.id)) and not job.ended:
-            self.stop()
-            time.sleep(POLL_SECONDS)
+        if self.ids and (job := self.cluster.job(self.id)) and not job.ended:
+            self.follow(lambda: True)
 
     def follow(self, look: Callable[[], bool]) -> Job:
         """Wait for the end of the job; stop it if this process is told to end.

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import read_json, write_json, write_text
-from stages.lib.core.launch import ended_by_signal
+from stages.lib.core.launch import RUN_AGAIN, ended_by_signal
 from stages.lib.core.ray.cluster import RayCluster
 from stages.lib.core.ray.job import RayJob
 
@@ -115,8 +115,7 @@ def launch_on_cluster(
         return int(code)
     reason = ended.get("reason") or result.message.strip().rstrip(".")[-SHOWN:]
     raise RondoError(
-        f"the job {job.id} at {dashboard} ended as {result.status}: {reason}. Next: run the stage "
-        "again (`ppo` resumes from its last saved state)"
+        f"the job {job.id} at {dashboard} ended as {result.status}: {reason}. Next: {RUN_AGAIN}"
     )
 
 

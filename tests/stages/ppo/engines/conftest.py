@@ -13,7 +13,7 @@ import pytest
 from stages.lib.core.params import Params, check_params, openrlhf
 from stages.lib.core.types import Metrics
 from tests.engine_settings import NEEDED
-from tests.ray_cluster import PROGRAMS, RealCluster
+from tests.ray_cluster import RealCluster, real_or_stand_in, start_real
 from tests.ray_stand_in import RayStandIn
 from tests.stages.ppo.engines.stand_in.install import install
 
@@ -48,23 +48,14 @@ def engine_environment(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def real_cluster(engine_environment) -> Iterator[RealCluster | None]:
     """A real one, for `make test-engines`, whose `python3` is that of Ray's environment."""
-    if not PROGRAMS:
-        yield None
-        return
-    cluster = RealCluster(2, {**engine_environment, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"})
-    yield cluster
-    cluster.close()
+    without_path = {name: value for name, value in engine_environment.items() if name != "PATH"}
+    yield from start_real(without_path)
 
 
 @pytest.fixture
-def ray(engine_environment, real_cluster) -> Iterator[RayStandIn | RealCluster]:
-    """A cluster with `address`: the real one, or Ray's stand-in."""
-    if real_cluster:
-        yield real_cluster
-        return
-    server = RayStandIn(dict(engine_environment))
-    yield server
-    server.close()
+def ray(engine_environment, real_cluster) -> Iterator[RealCluster | RayStandIn]:
+    """A cluster with `address`."""
+    yield from real_or_stand_in(real_cluster, engine_environment)
 
 
 @pytest.fixture
