@@ -112,3 +112,11 @@ def test_one_more_round_and_the_badcase_files_that_it_depends_on(params_yaml: Pa
     params_yaml.write_text("rounds: {first: {previous: assets/start}}")
     with pytest.raises(BadInput, match=r"rounds of params\.yaml are first, not r0, r1"):
         config.one_more_round()
+
+
+def test_a_form_may_set_the_launcher_where_the_address_is_set_already() -> None:
+    address = "launcher.ray_address=http://ray:8265"
+    form = config.Sections.model_validate({"launcher": {"type": "ray"}})
+    assert config.resolve("default", None, [address], form).cluster("sft") == "http://ray:8265"
+    with pytest.raises(BadInput, match=r"launcher\.type ray: set launcher\.ray_address"):
+        config.resolve("default", None, [], form)

@@ -150,7 +150,19 @@ class Params(ParamsSection):
         return self
 
     @model_validator(mode="after")
-    def engine_has_a_cluster(self) -> "Params":
+    def ray_has_an_address(self) -> "Params":
+        needs = "launcher.type ray" if self.launcher.type is LauncherType.ray else ""
+        if self.ppo.engine is not Engine.local:
+            needs = f"ppo.engine {self.ppo.engine.value}"
+        if needs and self.launcher.ray_address is None:
+            raise ValueError(
+                f"{needs}: set launcher.ray_address to the Ray cluster's dashboard, e.g. "
+                "http://127.0.0.1:8265 (docs/scale.md, docs/engines.md)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def engine_can_train(self) -> "Params":
         ppo, launcher = self.ppo, self.launcher
         if ppo.engine is Engine.local:
             return self
@@ -158,11 +170,6 @@ class Params(ParamsSection):
             raise ValueError(
                 f"ppo.engine {ppo.engine.value}: algorithm is {self.algorithm.value}, which Rondo "
                 "trains itself: set ppo.engine to local"
-            )
-        if launcher.ray_address is None:
-            raise ValueError(
-                f"ppo.engine {ppo.engine.value}: set launcher.ray_address to the Ray cluster's "
-                "dashboard, e.g. http://127.0.0.1:8265 (docs/engines.md)"
             )
         placed = openrlhf.placement(launcher.nodes, launcher.gpus_per_node, ppo.engine_options)
         openrlhf.check_placement(placed, ppo)

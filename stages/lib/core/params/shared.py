@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 # A user and password in an address would be written to params.yaml, logs and branches
 URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
@@ -115,18 +115,8 @@ class LauncherParams(ParamsSection):
         description="Address of the dashboard of a Ray cluster, e.g. http://127.0.0.1:8265, for "
         "type ray (docs/scale.md) and ppo.engine (docs/engines.md).",
     )
-
     nodes: int = Field(1, ge=1, description="Nodes of the Ray cluster that an engine uses.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs per node that an engine uses.")
-
-    @model_validator(mode="after")
-    def ray_has_an_address(self) -> "LauncherParams":
-        if self.type is LauncherType.ray and self.ray_address is None:
-            raise ValueError(
-                "type ray: set launcher.ray_address to the Ray cluster's dashboard, e.g. "
-                "http://127.0.0.1:8265 (docs/scale.md)"
-            )
-        return self
 
 
 class Overlong(str, Enum):
