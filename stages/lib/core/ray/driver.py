@@ -16,13 +16,19 @@ import sys
 import time
 from typing import Any, NoReturn
 
-import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+try:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
+except ImportError as error:
+    sys.exit(
+        f"{sys.executable}: {error}; run `ray start` where `python3` is that of Ray's environment "
+        "(docs/scale.md)"
+    )
 
 Job = dict[str, Any]  # job.json
 SECONDS = 1.0  # between two looks at the processes

@@ -16,7 +16,7 @@ from stages.lib.core.params import SHARED, Params, check_params
 from stages.lib.core.ray import job
 from stages.lib.core.ray.cluster import RayCluster
 from stages.lib.core.ray.job import RayJob
-from stages.lib.core.ray.launch import Logs, launch_on_cluster, passed_environment
+from stages.lib.core.ray.launch import DRIVER, Logs, launch_on_cluster, passed_environment
 from tests.engine_settings import NEEDED
 from tests.paths import ROOT
 from tests.ray_stand_in import RayStandIn
@@ -103,6 +103,14 @@ def test_the_end_of_a_process_or_node_is_named(folder, ray, end, message):
     Path("printed").touch()
     with pytest.raises(RondoError, match=message):
         launch(ray, folder, end)
+
+
+def test_a_python_without_ray_is_named(tmp_path):
+    process = subprocess.run(
+        [sys.executable, "-S", DRIVER, tmp_path / "job.json"], capture_output=True, text=True
+    )
+    assert process.returncode == 1
+    assert process.stderr.startswith(f"{sys.executable}: No module named 'ray'; run `ray start`")
 
 
 def test_the_exit_code_of_a_stage_stays_and_no_earlier_end_counts(folder, ray):
