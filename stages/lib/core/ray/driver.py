@@ -106,7 +106,8 @@ def make_workers(job: Job) -> list[Any]:
     if room < count:
         end(
             job,
-            f"launcher.processes is {count}, but the cluster has room for {room} with {needed}: lower it, or add nodes",
+            f"launcher.processes is {count}, but the cluster has room for {room} with {needed}: "
+            "lower it, or add nodes",
         )
     group, alive = placement_group([needed] * count, strategy="PACK"), Alive(job)
     if not group.wait(10):
