@@ -1,4 +1,4 @@
-"""The settings that OpenRLHF needs where they differ from the defaults."""
+"""The settings that engines need where they differ from the defaults."""
 
 NEEDED = {
     "engine": "openrlhf",
@@ -7,4 +7,7 @@ NEEDED = {
     "missing_eos_penalty": 0.0,
     "lora": {"r": 0},
     "critic_lora": {"r": 0},
+}
+VERL = {name: value for name, value in NEEDED.items() if name != "missing_eos_penalty"} | {
+    "engine": "verl"
 }

@@ -1,18 +1,31 @@
 #!/bin/sh
 # The tests of engines and of stages on real Ray clusters (nodes of this machine, no GPU), with the parser of OpenRLHF's real
-# wheel. Ray has an environment of its own, as an engine has; it sees the project's packages as well.
+# wheel, and verl's real config, checks and reward loop. Ray and verl have an environment of their own; it sees the project's
+# packages as well.
 set -eu
+code=0
 cd "$(dirname "$0")/.."
 work=$PWD/.rondo/engines
 mkdir -p "$work"
-if [ ! -x "$work/ray/bin/ray" ]; then
-    .venv/bin/python -m venv "$work/ray"
-    "$work/ray/bin/pip" install --quiet 'ray[default]==2.55.0' # OpenRLHF's pin
+if [ ! -e "$work/ray/complete" ]; then
+    .venv/bin/python -m venv --clear "$work/ray"
+    "$work/ray/bin/pip" install --quiet 'ray[default]==2.55.0' hydra-core==1.3.8 # Ray: OpenRLHF's pin; Hydra: of verl
+    # what verl imports, without a second PyTorch
+    "$work/ray/bin/pip" install --quiet --no-deps tensordict==0.10.0 torchdata==0.11.0 codetiming==1.4.0 pyvers==0.2.3 orjson cloudpickle
     .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > "$(ls -d "$work"/ray/lib/python*/site-packages)/project.pth"
+    touch "$work/ray/complete"
 fi
-version=$(.venv/bin/python -c 'from stages.lib.core.params.openrlhf import VERSION; print(VERSION)')
-ls "$work"/openrlhf-"$version"-*.whl >/dev/null 2>&1 ||
-    .venv/bin/pip download --quiet --no-deps --only-binary :all: --python-version 3.11 --dest "$work" "openrlhf==$version"
-OPENRLHF_WHEEL=$(ls "$work"/openrlhf-"$version"-*.whl)
-export OPENRLHF_WHEEL
-RAY_TEST="$work/ray/bin" .venv/bin/python -m pytest tests/stages/lib/core/ray tests/stages/ppo/engines tests/stages/ppo/test_ray.py -n 0 "$@"
+wheel() { # of an engine, in the recorded version
+    version=$(.venv/bin/python -c "from stages.lib.core.params.engines import ENGINES; print(ENGINES['$1'].version)")
+    ls "$work/$1-$version"-*.whl >/dev/null 2>&1 ||
+        .venv/bin/pip download --quiet --no-deps --only-binary :all: --python-version 3.11 --dest "$work" "$1==$version"
+    ls "$work/$1-$version"-*.whl
+}
+OPENRLHF_WHEEL=$(wheel openrlhf)
+VERL_WHEEL=$(wheel verl)
+export OPENRLHF_WHEEL VERL_WHEEL
+# verl's own code runs in the environment that has what it imports
+"$work/ray/bin/python" -m pytest tests/stages/ppo/engines/test_verl_wheel.py tests/flows/serving/test_verl.py -n 0 "$@" || code=$?
+RAY_TEST="$work/ray/bin" .venv/bin/python -m pytest tests/stages/lib/core/ray tests/stages/ppo/engines tests/stages/ppo/test_ray.py -n 0 \
+    --ignore tests/stages/ppo/engines/test_verl_wheel.py "$@" || code=$?
+exit "$code"

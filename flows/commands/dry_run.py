@@ -13,11 +13,11 @@ from flows.core.locks import LOCK
 from flows.execution import dvc_stages, needs
 from flows.execution.history import read_entries, rounds_to_end
 from stages.gate.verdict import look_up
-from stages.lib.core.files import stage_dir, work_dir
+from stages.lib.core.files import work_dir
 from stages.lib.core.params import PARAMS_FILE, Params
 from stages.lib.core.params.policy import Engine
 from stages.lib.core.user_inputs import INPUTS, input_hashes, recorded_hashes
-from stages.ppo.engines.openrlhf import PROGRAM, JobFiles, arguments, options
+from stages.ppo.engines import make_job
 
 
 def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[str]) -> int:
@@ -54,10 +54,8 @@ def engine_commands(params: Params, waiting: set[str]) -> list[str]:
     lines = []
     for stage, round_ in map(split_address, sorted(waiting)):
         if stage == "ppo":
-            sft, reward = (stage_dir(round_, name) / "model" for name in ("sft", "reward"))
-            files = JobFiles(work_dir(round_, "ppo") / "RUN/engine")
-            words = arguments(options(params, files, sft, reward, resumes=False))
-            lines.append(f"ppo@{round_}: {PROGRAM} {shlex.join(words)}")
+            job = make_job(params, round_, work_dir(round_, "ppo") / "RUN")
+            lines.append(f"ppo@{round_}: {shlex.join(job.words())}")
     return lines
 
 

@@ -19,7 +19,8 @@ from flows.execution.machine import Machine
 from flows.execution.memory import Limits
 from flows.execution.model_shape import NAMED_SIZES, ModelShape, read_shape
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import Params, openrlhf
+from stages.lib.core.params import Params
+from stages.lib.core.params.openrlhf import OPENRLHF
 from stages.lib.core.params.policy import Algorithm, Engine, PpoParams
 
 RATES = ("learning_rate", "critic_learning_rate")
@@ -201,6 +202,7 @@ def local_settings(params: Params, request: Request) -> dict[str, Any]:
 def engine_settings(plan: Plan, params: Params, request: Request) -> dict[str, Any]:
     """What OpenRLHF needs on this cluster."""
     ppo, cluster, work = params.ppo, plan.cluster, plan.work
+    options = ppo.engine_options if ppo.engine is Engine.openrlhf else {}
     changes: dict[str, Any] = {
         "launcher.ray_address": params.launcher.ray_address or HEAD,
         "launcher.nodes": cluster.nodes,
@@ -208,11 +210,10 @@ def engine_settings(plan: Plan, params: Params, request: Request) -> dict[str, A
         "ppo.batch_size": work.batch,
         "ppo.mini_batch_size": work.mini_batch,
         "ppo.micro_batch_size": work.micro_batch,
-        "ppo.engine_options": ppo.engine_options
-        | {"vllm.tensor_parallel_size": plan.tensor_parallel},
+        "ppo.engine_options": options | {"vllm.tensor_parallel_size": plan.tensor_parallel},
     }
     if ppo.engine is not Engine.openrlhf:
-        changes |= {"ppo.engine": Engine.openrlhf.value, **openrlhf.settings_to_change(ppo)}
+        changes |= {"ppo.engine": Engine.openrlhf.value, **OPENRLHF.settings_to_change(ppo)}
     if ppo.lora.r:
         changes |= _rates(read_preset(Engine.openrlhf.value)["ppo"], request)
     return _algorithm(params) | changes

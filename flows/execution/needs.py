@@ -7,7 +7,7 @@ from flows.execution import estimate, gpus, machine
 from stages.lib.core.params import SHARED, Params
 from stages.lib.core.params.policy import Engine
 from stages.lib.core.ray.cluster import RayCluster
-from stages.ppo.engines.openrlhf import check_installed
+from stages.ppo.engines.job import check_installed
 
 
 def check(params: Params, addresses: list[str], waiting: set[str], log: LogLine) -> None:

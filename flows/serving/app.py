@@ -9,6 +9,7 @@ import asyncio
 import base64
 import secrets
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
@@ -23,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from flows.serving.accepted_model import ServedModel
 from flows.serving.protocol import ClassifyRequest, RewardRequest
 from flows.serving.scoring_queue import QueueFull, ScoringQueue
-from flows.serving.texts import Texts, TextTooLong
+from flows.serving.texts import Texts, Unreadable
 from stages.lib.core.errors import format_validation_errors
 from stages.lib.core.types import TokenIds
 
@@ -75,23 +76,24 @@ def make_app(
     @app.post("/classify")
     async def classify(request: Request) -> dict[str, Any]:
         body = await read(request, ClassifyRequest, token)
-        sequences = await encode("input", body.input, [None] * len(body.input))
+        inputs = body.tokens or body.input or []
+        sequences = await encode("input", inputs, [None] * len(inputs))
         return body.reply(await scored(request, sequences), identity, sum(map(len, sequences)))
 
     # a thread of its own, since long texts would keep the others from being answered; one, since a
     # tokenizer is not for several
     tokenizing = ThreadPoolExecutor(1)
 
-    async def encode(key: str, queries: list[str], prompts: list[str | None]) -> list[TokenIds]:
+    async def encode(
+        key: str, queries: Sequence[str | TokenIds], prompts: list[str | None]
+    ) -> list[TokenIds]:
         def encode_all() -> list[TokenIds]:
             sequences = []
             for index, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
                 try:
                     sequences.append(texts.encode(query, prompt))
-                except TextTooLong as reason:
-                    raise HTTPException(
-                        400, f"{key}.{index}: {reason}: send a shorter text"
-                    ) from None
+                except Unreadable as reason:
+                    raise HTTPException(400, f"{key}.{index}: {reason}") from None
             return sequences
 
         return await asyncio.get_running_loop().run_in_executor(tokenizing, encode_all)

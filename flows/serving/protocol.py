@@ -21,6 +21,9 @@ from scipy.special import expit
 MAX_TEXTS = 1 << 14  # per request
 
 Texts = Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_TEXTS)]
+Sequences = Annotated[
+    list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)
+]
 
 
 class RewardRequest(BaseModel):
@@ -50,14 +53,29 @@ class RewardRequest(BaseModel):
 class ClassifyRequest(BaseModel):
     """vLLM's request, for a model with one class.
 
-    input: texts; one text may stand alone. use_activation (older clients: `activation`): as in
-    vLLM, null means true, and the reply has the sigmoid of the score.
+    input: texts; one text may stand alone. tokens: `input`, if that has the ids of tokens instead.
+    use_activation (older clients: `activation`): as in vLLM, null means true, and the reply has the
+    sigmoid of the score.
     """
 
-    input: Annotated[Texts, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+    input: Annotated[Texts, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] | None
+    tokens: Sequences | None = None
     use_activation: bool | None = Field(
         None, validation_alias=AliasChoices("use_activation", "activation")
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_apart(cls, body: Any) -> Any:
+        """So that an error names one kind of input, and not both."""
+        match body:
+            case {"input": [int(), *_] as one}:
+                return body | {"input": None, "tokens": [one]}
+            case {"input": [list(), *_] as tokens}:
+                return body | {"input": None, "tokens": tokens}
+            case {"input": texts}:
+                return body | {"input": [] if texts is None else texts, "tokens": None}
+        return body
 
     def reply(self, scores: list[float], model: str, tokens: int) -> dict[str, Any]:
         values = scores if self.use_activation is False else expit(scores).tolist()

@@ -9,8 +9,8 @@ from stages.lib.data.prompts import with_bos
 CHARACTERS_PER_TOKEN = 64  # at most; more are refused before they are tokenised
 
 
-class TextTooLong(Exception):
-    """A text has more tokens than the limit."""
+class Unreadable(Exception):
+    """A text has more tokens than the limit, or there is no such token."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,24 @@ class Texts:
     ends: tuple[str, ...]
     max_tokens: int
 
-    def encode(self, query: str, prompt: str | None) -> TokenIds:
-        """The tokens of a rendered prompt with its response, ending with one EOS.
+    def encode(self, query: str | TokenIds, prompt: str | None) -> TokenIds:
+        """The tokens of a rendered prompt with its response, ending with one EOS; tokens are taken
+        as they are.
 
         In training, prompt and response are tokenised separately. So without `prompt`, or with one
         that `query` does not begin with, the tokens at their border may differ from training.
 
         Raises:
-            TextTooLong: names the number of tokens, or of characters if these are too many to be
-                tokenised.
+            Unreadable: names the number of tokens, or of characters if these are too many to be
+                tokenised; or the token that the tokenizer lacks.
         """
+        if isinstance(query, list):
+            return self.checked(query)
         if len(query) > CHARACTERS_PER_TOKEN * self.max_tokens:
-            raise TextTooLong(f"has {len(query)} characters, the limit is {self.max_tokens} tokens")
+            raise Unreadable(
+                f"has {len(query)} characters, the limit is {self.max_tokens} tokens: send a "
+                "shorter text"
+            )
         query = self.without_ends(query)
         parts = [query]
         if prompt and query.startswith(prompt):
@@ -43,9 +49,19 @@ class Texts:
         # special tokens are in the text: Rondo's rendering has its BOS there
         ids = [self.tokenizer(part, add_special_tokens=False).input_ids for part in parts]
         ids[0] = with_bos(self.tokenizer, ids[0])
-        tokens = [*(token for part in ids for token in part), self.tokenizer.eos_token_id]
+        return self.checked(
+            [*(token for part in ids for token in part), self.tokenizer.eos_token_id]
+        )
+
+    def checked(self, tokens: TokenIds) -> TokenIds:
+        """The tokens, if the model can read them."""
         if len(tokens) > self.max_tokens:
-            raise TextTooLong(f"has {len(tokens)} tokens, the limit is {self.max_tokens}")
+            raise Unreadable(
+                f"has {len(tokens)} tokens, the limit is {self.max_tokens}: send a shorter text"
+            )
+        size = len(self.tokenizer)
+        if unknown := [token for token in tokens if not 0 <= token < size]:
+            raise Unreadable(f"the tokenizer has no token {unknown[0]}: it has {size}")
         return tokens
 
     def without_ends(self, query: str) -> str:

@@ -28,6 +28,14 @@ class EndTokens(NamedTuple):
         """All of them, the canonical one first."""
         return [self.eos, *self.others]
 
+    @classmethod
+    def of(cls, generation_config: Any, tokenizer: Any) -> "EndTokens":
+        """The tokenizer's EOS, and the end tokens in a model's generation_config."""
+        configured = generation_config.eos_token_id
+        ids = [configured] if isinstance(configured, int) else configured or []
+        eos: int = tokenizer.eos_token_id
+        return cls(eos, tuple(token for token in ids if token != eos))
+
     def end(self, response: TokenIds) -> bool:
         """Whether a response ended, and was not cut off.
 
@@ -56,7 +64,4 @@ def end_tokens(model: Any, tokenizer: Any) -> EndTokens:
 
     The assets stage writes all end tokens of the base model there (stages/assets/base_model.py).
     """
-    configured = model.generation_config.eos_token_id
-    ids = [configured] if isinstance(configured, int) else configured or []
-    eos: int = tokenizer.eos_token_id
-    return EndTokens(eos, tuple(token for token in ids if token != eos))
+    return EndTokens.of(model.generation_config, tokenizer)

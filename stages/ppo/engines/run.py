@@ -6,13 +6,12 @@ from pathlib import Path
 
 from stages.lib.core.errors import BadInput, Diverged, RondoError
 from stages.lib.core.files import stage_dir, work_dir
-from stages.lib.core.params import Params, openrlhf
+from stages.lib.core.params import Params
 from stages.lib.core.progress import print_line
 from stages.lib.core.ray.cluster import RayCluster
 from stages.lib.core.ray.job import RayJob
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.types import StepMetrics
-from stages.lib.data.prompts import encode
 from stages.lib.lm.loading import load_tokenizer
 from stages.lib.lm.reward_ensemble import MEMBERS
 from stages.lib.lm.saving import save_trained, saved_weights_hash
@@ -23,13 +22,8 @@ from stages.ppo.common.episodes import planned_updates
 from stages.ppo.common.health import Monitor
 from stages.ppo.common.resume import Resume, run_identity
 from stages.ppo.common.warm_start import load_weights
-from stages.ppo.engines.openrlhf import (
-    EngineMetrics,
-    JobFiles,
-    command,
-    options,
-    write_prompts,
-)
+from stages.ppo.engines import make_job
+from stages.ppo.engines.job import EngineJob, EngineMetrics, prompt_text
 
 SHOWN = ("score_mean", "kl_per_token", "response_length", "entropy")
 COMPARED_PROMPTS = 8
@@ -39,22 +33,20 @@ def main(params: Params, round_: str) -> None:
     # 1. inputs: the engine gets the prompts as texts, and the folders of SFT and reward model
     sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
     prompts = load_prompts(params, round_)
-    check_single(reward)
     inputs = [prompts_path(round_), sft, reward]
     resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
-    files = JobFiles(resume.folder / "engine")
+    job = make_job(params, round_, resume.folder)
+    check_single(reward, job)
 
     def next_command() -> str:
-        left_out = write_prompts(files.prompts, prompts.train, prompts.tokenizer, params)
-        if left_out:
+        if left_out := job.write_inputs(prompts.train, prompts.tokenizer):
             line = f"{left_out} prompts left out: as texts they are other tokens"
             print_line(f"[ppo@{round_}] {line}")
-        resumes = (files.states / "_actor").exists()
-        return command(options(params, files, sft, reward, resumes), files.log)
+        return job.command()
 
     # 2. the job, until its last update or a danger; a killed stage finds its job again
     monitor = Monitor(params.ppo)
-    steps, ended = train(params, round_, files, next_command, monitor)
+    steps, ended = train(job, round_, next_command, monitor)
 
     # 3. the policies that it has saved, validated on the held-out prompts
     recorder = MetricLogger("ppo", round_, total_steps=len(steps), logged_steps=steps)
@@ -63,42 +55,43 @@ def main(params: Params, round_: str) -> None:
     run.monitor = monitor
     run.begin(context.sft)
     updates = int(steps[-1]["step"]) if steps else 0
-    policies = files.checkpoints(updates, ended) | ({updates: files.final} if ended else {})
+    policies = job.policies(updates, ended)
     hashes = {update: validate(run, update, policies[update], sft) for update in sorted(policies)}
 
     # 4. the selected policy, and the outputs of PPO
     finish(
         run,
         round_,
-        name="openrlhf",
+        name=job.package,
         longer="ppo.total_episodes",
-        critic=files.critic if ended else None,
-        manifest={"engine": f"openrlhf {openrlhf.VERSION}", "engine_policies": hashes},
+        critic=job.critic if ended else None,
+        manifest={"engine": f"{job.package} {job.settings.version}", "engine_policies": hashes},
     )
 
 
-def check_single(reward: Path) -> None:
+def check_single(reward: Path, job: EngineJob) -> None:
     """
     Raises:
         BadInput: the reward model is an ensemble, which the engine would not read.
     """
     if (reward / MEMBERS).exists():
         raise BadInput(
-            f"{reward} is an ensemble, of which OpenRLHF would read the first member alone: set "
-            "reward.ensemble to 1"
+            f"{reward} is an ensemble, of which {job.settings.title} would read the first member "
+            "alone: set reward.ensemble to 1"
         )
 
 
 def train(
-    params: Params,
+    job: EngineJob,
     round_: str,
-    files: JobFiles,
     next_command: Callable[[], str],
     monitor: Monitor,
 ) -> tuple[list[StepMetrics], bool]:
     """Run the engine's job, or what is left of it.
 
     Args:
+        job: its files.
+        round_: the round.
         next_command: makes the command of a new job.
 
     Returns:
@@ -109,9 +102,10 @@ def train(
         Diverged: a metric is not finite.
         RondoError: the job has failed, or somebody has stopped it, or it has left no metrics.
     """
+    params = job.params
     assert params.launcher.ray_address, "checked with params.yaml"
     recorder = MetricLogger("ppo", round_, total_steps=planned_updates(params.ppo))
-    metrics = EngineMetrics(files)
+    metrics = EngineMetrics(job)
 
     def look() -> bool:
         """Log new updates; whether a danger ends the run."""
@@ -120,9 +114,9 @@ def train(
             if (number := int(step["step"])) in logged:
                 continue
             if bad := [name for name, value in step.items() if not math.isfinite(value)]:
-                job.stop()
+                ray_job.stop()
                 raise Diverged(
-                    f"openrlhf, update {number}: {', '.join(bad)} not finite. Next: lower "
+                    f"{job.package}, update {number}: {', '.join(bad)} not finite. Next: lower "
                     "ppo.learning_rate"
                 )
             values = {name: value for name, value in step.items() if name != "step"}
@@ -132,20 +126,20 @@ def train(
         return bool(monitor.stopped)
 
     cluster = RayCluster(params.launcher.ray_address)
-    job = RayJob(cluster, files.job, f"ppo@{round_}")
-    job.start(next_command)
-    result = job.follow(look)
+    ray_job = RayJob(cluster, job.record, f"ppo@{round_}")
+    ray_job.start(next_command)
+    result = ray_job.follow(look)
     succeeded = result.status == "SUCCEEDED"
     if not succeeded and not monitor.stopped:
         raise RondoError(
-            f"the job {job.id} of OpenRLHF ended as {result.status}: {result.message[:200]}\n"
-            f"{files.last_lines()}\nNext: mend what {files.log} says, and run the stage again, "
-            "which continues from the engine's last checkpoint"
+            f"the job {ray_job.id} of {job.settings.title} ended as {result.status}: "
+            f"{result.message[:200]}\n{job.last_lines()}\nNext: mend what {job.log} says, and run "
+            "the stage again, which continues from the engine's last checkpoint"
         )
     if succeeded and not recorder.steps:
         raise RondoError(
-            f"the job {job.id} of OpenRLHF has succeeded, but left no metrics in {files.metrics}: "
-            f"can the cluster write to this folder? Its output is in {files.log}"
+            f"the job {ray_job.id} of {job.settings.title} has succeeded, but left no metrics in "
+            f"{job.events}: can the cluster write to this folder? Its output is in {job.log}"
         )
     return metrics.read(), succeeded
 
@@ -183,10 +177,14 @@ def check_tokenizer(folder: Path, context: TrainingContext) -> None:
     Raises:
         BadInput: the tokenizer in the folder reads prompts otherwise than that of the SFT model.
     """
-    tokenizer, prepare = load_tokenizer(folder), context.params.prepare
-    for row, tokens in context.prompts[:COMPARED_PROMPTS]:
-        limits = prepare.prompt_format, prepare.max_prompt_tokens
-        if encode(tokenizer, row["prompt"], None, *limits)[0] != tokens:
+    rows = [row for row, _ in context.prompts[:COMPARED_PROMPTS]]
+    texts = [prompt_text(context.tokenizer, row["prompt"], context.params) for row in rows]
+    saved, sft = (
+        tokenizer(texts, add_special_tokens=False).input_ids
+        for tokenizer in (load_tokenizer(folder), context.tokenizer)
+    )
+    for row, read, expected in zip(rows, saved, sft, strict=True):
+        if read != expected:
             raise BadInput(
                 f"{folder}: its tokenizer reads the prompt {row['id']} otherwise than that of the "
                 "SFT model: the engine has saved another one"

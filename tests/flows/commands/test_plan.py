@@ -93,6 +93,19 @@ def test_a_local_model_and_options_of_the_engine_stay(capsys, tiny_lm, tmp_path)
     assert engine.launcher.ray_address == "http://ray:8265"
 
 
+def test_settings_of_verl_become_those_of_openrlhf_whose_memory_is_known(capsys):
+    options = "ppo.engine_options={trainer.critic_warmup: 2}"
+    _, engine = commands(
+        plan(
+            capsys,
+            *("--model", "0.5b", "--gpus", "1x80"),
+            *("--set", "ppo.engine=verl", "--set", options),
+        )
+    )
+    assert engine.ppo.engine is Engine.openrlhf
+    assert engine.ppo.engine_options == {"vllm.tensor_parallel_size": 1}
+
+
 def test_settings_that_no_engine_can_honour_are_named(capsys):
     no_kl = ["--preset", "default", "--set", "ppo.kl_coef=0", "--set", "ppo.kl_control=fixed"]
     output = plan(capsys, "--model", "0.5b", "--gpus", "1x80", *no_kl)

@@ -13,7 +13,9 @@ from flows.execution import estimate, needs
 from stages.lib.core import http_session
 from stages.lib.core.errors import RondoError, Unreachable
 from stages.lib.core.params import Params, check_params
-from stages.ppo.engines.openrlhf import EngineMetrics, JobFiles
+from stages.ppo.engines import make_job
+from stages.ppo.engines.job import EngineMetrics
+from tests import engine_settings
 from tests.engine_settings import NEEDED
 from tests.flows.execution.test_estimate import MACHINE
 from tests.ray_stand_in import RayStandIn
@@ -71,7 +73,7 @@ def test_a_missing_package_is_noticed_before_the_run(ray, monkeypatch):
     with pytest.raises(RondoError, match=r"needs tensorboard: pip install -e '.\[engines\]'"):
         needs.check(with_engine(ray.address), sorted(WAITING), WAITING, print)
     with pytest.raises(RondoError, match="needs tensorboard"):
-        EngineMetrics(JobFiles(Path("engine")))
+        EngineMetrics(make_job(with_engine(ray.address), "r0", Path("run")))
 
 
 def test_a_dry_run_has_the_command_of_each_round():
@@ -83,6 +85,19 @@ def test_a_dry_run_has_the_command_of_each_round():
     assert model.endswith("rounds/r1/sft/model")
     assert words[words.index("--reward.model_name_or_path") + 1].endswith("rounds/r1/reward/model")
     assert engine_commands(Params(), WAITING) == []
+
+
+def test_a_dry_run_has_the_command_of_verl():
+    ppo = ALL_WEIGHTS | engine_settings.VERL
+    params = check_params({"ppo": ppo, "launcher": {"ray_address": NOWHERE}}, "test")
+    [command] = engine_commands(params, {"ppo@r1"})
+    address, *words = shlex.split(command)
+    assert (address, words[:3]) == ("ppo@r1:", ["python3", "-m", "verl.trainer.main_ppo"])
+    settings = dict(word.split("=", 1) for word in words[3:])
+    model = Path("rounds/r1/reward/model").resolve()
+    assert settings["reward.reward_model.model_path"] == f"'{model}'"
+    assert settings["critic.model.path"] == f"'{model}'"
+    assert settings["actor_rollout_ref.model.path"].endswith("rounds/r1/sft/model'")
 
 
 def test_time_and_memory_are_those_of_the_validations():

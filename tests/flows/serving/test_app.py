@@ -93,6 +93,19 @@ def test_vllms_clients_get_scores_or_their_sigmoid(serve, scorer):
     assert [row["index"] for row in several] == [0, 1]
 
 
+def test_vllms_clients_may_send_tokens(serve, scorer):
+    sequences, scores = scorer.encode(PROMPTS, RESPONSES), scorer(PROMPTS, RESPONSES)
+    url = f"{serve()}/classify"
+    for tokens, expected in (
+        (sequences, scores),
+        (sequences[:1], scores[:1]),
+        (sequences[1], scores[1:]),
+    ):
+        reply = httpx.post(url, json={"input": tokens, "use_activation": False}).json()
+        assert [row["probs"][0] for row in reply["data"]] == pytest.approx(expected, abs=1e-5)
+    assert reply["usage"]["prompt_tokens"] == len(sequences[1])
+
+
 def test_health_states_hash_lineage_and_verdict(serve):
     assert httpx.get(f"{serve(token='secret')}/health").json() == {
         "status": "ok",
@@ -147,6 +160,15 @@ def test_ppos_client_gets_the_scores(serve, scorer):
         ("classify", {"input": ["a", None]}, "input.1: Input should be a valid string"),
         ("classify", {"input": "a", "use_activation": "no way"}, "use_activation: Input should be"),
         ("classify", {"input": "b " * 900}, "input.0: has 902 tokens"),
+        ("classify", {"input": [[1] * 385]}, "input.0: has 385 tokens, the limit is 384"),
+        ("classify", {"input": [[1], [10**6]]}, "input.1: the tokenizer has no token 1000000"),
+        ("classify", {"input": [1, -1]}, "input.0: the tokenizer has no token -1"),
+        ("classify", {"input": [1, "a"]}, "tokens.0.1: Input should be a valid integer"),
+        ("classify", {"input": [[1], []]}, "tokens.1: List should have at least 1 item"),
+        ("classify", {"input": [[1]] * (MAX_TEXTS + 1)}, "tokens: List should have at most 16384"),
+        ("classify", {}, "input: Field required"),
+        ("classify", {"input": None}, "input: List should have at least 1 item"),
+        ("classify", {"input": 3, "tokens": [[1]]}, "input: Input should be a valid array"),
     ],
 )
 def test_a_bad_request_is_named(serve, path, body, message):

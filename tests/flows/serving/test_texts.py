@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.serving.texts import Texts, TextTooLong
+from flows.serving.texts import Texts, Unreadable
 from stages.assets.base_model import tiny_tokenizer
 from tests.tokenizers import make_bos_tokenizer
 
@@ -57,7 +57,7 @@ def test_an_empty_response_is_one_eos(tokenizer):
 def test_a_text_of_as_many_tokens_as_the_model_has_positions_fits(tokenizer):
     number = len(texts_of(tokenizer).encode("The day was good.", None))
     assert len(texts_of(tokenizer, number).encode("The day was good.", None)) == number
-    with pytest.raises(TextTooLong, match=f"has {number} tokens, the limit is {number - 1}"):
+    with pytest.raises(Unreadable, match=f"has {number} tokens, the limit is {number - 1}"):
         texts_of(tokenizer, number - 1).encode("The day was good.", None)
 
 

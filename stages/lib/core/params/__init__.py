@@ -15,7 +15,6 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import openrlhf
 from stages.lib.core.params.data import (
     START,
     AssetsParams,
@@ -24,6 +23,7 @@ from stages.lib.core.params.data import (
     RoundParams,
     rounds,
 )
+from stages.lib.core.params.engines import ENGINES
 from stages.lib.core.params.evaluation import (
     HELD_OUT_REWARD_MODEL,
     BatteryParams,
@@ -164,15 +164,16 @@ class Params(ParamsSection):
     @model_validator(mode="after")
     def engine_can_train(self) -> "Params":
         ppo, launcher = self.ppo, self.launcher
-        if ppo.engine is Engine.local:
+        engine = ENGINES.get(ppo.engine.value)
+        if engine is None:
             return self
         if self.algorithm is not Algorithm.ppo:
             raise ValueError(
-                f"ppo.engine {ppo.engine.value}: algorithm is {self.algorithm.value}, which Rondo "
+                f"ppo.engine {engine.name}: algorithm is {self.algorithm.value}, which Rondo "
                 "trains itself: set ppo.engine to local"
             )
-        placed = openrlhf.placement(launcher.nodes, launcher.gpus_per_node, ppo.engine_options)
-        openrlhf.check_placement(placed, ppo)
+        placed = engine.placement(launcher.nodes, launcher.gpus_per_node, ppo.engine_options)
+        engine.check_placement(placed, ppo)
         return self
 
     def processes(self, stage: str) -> int:

@@ -1,26 +1,23 @@
 """OpenRLHF as the engine of PPO: what it cannot do, and the options of its command.
 
-openrlhf.json has the options of the version below, as its own parser declares them
-(tests/stages/ppo/engines/openrlhf_parser.py). argparse would also take an abbreviation, and
-OpenRLHF finds some mistakes only after it has loaded the models; so all are looked for here, before
-a run starts.
+openrlhf.json has the options as the parser of its command declares them
+(tests/stages/ppo/engines/openrlhf_parser.py). argparse would also take an abbreviation.
 """
 
-import json
 from collections.abc import Mapping
-from difflib import get_close_matches
-from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-RECORDED = json.loads(Path(__file__).with_name("openrlhf.json").read_text())
-VERSION: str = RECORDED["version"]
-Value = bool | int | float | str
-Options = dict[str, Value | list[Value]]
+from stages.lib.core.params.engine_settings import (
+    EngineSettings,
+    Options,
+    Value,
+    check_workers,
+)
+
 GPU_MEMORY_UTILIZATION = 0.6  # vLLM's share of a GPU, if the other models wait meanwhile
 
-# Keys of `ppo` with the one value that OpenRLHF can honour. It starts the policy and the reference
-# from the same model, trains all weights, and says itself that its adaptive KL does not work.
+# It starts the policy and the reference from the same model, trains all weights, and says itself
+# that its adaptive KL does not work.
 REQUIRED: dict[str, Any] = {
     "critic": "reward",
     "init_from": "sft",
@@ -36,7 +33,6 @@ REQUIRED: dict[str, Any] = {
     "whiten_rewards": False,
 }
 
-# Options that other keys of params.yaml set, or that Rondo needs as it sets or leaves them
 SET_BY = {
     "actor.adam.lr": "ppo.learning_rate",
     "actor.entropy_coef": "ppo.entropy_coef",
@@ -104,60 +100,81 @@ SET_BY = {
 }
 
 
-def settings_to_change(ppo: Any) -> dict[str, Any]:
-    """The keys of section `ppo` that OpenRLHF cannot honour, with the value to set."""
-    return {f"ppo.{key}": value for key, value in REQUIRED.items() if attrgetter(key)(ppo) != value}
+class OpenRlhfSettings(EngineSettings):
+    name, title, recorded = "openrlhf", "OpenRLHF", "openrlhf.json"
+    required, set_by = REQUIRED, SET_BY
 
+    def mistake(self, name: str, value: Value | list[Value]) -> str:
+        option: Mapping[str, Any] = self.options[name]
+        kind, number = option["type"], option.get("nargs")
+        if number is not None:
+            fits = isinstance(value, list) and all(_fits(item, kind) for item in value)
+            least = {"+": 1, "*": 0}.get(number, number)
+            if fits and isinstance(value, list):
+                fits = len(value) >= least if isinstance(number, str) else len(value) == number
+            size = number if isinstance(number, int) else f"at least {least}"
+            return "" if fits else f"a list of {size} of type {kind}"
+        if isinstance(value, list) or not _fits(value, kind):
+            return f"a value of type {kind}"
+        choices = option.get("choices", [value])
+        return "" if value in choices else f"one of {', '.join(map(str, choices))}"
 
-def check_settings(ppo: Any) -> None:
-    """Check that OpenRLHF can do what section `ppo` wants.
+    def placement(self, nodes: int, gpus_per_node: int, options: Options) -> Options:
+        engines = {"vllm.tensor_parallel_size": 1} | options
+        size = engines["vllm.tensor_parallel_size"]
+        roles: Options = {}
+        for role in ("actor", "ref", "critic", "reward"):
+            roles |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": gpus_per_node}
+        turns: Options = {
+            "train.colocate_all": True,
+            "vllm.num_engines": max(nodes * gpus_per_node // max(int(str(size)), 1), 1),
+            "vllm.tensor_parallel_size": 1,
+            "vllm.enable_sleep": True,
+            "vllm.gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
+            "ds.enable_sleep": True,
+            "ds.zero_stage": 3,
+            "ds.packing_samples": True,
+        }
+        return roles | turns | options
 
-    Raises:
-        ValueError: names each key that it cannot honour, with the value to set.
-    """
-    change = settings_to_change(ppo)
-    different = [f"{key}={json.dumps(value)}" for key, value in change.items()]
-    if not ppo.kl_coef:  # then it would load no reference, and measure no KL
-        different.append("ppo.kl_coef above 0")
-    if different:
-        raise ValueError(
-            f"engine openrlhf needs {', '.join(different)} (docs/engines.md says why; "
-            "`--preset openrlhf` sets all of them)"
-        )
+    def check_placement(self, placed: Options, ppo: Any) -> None:
+        def number(name: str) -> int:
+            return int(str(placed.get(name, 1)))
 
-
-def check_options(options: Options) -> None:
-    """Check names and types of `ppo.engine_options`.
-
-    Raises:
-        ValueError: OpenRLHF has no such option, another key sets it, or its value is none.
-    """
-    for name, value in options.items():
-        where = f"engine_options.{name}"
-        if name not in RECORDED["options"]:
-            near = get_close_matches(name, RECORDED["options"], n=1)
-            hint = f": did you mean {near[0]}?" if near else " (names without the leading --)"
-            raise ValueError(f"{where}: OpenRLHF {VERSION} has no such option{hint}")
-        if name in SET_BY:
-            raise ValueError(f"{where}: {SET_BY[name]} sets it; remove it here")
-        if expected := _mistake(value, RECORDED["options"][name]):
-            raise ValueError(f"{where}: expected {expected}, got {value!r}")
-
-
-def _mistake(value: Value | list[Value], option: Mapping[str, Any]) -> str:
-    """What an option expects, if the value is something else."""
-    kind, number = option["type"], option.get("nargs")
-    if number is not None:
-        fits = isinstance(value, list) and all(_fits(item, kind) for item in value)
-        least = {"+": 1, "*": 0}.get(number, number)
-        if fits and isinstance(value, list):
-            fits = len(value) >= least if isinstance(number, str) else len(value) == number
-        size = number if isinstance(number, int) else f"at least {least}"
-        return "" if fits else f"a list of {size} of type {kind}"
-    if isinstance(value, list) or not _fits(value, kind):
-        return f"a value of type {kind}"
-    choices = option.get("choices", [value])
-    return "" if value in choices else f"one of {', '.join(map(str, choices))}"
+        gpus = {
+            role: number(f"{role}.num_nodes") * number(f"{role}.num_gpus_per_node")
+            for role in ("actor", "ref", "critic", "reward")
+        }
+        together = bool(placed.get("train.colocate_all"))
+        with_reference = together or bool(placed.get("train.colocate_actor_ref"))
+        engines = number("vllm.num_engines") * number("vllm.tensor_parallel_size")
+        if with_reference and gpus["ref"] != gpus["actor"]:
+            raise ValueError(
+                f"engine_options: actor has {gpus['actor']} GPUs and ref {gpus['ref']}, but they "
+                "share them: make the numbers equal"
+            )
+        if placed.get("train.colocate_critic_reward") and gpus["critic"] != gpus["reward"]:
+            raise ValueError(
+                f"engine_options: critic has {gpus['critic']} GPUs and reward {gpus['reward']}, "
+                "but they share them: make the numbers equal"
+            )
+        if together and engines != gpus["actor"]:
+            raise ValueError(
+                f"engine_options: vllm.num_engines x vllm.tensor_parallel_size is {engines}, but "
+                f"must be the number of GPUs, {gpus['actor']}, if train.colocate_all is true"
+            )
+        attention = str(placed.get("ds.attn_implementation", "flash_attention_2"))
+        if placed.get("ds.packing_samples") and "flash_attention" not in attention:
+            raise ValueError(
+                f"engine_options: ds.attn_implementation {attention} with ds.packing_samples: "
+                "OpenRLHF would use flash_attention_2: set ds.packing_samples to false"
+            )
+        for name in ("ds.ring_attn_size", "ds.tensor_parallel_size", "vllm.tensor_parallel_size"):
+            if number(name) < 1:
+                raise ValueError(f"engine_options.{name}: expected 1 or more, got {number(name)}")
+        shared = number("ds.ring_attn_size") * number("ds.tensor_parallel_size")
+        for role in ("actor", "critic"):
+            check_workers(role, gpus[role] // shared, ppo)
 
 
 def _fits(value: Value, kind: str) -> bool:
@@ -168,77 +185,4 @@ def _fits(value: Value, kind: str) -> bool:
     return isinstance(value, int if kind == "int" else str)
 
 
-def placement(nodes: int, gpus_per_node: int, options: Options) -> Options:
-    """Where the models run: all of them on all GPUs, by turns, but for what `options` say."""
-    engines = {"vllm.tensor_parallel_size": 1} | options
-    size = engines["vllm.tensor_parallel_size"]
-    roles: Options = {}
-    for role in ("actor", "ref", "critic", "reward"):
-        roles |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": gpus_per_node}
-    turns: Options = {
-        "train.colocate_all": True,
-        "vllm.num_engines": max(nodes * gpus_per_node // max(int(str(size)), 1), 1),
-        "vllm.tensor_parallel_size": 1,
-        "vllm.enable_sleep": True,
-        "vllm.gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
-        "ds.enable_sleep": True,
-        "ds.zero_stage": 3,
-        "ds.packing_samples": True,
-    }
-    return roles | turns | options
-
-
-def check_placement(placed: Options, ppo: Any) -> None:
-    """Check what OpenRLHF and DeepSpeed would find after the models are loaded.
-
-    Args:
-        placed: `placement`.
-        ppo: section `ppo` of params.yaml.
-
-    Raises:
-        ValueError: the numbers of GPUs, engines and episodes do not fit each other.
-    """
-
-    def number(name: str) -> int:
-        return int(str(placed.get(name, 1)))
-
-    gpus = {
-        role: number(f"{role}.num_nodes") * number(f"{role}.num_gpus_per_node")
-        for role in ("actor", "ref", "critic", "reward")
-    }
-    together = bool(placed.get("train.colocate_all"))
-    with_reference = together or bool(placed.get("train.colocate_actor_ref"))
-    engines = number("vllm.num_engines") * number("vllm.tensor_parallel_size")
-    if with_reference and gpus["ref"] != gpus["actor"]:
-        raise ValueError(
-            f"engine_options: actor has {gpus['actor']} GPUs and ref {gpus['ref']}, but they share "
-            "them: make the numbers equal"
-        )
-    if placed.get("train.colocate_critic_reward") and gpus["critic"] != gpus["reward"]:
-        raise ValueError(
-            f"engine_options: critic has {gpus['critic']} GPUs and reward {gpus['reward']}, but "
-            "they share them: make the numbers equal"
-        )
-    if together and engines != gpus["actor"]:
-        raise ValueError(
-            f"engine_options: vllm.num_engines x vllm.tensor_parallel_size is {engines}, but must "
-            f"be the number of GPUs, {gpus['actor']}, if train.colocate_all is true"
-        )
-    attention = str(placed.get("ds.attn_implementation", "flash_attention_2"))
-    if placed.get("ds.packing_samples") and "flash_attention" not in attention:
-        raise ValueError(
-            f"engine_options: ds.attn_implementation {attention} with ds.packing_samples: OpenRLHF "
-            "would use flash_attention_2: set ds.packing_samples to false"
-        )
-    for name in ("ds.ring_attn_size", "ds.tensor_parallel_size", "vllm.tensor_parallel_size"):
-        if number(name) < 1:
-            raise ValueError(f"engine_options.{name}: expected 1 or more, got {number(name)}")
-    shared = number("ds.ring_attn_size") * number("ds.tensor_parallel_size")
-    for role in ("actor", "critic"):
-        workers = gpus[role] // shared
-        if not workers or ppo.mini_batch_size % (ppo.micro_batch_size * workers):
-            raise ValueError(
-                f"ppo.mini_batch_size {ppo.mini_batch_size} must be a multiple of "
-                f"ppo.micro_batch_size {ppo.micro_batch_size} times the {workers} data-parallel "
-                f"workers of the {role}"
-            )
+OPENRLHF = OpenRlhfSettings()

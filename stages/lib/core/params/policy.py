@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from stages.lib.core.params.openrlhf import Options, check_options, check_settings
+from stages.lib.core.params.engine_settings import Options
+from stages.lib.core.params.engines import ENGINES
 from stages.lib.core.params.shared import URL_PATTERN, LoraParams, ParamsSection
 
 
@@ -124,6 +125,7 @@ class LossLevel(str, Enum):
 class Engine(str, Enum):
     local = "local"
     openrlhf = "openrlhf"
+    verl = "verl"
 
 
 class Critic(str, Enum):
@@ -163,8 +165,8 @@ class RewardSource(ParamsSection):
 class PpoParams(ParamsSection):
     engine: Engine = Field(
         Engine.local,
-        description="Who trains: `local`: Rondo itself; `openrlhf`: OpenRLHF, as a job of the Ray "
-        "cluster at launcher.ray_address (docs/engines.md).",
+        description="Who trains: `local`: Rondo itself; `openrlhf`, `verl`: OpenRLHF or verl, as a "
+        "job of the Ray cluster at launcher.ray_address (docs/engines.md).",
     )
     engine_options: Options = Field(
         default_factory=dict,
@@ -348,9 +350,9 @@ class PpoParams(ParamsSection):
                 "reward_url: the critic cannot start from a reward model that PPO does not load: "
                 "set critic to policy"
             )
-        if self.engine is Engine.openrlhf:
-            check_settings(self)
-            check_options(self.engine_options)
+        if engine := ENGINES.get(self.engine.value):
+            engine.check_settings(self)
+            engine.check_options(self.engine_options)
         elif self.engine_options:
             raise ValueError("engine_options: engine is local, which has none: remove them")
         names = [source.name for source in self.rewards]

@@ -1,4 +1,4 @@
-"""A round whose policy OpenRLHF's stand-in trains, on Ray's stand-in or on a real cluster."""
+"""A round whose policy the stand-in of an engine trains, on Ray's stand-in or on a real cluster."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from stages.lib.core.params import Params, check_params, openrlhf
+from stages.lib.core.params import Params, check_params
 from stages.lib.core.types import Metrics
-from tests.engine_settings import NEEDED
+from tests.engine_settings import NEEDED, VERL
 from tests.ray_cluster import RealCluster, real_or_stand_in, start_real
 from tests.ray_stand_in import RayStandIn
-from tests.stages.ppo.engines.stand_in.install import install
+from tests.stages.ppo.engines.stand_in.install import install, recorded_versions
 
 SHORT = {
     "batch_size": 4,
@@ -32,11 +32,11 @@ SHORT = {
 
 @pytest.fixture(scope="session")
 def engine_environment(tmp_path_factory) -> dict[str, str]:
-    """Variables with which `python3 -m openrlhf.cli.train_ppo_ray` is the stand-in, and metadata
-    that say the recorded version is installed.
+    """Variables with which the engines' commands are the stand-ins, and metadata that say the
+    recorded versions are installed.
     """
     folder = tmp_path_factory.mktemp("engine")
-    install(folder, openrlhf.VERSION)
+    install(folder, recorded_versions())
     return {
         "PYTHONPATH": str(folder),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -66,7 +66,8 @@ def make_params(make_round) -> Callable[..., Params]:
         params = json.loads(make_round("r0", 1.0).model_dump_json())
         shutil.rmtree(Path("rounds/r0/ppo"))
         launcher = {"ray_address": address, "gpus_per_node": 2}
-        section = params["ppo"] | NEEDED | SHORT | {"engine_options": options or {}} | ppo
+        needed = VERL if ppo.get("engine") == "verl" else NEEDED
+        section = params["ppo"] | needed | SHORT | {"engine_options": options or {}} | ppo
         return check_params(params | {"ppo": section, "launcher": launcher}, "test")
 
     return make

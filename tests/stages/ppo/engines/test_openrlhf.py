@@ -15,18 +15,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
-from stages.lib.core.params import Params, check_params, openrlhf
-from stages.ppo.engines.openrlhf import (
-    EngineMetrics,
-    JobFiles,
-    arguments,
-    command,
-    options,
-    write_prompts,
-)
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.openrlhf import OPENRLHF
+from stages.ppo.engines.job import EngineMetrics
+from stages.ppo.engines.openrlhf import OpenRlhfJob, arguments
 from tests.engine_settings import NEEDED
 from tests.stages.ppo.engines.openrlhf_parser import OpenRlhf
-from tests.stages.ppo.engines.stand_in.install import install
+from tests.stages.ppo.engines.stand_in.install import install, recorded_versions
 
 WHEEL = os.environ.get("OPENRLHF_WHEEL", "")
 needs_wheel = pytest.mark.skipif(
@@ -40,8 +35,12 @@ def make(**sections: Any) -> Params:
     return check_params({"ppo": ppo, "launcher": launcher} | sections, "test")
 
 
-def chosen(params: Params, resumes: bool = False) -> dict[str, Any]:
-    return options(params, JobFiles(Path("/work")), Path("/sft"), Path("/reward"), resumes)
+def job_of(params: Params, folder: Path = Path("/work")) -> OpenRlhfJob:
+    return OpenRlhfJob(params, folder, Path("/sft"), Path("/reward"))
+
+
+def chosen(params: Params) -> dict[str, Any]:
+    return job_of(params).options()
 
 
 DISTINCT = {
@@ -129,7 +128,13 @@ def test_each_setting_goes_to_the_option_that_means_it():
     for role in ("actor", "ref", "critic", "reward"):
         expected |= {f"{role}.num_nodes": 1, f"{role}.num_gpus_per_node": 4}
     assert chosen(params) == expected
-    assert chosen(params, resumes=True) == expected | {"ckpt.load_enable": True}
+
+
+def test_a_job_with_a_checkpoint_continues_from_it(tmp_path):
+    job = job_of(make(), tmp_path)
+    assert job.options()["ckpt.load_enable"] is False
+    (job.states / "_actor").mkdir(parents=True)
+    assert job.options()["ckpt.load_enable"] is True
 
 
 def test_the_options_of_the_user_are_added_or_replace_those_of_the_placement():
@@ -140,12 +145,11 @@ def test_the_options_of_the_user_are_added_or_replace_those_of_the_placement():
 
 
 def test_each_option_is_one_that_the_engine_has_and_no_user_can_set_it_twice():
-    placed = openrlhf.placement(1, 8, {})
+    placed = OPENRLHF.placement(1, 8, {})
     for name, value in chosen(make(ppo=DISTINCT, launcher={"gpus_per_node": 4})).items():
-        option = openrlhf.RECORDED["options"][name]
-        assert not openrlhf._mistake(value, option), name
-        assert (name in openrlhf.SET_BY) != (name in placed), name
-    assert set(openrlhf.SET_BY) <= set(openrlhf.RECORDED["options"])
+        assert not OPENRLHF.mistake(name, value), name
+        assert (name in OPENRLHF.set_by) != (name in placed), name
+    assert set(OPENRLHF.set_by) <= set(OPENRLHF.options)
 
 
 def test_a_switch_is_there_or_not_and_a_list_is_many_words():
@@ -156,15 +160,15 @@ def test_a_switch_is_there_or_not_and_a_list_is_many_words():
 
 def test_the_command_is_quoted_for_the_shell(tmp_path):
     """The program is replaced by one that prints its arguments, as JSON in one line."""
-    install(tmp_path, openrlhf.VERSION)
+    install(tmp_path, recorded_versions())
     program = "import json, sys; print(json.dumps(sys.argv[1:]))"
     (tmp_path / "openrlhf/cli/train_ppo_ray.py").write_text(program)
-    log = tmp_path / "a folder/engine.log"
-    log.parent.mkdir()
-    line = command({"train.seed": 1, "data.label_key": "it's $HOME"}, log)
-    code = os.system(f"cd {shlex.quote(str(tmp_path))} && PYTHONPATH=. {line}")
-    assert code == 0
-    assert json.loads(log.read_text()) == ["--train.seed", "1", "--data.label_key", "it's $HOME"]
+    job = job_of(make(ppo={"engine_options": {"data.label_key": "it's $HOME"}}), tmp_path / "a b")
+    job.folder.mkdir()
+    assert os.system(f"PYTHONPATH={shlex.quote(str(tmp_path))} {job.command()}") == 0
+    words = json.loads(job.log.read_text())
+    assert words == arguments(job.options())
+    assert words[words.index("--data.label_key") + 1] == "it's $HOME"
 
 
 class Letters:
@@ -185,37 +189,38 @@ def test_prompts_are_those_of_all_updates_in_passes_over_all_prompts(tmp_path):
     params.ppo.total_episodes = 40  # two updates
     words = ["cat", "dog", "the", "hen"]
     episodes = [({"id": word, "prompt": word}, [ord(x) for x in word]) for word in words]
-    assert write_prompts(tmp_path / "prompts.jsonl", episodes, Letters(), params) == 1
+    assert job_of(params, tmp_path).write_inputs(episodes, Letters()) == 1
     rows = read_jsonl(tmp_path / "prompts.jsonl", "")
     assert len(rows) == 32
     assert sorted(Counter(row["prompt"] for row in rows).values()) == [10, 11, 11]
     passes = [tuple(row["id"] for row in rows[at : at + 3]) for at in range(0, 30, 3)]
     assert all(sorted(one) == ["cat", "dog", "hen"] for one in passes)
     assert len(set(passes)) > 1
-    write_prompts(tmp_path / "again.jsonl", episodes, Letters(), params)
-    assert read_jsonl(tmp_path / "again.jsonl", "") == rows
+    job_of(params, tmp_path / "again").write_inputs(episodes, Letters())
+    assert read_jsonl(tmp_path / "again/prompts.jsonl", "") == rows
 
 
 def test_prompts_that_are_all_read_otherwise_are_refused(tmp_path):
     episodes = [({"id": "1", "prompt": "the"}, [116, 104, 101])]
     with pytest.raises(BadInput, match=r"raise prepare\.max_prompt_tokens"):
-        write_prompts(tmp_path / "prompts.jsonl", episodes, Letters(), make())
+        job_of(make(), tmp_path).write_inputs(episodes, Letters())
 
 
 def test_a_checkpoint_counts_once_the_next_update_is_known(tmp_path):
-    files = JobFiles(tmp_path)
+    job = job_of(make(), tmp_path)
     for name in ("global_step5_hf", "global_step10_hf", "_actor"):
-        (files.states / name).mkdir(parents=True)
-    assert list(files.checkpoints(5, ended=False)) == []
-    assert list(files.checkpoints(10, ended=False)) == [5]
-    assert files.checkpoints(10, ended=True) == {
-        5: files.states / "global_step5_hf",
-        10: files.states / "global_step10_hf",
+        (job.states / name).mkdir(parents=True)
+    assert list(job.policies(5, ended=False)) == []
+    assert list(job.policies(10, ended=False)) == [5]
+    assert job.policies(12, ended=True) == {
+        5: job.states / "global_step5_hf",
+        10: job.states / "global_step10_hf",
+        12: job.final,
     }
 
 
-def write_events(files: JobFiles, steps: list[tuple[int, float]]) -> None:
-    writer = SummaryWriter(log_dir=str(files.metrics / "rondo"))
+def write_events(job: OpenRlhfJob, steps: list[tuple[int, float]]) -> None:
+    writer = SummaryWriter(log_dir=f"{job.folder}/tensorboard/rondo")
     for step, kl in steps:
         writer.add_scalar("train/kl", kl, step)
         writer.add_scalar("train/rollout/truncated_rate", 0.25, step)
@@ -224,23 +229,23 @@ def write_events(files: JobFiles, steps: list[tuple[int, float]]) -> None:
 
 
 def test_metrics_have_our_names_and_of_an_update_made_twice_the_later_one_counts(tmp_path):
-    files = JobFiles(tmp_path)
-    metrics = EngineMetrics(files)
+    job = job_of(make(), tmp_path)
+    metrics = EngineMetrics(job)
     assert metrics.read() == []
-    write_events(files, [(1, 0.5), (2, 1.0), (3, 1.5)])
+    write_events(job, [(1, 0.5), (2, 1.0), (3, 1.5)])
     assert metrics.read() == [
         {"step": 1, "kl_per_token": 0.5, "eos_rate": 0.75},
         {"step": 2, "kl_per_token": 1.0, "eos_rate": 0.75},
         {"step": 3, "kl_per_token": 1.5, "eos_rate": 0.75},
     ]
-    write_events(files, [(3, 2.5), (4, 3.0)])  # a job that was resumed after update 2
+    write_events(job, [(3, 2.5), (4, 3.0)])  # a job that was resumed after update 2
     assert [row["kl_per_token"] for row in metrics.read()] == [0.5, 1.0, 2.5, 3.0]
 
 
 @needs_wheel
 def test_the_recorded_options_are_those_of_the_wheel():
     real = OpenRlhf(Path(WHEEL))
-    assert {"version": real.version, "options": real.options()} == openrlhf.RECORDED
+    assert (real.version, real.options()) == (OPENRLHF.version, OPENRLHF.options)
 
 
 @needs_wheel
@@ -261,7 +266,7 @@ def test_what_is_accepted_here_the_wheel_accepts():
     """
     real, refused, taken = OpenRlhf(Path(WHEEL)), 0, 0
     values: list[Any] = [True, False, 3, 1, 0, -1, 0.5, "word", "", [1, 2], ["a", "b"], []]
-    for name in openrlhf.RECORDED["options"]:
+    for name in OPENRLHF.options:
         for value in values:
             try:
                 params = make(ppo={"engine_options": {name: value}})

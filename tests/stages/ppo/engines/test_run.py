@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stages.lib.core.errors import BadInput, Diverged, RondoError
 from stages.lib.core.files import file_hash, read_json, read_jsonl, work_dir, write_json
+from stages.lib.core.params.engines import ENGINES as ENGINE_SETTINGS
 from stages.lib.core.ray.cluster import Job, RayCluster
 from stages.lib.data.rollouts import read_rollouts
 from stages.lib.lm.loading import load_tokenizer
@@ -20,9 +21,28 @@ from tests.servers import until
 from tests.stages.ppo import stage_process
 
 FOLDER = Path("rounds/r0/ppo")
-SCALARS = {"policy_loss", "clip_fraction", "entropy", "policy_grad_norm", "learning_rate"} | {
-    *("kl_per_token", "score_mean", "score_std", "response_length", "eos_rate")
+SCALARS = {
+    *("policy_loss", "clip_fraction", "entropy", "policy_grad_norm", "learning_rate"),
+    *("kl_per_token", "score_mean", "response_length"),
 }
+# of an engine alone: scalars, the saved policies by update, the option that makes an event
+FURTHER = {
+    "openrlhf": {"score_std", "eos_rate"},
+    "verl": {"value_loss", "explained_variance"},
+}
+SAVED = {
+    "openrlhf": {2: "states/global_step2_hf", 4: "states/global_step4_hf", 5: "final"},
+    "verl": {update: f"policies/global_step_{update}" for update in (2, 4, 5)},
+}
+EVENT = {
+    "openrlhf": "logger.wandb.group",
+    "verl": "actor_rollout_ref.rollout.trace.experiment_name",
+}
+RESUMES = {
+    "openrlhf": "Loading the checkpoint: {states}/_actor/global_step2",
+    "verl": "Resuming from {states}/global_step_2/actor/huggingface",
+}
+ENGINES = ["openrlhf", "verl"]
 
 
 def engine_folder() -> Path:
@@ -42,12 +62,13 @@ def jobs() -> list[str]:
     return [job.status for job in states() if job]
 
 
-def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys):
-    params = make_params(ray.address)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys, engine):
+    params = make_params(ray.address, engine=engine)
     ppo(params, "r0")
     steps = read_jsonl(FOLDER / "metrics.jsonl", "")
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 2, 4, 5]
-    assert all(set(row) - {"step"} == SCALARS for row in steps[:5])
+    assert all(set(row) - {"step"} == SCALARS | FURTHER[engine] for row in steps[:5])
     assert [row["kl_per_token"] for row in steps[:5]] == pytest.approx(
         [0.0, 0.01, 0.02, 0.03, 0.04], abs=1e-6
     )
@@ -64,31 +85,36 @@ def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys):
     assert sorted(row["kl"] for row in metrics["validations"][:4]) == [
         row["kl"] for row in metrics["validations"][:4]
     ]
-    assert (manifest["algorithm"], manifest["engine"]) == ("ppo", "openrlhf 0.11.2")
+    assert (manifest["algorithm"], manifest["engine"]) == (
+        "ppo",
+        f"{engine} {ENGINE_SETTINGS[engine].version}",
+    )
     folder = engine_folder()
     assert manifest["engine_policies"] == {
-        "2": saved_weights_hash(folder / "states/global_step2_hf"),
-        "4": saved_weights_hash(folder / "states/global_step4_hf"),
-        "5": saved_weights_hash(folder / "final"),
+        str(update): saved_weights_hash(folder / saved) for update, saved in SAVED[engine].items()
     }
-    for update, saved in ((2, "states/global_step2_hf"), (5, "final")):
+    for update, saved in SAVED[engine].items():
         checkpoint = load_file(FOLDER / f"checkpoints/step_{update:05d}/model.safetensors")
         saved_weights = load_file(folder / saved / "model.safetensors")
         assert all(checkpoint[name].equal(weight) for name, weight in saved_weights.items())
-    assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
+    if engine == "openrlhf":
+        assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
+    else:
+        assert (FOLDER / "critic/EMPTY").read_text() == "verl has left no critic\n"
     assert {row["update"] for row in read_rollouts(FOLDER / "rollouts", "")} == {0, 5}
     assert load_tokenizer(FOLDER / "policy").vocab_size
     assert jobs() == ["SUCCEEDED"]
     output = capsys.readouterr().out
     assert "submitted the job rondo-ppo-r0-" in output
-    assert "openrlhf: kept the policy after update" in output
+    assert f"{engine}: kept the policy after update" in output
 
 
-def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys):
-    params = make_params(ray.address, {"logger.wandb.group": "FAIL=4"})
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys, engine):
+    params = make_params(ray.address, {EVENT[engine]: "FAIL=4"}, engine=engine)
     with pytest.raises(RondoError) as failure:
         ppo(params, "r0")
-    assert "of OpenRLHF ended as FAILED" in str(failure.value)
+    assert f"of {ENGINE_SETTINGS[engine].title} ended as FAILED" in str(failure.value)
     assert "CUDA error: out of memory" in str(failure.value)
     assert not (FOLDER / "metrics.json").exists()
     ppo(params, "r0")
@@ -97,8 +123,7 @@ def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys):
     # update 3 was made twice, since the last checkpoint was of update 2
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 2, 4, 5]
     log = (engine_folder() / "engine.log").read_text()
-    assert log.count("Loading the checkpoint") == 1
-    assert "_actor/global_step2" in log
+    assert log.count(RESUMES[engine].format(states=engine_folder().resolve() / "states")) == 1
 
 
 def test_metrics_that_were_lost_shift_no_policy(make_params, ray):
@@ -108,9 +133,19 @@ def test_metrics_that_were_lost_shift_no_policy(make_params, ray):
     assert [row["step"] for row in steps] == [1, 2, 4, 5, 2, 4, 5]
 
 
+def test_a_reward_that_is_missing_ends_the_job_of_verl(make_params, ray):
+    """No episode gets a reward of 0 instead."""
+    with pytest.raises(RondoError) as failure:
+        ppo(make_params(ray.address, {EVENT["verl"]: "MUTE=3"}, engine="verl"), "r0")
+    assert 'has no score for a response: 400: {"error": "out of memory"}' in str(failure.value)
+    assert jobs() == ["FAILED"]
+    # those of the updates before it are kept; the next run continues from them
+    assert [path.name for path in (engine_folder() / "policies").iterdir()] == ["global_step_2"]
+
+
 def test_a_job_without_metrics_is_no_success(make_params, ray):
     with pytest.raises(
-        RondoError, match=r"left no metrics in .*tensorboard: can the cluster write"
+        RondoError, match=r"left no metrics in .*tensorboard/rondo: can the cluster write"
     ):
         ppo(make_params(ray.address, {"logger.wandb.group": "LOST=0"}), "r0")
 

@@ -1,5 +1,6 @@
-"""Installs the stand-in: `python install.py FOLDER` makes a folder for PYTHONPATH in which
-`openrlhf.cli.train_ppo_ray` is the stand-in, and whose metadata name the recorded version.
+"""Installs the stand-ins: `python install.py FOLDER` makes a folder for PYTHONPATH in which
+`openrlhf.cli.train_ppo_ray` and `verl.trainer.main_ppo` are the stand-ins, and whose metadata name
+the recorded versions.
 """
 
 import json
@@ -8,19 +9,38 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OPTIONS = HERE.parents[4] / "stages/lib/core/params/openrlhf.json"
+RECORDED = HERE.parents[4] / "stages/lib/core/params"
+PROGRAMS = {"openrlhf": "openrlhf/cli/train_ppo_ray.py", "verl": "verl/trainer/main_ppo.py"}
+BASES = {
+    "reward_manager.py": "verl/experimental/reward_loop/reward_manager/base.py",
+    "checkpoint_callback.py": "verl/trainer/ppo/checkpoint_callback.py",
+}
 
 
-def install(folder: Path, version: str) -> None:
-    command = folder / "openrlhf/cli"
-    command.mkdir(parents=True)
-    shutil.copy(HERE / "train_ppo_ray.py", command)
-    shutil.copy(HERE.parent / "openrlhf_parser.py", folder)
-    shutil.copy(OPTIONS, folder)
-    metadata = folder / f"openrlhf-{version}.dist-info/METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: openrlhf\nVersion: {version}\n")
+def install(folder: Path, versions: dict[str, str]) -> None:
+    for module in ("openrlhf_parser.py", "verl_config.py", "stand_in/training.py"):
+        put(HERE.parent / module, folder / Path(module).name)
+    for engine, program in PROGRAMS.items():
+        put(HERE / Path(program).name, folder / program)
+        put(RECORDED / f"{engine}.json", folder / f"{engine}.json")
+        metadata = folder / f"{engine}-{versions[engine]}.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {versions[engine]}\n")
+    for name, path in BASES.items():
+        put(HERE / name, folder / path)
+
+
+def put(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)
+
+
+def recorded_versions() -> dict[str, str]:
+    return {
+        engine: json.loads((RECORDED / f"{engine}.json").read_text())["version"]
+        for engine in PROGRAMS
+    }
 
 
 if __name__ == "__main__":
-    install(Path(sys.argv[1]), json.loads(OPTIONS.read_text())["version"])
+    install(Path(sys.argv[1]), recorded_versions())

@@ -1,11 +1,14 @@
-"""Settings that OpenRLHF cannot honour are refused before a run, each with the value to set."""
+"""Settings that an engine cannot honour are refused before a run, each with the value to set."""
 
 from typing import Any
 
 import pytest
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import Params, check_params, openrlhf
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.openrlhf import OPENRLHF
+from stages.lib.core.params.verl import VERL
+from tests import engine_settings
 from tests.engine_settings import NEEDED
 
 LAUNCHER = {"ray_address": "http://ray:8265"}
@@ -131,7 +134,7 @@ def test_gpus_that_fit_are_taken():
 
 
 def test_models_share_all_gpus_by_default():
-    placed = openrlhf.placement(2, 4, {"vllm.tensor_parallel_size": 2})
+    placed = OPENRLHF.placement(2, 4, {"vllm.tensor_parallel_size": 2})
     assert (placed["actor.num_nodes"], placed["actor.num_gpus_per_node"]) == (2, 4)
     assert placed["vllm.num_engines"] == 4
 
@@ -148,3 +151,114 @@ def test_an_engine_needs_a_cluster_and_ppo():
 def test_one_process_follows_an_engine():
     params = check(LAUNCHER | {"processes": 4})
     assert (params.processes("ppo"), params.processes("sft")) == (1, 4)
+
+
+def check_verl(launcher: dict[str, Any] = LAUNCHER, **ppo: Any) -> Params:
+    section = engine_settings.VERL | {"micro_batch_size": 4} | ppo
+    return check_params({"launcher": launcher, "ppo": section}, "test")
+
+
+def test_verl_needs_other_values():
+    with pytest.raises(BadInput) as refusal:
+        check_params({"ppo": {"engine": "verl", "kl_coef": 0.0, "kl_control": "fixed"}}, "test")
+    assert str(refusal.value) == (
+        'test: ppo: Value error, engine verl needs ppo.init_from="sft", ppo.lora.r=0, '
+        "ppo.critic_lora.r=0, ppo.kl_coef above 0 (docs/engines.md says why; `--preset openrlhf` "
+        "sets all of them)"
+    )
+    for key, value in (
+        ("critic", "policy"),
+        ("kl_control", "adaptive"),
+        ("loss_level", "sequence"),
+        ("reward_weight", 0.5),
+        ("rewards", [{"name": "more", "function": "rewards:more"}]),
+        ("whiten_rewards", True),
+    ):
+        with pytest.raises(BadInput, match=rf"engine verl needs ppo\.{key}="):
+            check_verl(**{key: value})
+    check_verl(missing_eos_penalty=0.3, length_penalty=0.1)  # unlike OpenRLHF
+    assert set(VERL.required) < set(OPENRLHF.required)  # so that the preset has them all
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"critic.fsdp.param_ofload": True}, r"did you mean critic\.fsdp\.param_offload\?"),
+        ({f"{ACTOR}.optim.lr": 1e-6}, r"ppo\.learning_rate sets it; remove it here"),
+        ({f"{ACTOR}.checkpoint.async_save": True}, "Rondo sets it"),
+        ({"trainer.resume_mode": "auto"}, "Rondo sets it"),
+        ({"data.shuffle": True}, "Rondo sets it"),
+        ({"algorithm.adv_estimator": "grpo"}, "Rondo sets it"),
+        ({"reward_model.enable": True}, "Rondo sets it"),
+        ({f"{ROLLOUT}.engine_kwargs.vllm": 1}, "expected no value: set the keys below it"),
+        ({f"{ROLLOUT}.max_num_seqs": 1.5}, r"expected a value of type int, got 1\.5"),
+        ({f"{ROLLOUT}.max_num_seqs": True}, "expected a value of type int, got True"),
+        ({f"{ROLLOUT}.gpu_memory_utilization": "much"}, "expected a value of type float"),
+        ({f"{ROLLOUT}.enforce_eager": 1}, "expected a value of type bool, got 1"),
+        ({f"{ROLLOUT}.dtype": 16}, "expected a value of type str, got 16"),
+        ({f"{ACTOR}.optim.betas": 0.9}, "expected a list, got 0.9"),
+        ({"critic.strategy": "megatron"}, "expected one of fsdp, fsdp2, got 'megatron'"),
+    ],
+)
+def test_an_option_that_verl_would_misread_is_refused(options, message):
+    with pytest.raises(BadInput, match=message):
+        check_verl(engine_options=options)
+
+
+def test_options_that_verl_reads_are_taken():
+    options = {
+        "trainer.critic_warmup": 5,
+        "data.dataloader_num_workers": 2,
+        "reward.num_workers": 4,
+        "algorithm.rollout_correction.rollout_is": "token",  # null by default
+        f"{ROLLOUT}.over_sample_rate": 0.5,
+        f"{ROLLOUT}.gpu_memory_utilization": 1,
+        f"{ACTOR}.optim.betas": [0.9, 0.95],
+        f"{ACTOR}.strategy": "fsdp2",
+        f"{ACTOR}.clip_ratio_c": 10,
+    }
+    assert check_verl(engine_options=options).ppo.engine_options == options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 3}, "is 3, which must divide the number of GP"),
+        (
+            {"reward.reward_model.rollout.tensor_model_parallel_size": 4}
+            | {"reward.reward_model.rollout.data_parallel_size": 4},
+            r"reward\.reward_model\.rollout\..* is 16, which must divide .*, 8",
+        ),
+        ({f"{ROLLOUT}.data_parallel_size": 0}, "data_parallel_size: expected 1 or more"),
+        (
+            {f"{ACTOR}.ulysses_sequence_parallel_size": 3},
+            "ulysses_sequence_parallel_size 3 must divide the number of GPUs, 8",
+        ),
+        ({"critic.ulysses_sequence_parallel_size": 0}, "must divide the number of GPUs, 8"),
+    ],
+)
+def test_numbers_of_gpus_that_verl_cannot_use_are_refused(options, message):
+    with pytest.raises(BadInput, match=message):
+        check_verl(engine_options=options)
+
+
+def test_batches_that_do_not_fit_verls_gpus_are_refused():
+    check_verl(LAUNCHER | {"nodes": 2, "gpus_per_node": 4})
+    check_verl(
+        micro_batch_size=16,
+        engine_options={
+            f"{ACTOR}.ulysses_sequence_parallel_size": 4,
+            "critic.ulysses_sequence_parallel_size": 4,
+        },
+    )
+    with pytest.raises(BadInput, match=r"ppo\.batch_size 32 must be a multiple of .* GPUs, 24"):
+        check_verl(LAUNCHER | {"nodes": 3})
+    with pytest.raises(BadInput, match="4 times the 8 data-parallel workers of the critic"):
+        check_verl(
+            mini_batch_size=16, engine_options={f"{ACTOR}.ulysses_sequence_parallel_size": 2}
+        )
+    with pytest.raises(BadInput, match="8 times the 8 data-parallel workers of the actor"):
+        check_verl(micro_batch_size=8)

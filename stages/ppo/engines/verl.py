@@ -1,0 +1,254 @@
+"""verl's command, its inputs, and what it writes.
+
+Read in the source of the version that is recorded: `trainer/main_ppo.py`,
+`trainer/ppo/v1/trainer_base.py`, `experimental/reward_loop/`,
+`utils/checkpoint/fsdp_checkpoint_manager.py`.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.lib.core.files import read_json, write_json
+from stages.lib.core.params.engine_settings import Options, Value
+from stages.lib.core.params.verl import ACTOR, MODEL, REWARD_ROLLOUT, ROLLOUT, VERL
+from stages.lib.lm.end_tokens import EndTokens
+from stages.ppo.common.episodes import planned_updates
+from stages.ppo.engines.job import EngineJob
+
+PLUGIN = Path(__file__).with_name("rondo_verl.py")
+LATEST = "latest_checkpointed_iteration.txt"  # verl writes it after the checkpoint
+
+# A prompt is one message whose text is used as it is
+TEMPLATE = "{{ messages[0]['content'] }}"
+
+# The KL is a mean over the tokens of each response. Scores are those of rondo_verl.py:
+# calibrated, clipped, with penalties.
+METRICS = {
+    "actor/pg_loss": "policy_loss",
+    "critic/vf_loss": "value_loss",
+    "actor/pg_clipfrac": "clip_fraction",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "policy_grad_norm",
+    "critic/grad_norm": "critic_grad_norm",
+    "actor/lr": "learning_rate",
+    "actor/reward_kl_penalty": "kl_per_token",
+    "critic/score/mean": "score_mean",
+    "critic/vf_explained_var": "explained_variance",
+    "response_length/mean": "response_length",
+}
+
+
+class VerlJob(EngineJob):
+    """`states/global_step_<n>` has FSDP's checkpoints in `actor` and `critic`, and the policy in
+    `actor/huggingface`. verl deletes all but the last two; the folder `policies` has those of all.
+    """
+
+    settings = VERL
+    package, module = "verl", "verl.trainer.main_ppo"
+    tags = METRICS
+
+    @property
+    def prompts(self) -> Path:
+        return self.folder / "prompts.parquet"
+
+    @property
+    def plugin(self) -> Path:
+        return self.folder / PLUGIN.name
+
+    def write_prompts(self, rows: Sequence[Mapping[str, str]], tokenizer: Any) -> None:
+        """Also write rondo_verl.py with its numbers, which verl loads as a module."""
+        from datasets import Dataset  # takes seconds to import
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(
+            [
+                {
+                    "data_source": "rondo",
+                    "prompt": [{"role": "user", "content": row["prompt"]}],
+                    "ability": "rlhf",
+                    "reward_model": {"style": "model", "ground_truth": ""},
+                    "extra_info": {"index": index, "id": row["id"]},
+                }
+                for index, row in enumerate(rows)
+            ]
+        ).to_parquet(str(self.prompts))
+        ppo, model = self.params.ppo, read_json(self.reward / "config.json", "")
+        numbers = {
+            "model": str(self.reward),
+            "mean": model["mean"],
+            "std": model["std"],
+            "ends": end_tokens(self.sft, tokenizer),
+            "clip": ppo.score_clip,
+            "missing_eos_penalty": ppo.missing_eos_penalty,
+            "length_penalty": ppo.length_penalty,
+            "free_length": ppo.free_length,
+        }
+        write_json(self.plugin.with_suffix(".json"), numbers)
+        shutil.copy(PLUGIN, self.plugin)
+
+    @property
+    def kept(self) -> Path:
+        return self.folder / "policies"
+
+    def latest(self) -> int:
+        """The update of the last complete checkpoint; 0: there is none."""
+        path = self.states / LATEST
+        text = path.read_text() if path.exists() else ""
+        return int(text or 0)
+
+    def policies(self, last: int, ended: bool) -> dict[int, Path]:
+        """Also those of the last two checkpoints, if verl was killed before it kept them."""
+        folders = [*self.states.glob("global_step_*"), *self.kept.glob("global_step_*")]
+        updates = [(int(folder.name.removeprefix("global_step_")), folder) for folder in folders]
+        return {
+            update: folder if folder.parent == self.kept else folder / "actor/huggingface"
+            for update, folder in updates
+            if update <= self.latest()
+        }
+
+    def arguments(self) -> list[str]:
+        """Hydra's overrides."""
+        # Ray's workers have not the environment of the command; verl's config has no such key, so +
+        events = f"+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR={quoted(self.events)}"
+        return [*(f"{name}={quoted(value)}" for name, value in self.options().items()), events]
+
+    def options(self) -> Options:
+        """All keys of verl's config that differ from its defaults, or that Rondo needs."""
+        launcher = self.params.launcher
+        nodes, gpus = launcher.nodes, launcher.gpus_per_node
+        placed = self.settings.placement(nodes, gpus, self.params.ppo.engine_options)
+        return placed | self._models() | self._algorithm() | self._rewards() | self._run()
+
+    def _models(self) -> Options:
+        """Policy, reference and critic, and their optimizers."""
+        params, ppo = self.params, self.params.ppo
+        chosen: Options = {
+            f"{MODEL}.path": str(self.sft),
+            f"{MODEL}.custom_chat_template": TEMPLATE,
+            f"{MODEL}.enable_gradient_checkpointing": ppo.gradient_checkpointing,
+            "critic.model.path": str(self.reward),
+            "critic.model.tokenizer_path": str(self.reward),
+            "critic.model.enable_gradient_checkpointing": ppo.gradient_checkpointing,
+            f"{ACTOR}.optim.lr": ppo.learning_rate,
+            "critic.optim.lr": ppo.critic_learning_rate,
+            f"{ACTOR}.fsdp_config.seed": params.seed,
+            "critic.fsdp.seed": params.seed,
+            f"{ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+            f"{ACTOR}.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        }
+        for role in (ACTOR, "critic"):
+            chosen |= {
+                f"{role}.optim.lr_warmup_steps": ppo.warmup_updates,
+                f"{role}.optim.clip_grad": ppo.max_grad_norm,
+                f"{role}.grad_clip": ppo.max_grad_norm,
+                f"{role}.ppo_micro_batch_size_per_gpu": ppo.micro_batch_size,
+                f"{role}.data_loader_seed": params.seed,
+            }
+        return chosen
+
+    def _algorithm(self) -> Options:
+        """PPO with GAE, and the KL in the reward."""
+        ppo = self.params.ppo
+        return {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.gamma": ppo.gamma,
+            "algorithm.lam": ppo.lam,
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_penalty": "kl",
+            "algorithm.kl_ctrl.type": "fixed",
+            "algorithm.kl_ctrl.kl_coef": ppo.kl_coef,
+            f"{ACTOR}.ppo_mini_batch_size": ppo.mini_batch_size,
+            f"{ACTOR}.ppo_epochs": ppo.num_ppo_epochs,
+            f"{ACTOR}.clip_ratio": ppo.cliprange,
+            f"{ACTOR}.clip_ratio_low": ppo.cliprange,
+            f"{ACTOR}.clip_ratio_high": ppo.cliprange,
+            f"{ACTOR}.loss_agg_mode": "token-mean",
+            f"{ACTOR}.entropy_coeff": ppo.entropy_coef,
+            f"{ACTOR}.use_kl_loss": False,
+            "critic.cliprange_value": ppo.cliprange_value,
+        }
+
+    def _rewards(self) -> Options:
+        """The reward model in vLLM, and rondo_verl.py, which asks it."""
+        params, ppo = self.params, self.params.ppo
+        return {
+            "reward.reward_model.enable": True,
+            "reward.reward_model.model_path": str(self.reward),
+            f"{REWARD_ROLLOUT}.name": "vllm",
+            f"{REWARD_ROLLOUT}.prompt_length": params.prepare.max_prompt_tokens,
+            f"{REWARD_ROLLOUT}.response_length": ppo.response_length + 1,  # EOS after a cut one
+            "reward.reward_manager.source": "importlib",
+            "reward.reward_manager.name": "RondoReward",
+            "reward.reward_manager.module.path": str(self.plugin),
+            # without one, verl does not call the manager, but sends texts of its own template
+            "reward.custom_reward_function.path": str(self.plugin),
+            "reward.custom_reward_function.name": "compute_score",
+        }
+
+    def _run(self) -> Options:
+        """Prompts, rollouts, checkpoints and metrics."""
+        params, ppo = self.params, self.params.ppo
+        chosen: Options = {
+            "data.train_files": str(self.prompts),
+            "data.val_files": str(self.prompts),  # verl needs some, even if it never validates
+            "data.val_max_samples": 1,
+            "data.train_batch_size": ppo.batch_size,
+            "data.max_prompt_length": params.prepare.max_prompt_tokens,
+            "data.max_response_length": ppo.response_length,
+            "data.shuffle": False,
+            "data.seed": params.seed,
+            f"{ROLLOUT}.name": "vllm",
+            f"{ROLLOUT}.n": 1,
+            f"{ROLLOUT}.temperature": ppo.temperature,
+            f"{ROLLOUT}.seed": params.seed,
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": ppo.micro_batch_size,
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ppo.micro_batch_size,
+            "trainer.total_epochs": 1,  # the file has the prompts of all updates
+            "trainer.total_training_steps": planned_updates(ppo),
+            "trainer.project_name": "rondo",
+            "trainer.experiment_name": "ppo",
+            "trainer.logger": ["console", "tensorboard"],
+            "trainer.val_before_train": False,
+            "trainer.test_freq": -1,
+            "trainer.save_freq": ppo.validation_updates,
+            "trainer.default_local_dir": str(self.states),
+            # with 1, verl would delete the last checkpoint before the next one is complete
+            "trainer.max_actor_ckpt_to_keep": 2,
+            "trainer.max_critic_ckpt_to_keep": 2,
+            "trainer.checkpoint_callback_class": f"{PLUGIN.stem}.KeepPolicies",
+            "trainer.resume_mode": "disable",
+        }
+        if update := self.latest():
+            folder = str(self.states / f"global_step_{update}")
+            chosen |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": folder}
+        return chosen
+
+
+def quoted(value: Value | list[Value] | Path) -> str:
+    """A value in the grammar of Hydra's overrides.
+
+    >>> print(quoted("it's"), quoted(True), quoted(0.5), quoted(["a", 1]))
+    'it\\'s' true 0.5 ['a',1]
+    """
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    # backslashes count only before a quote, and before the closing one
+    text = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), str(value)
+    )
+    return f"'{text}'"
+
+
+def end_tokens(model: Path, tokenizer: Any) -> list[int]:
+    """The ids of the tokens that end a response, the tokenizer's EOS first."""
+    from transformers import GenerationConfig  # takes seconds to import
+
+    config = GenerationConfig.from_pretrained(model, local_files_only=True)
+    return EndTokens.of(config, tokenizer).ids

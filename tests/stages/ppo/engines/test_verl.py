@@ -1,0 +1,313 @@
+"""verl's command line, prompts, rewards and files. Expected values are written by hand from the
+source of the recorded version.
+"""
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import GenerationConfig
+
+from stages.lib.core.files import read_json, write_json
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.verl import VERL
+from stages.lib.lm.end_tokens import EndTokens
+from stages.ppo.common.rewards import shape_scores
+from stages.ppo.engines.verl import VerlJob
+from tests import engine_settings
+from tests.stages.ppo.engines.stand_in.install import install, recorded_versions
+from tests.stages.ppo.engines.test_openrlhf import DISTINCT, Letters
+
+
+def make(**sections: Any) -> Params:
+    ppo = engine_settings.VERL | {"micro_batch_size": 2} | sections.pop("ppo", {})
+    launcher = {"ray_address": "http://ray:8265"} | sections.pop("launcher", {})
+    return check_params({"ppo": ppo, "launcher": launcher} | sections, "test")
+
+
+def job_of(params: Params, folder: Path = Path("/work"), models: Path = Path("/")) -> VerlJob:
+    return VerlJob(params, folder, models / "sft", models / "reward")
+
+
+EXPECTED = {
+    "actor_rollout_ref.model.path": "/sft",
+    "actor_rollout_ref.model.custom_chat_template": "{{ messages[0]['content'] }}",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.actor.optim.lr": 1e-6,
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": 2,
+    "actor_rollout_ref.actor.optim.clip_grad": 0.5,
+    "actor_rollout_ref.actor.grad_clip": 0.5,
+    "actor_rollout_ref.actor.fsdp_config.seed": 7,
+    "actor_rollout_ref.actor.data_loader_seed": 7,
+    "actor_rollout_ref.actor.checkpoint.save_contents": [
+        *("model", "optimizer", "extra", "hf_model")
+    ],
+    "actor_rollout_ref.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.actor.ppo_epochs": 3,
+    "actor_rollout_ref.actor.clip_ratio": 0.15,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.15,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.15,
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.temperature": 0.7,
+    "actor_rollout_ref.rollout.seed": 7,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
+    "critic.model.path": "/reward",
+    "critic.model.tokenizer_path": "/reward",
+    "critic.model.enable_gradient_checkpointing": True,
+    "critic.optim.lr": 9e-6,
+    "critic.optim.lr_warmup_steps": 2,
+    "critic.optim.clip_grad": 0.5,
+    "critic.grad_clip": 0.5,
+    "critic.fsdp.seed": 7,
+    "critic.data_loader_seed": 7,
+    "critic.ppo_micro_batch_size_per_gpu": 2,
+    "critic.cliprange_value": 0.3,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 0.99,
+    "algorithm.lam": 0.9,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.02,
+    "reward.reward_model.enable": True,
+    "reward.reward_model.model_path": "/reward",
+    "reward.reward_model.rollout.name": "vllm",
+    "reward.reward_model.rollout.prompt_length": 64,
+    "reward.reward_model.rollout.response_length": 101,
+    "reward.reward_model.rollout.tensor_model_parallel_size": 1,
+    "reward.reward_model.rollout.gpu_memory_utilization": 0.5,
+    "reward.reward_manager.source": "importlib",
+    "reward.reward_manager.name": "RondoReward",
+    "reward.reward_manager.module.path": "/work/rondo_verl.py",
+    "reward.custom_reward_function.path": "/work/rondo_verl.py",
+    "reward.custom_reward_function.name": "compute_score",
+    "data.train_files": "/work/prompts.parquet",
+    "data.val_files": "/work/prompts.parquet",
+    "data.val_max_samples": 1,
+    "data.train_batch_size": 48,
+    "data.max_prompt_length": 64,
+    "data.max_response_length": 100,
+    "data.shuffle": False,
+    "data.seed": 7,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 4,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 10,
+    "trainer.project_name": "rondo",
+    "trainer.experiment_name": "ppo",
+    "trainer.logger": ["console", "tensorboard"],
+    "trainer.val_before_train": False,
+    "trainer.test_freq": -1,
+    "trainer.save_freq": 5,
+    "trainer.default_local_dir": "/work/states",
+    "trainer.max_actor_ckpt_to_keep": 2,
+    "trainer.max_critic_ckpt_to_keep": 2,
+    "trainer.checkpoint_callback_class": "rondo_verl.KeepPolicies",
+    "trainer.resume_mode": "disable",
+}
+
+
+def distinct(**ppo: Any) -> Params:
+    return make(
+        ppo=DISTINCT | ppo,
+        prepare={"max_prompt_tokens": 64},
+        seed=7,
+        launcher={"gpus_per_node": 4},
+    )
+
+
+def test_each_setting_goes_to_the_key_that_means_it():
+    assert job_of(distinct()).options() == EXPECTED
+
+
+def test_a_job_with_a_checkpoint_continues_from_it(tmp_path):
+    job = job_of(distinct(), tmp_path)
+    assert job.options()["trainer.resume_mode"] == "disable"
+    job.states.mkdir()
+    for text, update in (("", None), ("10", 10)):  # empty: it is being written
+        (job.states / "latest_checkpointed_iteration.txt").write_text(text)
+        options = job.options()
+        folder = str(job.states / f"global_step_{update}") if update else None
+        assert options.get("trainer.resume_from_path") == folder
+        assert options["trainer.resume_mode"] == ("resume_path" if update else "disable")
+
+
+def test_each_key_is_one_that_verl_has_and_no_user_can_set_it_twice():
+    placed = VERL.placement(1, 8, {})
+    for name, value in EXPECTED.items():
+        assert not VERL.mistake(name, value), name
+        launcher = name in ("trainer.nnodes", "trainer.n_gpus_per_node")
+        assert bool(VERL.setter(name)) != (name in placed) or launcher, name
+    for name in VERL.set_by:
+        assert any(f"{option}.".startswith(f"{name}.") for option in VERL.options), name
+
+
+def test_the_options_of_the_user_replace_those_of_the_placement():
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    options = job_of(distinct(engine_options={size: 2, "critic.fsdp.param_offload": True}))
+    assert options.options() == EXPECTED | {size: 2, "critic.fsdp.param_offload": True}
+
+
+def test_workers_get_the_folder_of_the_metrics():
+    last = job_of(distinct()).arguments()[-1]
+    name = "+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR"
+    assert last == f"{name}='/work/tensorboard'"
+
+
+@pytest.fixture
+def written(tmp_path) -> VerlJob:
+    """A job whose inputs are written, of a model with two end tokens."""
+    params = make(
+        ppo={
+            "batch_size": 16,
+            "mini_batch_size": 16,
+            "total_episodes": 32,
+            "score_clip": 2.0,
+            "missing_eos_penalty": 0.5,
+            "length_penalty": 0.125,
+            "free_length": 3,
+        }
+    )
+    job = job_of(params, tmp_path / "job", tmp_path)
+    job.sft.mkdir()
+    GenerationConfig(eos_token_id=[9, 2]).save_pretrained(job.sft)
+    job.reward.mkdir()
+    write_json(job.reward / "config.json", {"mean": 1.5, "std": 2.0})
+    episodes = [({"id": word, "prompt": word}, [ord(x) for x in word]) for word in ("cat", "the")]
+    assert job.write_inputs(episodes, TwoEnds()) == 1
+    return job
+
+
+class TwoEnds(Letters):
+    eos_token_id = 2
+
+
+def test_prompts_are_messages_in_the_order_of_the_updates(written):
+    rows = Dataset.from_parquet(str(written.prompts)).to_list()
+    assert len(rows) == 32
+    assert rows[3] == {
+        "data_source": "rondo",
+        "prompt": [{"role": "user", "content": "cat"}],
+        "ability": "rlhf",
+        "reward_model": {"style": "model", "ground_truth": ""},
+        "extra_info": {"index": 3, "id": "cat"},
+    }
+    assert read_json(written.folder / "rondo_verl.json", "") == {
+        "model": str(written.reward),
+        "mean": 1.5,
+        "std": 2.0,
+        "ends": [2, 9],
+        "clip": 2.0,
+        "missing_eos_penalty": 0.5,
+        "length_penalty": 0.125,
+        "free_length": 3,
+    }
+
+
+@pytest.fixture
+def plugin(written, tmp_path, monkeypatch) -> Iterator[ModuleType]:
+    """rondo_verl.py as verl loads it, with stand-ins of verl's base classes."""
+    install(tmp_path / "engines", recorded_versions())
+    monkeypatch.syspath_prepend(str(tmp_path / "engines"))
+    spec = importlib.util.spec_from_file_location("rondo_verl", written.plugin)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+RESPONSES = [[5, 6, 2], [5, 9], [5, 6], [5, 6, 7, 8, 4, 2], [5, 6, 7, 8, 4], [2]]
+
+
+def test_rewards_are_shaped_as_those_of_rondos_own_ppo(plugin):
+    ends, raw = EndTokens(2, (9,)), [1.0, -40.0, 40.0, 3.0, 2.5, 1.5]
+    scores = shape_scores(
+        (torch.tensor(raw) - 1.5) / 2.0,
+        torch.tensor([ends.end(response) for response in RESPONSES]),
+        torch.tensor([len(response) for response in RESPONSES]),
+        clip=2.0,
+        missing_eos_penalty=0.5,
+        length_penalty=0.125,
+        free_length=3,
+    )
+    made = [plugin.shaped(*pair) for pair in zip(raw, RESPONSES, strict=True)]
+    assert made == pytest.approx(scores.tolist())
+    for response in RESPONSES:
+        assert plugin.closed(response) == ends.close(response)
+
+
+def test_the_reward_model_reads_the_sampled_tokens_without_padding(plugin, monkeypatch):
+    manager = plugin.RondoReward(None, None, None, reward_router_address="node:1")
+    assert manager.url == "http://node:1/classify"
+    sent: list[list[int]] = []
+
+    async def score(_: object, tokens: list[int]) -> float:
+        sent.append(tokens)
+        return 1.0
+
+    monkeypatch.setattr(plugin.RondoReward, "raw_score", score)
+    batch = {
+        "prompts": torch.tensor([7, 8, 0, 0]),
+        "responses": torch.tensor([5, 6, 0]),
+        "attention_mask": torch.tensor([1, 1, 0, 0, 1, 1, 0]),
+    }
+    reward = asyncio.run(manager.run_single([SimpleNamespace(batch=batch)]))
+    assert sent == [[7, 8, 5, 6, 2]]
+    assert reward == {"reward_score": (1.0 - 1.5) / 2 - 0.5, "reward_extra_info": {}}
+
+
+def test_a_reward_model_that_does_not_answer_is_an_error(plugin, monkeypatch):
+    monkeypatch.setattr(plugin, "TRIES", 2)
+    manager = plugin.RondoReward(None, None, None, reward_router_address="127.0.0.1:9")
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:9/classify has no score .* Connect"):
+        asyncio.run(manager.raw_score([1, 2]))
+    with pytest.raises(RuntimeError, match="rewards are made by RondoReward"):
+        plugin.compute_score("rondo", "text", "", {})
+
+
+def test_policies_are_kept_when_verl_deletes_its_checkpoints(plugin, written):
+    def save(update: int, tracked: bool = True) -> None:
+        policy = written.states / f"global_step_{update}/actor/huggingface"
+        policy.mkdir(parents=True)
+        (policy / "config.json").write_text(str(update))
+        if tracked:
+            (written.states / "latest_checkpointed_iteration.txt").write_text(str(update))
+
+    def contents() -> dict[int, str]:
+        policies = written.policies(0, ended=False)
+        return {n: (path / "config.json").read_text() for n, path in sorted(policies.items())}
+
+    callback = plugin.KeepPolicies()
+    for update in (2, 4):  # verl is killed after it has written 2, before the call
+        save(update)
+    assert contents() == {2: "2", 4: "4"}
+    callback.on_save(
+        trainer=None, global_step=4, checkpoint_dir=str(written.states / "global_step_4")
+    )
+    for update in (2, 4):
+        path = written.states / f"global_step_{update}/actor/huggingface/config.json"
+        kept = written.folder / f"policies/global_step_{update}/config.json"
+        assert os.path.samefile(path, kept)
+        path.unlink()
+        path.parent.rmdir()
+    save(6, tracked=False)  # in the making
+    assert contents() == {2: "2", 4: "4"}

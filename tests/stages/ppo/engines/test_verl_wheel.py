@@ -1,0 +1,264 @@
+"""verl's own code, from its wheel: its config, checks, dataset and formulas."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_jsonl, stage_dir
+from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.verl import ACTOR, MODEL, ROLLOUT, VERL
+from stages.lib.lm.loading import load_tokenizer
+from stages.ppo.alternatives.stage import load_prompts
+from stages.ppo.engines.verl import VerlJob, quoted
+from stages.ppo.trainer import functional
+from tests import engine_settings
+from tests.stages.ppo.engines.verl_config import Verl
+from tests.stages.ppo.engines.verl_wheel import FOLDER, WHEEL, needs_verl
+
+pytestmark = needs_verl
+GAMMA, LAM, CLIP, KL_COEF = 0.97, 0.9, 0.2, 0.3
+
+
+@pytest.fixture(scope="module")
+def verl() -> Verl:
+    return Verl(Path(WHEEL), FOLDER)
+
+
+@pytest.fixture
+def imported(verl, monkeypatch) -> None:
+    """verl can be imported."""
+    monkeypatch.syspath_prepend(str(verl.folder))
+
+
+@pytest.fixture
+def job(make_round) -> Callable[..., VerlJob]:
+    """A job of a round whose SFT and reward models are there."""
+    params = make_round("r0", 1.0).model_dump(mode="json")
+
+    def make(**ppo: Any) -> VerlJob:
+        launcher = {"ray_address": "http://ray:8265", "gpus_per_node": 4}
+        section = params["ppo"] | engine_settings.VERL | {"micro_batch_size": 2} | ppo
+        made: Params = check_params(params | {"ppo": section, "launcher": launcher}, "test")
+        models = [stage_dir("r0", stage) / "model" for stage in ("sft", "reward")]
+        return VerlJob(made, Path("it's a job"), *models)
+
+    return make
+
+
+def read(config: Any, name: str) -> Any:
+    from omegaconf import OmegaConf
+
+    value = OmegaConf.select(config, name)
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def test_the_recorded_keys_are_those_of_the_wheel(verl):
+    assert (verl.version, verl.options()) == (VERL.version, VERL.options)
+
+
+def test_verl_reads_the_command_as_it_is_meant_and_its_checks_accept_it(verl, job):
+    made = job()
+    config = verl.validate(made.arguments())
+    for name, value in made.options().items():
+        assert read(config, name) == value, name
+    environment = read(config, "ray_kwargs.ray_init.runtime_env.env_vars")
+    assert environment == {"TENSORBOARD_DIR": str(made.events)}
+    assert "it's a job" in str(made.events)
+
+
+@pytest.mark.parametrize(
+    "value", ["it's", "a\\", "a\\'b", "a b,c=[d]{e}", "", "10", "null", "{{ m['c'] }}", "/a/b-1"]
+)
+def test_hydra_reads_texts_as_they_are(value):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for expected in (value, [value, 1, True, 0.5]):
+        [override] = OverridesParser.create().parse_overrides([f"a={quoted(expected)}"])
+        assert override.value() == expected
+
+
+SECTIONS = (f"{ACTOR}.", f"{MODEL}.", f"{ROLLOUT}.", "actor_rollout_ref.ref.", "critic.")
+APART = ("profiler", "turbo_config", "qat", "mtp", "tiled_mlp", "disaggregation", "prometheus")
+
+
+def test_what_is_accepted_here_verl_accepts(verl, job):
+    """Each key with each of these values: either it is refused before the run, or verl's own checks
+    take it.
+    """
+    from omegaconf import OmegaConf
+
+    made, refused, taken = job(), 0, 0
+    start = verl.compose(made.arguments())
+    values: list[Any] = [True, False, 2, 1, 0, -1, 0.5, "word", "", [1, 2], ["a"], []]
+    names = [
+        name
+        for name in VERL.options
+        if name.startswith(SECTIONS) and not any(part in name for part in APART)
+    ]
+    for name in names:
+        for value in values:
+            try:
+                options = job(engine_options={name: value}).options()
+            except BadInput:
+                refused += 1
+                continue
+            if VERL.options[name] is None or value in ("word", ""):
+                continue  # verl says what it knows of these later, e.g. by the name of a file
+            config = start.copy()
+            for key, setting in options.items():
+                OmegaConf.update(config, key, setting)
+            verl.check(config)
+            taken += 1
+    assert refused > 1000
+    assert taken > 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({f"{ACTOR}.strateg": "fsdp2"}, r"did you mean actor_rollout_ref\.actor\.strategy\?"),
+        ({f"{ACTOR}.strategy": "megatron"}, "expected one of fsdp, fsdp2"),
+    ],
+)
+def test_a_key_that_verl_refuses_is_refused(verl, job, options, message):
+    with pytest.raises(BadInput, match=message):
+        job(engine_options=options)
+    arguments = [f"{name}={quoted(value)}" for name, value in options.items()]
+    with pytest.raises(Exception, match=r"Could not override|strategy|megatron"):
+        verl.validate(job().arguments() + arguments)
+
+
+def test_verl_reads_the_prompts_as_the_tokens_of_the_sft_model(imported, job):
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
+
+    made = job(total_episodes=8, batch_size=4, mini_batch_size=4, micro_batch_size=1)
+    prompts = load_prompts(made.params, "r0")
+    made.write_inputs(prompts.train, prompts.tokenizer)
+    tokens = {row["id"]: ids for row, ids in prompts.train}
+    config = {"prompt_key": "prompt", "filter_overlong_prompts": False}
+    tokenizer = load_tokenizer(made.sft)
+    tokenizer.chat_template = made.options()[f"{MODEL}.custom_chat_template"]
+    dataset = RLHFDataset(str(made.prompts), tokenizer, config)
+    builder = ContinuousTokenBuilder(tokenizer)
+    assert len(dataset) == 8
+    for row in (dataset[index] for index in range(8)):
+        ids = builder.build_initial_tokens(row["raw_prompt"])
+        assert ids == tokens[row["extra_info"]["id"]]
+
+
+def test_the_critic_starts_as_the_reward_model(job):
+    """verl loads its folder as a token classifier: the last token's value is the score."""
+    made = job()
+    reward = AutoModelForSequenceClassification.from_pretrained(made.reward, dtype=torch.float32)
+    critic = AutoModelForTokenClassification.from_pretrained(made.reward, dtype=torch.float32)
+    rows = read_jsonl(stage_dir("r0", "prepare") / "data/prompts_train.jsonl", "")
+    tokens = load_tokenizer(made.reward)(rows[0]["prompt"], return_tensors="pt").input_ids
+    with torch.no_grad():
+        value, score = critic(tokens).logits[0, -1], reward(tokens).logits[0]
+    torch.testing.assert_close(value, score)
+
+
+@pytest.fixture
+def rollout() -> dict[str, torch.Tensor]:
+    """Three episodes of 5, 3 and 1 tokens; padding has other numbers, which must not count."""
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+    scores = torch.zeros(3, 5)
+    scores[torch.arange(3), mask.sum(1) - 1] = torch.tensor([3.0, -0.5, -2.0])
+    names = ("logprobs", "old", "reference", "values", "old_values", "advantages", "returns")
+    return {"mask": mask, "scores": scores} | {name: torch.randn(3, 5) for name in names}
+
+
+def test_rewards_kl_and_advantages(imported, rollout):
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+
+    mask = rollout["mask"]
+    fields = {
+        "response_mask": mask.long(),
+        "token_level_scores": rollout["scores"],
+        "old_log_probs": rollout["old"],
+        "ref_log_prob": rollout["reference"],
+    }
+    data, metrics = apply_kl_penalty(
+        DataProto(batch=TensorDict(fields, batch_size=3)), core_algos.FixedKLController(KL_COEF)
+    )
+    rewards = functional.token_rewards(
+        rollout["scores"].sum(1), rollout["old"], rollout["reference"], mask, KL_COEF
+    )
+    torch.testing.assert_close(data.batch["token_level_rewards"][mask], rewards[mask])
+    kl = (rollout["old"] - rollout["reference"]) * mask
+    per_token = (kl.sum(1) / mask.sum(1)).mean()
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(per_token), rel=1e-5)
+    advantages, returns = core_algos.compute_gae_advantage_return(
+        data.batch["token_level_rewards"], rollout["values"], mask.long(), GAMMA, LAM
+    )
+    own, own_returns = functional.gae(rewards, rollout["values"], mask, GAMMA, LAM)
+    torch.testing.assert_close(returns[mask], own_returns[mask])
+    # verl divides by the standard deviation of a sample, Rondo by that of the batch's tokens
+    tokens = int(mask.sum())
+    own = functional.whiten(own, mask) * math.sqrt((tokens - 1) / tokens)
+    torch.testing.assert_close(advantages[mask], own[mask])
+
+
+def test_losses(imported, rollout):
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import FSDPActorConfig
+
+    mask = rollout["mask"]
+    config = FSDPActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=CLIP,
+        clip_ratio_low=CLIP,
+        clip_ratio_high=CLIP,
+        clip_ratio_c=1e9,  # verl also clips where the advantage is negative: docs/engines.md
+    )
+    loss, metrics = core_algos.compute_policy_loss_vanilla(
+        rollout["old"], rollout["logprobs"], rollout["advantages"], mask, config=config
+    )
+    own, clipped = functional.policy_loss(
+        rollout["logprobs"], rollout["old"], rollout["advantages"], CLIP
+    )
+    torch.testing.assert_close(functional.masked_mean(own, mask), loss)
+    share = float(functional.masked_mean(clipped.float(), mask))
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(share)
+    assert 0 < share < 1
+    value_loss, _ = core_algos.compute_value_loss(
+        rollout["values"], rollout["returns"], rollout["old_values"], mask, CLIP, "token-mean"
+    )
+    own_loss, _ = functional.value_loss(
+        rollout["values"], rollout["old_values"], rollout["returns"], CLIP
+    )
+    torch.testing.assert_close(functional.masked_mean(own_loss, mask), value_loss)
+
+
+def test_names_of_metrics_are_those_that_verl_writes(verl):
+    from stages.ppo.engines.verl import METRICS
+
+    sources = [
+        (verl.folder / "verl" / path).read_text()
+        for path in (
+            "workers/utils/losses.py",
+            "trainer/ppo/core_algos.py",
+            "trainer/ppo/metric_utils.py",
+            "trainer/ppo/ray_trainer.py",
+            "trainer/ppo/v1/trainer_base.py",
+        )
+    ]
+    added = {"actor/grad_norm", "critic/grad_norm", "actor/lr"}  # with a prefix, by the trainer
+    for name in METRICS.keys() - added:
+        assert any(f'"{name}"' in source for source in sources), name
+    engine = (verl.folder / "verl/workers/engine_workers.py").read_text()
+    for name in added:
+        assert f'"{name.partition("/")[2]}"' in engine, name
