@@ -18,6 +18,7 @@ class RayStandIn(ThreadingHTTPServer):
     Attributes:
         jobs: process by submission id. A head that was started anew knows none.
         environment: of the jobs.
+        lost: how many of the next jobs are placed on a node that has died.
         refuses: the last line of its answer to a submission, with 500, once; "": none.
     """
 
@@ -26,6 +27,8 @@ class RayStandIn(ThreadingHTTPServer):
         self.jobs: dict[str, subprocess.Popen[bytes]] = {}
         self.stopped: set[str] = set()
         self.environment, self.refuses, self.token = environment, "", ""
+        self.lost = 0
+        self.never_ran: set[str] = set()
         Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -33,6 +36,10 @@ class RayStandIn(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def submit(self, job_id: str, entrypoint: str) -> None:
+        if self.lost:
+            self.lost -= 1
+            self.never_ran.add(job_id)
+            entrypoint = "exit 1"
         self.jobs[job_id] = subprocess.Popen(
             entrypoint, shell=True, env=os.environ | self.environment, start_new_session=True
         )
@@ -79,7 +86,13 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, f"Job {job_id} does not exist")
         else:
             status = self.server.status(job_id)
-            self.reply(200, {"status": status, "message": f"Job is {status}."})
+            message = f"Job is {status}."
+            if status == "FAILED" and job_id in self.server.never_ran:
+                message = (
+                    "The actor died because its node has died. The actor never ran - it was "
+                    "cancelled before it started running."
+                )
+            self.reply(200, {"status": status, "message": message})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))

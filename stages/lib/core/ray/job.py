@@ -15,6 +15,9 @@ from stages.lib.core.progress import print_line
 from stages.lib.core.ray.cluster import Job, RayCluster
 
 POLL_SECONDS = 2.0
+# For up to half a minute after a node's death, Ray places jobs there. It says then that the actor
+# of the job never ran, so that nothing of the job was done.
+NEVER_RAN, TRIES, AGAIN_SECONDS = "never ran", 5, 10.0
 
 
 class RayJob:
@@ -32,6 +35,8 @@ class RayJob:
     def __init__(self, cluster: RayCluster, record: Path, address: str) -> None:
         self.cluster, self.record, self.address = cluster, record, address
         self.ids: list[str] = []
+        self.command: Callable[[], str] | None = None
+        self.tries = 0
         if record.exists():
             recorded = read_json(record, "")
             self.ids = recorded["jobs"]
@@ -57,6 +62,7 @@ class RayJob:
 
     def submit(self, command: Callable[[], str]) -> None:
         """Submit the next job."""
+        self.command, self.tries = command, self.tries + 1
         # a random id, since the same run in another folder may be on the cluster
         self.ids.append(f"rondo-{self.address.replace('@', '-')}-{uuid4().hex[:12]}")
         # before the job: a kill in between leaves an id that the cluster does not know
@@ -72,7 +78,8 @@ class RayJob:
             self.follow(lambda: True)
 
     def follow(self, look: Callable[[], bool]) -> Job:
-        """Wait for the end of the job; stop it if this process is told to end.
+        """Wait for the end of the job; stop it if this process is told to end. A job that was
+        placed on a node which had died is submitted again.
 
         Args:
             look: called every POLL_SECONDS, and once after the end; returns whether to stop the
@@ -94,9 +101,19 @@ class RayJob:
                 if look() and not (stopping or job.ended):
                     self.stop()
                     stopping = True
-                if job.ended:
+                if job.ended and not self._again(job):
                     return job
                 time.sleep(POLL_SECONDS)
+
+    def _again(self, job: Job) -> bool:
+        """Submit a job again that never ran; whether that was done."""
+        lost = job.status == "FAILED" and NEVER_RAN in job.message
+        if not lost or self.command is None or self.tries == TRIES:
+            return False
+        self._print("the node of the job had died before the job began: submits it again")
+        time.sleep(AGAIN_SECONDS)
+        self.submit(self.command)
+        return True
 
     def stop(self) -> None:
         """Have the cluster stop the job, which takes it seconds."""

@@ -63,6 +63,24 @@ def test_a_job_that_is_to_be_ended_has_ended_before_the_next_one(ray, tmp_path):
     assert again.follow(lambda: False).status == "SUCCEEDED"
 
 
+def test_a_job_on_a_node_that_had_died_is_submitted_again(ray, tmp_path, monkeypatch, capsys):
+    if not hasattr(ray, "lost"):
+        pytest.skip("on a real cluster, tests/stages/ppo/test_ray.py kills the node")
+    monkeypatch.setattr(job_module, "AGAIN_SECONDS", 0.0)
+    marks = tmp_path / "marks"
+    ray.lost = 2
+    tried = job(ray.address, tmp_path)
+    tried.submit(lambda: f"echo ran >> {marks}")
+    assert tried.follow(lambda: False).status == "SUCCEEDED"
+    assert (marks.read_text(), len(tried.ids)) == ("ran\n", 3)
+    assert capsys.readouterr().out.count("submits it again") == 2
+    ray.lost = 100
+    tried = job(ray.address, tmp_path)
+    tried.submit(lambda: f"echo ran >> {marks}")
+    assert tried.follow(lambda: False).status == "FAILED"  # after the last try
+    assert (marks.read_text(), len(tried.ids)) == ("ran\n", 3 + job_module.TRIES)
+
+
 def test_what_looks_at_the_job_is_called_once_more_after_its_end(ray, tmp_path):
     started, seen = job(ray.address, tmp_path), []
     mark = tmp_path / "mark"
