@@ -55,7 +55,7 @@ def exit_code(arguments: list[str] | None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    from flows.commands import plan
+    from flows.commands import plan, worker
     from flows.commands import serve_reward as service
     from flows.commands.badcases import add_commands as add_badcases
 
@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add_run_commands(commands)
     service.add_arguments(add_command(commands, "serve-reward", service.ABOUT))
     plan.add_arguments(add_command(commands, "plan", plan.ABOUT))
+    worker.add_arguments(add_command(commands, "worker", worker.ABOUT))
     add_approve(commands)
     add_badcases(commands)
     add_promote(commands)
@@ -379,6 +380,7 @@ COMMANDS = {
     "run": run,
     "next-round": next_round,
     "up": up,
+    "worker": by_module,
     "serve-reward": by_module,
     "plan": by_module,
     "status": status,

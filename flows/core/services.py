@@ -30,6 +30,8 @@ CLOCK_SECONDS = 10.0  # that the start of a process may differ, if the clock was
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
+# What `rondo worker` tells its runs: its name, and the git remote that gets the branches of runs
+WORKER, PUSH_TO = "RONDO_WORKER", "RONDO_PUSH_TO"
 MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME
 START_SECONDS = 120.0  # for a server to answer
 

@@ -4,6 +4,7 @@ A worktree shares DVC's cache with the project. Its results are committed to the
 `runs/<run id>`.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -16,11 +17,12 @@ from flows.core.bookkeeping import bookkeeping
 from flows.core.git import committer_options, git
 from flows.core.locks import LOCK
 from flows.core.run_locks import is_alive
-from flows.core.services import HOME, SERVERS, LogLine
+from flows.core.services import HOME, PUSH_TO, SERVERS, LogLine
 from flows.execution.dvc_stages import open_repo
 from stages.lib.core.ended_rounds import ended_names, files_of
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import JUDGE_CACHE, REPORTS, ROUNDS
+from stages.lib.core.progress import progress
 
 WORKSPACES = "workspaces"
 WORKSPACES_LOCK, WORKING_TREE_LOCK = "workspaces.lock", "working-tree.lock"
@@ -90,6 +92,9 @@ def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -
                 _commit(run)
                 if ended:
                     ENDED.touch()
+            if ended and (remote := os.environ.get(PUSH_TO)):
+                with bookkeeping(f"pushing {branch} to {remote}", log):
+                    push(branch, remote, log)
 
 
 def _commit(run: str) -> None:
@@ -102,6 +107,17 @@ def _commit(run: str) -> None:
         # Nobody is here to type the password of a signing key.
         options = [*committer_options(), "-c", "commit.gpgsign=false"]
         git(*options, "commit", "--quiet", "-m", f"Run {run}")
+
+
+def push(branch: str, remote: str, log: LogLine) -> None:
+    """Push the results in the working directory: the files first, so that whoever gets the branch
+    gets them as well.
+    """
+    with progress(f"pushing {branch} to {remote}"):
+        with open_repo() as repo:
+            files = repo.push()
+        git("push", "--quiet", remote, branch)
+    log(f"pushed {branch} to {remote}, and {files} files to DVC's remote")
 
 
 def _create(folder: Path, branch: str, log: LogLine, inputs: Iterable[Path]) -> None:

@@ -1,5 +1,6 @@
 """The number of stages that compute at the same time: Prefect's global concurrency limit
-`rondo-compute`, 1 unless a person changed it.
+`rondo-compute`, or `rondo-compute-NAME` on the machine of a `rondo worker`; 1 unless a person
+changed it.
 
 Concurrent runs, each in its own workspace, take turns stage by stage; a stage that one run computed
 is in DVC's cache for the others. A run without a Prefect server (`rondo run` alone) does not wait.
@@ -9,6 +10,7 @@ A slot is a lease of Prefect's. Prefect's own context manager stops renewing it 
 tries, within seconds, and the stage goes on without a slot; a `Slot` is taken again.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +25,7 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import get_current_settings
 
-from flows.core.services import LogLine
+from flows.core.services import WORKER, LogLine
 from flows.execution import gpus
 from flows.orchestration.prefect_requests import prefect_client
 from stages.lib.core.errors import RondoError
@@ -47,16 +49,21 @@ def compute_slot(log: LogLine, processes: int = 1) -> Iterator[None]:
     try:
         slot.wait()
     except RondoError as error:
-        log(f"computing without a slot of {LIMIT} until Prefect answers ({error})")
+        log(f"computing without a slot of {slot.limit} until Prefect answers ({error})")
     with slot.held(), gpus.some_gpus(processes):
         yield
 
 
+def limit_name() -> str:
+    """The limit of this machine."""
+    return "-".join(filter(None, [LIMIT, os.environ.get(WORKER)]))
+
+
 class Slot:
-    """One of the slots of LIMIT."""
+    """One of the slots of this machine's limit."""
 
     def __init__(self, log: LogLine) -> None:
-        self.log = log
+        self.log, self.limit = log, limit_name()
         self.lease: UUID | None = None
         self.released = Event()
 
@@ -69,16 +76,16 @@ class Slot:
         with prefect_client() as client:
             with suppress(ObjectAlreadyExists):
                 client.create_global_concurrency_limit(
-                    GlobalConcurrencyLimitCreate(name=LIMIT, limit=1)
+                    GlobalConcurrencyLimitCreate(name=self.limit, limit=1)
                 )
             if self._take(client):
                 return
-            limit = client.read_global_concurrency_limit_by_name(LIMIT)
+            limit = client.read_global_concurrency_limit_by_name(self.limit)
         self.log(
-            f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of {LIMIT} "
+            f"waiting: other runs use {limit.active_slots} of {limit.limit} slots of {self.limit} "
             "(see Concurrency in the Prefect UI)"
         )
-        with progress(f"waiting for a slot of {LIMIT}"):
+        with progress(f"waiting for a slot of {self.limit}"):
             while not self.lease:  # also in an outage: the others compute
                 time.sleep(WAIT_SECONDS)
                 with suppress(RondoError), prefect_client() as client:
@@ -114,15 +121,15 @@ class Slot:
                 if error.response.status_code != HTTPStatus.GONE:
                     raise
             self.lease = None
-            self.log(f"Prefect lost the slot of {LIMIT}, e.g. in an outage: taking it again")
+            self.log(f"Prefect lost the slot of {self.limit}, e.g. in an outage: taking it again")
         if self._take(client):
-            self.log(f"has a slot of {LIMIT} again")
+            self.log(f"has a slot of {self.limit} again")
 
     def _take(self, client: SyncPrefectClient) -> bool:
         """Take a slot if one is free."""
         try:
             response = client.increment_concurrency_slots_with_lease(
-                [LIMIT], 1, "concurrency", LEASE_SECONDS
+                [self.limit], 1, "concurrency", LEASE_SECONDS
             )
         except HTTPStatusError as error:
             if error.response.status_code != HTTPStatus.LOCKED:

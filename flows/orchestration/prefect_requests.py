@@ -7,9 +7,10 @@ import takes 2 s.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from uuid import UUID
 
-from httpx import HTTPError
+from httpx import HTTPError, HTTPStatusError
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
@@ -22,7 +23,6 @@ from prefect.states import AwaitingRetry, Crashed
 from stages.lib.core.errors import RondoError
 
 CUT_OFF = "CutOff"
-POOL = "rondo"
 NIGHTLY = "0 2 * * *"
 TIMEOUT_SECONDS, RETRIES = 5.0, 2  # a server that hangs must not hold up the end of `rondo up`
 
@@ -62,35 +62,38 @@ def set_state(run: UUID, state: State, force: bool = False) -> None:
         client.set_flow_run_state(run, state, force)
 
 
-def create_pool() -> None:
-    """Create the work pool, or reset the existing one."""
+def create_pool(name: str) -> None:
+    """Create a work pool, or reset the existing one."""
     with prefect_client() as client:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"), overwrite=True)
+        client.create_work_pool(WorkPoolCreate(name=name, type="process"), overwrite=True)
 
 
-def worker_online() -> bool:
-    try:
-        with prefect_client() as client:
-            workers = client.read_workers_for_work_pool(POOL)
-    except RondoError:
-        return False
-    return any(worker.status == WorkerStatus.ONLINE for worker in workers)
+def online_workers(pool: str) -> set[str]:
+    """The names of the workers of a pool that are online; none if there is no such pool."""
+    with prefect_client() as client:
+        try:
+            workers = client.read_workers_for_work_pool(pool)
+        except HTTPStatusError as error:
+            if error.response.status_code != HTTPStatus.NOT_FOUND:
+                raise
+            return set()
+    return {worker.name for worker in workers if worker.status == WorkerStatus.ONLINE}
 
 
-def offer_nightly() -> None:
+def offer_nightly(deployment_name: str) -> None:
     """Add an inactive nightly schedule to next-round; an existing one stays as a person left it."""
     with prefect_client() as client:
-        deployment = client.read_deployment_by_name("next-round/next-round")
+        deployment = client.read_deployment_by_name(f"next-round/{deployment_name}")
         if not deployment.schedules:
             nightly = CronSchedule(cron=NIGHTLY, timezone="UTC")
             schedule = DeploymentScheduleCreate(schedule=nightly, active=False)
             client.create_deployment_schedules(deployment.id, [schedule])
 
 
-def running() -> list[UUID]:
-    """The runs of Rondo's worker that have not ended, as far as Prefect knows."""
+def running(pool: str) -> list[UUID]:
+    """The runs of a worker that have not ended, as far as Prefect knows."""
     state = {"type": {"any_": [StateType.PENDING, StateType.RUNNING]}}
-    return [run.id for run in flow_runs(POOL, state=state)]
+    return [run.id for run in flow_runs(pool, state=state)]
 
 
 def cut_off(runs: Iterable[UUID], force: bool = False) -> None:
@@ -110,18 +113,19 @@ def cut_off_crashed(runs: Iterable[UUID]) -> None:
     cut_off((run.id for run in crashed), force=True)
 
 
-def reschedule(recorded: Iterable[UUID]) -> list[UUID]:
+def reschedule(recorded: Iterable[UUID], pool: str) -> list[UUID]:
     """Schedule the runs again that were interrupted when `rondo up` ended or was killed.
 
     It is called before the worker starts: a run that Prefect shows as running has no process.
 
     Args:
         recorded: the runs that `rondo up` interrupted when it ended.
+        pool: of the worker.
 
     Returns:
         The runs that resume.
     """
-    dead = running()
+    dead = running(pool)
     cut_off(dead)
     # Only the crashed ones: others reached their end before `rondo up` did
     crashed = {"type": {"any_": [StateType.CRASHED]}}

@@ -25,7 +25,8 @@ from flows.core.services import (
     running_prefect,
     write_servers,
 )
-from flows.orchestration.server import _new_servers, _service_environment
+from flows.orchestration.server import _new_servers
+from flows.orchestration.service_processes import service_environment
 from stages.lib.core.errors import BadInput
 from tests.servers import read_until
 
@@ -141,6 +142,6 @@ def test_the_worker_looks_for_runs_every_2_seconds_unless_the_user_set_others(
     monkeypatch.delenv("PREFECT_WORKER_QUERY_SECONDS", raising=False)
     if users_value:
         monkeypatch.setenv("PREFECT_WORKER_QUERY_SECONDS", users_value)
-    for name, value in _service_environment().items():
+    for name, value in service_environment().items():
         monkeypatch.setenv(name, value)
     assert WorkerSettings().query_seconds == seconds

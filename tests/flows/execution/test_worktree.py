@@ -69,6 +69,35 @@ def test_a_run_in_its_own_workspace_ends_as_a_branch(project: Path) -> None:
     assert changed.stdout == ""
 
 
+def test_results_are_pushed_to_the_remotes_of_git_and_dvc(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remotes = tmp_path_factory.mktemp("remotes")
+    git("init", "--quiet", "--bare", str(remotes / "git"))
+    git("remote", "add", "team", str(remotes / "git"))
+    monkeypatch.setenv("RONDO_PUSH_TO", "team")
+    lines: list[str] = []
+    with workspace("one", project / ".rondo", lines.append):
+        dvc_stages.run("assets", print)
+    # no remote of DVC yet: the branch is not pushed without its files
+    assert "pushing runs/one to team failed" in lines[-1] and "no remote" in lines[-1]
+    assert git("ls-remote", "team") == ""
+    subprocess.run(
+        [fork_server.python(), "-m", "dvc", "remote", "add", "-d", "team", str(remotes / "dvc")],
+        check=True,
+    )
+    git("commit", "-qam", "a remote")
+    for interrupted in (True, False):
+        with suppress(KeyboardInterrupt), workspace("two", project / ".rondo", lines.append):
+            dvc_stages.run("assets", print)
+            if interrupted:  # e.g. cancelled: there is no time
+                raise KeyboardInterrupt
+        assert bool(git("ls-remote", "team")) is not interrupted
+    assert lines[-1] == "pushed runs/two to team, and 1 files to DVC's remote"
+    assert "refs/heads/runs/two" in git("ls-remote", "team")
+    assert len([path for path in (remotes / "dvc").rglob("*") if path.is_file()]) == 1
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BadInput])
 def test_a_run_that_does_not_complete_is_committed_and_resumes_in_its_workspace(
     project: Path, error: type[BaseException]

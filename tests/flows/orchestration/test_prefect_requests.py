@@ -18,13 +18,16 @@ def running_deployment(prefect: SyncPrefectClient, name: str, pool: str | None) 
 
 
 def test_runs_of_other_work_pools_are_left_alone(prefect: SyncPrefectClient) -> None:
-    prefect_requests.create_pool()
-    own = running_deployment(prefect, "of-rondo", prefect_requests.POOL)
+    for pool in ("rondo", "rondo-gpu-1"):
+        prefect_requests.create_pool(pool)
+    own = running_deployment(prefect, "of-rondo", "rondo")
+    other = running_deployment(prefect, "of-another-machine", "rondo-gpu-1")
     served = running_deployment(prefect, "of-another-program", None)  # by `flow.serve()`
-    assert own in prefect_requests.running() and served not in prefect_requests.running()
-    assert own in prefect_requests.reschedule([])
-    states = [prefect.read_flow_run(run).state for run in (own, served)]
-    assert [state and state.name for state in states] == ["AwaitingRetry", "Running"]
+    assert prefect_requests.running("rondo") == [own]
+    assert prefect_requests.running("rondo-gpu-1") == [other]
+    assert prefect_requests.reschedule([], "rondo") == [own]
+    states = [prefect.read_flow_run(run).state for run in (own, other, served)]
+    assert [state and state.name for state in states] == ["AwaitingRetry", "Running", "Running"]
 
 
 def test_a_run_that_was_deleted_is_an_error_of_rondo(prefect: SyncPrefectClient) -> None:

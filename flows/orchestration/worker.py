@@ -1,0 +1,177 @@
+"""Prefect's worker: its pool, its deployments, the runs that it resumes.
+
+`rondo up` has one beside its servers; `rondo worker` is one for the Prefect server of a team. A run
+works in the clone of its worker, so each worker has a pool and deployments of its own.
+"""
+
+import itertools
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import yaml
+
+from flows.core import interrupts
+from flows.core.run_locks import RUNS
+from flows.core.services import PUSH_TO, TRACKING_URI, WORKER, LogLine, prefect_environment
+from flows.orchestration.service_processes import (
+    CUT_OFF,
+    Services,
+    lock_folder,
+    service_environment,
+    stop_all,
+)
+from stages.lib.core.errors import BadInput, RondoError, Unreachable
+
+LOOK_SECONDS = 10.0  # between two looks for crashed runs
+TICK_SECONDS = 0.5  # between two checks whether the services are running
+DEPLOYMENTS = Path("prefect.yaml")
+API_URL, API_AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """name: "" for the worker of `rondo up`, else the end of the names of its deployments."""
+
+    name: str = ""
+
+    @property
+    def pool(self) -> str:
+        return self.named("rondo")
+
+    def named(self, deployment: str) -> str:
+        return f"{deployment}-{self.name}" if self.name else deployment
+
+
+OWN = Worker()
+
+
+def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> None:
+    """`rondo worker`: run what people start at the team's Prefect server, until a signal.
+
+    Args:
+        name: of this machine in Prefect.
+        push_to: the git remote to which isolated runs push their branch, after `dvc push`; None:
+            they push nothing.
+        home: the .rondo folder.
+        log: called with each line of output.
+
+    Raises:
+        BadInput: PREFECT_API_URL is not set, or another machine has this name.
+        Unreachable: the server does not answer, or refuses the string of PREFECT_API_AUTH_STRING.
+        RondoError: the deployments or the worker failed; the message has the end of the log.
+    """
+    if API_URL not in os.environ:
+        raise BadInput(
+            f"set {API_URL} to the team's Prefect server, e.g. http://prefect.example.org:4200/api "
+            f"(and {API_AUTH}, if it asks for a string); `rondo up` has a server of its own"
+        )
+    os.environ.update(prefect_environment(home))
+    lock = lock_folder(home)  # noqa: F841 - held while this function runs
+    worker = Worker(name)
+    os.environ[WORKER] = name
+    if push_to:
+        os.environ[PUSH_TO] = push_to
+    if TRACKING_URI not in os.environ:
+        log(f"{TRACKING_URI} is not set: MLflow's records stay in {home}")
+    services = Services(home / "logs", service_environment())
+    services.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        _check_name(worker)
+        start_worker(services, worker, home, log)
+        log(
+            f"worker {name} of {os.environ[API_URL]}: start a run there at Deployments: "
+            f"{', '.join(map(worker.named, deployment_names()))}\nCtrl-C ends it."
+        )
+        watch(services, home, log)
+    except interrupts.Interrupted:
+        pass
+    finally:
+        stop_all(services.processes, home / CUT_OFF, worker.pool)
+
+
+def _check_name(worker: Worker) -> None:
+    """
+    Raises:
+        BadInput: a worker of another machine is online under this name.
+        Unreachable: the server does not answer, or refuses the string.
+    """
+    from flows.orchestration import prefect_requests
+
+    try:
+        others = prefect_requests.online_workers(worker.pool) - {socket.gethostname()}
+    except RondoError as error:
+        raise Unreachable(
+            f"{error}: check {API_URL}, and that {API_AUTH} is the string of that server"
+        ) from None
+    if others:
+        raise BadInput(
+            f"--name {worker.name}: {', '.join(sorted(others))} is online under this name: choose "
+            "another one, or wait two minutes if that worker has ended"
+        )
+
+
+def start_worker(services: Services, worker: Worker, home: Path, log: LogLine) -> None:
+    """Create the work pool and the deployments of prefect.yaml, schedule the interrupted runs, and
+    start the worker.
+    """
+    from flows.orchestration import prefect_requests
+
+    prefect_requests.create_pool(worker.pool)
+    services.run("deploy", "prefect", "deploy", "--all", *_own_deployments(worker, home))
+    prefect_requests.offer_nightly(worker.named("next-round"))
+    recorded = home / CUT_OFF
+    runs = json.loads(recorded.read_text()) if recorded.exists() else []
+    for run in prefect_requests.reschedule(map(UUID, runs), worker.pool):
+        log(f"resumes: {run}, which was interrupted when its worker ended")
+    recorded.unlink(missing_ok=True)
+    options = ("--pool", worker.pool, "--type", "process", "--name", socket.gethostname())
+    services.start("worker", "prefect", "worker", "start", *options)
+    services.wait_until("worker", lambda: _is_online(worker))
+
+
+def _is_online(worker: Worker) -> bool:
+    from flows.orchestration import prefect_requests
+
+    with suppress(RondoError):
+        return bool(prefect_requests.online_workers(worker.pool))
+    return False
+
+
+def _own_deployments(worker: Worker, home: Path) -> list[str]:
+    """Options of `prefect deploy`: a file with the deployments of prefect.yaml for this worker."""
+    if not worker.name:
+        return []
+    config = yaml.safe_load(DEPLOYMENTS.read_text())
+    for deployment in config["deployments"]:
+        deployment["name"] = worker.named(deployment["name"])
+        deployment["work_pool"] = {"name": worker.pool}
+    path = home / "worker.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return ["--prefect-file", str(path)]
+
+
+def deployment_names() -> list[str]:
+    config = yaml.safe_load(DEPLOYMENTS.read_text())
+    return [deployment["name"] for deployment in config["deployments"]]
+
+
+def watch(services: Services, home: Path, log: LogLine) -> None:
+    """Keep the services alive and look for crashed runs, until an interrupt.
+
+    Raises:
+        RondoError: Prefect's server ended, if it is among them.
+    """
+    from flows.orchestration import crashed_runs
+
+    for tick in itertools.count():
+        services.restart_ended(log)
+        if tick % (LOOK_SECONDS / TICK_SECONDS) == 0:
+            with suppress(RondoError):  # Prefect is busy: the next look finds them
+                crashed_runs.mark_crashed(home / RUNS)
+        time.sleep(TICK_SECONDS)

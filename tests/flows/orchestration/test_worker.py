@@ -1,0 +1,82 @@
+"""`rondo worker`: its names in Prefect, and what it refuses. tests/stores has it run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.client.orchestration import SyncPrefectClient
+
+from flows.orchestration import concurrency, worker
+from flows.orchestration.service_processes import lock_folder
+from stages.lib.core.errors import BadInput
+from tests.paths import ROOT
+from tests.servers import NOWHERE, rondo
+
+
+def test_each_worker_has_deployments_and_a_pool_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert worker._own_deployments(worker.OWN, tmp_path) == []
+    assert worker.OWN.pool == "rondo"
+    own = worker.Worker("gpu-1")
+    option, path = worker._own_deployments(own, tmp_path)
+    assert option == "--prefect-file"
+    shipped, made = (yaml.safe_load(Path(file).read_text()) for file in ("prefect.yaml", path))
+    assert made["pull"] == shipped["pull"]
+    for before, after in zip(shipped["deployments"], made["deployments"], strict=True):
+        changes = {"name": f"{before['name']}-gpu-1", "work_pool": {"name": "rondo-gpu-1"}}
+        assert after == before | changes
+
+
+def test_a_machine_has_compute_slots_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert concurrency.limit_name() == "rondo-compute"
+    monkeypatch.setenv("RONDO_WORKER", "gpu-1")
+    assert concurrency.limit_name() == "rondo-compute-gpu-1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "set PREFECT_API_URL to the team's Prefect server"),
+        (["--name", "GPU 1"], "--name GPU 1: expected a-z, 0-9 and single hyphens"),
+        (["--push", "team"], "--push team: `git remote` lists no such remote"),
+    ],
+)
+def test_what_a_worker_lacks_is_named(project: Path, arguments: list[str], message: str) -> None:
+    ended = rondo(project, "worker", *arguments)
+    assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
+
+
+def test_a_server_that_does_not_answer_is_named(project: Path) -> None:
+    ended = rondo(project, "worker", PREFECT_API_URL=f"{NOWHERE}/api")
+    assert ended.returncode == 4, ended.stderr
+    assert "check PREFECT_API_URL, and that PREFECT_API_AUTH_STRING" in ended.stderr
+
+
+def test_a_folder_has_one_worker(project: Path) -> None:
+    (project / ".rondo").mkdir(exist_ok=True)
+    lock = lock_folder(project / ".rondo")
+    ended = rondo(project, "worker", PREFECT_API_URL=f"{NOWHERE}/api")
+    assert (ended.returncode, "already runs in this folder" in ended.stderr) == (2, True)
+    lock.release()
+
+
+def test_a_name_is_of_one_machine(
+    prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = worker.Worker("of-this-test")
+    worker._check_name(own)  # there is no such pool yet
+    from flows.orchestration import prefect_requests
+
+    prefect_requests.create_pool(own.pool)
+    prefect.request(
+        "POST",
+        "/work_pools/{name}/workers/heartbeat",
+        path_params={"name": own.pool},
+        json={"name": "another-host", "heartbeat_interval_seconds": 30},
+    )
+    with pytest.raises(BadInput, match="another-host is online under this name: choose another"):
+        worker._check_name(own)
+    monkeypatch.setattr("socket.gethostname", lambda: "another-host")
+    worker._check_name(own)
