@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--push",
         metavar="REMOTE",
-        help="after an isolated run has completed or failed: `dvc push`, and push its branch to this "
-        "git remote",
+        help="after an isolated run has completed or failed: `dvc push`, and push its branch to "
+        "this git remote",
     )
 
 
