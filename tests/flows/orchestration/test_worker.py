@@ -30,16 +30,16 @@ def test_each_worker_has_deployments_and_a_pool_of_its_own(
 
 
 def test_a_machine_has_compute_slots_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert concurrency.limit_name() == "rondo-compute"
+    assert concurrency.Slot(print).limit == "rondo-compute"
     monkeypatch.setenv("RONDO_WORKER", "gpu-1")
-    assert concurrency.limit_name() == "rondo-compute-gpu-1"
+    assert concurrency.Slot(print).limit == "rondo-compute-gpu-1"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "set PREFECT_API_URL to the team's Prefect server"),
-        (["--name", "GPU 1"], "--name GPU 1: expected a-z, 0-9 and single hyphens"),
+        (["--name", "gpu 1"], "--name gpu 1: expected a-z, 0-9 and single hyphens"),
         (["--push", "team"], "--push team: `git remote` lists no such remote"),
     ],
 )

@@ -4,10 +4,13 @@ source of the recorded version.
 
 import asyncio
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -282,6 +285,40 @@ def test_a_reward_model_that_does_not_answer_is_an_error(plugin, monkeypatch):
         asyncio.run(manager.raw_score([1, 2]))
     with pytest.raises(RuntimeError, match="rewards are made by RondoReward"):
         plugin.compute_score("rondo", "text", "", {})
+
+
+def test_a_reward_model_that_fails_once_is_asked_again(plugin, monkeypatch):
+    """As vLLM answers while it is busy; an answer to a wrong request is not asked for again."""
+    answers = [(503, b"busy"), (200, json.dumps({"data": [{"probs": [0.25]}]}).encode())]
+    asked: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            status, content = answers[len(asked)]
+            asked.append(status)
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(content)
+
+    async def at_once(_: float) -> None:
+        return None
+
+    monkeypatch.setattr(plugin.asyncio, "sleep", at_once)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        manager = plugin.RondoReward(None, None, None, reward_router_address=address)
+        assert asyncio.run(manager.raw_score([1, 2])) == 0.25
+        answers[:], asked[:] = [(400, b"too long")] * 9, []
+        with pytest.raises(RuntimeError, match="400: too long"):
+            asyncio.run(manager.raw_score([1, 2]))
+        assert asked == [400]
+        server.shutdown()
 
 
 def test_policies_are_kept_when_verl_deletes_its_checkpoints(plugin, written):
