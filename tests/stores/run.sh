@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tests of stores for teams, on real servers: S3 by moto, PostgreSQL by Debian's packages.
+# The tests of stores for teams, on real servers: S3 by moto, PostgreSQL by Debian's packages; and the schemas of Kubernetes.
 set -eu
 cd "$(dirname "$0")/../.."
 stores=$PWD/.rondo/stores
@@ -14,6 +14,7 @@ if [ ! -e "$stores/made" ]; then
     .venv/bin/python -m venv --without-pip "$stores/stores"
     .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > "$(ls -d "$stores"/stores/lib/python*/site-packages)/project.pth"
     install "$stores/stores" "$(.venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["stores"])')"
+    install "$stores/stores" 'kubernetes-validate==1.37.0'
     .venv/bin/python -m venv --without-pip "$stores/s3"
     install "$stores/s3" 'moto[server]==5.2.5'
     touch "$stores/made"
