@@ -17,7 +17,7 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 POLICIES = Path(__file__).with_name("policies")
 NUMBERS = json.loads(Path(__file__).with_suffix(".json").read_text())
-TRIES = 5
+TRIES = 4
 SECONDS = 600.0  # for an answer
 
 
@@ -58,6 +58,7 @@ class RondoReward(RewardManagerBase):
         body = {"model": NUMBERS["model"], "input": [tokens], "use_activation": False}
         failure = ""
         for attempt in range(TRIES):
+            await asyncio.sleep(2**attempt - 1)
             try:
                 timeout = aiohttp.ClientTimeout(total=SECONDS)
                 async with (
@@ -67,12 +68,9 @@ class RondoReward(RewardManagerBase):
                     if response.status == 200:
                         return float((await response.json())["data"][-1]["probs"][-1])
                     failure = f"{response.status}: {(await response.text())[:500]}"
-                    if response.status < 500:
-                        break
             # on Python 3.10, which verl supports, asyncio has a TimeoutError of its own
             except (aiohttp.ClientConnectionError, asyncio.TimeoutError) as error:  # noqa: UP041
                 failure = repr(error)
-            await asyncio.sleep(2**attempt)
         raise RuntimeError(f"the reward model at {self.url} has no score for a response: {failure}")
 
 

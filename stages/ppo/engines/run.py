@@ -34,7 +34,9 @@ def main(params: Params, round_: str) -> None:
     sft, reward = (stage_dir(round_, stage) / "model" for stage in ("sft", "reward"))
     prompts = load_prompts(params, round_)
     inputs = [prompts_path(round_), sft, reward]
-    resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs))
+    launcher = params.launcher  # an engine's checkpoint is for as many GPUs
+    gpus = {"gpus": [launcher.nodes, launcher.gpus_per_node]}
+    resume = Resume(work_dir(round_, "ppo"), run_identity(params, inputs) | gpus)
     job = make_job(params, round_, resume.folder)
     check_single(reward, job)
 
@@ -56,7 +58,11 @@ def main(params: Params, round_: str) -> None:
     run.begin(context.sft)
     updates = int(steps[-1]["step"]) if steps else 0
     policies = job.policies(updates, ended)
-    hashes = {update: validate(run, update, policies[update], sft) for update in sorted(policies)}
+    last = max(policies, default=0)
+    hashes = {
+        update: validate(run, update, policies[update], sft, update == last)
+        for update in sorted(policies)
+    }
 
     # 4. the selected policy, and the outputs of PPO
     finish(
@@ -144,8 +150,12 @@ def train(
     return metrics.read(), succeeded
 
 
-def validate(run: PolicyRun, update: int, folder: Path, sft: Path) -> str:
+def validate(run: PolicyRun, update: int, folder: Path, sft: Path, last: bool) -> str:
     """Take a policy of the engine, validate it and save it as a checkpoint.
+
+    Args:
+        last: whether no later one is there. Earlier ones may be the SFT model still, e.g. in the
+            warm-up.
 
     Returns:
         The hash of its weights as the engine saved them.
@@ -160,7 +170,7 @@ def validate(run: PolicyRun, update: int, folder: Path, sft: Path) -> str:
     except (KeyError, RuntimeError) as error:
         raise BadInput(f"{folder}: other weights than those of {sft}: {error}") from error
     validation = run.selector.validate(update)
-    if not validation.kl:
+    if last and not validation.kl:
         raise BadInput(
             f"{folder}: after update {update} the engine's policy is the SFT model still (KL 0): "
             "raise ppo.learning_rate, or look at the engine's log"

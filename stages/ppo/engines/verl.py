@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params.engine_settings import Options, Value
 from stages.lib.core.params.verl import ACTOR, MODEL, REWARD_ROLLOUT, ROLLOUT, VERL
@@ -59,10 +60,14 @@ class VerlJob(EngineJob):
         return self.folder / PLUGIN.name
 
     def write_prompts(self, rows: Sequence[Mapping[str, str]], tokenizer: Any) -> None:
-        """Also write rondo_verl.py with its numbers, which verl loads as a module."""
+        """Also write rondo_verl.py with its numbers, which verl loads as a module, and the critic;
+        and delete checkpoints of earlier jobs, which verl would keep.
+        """
         from datasets import Dataset  # takes seconds to import
 
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._keep_latest()
+        write_critic(self.reward, self.critic_start)
         Dataset.from_list(
             [
                 {
@@ -90,6 +95,10 @@ class VerlJob(EngineJob):
         shutil.copy(PLUGIN, self.plugin)
 
     @property
+    def critic_start(self) -> Path:
+        return self.folder / "critic"
+
+    @property
     def kept(self) -> Path:
         return self.folder / "policies"
 
@@ -98,6 +107,18 @@ class VerlJob(EngineJob):
         path = self.states / LATEST
         text = path.read_text() if path.exists() else ""
         return int(text or 0)
+
+    def _keep_latest(self) -> None:
+        """Leave the last complete checkpoint, from which a job continues, and all policies."""
+        for folder in self.states.glob("global_step_*"):
+            update = int(folder.name.removeprefix("global_step_"))
+            saved, policy = folder / "actor/huggingface", self.kept / folder.name
+            if update == self.latest():
+                continue
+            if update < self.latest() and saved.exists() and not policy.exists():
+                policy.parent.mkdir(exist_ok=True)
+                saved.rename(policy)
+            shutil.rmtree(folder)
 
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
         """Also those of the last two checkpoints, if verl was killed before it kept them."""
@@ -111,9 +132,20 @@ class VerlJob(EngineJob):
 
     def arguments(self) -> list[str]:
         """Hydra's overrides."""
-        # Ray's workers have not the environment of the command; verl's config has no such key, so +
-        events = f"+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR={quoted(self.events)}"
-        return [*(f"{name}={quoted(value)}" for name, value in self.options().items()), events]
+        named = [f"{name}={quoted(value)}" for name, value in self.options().items()]
+        return named + [f"+{name}={quoted(value)}" for name, value in self.added().items()]
+
+    def added(self) -> Options:
+        """Keys that verl reads, but that its config does not name."""
+        micro = self.params.ppo.micro_batch_size
+        return {
+            # Ray's workers have not the environment of the command
+            "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(self.events),
+            # without them, the critic packs up to critic.ppo_max_token_len_per_gpu tokens per pass
+            "critic.fsdp.use_dynamic_bsz": False,
+            "critic.fsdp.micro_batch_size_per_gpu": micro,
+            "critic.fsdp.infer_micro_batch_size_per_gpu": micro,
+        }
 
     def options(self) -> Options:
         """All keys of verl's config that differ from its defaults, or that Rondo needs."""
@@ -129,7 +161,7 @@ class VerlJob(EngineJob):
             f"{MODEL}.path": str(self.sft),
             f"{MODEL}.custom_chat_template": TEMPLATE,
             f"{MODEL}.enable_gradient_checkpointing": ppo.gradient_checkpointing,
-            "critic.model.path": str(self.reward),
+            "critic.model.path": str(self.critic_start),
             "critic.model.tokenizer_path": str(self.reward),
             "critic.model.enable_gradient_checkpointing": ppo.gradient_checkpointing,
             f"{ACTOR}.optim.lr": ppo.learning_rate,
@@ -178,8 +210,10 @@ class VerlJob(EngineJob):
             "reward.reward_model.enable": True,
             "reward.reward_model.model_path": str(self.reward),
             f"{REWARD_ROLLOUT}.name": "vllm",
-            f"{REWARD_ROLLOUT}.prompt_length": params.prepare.max_prompt_tokens,
-            f"{REWARD_ROLLOUT}.response_length": ppo.response_length + 1,  # EOS after a cut one
+            # one more than an episode: EOS after a response that was cut off
+            f"{REWARD_ROLLOUT}.max_model_len": params.prepare.max_prompt_tokens
+            + ppo.response_length
+            + 1,
             "reward.reward_manager.source": "importlib",
             "reward.reward_manager.name": "RondoReward",
             "reward.reward_manager.module.path": str(self.plugin),
@@ -202,6 +236,8 @@ class VerlJob(EngineJob):
             "data.seed": params.seed,
             f"{ROLLOUT}.name": "vllm",
             f"{ROLLOUT}.n": 1,
+            # else vLLM has to hold the longest text that the model can read
+            f"{ROLLOUT}.max_model_len": params.prepare.max_prompt_tokens + ppo.response_length,
             f"{ROLLOUT}.temperature": ppo.temperature,
             f"{ROLLOUT}.seed": params.seed,
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": ppo.micro_batch_size,
@@ -244,6 +280,33 @@ def quoted(value: Value | list[Value] | Path) -> str:
         r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), str(value)
     )
     return f"'{text}'"
+
+
+def write_critic(reward: Path, target: Path) -> None:
+    """Write a token classifier whose value of a token is the reward model's calibrated score, as
+    Rondo's critic has it: verl would start from the score before calibration.
+
+    Raises:
+        BadInput: the head of the architecture's token classifier is not that of a reward model.
+    """
+    # imported here: takes seconds
+    from transformers import AutoModelForTokenClassification
+
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    critic = AutoModelForTokenClassification.from_pretrained(reward, dtype="auto")
+    head = getattr(critic, "score", None)
+    if head is None or head.bias is None:
+        raise BadInput(
+            f"ppo.engine verl: {type(critic).__name__} cannot start from a reward model, as its "
+            "head is another one: use openrlhf, or another base model"
+        )
+    mean, std = critic.config.mean, critic.config.std
+    head.weight.data /= std
+    head.bias.data.fill_(-mean / std)
+    critic.save_pretrained(part)
+    shutil.rmtree(target, ignore_errors=True)
+    part.rename(target)
 
 
 def end_tokens(model: Path, tokenizer: Any) -> list[int]:

@@ -33,6 +33,9 @@ REQUIRED: dict[str, Any] = {
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 REWARD_ROLLOUT = "reward.reward_model.rollout"
 
+ACTOR_ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
+CRITIC_ULYSSES = "critic.fsdp.ulysses_sequence_parallel_size"
+
 SET_BY = {
     "actor_rollout_ref.hybrid_engine": "Rondo",
     f"{ACTOR}.checkpoint": "Rondo",
@@ -42,6 +45,7 @@ SET_BY = {
     f"{ACTOR}.data_loader_seed": "seed",
     f"{ACTOR}.entropy_coeff": "ppo.entropy_coef",
     f"{ACTOR}.fsdp_config.seed": "seed",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": ACTOR_ULYSSES,
     f"{ACTOR}.grad_clip": "ppo.max_grad_norm",
     f"{ACTOR}.kl_loss_coef": "ppo.kl_coef",
     f"{ACTOR}.kl_loss_type": "ppo.kl_coef",
@@ -77,6 +81,7 @@ SET_BY = {
     f"{ROLLOUT}.ignore_eos": "Rondo",
     f"{ROLLOUT}.log_prob_micro_batch_size": "ppo.micro_batch_size",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": "ppo.micro_batch_size",
+    f"{ROLLOUT}.max_model_len": "ppo.response_length and prepare.max_prompt_tokens",
     f"{ROLLOUT}.mode": "Rondo",
     f"{ROLLOUT}.multi_turn": "Rondo",
     f"{ROLLOUT}.n": "Rondo",
@@ -120,6 +125,9 @@ SET_BY = {
     "critic.ppo_micro_batch_size_per_gpu": "ppo.micro_batch_size",
     "critic.ppo_mini_batch_size": "ppo.mini_batch_size",
     "critic.rollout_n": "Rondo",
+    "critic.ulysses_sequence_parallel_size": CRITIC_ULYSSES,  # verl does not read it
+    "critic.use_dynamic_bsz": "Rondo",
+    "critic.ppo_max_token_len_per_gpu": "Rondo",
     "custom_reward_function": "Rondo",
     "data": "Rondo",
     "data.dataloader_num_workers": "",
@@ -128,6 +136,7 @@ SET_BY = {
     "reward": "Rondo",
     "reward.num_workers": "",
     REWARD_ROLLOUT: "",
+    f"{REWARD_ROLLOUT}.max_model_len": "ppo.response_length and prepare.max_prompt_tokens",
     f"{REWARD_ROLLOUT}.name": "Rondo",
     f"{REWARD_ROLLOUT}.prompt_length": "prepare.max_prompt_tokens",
     f"{REWARD_ROLLOUT}.response_length": "ppo.response_length",
@@ -184,6 +193,8 @@ class VerlSettings(EngineSettings):
                 f"{rollout}.tensor_model_parallel_size": 1,
                 f"{rollout}.gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
             }
+        for role in (f"{ACTOR}.fsdp_config", "critic.fsdp"):  # in RAM while it is not their turn
+            turns |= {f"{role}.param_offload": True, f"{role}.optimizer_offload": True}
         return turns | options
 
     def check_placement(self, placed: Options, ppo: Any) -> None:
@@ -207,12 +218,11 @@ class VerlSettings(EngineSettings):
             raise ValueError(
                 f"ppo.batch_size {ppo.batch_size} must be a multiple of the number of GPUs, {gpus}"
             )
-        for role, prefix in (("actor", ACTOR), ("critic", "critic")):
-            shared = number(f"{prefix}.ulysses_sequence_parallel_size")
+        for role, name in (("actor", ACTOR_ULYSSES), ("critic", CRITIC_ULYSSES)):
+            shared = number(name)
             if shared < 1 or gpus % shared:
                 raise ValueError(
-                    f"engine_options.{prefix}.ulysses_sequence_parallel_size {shared} must divide "
-                    f"the number of GPUs, {gpus}"
+                    f"engine_options.{name} {shared} must divide the number of GPUs, {gpus}"
                 )
             check_workers(role, gpus // shared, ppo)
 

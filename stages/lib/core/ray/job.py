@@ -54,6 +54,7 @@ class RayJob:
 
     def start(self, command: Callable[[], str]) -> None:
         """Attach to the last job if it runs or has succeeded; else submit the next one."""
+        self.command = command
         job = self.cluster.job(self.id) if self.ids else None
         if job and (not job.ended or job.status == "SUCCEEDED"):
             self._print(f"attaches to the job {self.id}, {job.status}")

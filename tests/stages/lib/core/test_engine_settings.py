@@ -193,6 +193,10 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ({"data.shuffle": True}, "Rondo sets it"),
         ({"algorithm.adv_estimator": "grpo"}, "Rondo sets it"),
         ({"reward_model.enable": True}, "Rondo sets it"),
+        (
+            {"critic.ulysses_sequence_parallel_size": 2},
+            r"critic\.fsdp\.ulysses_sequence_parallel_size sets it",
+        ),
         ({f"{ROLLOUT}.engine_kwargs.vllm": 1}, "expected no value: set the keys below it"),
         ({f"{ROLLOUT}.max_num_seqs": 1.5}, r"expected a value of type int, got 1\.5"),
         ({f"{ROLLOUT}.max_num_seqs": True}, "expected a value of type int, got True"),
@@ -237,7 +241,7 @@ def test_options_that_verl_reads_are_taken():
             {f"{ACTOR}.ulysses_sequence_parallel_size": 3},
             "ulysses_sequence_parallel_size 3 must divide the number of GPUs, 8",
         ),
-        ({"critic.ulysses_sequence_parallel_size": 0}, "must divide the number of GPUs, 8"),
+        ({"critic.fsdp.ulysses_sequence_parallel_size": 0}, "must divide the number of GPUs, 8"),
     ],
 )
 def test_numbers_of_gpus_that_verl_cannot_use_are_refused(options, message):
@@ -251,7 +255,7 @@ def test_batches_that_do_not_fit_verls_gpus_are_refused():
         micro_batch_size=16,
         engine_options={
             f"{ACTOR}.ulysses_sequence_parallel_size": 4,
-            "critic.ulysses_sequence_parallel_size": 4,
+            "critic.fsdp.ulysses_sequence_parallel_size": 4,
         },
     )
     with pytest.raises(BadInput, match=r"ppo\.batch_size 32 must be a multiple of .* GPUs, 24"):

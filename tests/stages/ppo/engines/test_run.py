@@ -137,7 +137,7 @@ def test_a_reward_that_is_missing_ends_the_job_of_verl(make_params, ray):
     """No episode gets a reward of 0 instead."""
     with pytest.raises(RondoError) as failure:
         ppo(make_params(ray.address, {EVENT["verl"]: "MUTE=3"}, engine="verl"), "r0")
-    assert 'has no score for a response: 400: {"error": "out of memory"}' in str(failure.value)
+    assert 'has no score for a response: 500: {"error": "out of memory"}' in str(failure.value)
     assert jobs() == ["FAILED"]
     # those of the updates before it are kept; the next run continues from them
     assert [path.name for path in (engine_folder() / "policies").iterdir()] == ["global_step_2"]
@@ -240,6 +240,28 @@ def test_another_model_from_the_engine_is_refused(make_params, ray, spoil, messa
     with pytest.raises(BadInput, match=message):
         ppo(params, "r0")
     assert not (FOLDER / "metrics.json").exists()
+
+
+def test_a_first_policy_that_is_sft_still_is_no_error(make_params, ray):
+    """E.g. in a warm-up, or while the critic alone trains; the later ones count."""
+    ppo(make_params(ray.address, {EVENT["verl"]: "STILL=2"}, engine="verl"), "r0")
+    validations = read_json(FOLDER / "metrics.json", "")["validations"]
+    kls = {row["update"]: row["kl"] for row in validations[:4]}
+    assert (kls[0], kls[2]) == (0.0, 0.0)
+    assert kls[4] > 0
+
+
+def test_another_number_of_gpus_starts_anew(make_params, ray):
+    """verl's checkpoint is for as many processes as have saved it."""
+    params = make_params(ray.address, {"logger.wandb.group": "FAIL=1"})
+    with pytest.raises(RondoError):
+        ppo(params, "r0")
+    params.launcher.gpus_per_node = 1
+    with pytest.raises(
+        RondoError, match="out of memory"
+    ):  # in its own folder, which has not failed
+        ppo(params, "r0")
+    assert len(list(work_dir("r0", "ppo").glob("*/engine"))) == 2
 
 
 def test_an_engine_that_changes_nothing_is_refused(make_params, ray):

@@ -17,14 +17,21 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import GenerationConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
+)
 
-from stages.lib.core.files import read_json, write_json
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import read_json
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.verl import VERL
 from stages.lib.lm.end_tokens import EndTokens
 from stages.ppo.common.rewards import shape_scores
-from stages.ppo.engines.verl import VerlJob
+from stages.ppo.engines.verl import VerlJob, write_critic
 from tests import engine_settings
 from tests.stages.ppo.engines.stand_in.install import install, recorded_versions
 from tests.stages.ppo.engines.test_openrlhf import DISTINCT, Letters
@@ -49,6 +56,8 @@ EXPECTED = {
     "actor_rollout_ref.actor.optim.clip_grad": 0.5,
     "actor_rollout_ref.actor.grad_clip": 0.5,
     "actor_rollout_ref.actor.fsdp_config.seed": 7,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": True,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
     "actor_rollout_ref.actor.data_loader_seed": 7,
     "actor_rollout_ref.actor.checkpoint.save_contents": [
         *("model", "optimizer", "extra", "hf_model")
@@ -66,12 +75,13 @@ EXPECTED = {
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 2,
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.max_model_len": 164,
     "actor_rollout_ref.rollout.temperature": 0.7,
     "actor_rollout_ref.rollout.seed": 7,
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
-    "critic.model.path": "/reward",
+    "critic.model.path": "/work/critic",
     "critic.model.tokenizer_path": "/reward",
     "critic.model.enable_gradient_checkpointing": True,
     "critic.optim.lr": 9e-6,
@@ -79,6 +89,8 @@ EXPECTED = {
     "critic.optim.clip_grad": 0.5,
     "critic.grad_clip": 0.5,
     "critic.fsdp.seed": 7,
+    "critic.fsdp.param_offload": True,
+    "critic.fsdp.optimizer_offload": True,
     "critic.data_loader_seed": 7,
     "critic.ppo_micro_batch_size_per_gpu": 2,
     "critic.cliprange_value": 0.3,
@@ -92,8 +104,7 @@ EXPECTED = {
     "reward.reward_model.enable": True,
     "reward.reward_model.model_path": "/reward",
     "reward.reward_model.rollout.name": "vllm",
-    "reward.reward_model.rollout.prompt_length": 64,
-    "reward.reward_model.rollout.response_length": 101,
+    "reward.reward_model.rollout.max_model_len": 165,
     "reward.reward_model.rollout.tensor_model_parallel_size": 1,
     "reward.reward_model.rollout.gpu_memory_utilization": 0.5,
     "reward.reward_manager.source": "importlib",
@@ -164,18 +175,22 @@ def test_each_key_is_one_that_verl_has_and_no_user_can_set_it_twice():
 
 def test_the_options_of_the_user_replace_those_of_the_placement():
     size = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    options = job_of(distinct(engine_options={size: 2, "critic.fsdp.param_offload": True}))
-    assert options.options() == EXPECTED | {size: 2, "critic.fsdp.param_offload": True}
+    options = {size: 2, "critic.fsdp.param_offload": False, "trainer.critic_warmup": 3}
+    assert job_of(distinct(engine_options=options)).options() == EXPECTED | options
 
 
-def test_workers_get_the_folder_of_the_metrics():
-    last = job_of(distinct()).arguments()[-1]
-    name = "+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR"
-    assert last == f"{name}='/work/tensorboard'"
+def test_keys_that_verls_config_does_not_name_are_added():
+    """Ray's workers get the folder of the metrics; the critic has micro-batches."""
+    assert [word for word in job_of(distinct()).arguments() if word.startswith("+")] == [
+        "+ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR='/work/tensorboard'",
+        "+critic.fsdp.use_dynamic_bsz=false",
+        "+critic.fsdp.micro_batch_size_per_gpu=2",
+        "+critic.fsdp.infer_micro_batch_size_per_gpu=2",
+    ]
 
 
 @pytest.fixture
-def written(tmp_path) -> VerlJob:
+def written(tmp_path, tiny_folder) -> VerlJob:
     """A job whose inputs are written, of a model with two end tokens."""
     params = make(
         ppo={
@@ -191,8 +206,9 @@ def written(tmp_path) -> VerlJob:
     job = job_of(params, tmp_path / "job", tmp_path)
     job.sft.mkdir()
     GenerationConfig(eos_token_id=[9, 2]).save_pretrained(job.sft)
-    job.reward.mkdir()
-    write_json(job.reward / "config.json", {"mean": 1.5, "std": 2.0})
+    reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
+    reward.config.mean, reward.config.std = 1.5, 2.0
+    reward.save_pretrained(job.reward)
     episodes = [({"id": word, "prompt": word}, [ord(x) for x in word]) for word in ("cat", "the")]
     assert job.write_inputs(episodes, TwoEnds()) == 1
     return job
@@ -222,6 +238,26 @@ def test_prompts_are_messages_in_the_order_of_the_updates(written):
         "length_penalty": 0.125,
         "free_length": 3,
     }
+
+
+def test_the_critics_values_are_calibrated_scores(written):
+    reward = AutoModelForSequenceClassification.from_pretrained(written.reward)
+    critic = AutoModelForTokenClassification.from_pretrained(written.critic_start)
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        raw, values = reward(tokens).logits[0], critic(tokens).logits[0, -1]
+    torch.testing.assert_close(values, (raw - 1.5) / 2.0)
+    assert raw.abs() > 1e-4
+
+
+def test_a_model_whose_critic_could_not_start_from_its_rewards_is_refused(tmp_path):
+    config = GPTNeoXConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    GPTNeoXForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    with pytest.raises(BadInput, match="GPTNeoXForTokenClassification cannot start from a reward"):
+        write_critic(tmp_path / "reward", tmp_path / "critic")
+    assert not (tmp_path / "critic").exists()
 
 
 @pytest.fixture
@@ -288,8 +324,8 @@ def test_a_reward_model_that_does_not_answer_is_an_error(plugin, monkeypatch):
 
 
 def test_a_reward_model_that_fails_once_is_asked_again(plugin, monkeypatch):
-    """As vLLM answers while it is busy; an answer to a wrong request is not asked for again."""
-    answers = [(503, b"busy"), (200, json.dumps({"data": [{"probs": [0.25]}]}).encode())]
+    """verl's router in front of vLLM answers 500 whatever the failure is."""
+    answers = [(500, b"busy"), (200, json.dumps({"data": [{"probs": [0.25]}]}).encode())]
     asked: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -314,10 +350,10 @@ def test_a_reward_model_that_fails_once_is_asked_again(plugin, monkeypatch):
         address = f"127.0.0.1:{server.server_port}"
         manager = plugin.RondoReward(None, None, None, reward_router_address=address)
         assert asyncio.run(manager.raw_score([1, 2])) == 0.25
-        answers[:], asked[:] = [(400, b"too long")] * 9, []
-        with pytest.raises(RuntimeError, match="400: too long"):
+        answers[:], asked[:] = [(500, b"too long")] * 9, []
+        with pytest.raises(RuntimeError, match="500: too long"):
             asyncio.run(manager.raw_score([1, 2]))
-        assert asked == [400]
+        assert asked == [500] * plugin.TRIES
         server.shutdown()
 
 
@@ -348,3 +384,20 @@ def test_policies_are_kept_when_verl_deletes_its_checkpoints(plugin, written):
         path.parent.rmdir()
     save(6, tracked=False)  # in the making
     assert contents() == {2: "2", 4: "4"}
+
+
+def test_a_job_that_continues_leaves_the_last_checkpoint_and_all_policies(written):
+    """verl would keep those of earlier jobs for ever."""
+    for update in (2, 4, 6):
+        policy = written.states / f"global_step_{update}/actor/huggingface"
+        policy.mkdir(parents=True)
+        (policy / "config.json").write_text(str(update))
+    (written.states / "latest_checkpointed_iteration.txt").write_text("4")
+    written.write_prompts([{"id": "1", "prompt": "cat"}], TwoEnds())
+    assert [path.name for path in written.states.glob("global_step_*")] == ["global_step_4"]
+    policies = written.policies(0, ended=False)
+    assert {n: (path / "config.json").read_text() for n, path in policies.items()} == {
+        2: "2",
+        4: "4",
+    }
+    assert policies[4].is_relative_to(written.states)

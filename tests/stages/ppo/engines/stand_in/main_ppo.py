@@ -70,7 +70,7 @@ class RewardServer(ThreadingHTTPServer):
                 body = json.loads(self.rfile.read(length))
                 assert (self.path, body["model"]) == ("/classify", name)
                 assert body["use_activation"] is False
-                self.send_response(400 if server.mute else 200)
+                self.send_response(500 if server.mute else 200)
                 self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 if server.mute:

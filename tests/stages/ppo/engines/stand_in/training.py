@@ -19,7 +19,8 @@ from transformers import (
 
 @dataclass
 class Settings:
-    """event: `NAN=3` makes the loss of update 3 NaN, `FAIL=3` ends the job before update 3 (once),
+    """event: `NAN=3` makes the loss of update 3 NaN, `STILL=3` leaves the policy as it is up to
+    update 3, `FAIL=3` ends the job before update 3 (once),
     `SLOW=3` lets that update take a minute, and of `LOST=3` no metrics are written, of `LOST=0`
     none at all. Other engines have further events.
     """
@@ -118,7 +119,8 @@ class Training:
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), settings.max_grad_norm)
-        self.optimizer.step()
+        if self.event[0] != "STILL" or self.step >= self.event[1]:
+            self.optimizer.step()
         update = Update(loss.item(), norm.item(), rewards, mask)
         ended = (response == self.tokenizer.eos_token_id).any(1).float()
         update.truncated_rate = 1 - ended.mean().item()
