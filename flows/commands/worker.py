@@ -7,6 +7,7 @@ import socket
 from flows.core import interrupts
 from flows.core.git import git
 from flows.core.services import HOME
+from flows.execution.dvc_stages import open_repo
 from stages.lib.core.errors import BadInput
 
 ABOUT = "run on this machine what people start at a team's Prefect server, until Ctrl-C"
@@ -32,11 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def has_default_remote() -> bool:
+    with open_repo() as repo:
+        return bool(repo.config["core"].get("remote"))
+
+
 def run(options: argparse.Namespace) -> int:
     if not re.fullmatch(NAME, options.name):
         raise BadInput(f"--name {options.name}: expected a-z, 0-9 and single hyphens, e.g. gpu-1")
     if options.push and options.push not in git("remote").splitlines():
         raise BadInput(f"--push {options.push}: `git remote` lists no such remote")
+    if options.push and not has_default_remote():
+        raise BadInput(
+            "--push: DVC has no default remote: `dvc remote add -d NAME URL` (docs/scale.md)"
+        )
     interrupts.raise_at_signals("stopping ...")
     from flows.orchestration.worker import work
 

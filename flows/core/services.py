@@ -144,6 +144,14 @@ def mlflow_pages(home: Path = HOME) -> str | None:
     return without_credentials(uri).rstrip("/") if uri.startswith("http") else None
 
 
+def prefect_pages(home: Path = HOME) -> str:
+    """The address of Prefect's pages: of the server that PREFECT_API_URL names, which this process
+    or a worker uses, else of the server of `rondo up`, running or not.
+    """
+    url = without_credentials(os.environ.get("PREFECT_API_URL", ""))
+    return url.rstrip("/").removesuffix("/api") or last_servers(home).prefect
+
+
 def prefect_environment(home: Path) -> dict[str, str]:
     """The variables that Prefect reads at import: its files in .rondo (created here), no analytics,
     no prompts.

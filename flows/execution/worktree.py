@@ -93,7 +93,8 @@ def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -
                 if ended:
                     ENDED.touch()
             if ended and (remote := os.environ.get(PUSH_TO)):
-                with bookkeeping(f"pushing {branch} to {remote}", log):
+                again = f"`cd {folder} && dvc push && git push {remote} {branch}` tries again"
+                with bookkeeping(f"pushing {branch} to {remote} ({again})", log):
                     push(branch, remote, log)
 
 

@@ -102,7 +102,7 @@ def cut_off(runs: Iterable[UUID], force: bool = False) -> None:
     Prefect's setting for this, PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR=reschedule, holds for
     `prefect flow-run execute`; a process worker starts `python -m prefect.engine` instead.
     """
-    message = "resumes with the next `rondo up`"
+    message = "resumes when its worker starts again (`rondo up`, `rondo worker`)"
     for run in runs:
         set_state(run, Crashed(name=CUT_OFF, message=message), force)
 

@@ -26,7 +26,6 @@ from flows.core.services import (
     write_servers,
 )
 from flows.orchestration.service_processes import (
-    CUT_OFF,
     Services,
     lock_folder,
     service_environment,
@@ -83,7 +82,7 @@ def serve(home: Path, log: LogLine = print) -> None:
     except interrupts.Interrupted:
         pass
     finally:
-        stop_all(services.processes, home / CUT_OFF, OWN.pool)
+        stop_all(services.processes, OWN.cut_off_file(home), OWN.pool)
 
 
 def _check_webhook(url: str) -> None:

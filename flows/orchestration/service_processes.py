@@ -21,7 +21,6 @@ from flows.execution.dvc_stages import command_environment
 from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import write_json
 
-CUT_OFF = "cut_off.json"  # ids of the runs that the end of `rondo up` interrupted
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
 MAX_RESTART_SECONDS = 60.0  # before a service that ended starts again
 WORKER_QUERY_SECONDS = 2.0  # between two looks for runs to start, unless the user set others

@@ -4,6 +4,7 @@
 works in the clone of its worker, so each worker has a pool and deployments of its own.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -20,7 +21,6 @@ from flows.core import interrupts
 from flows.core.run_locks import RUNS
 from flows.core.services import PUSH_TO, TRACKING_URI, WORKER, LogLine, prefect_environment
 from flows.orchestration.service_processes import (
-    CUT_OFF,
     Services,
     lock_folder,
     service_environment,
@@ -39,6 +39,19 @@ class Worker:
     """name: "" for the worker of `rondo up`, else the end of the names of its deployments."""
 
     name: str = ""
+
+    def folder_name(self, home: Path) -> str:
+        """Of this folder on this machine, which may have others of the same name."""
+        digest = hashlib.sha256(str(home).encode()).hexdigest()
+        return f"{socket.gethostname()}-{digest[:8]}"
+
+    def process_name(self, home: Path) -> str:
+        """Of the worker of this process in Prefect, which shows an ended one for two minutes."""
+        return f"{self.folder_name(home)}-{os.getpid()}"
+
+    def cut_off_file(self, home: Path) -> Path:
+        """The ids of the runs that the end of the worker has interrupted."""
+        return home / f"{self.named('cut_off')}.json"
 
     @property
     def pool(self) -> str:
@@ -82,7 +95,7 @@ def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> No
     services = Services(home / "logs", service_environment())
     services.logs.mkdir(parents=True, exist_ok=True)
     try:
-        _check_name(worker)
+        _check_name(worker, home)
         start_worker(services, worker, home, log)
         log(
             f"worker {name} of {os.environ[API_URL]}: start a run there at Deployments: "
@@ -92,24 +105,26 @@ def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> No
     except interrupts.Interrupted:
         pass
     finally:
-        stop_all(services.processes, home / CUT_OFF, worker.pool)
+        stop_all(services.processes, worker.cut_off_file(home), worker.pool)
 
 
-def _check_name(worker: Worker) -> None:
+def _check_name(worker: Worker, home: Path) -> None:
     """
     Raises:
-        BadInput: a worker of another machine is online under this name.
+        BadInput: a worker of another folder or machine is online under this name. Its runs would be
+            taken for those of this one.
         Unreachable: the server does not answer, or refuses the string.
     """
     from flows.orchestration import prefect_requests
 
     try:
-        others = prefect_requests.online_workers(worker.pool) - {socket.gethostname()}
+        online = prefect_requests.online_workers(worker.pool)
     except RondoError as error:
         raise Unreachable(
             f"{error}: check {API_URL}, and that {API_AUTH} is the string of that server"
         ) from None
-    if others:
+    own = worker.folder_name(home)
+    if others := [name for name in online if not name.startswith(f"{own}-")]:
         raise BadInput(
             f"--name {worker.name}: {', '.join(sorted(others))} is online under this name: choose "
             "another one, or wait two minutes if that worker has ended"
@@ -125,21 +140,22 @@ def start_worker(services: Services, worker: Worker, home: Path, log: LogLine) -
     prefect_requests.create_pool(worker.pool)
     services.run("deploy", "prefect", "deploy", "--all", *_own_deployments(worker, home))
     prefect_requests.offer_nightly(worker.named("next-round"))
-    recorded = home / CUT_OFF
+    recorded = worker.cut_off_file(home)
     runs = json.loads(recorded.read_text()) if recorded.exists() else []
     for run in prefect_requests.reschedule(map(UUID, runs), worker.pool):
         log(f"resumes: {run}, which was interrupted when its worker ended")
     recorded.unlink(missing_ok=True)
-    options = ("--pool", worker.pool, "--type", "process", "--name", socket.gethostname())
+    name = worker.process_name(home)
+    options = ("--pool", worker.pool, "--type", "process", "--name", name)
     services.start("worker", "prefect", "worker", "start", *options)
-    services.wait_until("worker", lambda: _is_online(worker))
+    services.wait_until("worker", lambda: _is_online(worker, name))
 
 
-def _is_online(worker: Worker) -> bool:
+def _is_online(worker: Worker, name: str) -> bool:
     from flows.orchestration import prefect_requests
 
     with suppress(RondoError):
-        return bool(prefect_requests.online_workers(worker.pool))
+        return name in prefect_requests.online_workers(worker.pool)
     return False
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.core.services import last_servers
+from flows.core.services import prefect_pages
 from flows.report import summary
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
@@ -26,7 +26,7 @@ class Origin:
     def prefect(self) -> str | None:
         """The address of the flow run's page."""
         flow_run = self.provenance.flow_run if self.provenance else None
-        return f"{last_servers().prefect}/runs/flow-run/{flow_run}" if flow_run else None
+        return f"{prefect_pages()}/runs/flow-run/{flow_run}" if flow_run else None
 
 
 def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> list[Origin]:

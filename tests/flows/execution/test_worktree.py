@@ -77,10 +77,11 @@ def test_results_are_pushed_to_the_remotes_of_git_and_dvc(
     git("remote", "add", "team", str(remotes / "git"))
     monkeypatch.setenv("RONDO_PUSH_TO", "team")
     lines: list[str] = []
-    with workspace("one", project / ".rondo", lines.append):
+    with workspace("one", project / ".rondo", lines.append) as folder:
         dvc_stages.run("assets", print)
     # no remote of DVC yet: the branch is not pushed without its files
-    assert "pushing runs/one to team failed" in lines[-1] and "no remote" in lines[-1]
+    again = f"(`cd {folder} && dvc push && git push team runs/one` tries again) failed"
+    assert f"pushing runs/one to team {again}" in lines[-1] and "no remote" in lines[-1]
     assert git("ls-remote", "team") == ""
     subprocess.run(
         [fork_server.python(), "-m", "dvc", "remote", "add", "-d", "team", str(remotes / "dvc")],

@@ -1,11 +1,13 @@
 """`rondo worker`: its names in Prefect, and what it refuses. tests/stores has it run."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 
+from flows.core.services import prefect_pages
 from flows.orchestration import concurrency, worker
 from flows.orchestration.service_processes import lock_folder
 from stages.lib.core.errors import BadInput
@@ -41,9 +43,11 @@ def test_a_machine_has_compute_slots_of_its_own(monkeypatch: pytest.MonkeyPatch)
         ([], "set PREFECT_API_URL to the team's Prefect server"),
         (["--name", "gpu 1"], "--name gpu 1: expected a-z, 0-9 and single hyphens"),
         (["--push", "team"], "--push team: `git remote` lists no such remote"),
+        (["--push", "origin"], "DVC has no default remote: `dvc remote add -d NAME URL`"),
     ],
 )
 def test_what_a_worker_lacks_is_named(project: Path, arguments: list[str], message: str) -> None:
+    subprocess.run(["git", "remote", "add", "origin", "elsewhere"], check=True)
     ended = rondo(project, "worker", *arguments)
     assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
 
@@ -62,21 +66,35 @@ def test_a_folder_has_one_worker(project: Path) -> None:
     lock.release()
 
 
-def test_a_name_is_of_one_machine(
-    prefect: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_of_one_folder_of_one_machine(prefect: SyncPrefectClient, tmp_path: Path) -> None:
     own = worker.Worker("of-this-test")
-    worker._check_name(own)  # there is no such pool yet
+    worker._check_name(own, tmp_path)  # there is no such pool yet
     from flows.orchestration import prefect_requests
 
     prefect_requests.create_pool(own.pool)
+    name = own.process_name(tmp_path / "another")  # of another folder of this machine
     prefect.request(
         "POST",
         "/work_pools/{name}/workers/heartbeat",
         path_params={"name": own.pool},
-        json={"name": "another-host", "heartbeat_interval_seconds": 30},
+        json={"name": name, "heartbeat_interval_seconds": 30},
     )
-    with pytest.raises(BadInput, match="another-host is online under this name: choose another"):
-        worker._check_name(own)
-    monkeypatch.setattr("socket.gethostname", lambda: "another-host")
-    worker._check_name(own)
+    with pytest.raises(BadInput, match=f"{name} is online under this name: choose another"):
+        worker._check_name(own, tmp_path)
+    assert not worker._is_online(own, own.process_name(tmp_path))
+    assert worker._is_online(own, name)
+    worker._check_name(own, tmp_path / "another")  # started again
+
+
+def test_up_and_worker_of_a_folder_remember_their_own_runs(tmp_path: Path) -> None:
+    files = {each.cut_off_file(tmp_path).name for each in (worker.OWN, worker.Worker("gpu-1"))}
+    assert files == {"cut_off.json", "cut_off-gpu-1.json"}
+
+
+def test_pages_are_those_of_the_server_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://team:secret@prefect.example.org:4200/api/")
+    assert prefect_pages(tmp_path) == "http://prefect.example.org:4200"
+    monkeypatch.delenv("PREFECT_API_URL")
+    assert prefect_pages(tmp_path) == "http://127.0.0.1:4200"
