@@ -122,13 +122,12 @@ class VerlJob(EngineJob):
 
     def policies(self, last: int, ended: bool) -> dict[int, Path]:
         """Also those of the last two checkpoints, if verl was killed before it kept them."""
-        folders = [*self.states.glob("global_step_*"), *self.kept.glob("global_step_*")]
-        updates = [(int(folder.name.removeprefix("global_step_")), folder) for folder in folders]
-        return {
-            update: folder if folder.parent == self.kept else folder / "actor/huggingface"
-            for update, folder in updates
-            if update <= self.latest()
+        saved = {
+            path.parents[1]: path for path in self.states.glob("global_step_*/actor/huggingface")
         }
+        saved |= {path: path for path in self.kept.glob("global_step_*")}
+        updates = {int(folder.name.removeprefix("global_step_")): saved[folder] for folder in saved}
+        return {update: path for update, path in updates.items() if update <= self.latest()}
 
     def arguments(self) -> list[str]:
         """Hydra's overrides."""

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -384,6 +385,8 @@ def test_policies_are_kept_when_verl_deletes_its_checkpoints(plugin, written):
         path.parent.rmdir()
     save(6, tracked=False)  # in the making
     assert contents() == {2: "2", 4: "4"}
+    shutil.rmtree(written.folder / "policies/global_step_2")  # verl has left its folder, empty
+    assert contents() == {4: "4"}
 
 
 def test_a_job_that_continues_leaves_the_last_checkpoint_and_all_policies(written):
