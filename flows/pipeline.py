@@ -105,7 +105,7 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
         run_artifacts.line(line)
 
     tracker.start(address)
-    result, meter = "failed", energy.Meter(energy.counters())
+    result, meter = "failed", energy.Meter(energy.counters_of(address, load_params()))
     try:
         outcome = dvc_stages.run(address, on_line, around=computing(address, meter, log))
         result = outcome.value

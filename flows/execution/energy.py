@@ -11,6 +11,9 @@ from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 
+from flows.core.addresses import split_address
+from stages.lib.core.params import Params
+
 POWERCAP = Path("/sys/class/powercap")
 EVERY_SECONDS = 60.0  # a counter wraps around every 20 minutes on a large processor
 MICROJOULES_PER_WATT_HOUR = 3600e6
@@ -34,6 +37,11 @@ def counters(powercap: Path = POWERCAP) -> list[Counter]:
     """The counters of whole packages; those of cores, graphics and memory are left out."""
     folders = sorted(powercap.glob("intel-rapl:*"))  # the kernel uses this name for AMD too
     return [Counter(folder) for folder in folders if _name(folder).startswith("package")]
+
+
+def counters_of(address: str, params: Params) -> list[Counter]:
+    """The counters for a stage; none if it computes elsewhere, while this machine waits."""
+    return [] if params.elsewhere(split_address(address)[0]) else counters()
 
 
 def _name(folder: Path) -> str:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from flows.execution import energy
 from flows.execution.energy import Counter, Meter, counters
+from stages.lib.core.params import Params, check_params
+from tests.engine_settings import VERL
 
 
 def domain(
@@ -73,3 +76,24 @@ def test_a_block_that_fails_is_measured_too(tmp_path: Path) -> None:
         set_value(counter, 7_200_000_000)
         _ = 1 / 0
     assert meter.watt_hours() == pytest.approx(2)
+
+
+def test_a_stage_that_computes_elsewhere_has_no_energy_here(monkeypatch):
+    """This machine waits meanwhile."""
+    monkeypatch.setattr(energy, "counters", lambda: ["package-0"])
+    address = {"ray_address": "http://ray:8265"}
+    on_ray = check_params({"launcher": {"type": "ray", **address}}, "test")
+    engine = check_params({"launcher": address, "ppo": {"micro_batch_size": 4} | VERL}, "test")
+    here = {
+        name: [
+            stage
+            for stage in ("sft", "annotate", "ppo")
+            if energy.counters_of(f"{stage}@r0", params)
+        ]
+        for name, params in (("local", Params()), ("ray", on_ray), ("engine", engine))
+    }
+    assert here == {
+        "local": ["sft", "annotate", "ppo"],
+        "ray": ["annotate"],
+        "engine": ["sft", "annotate"],
+    }

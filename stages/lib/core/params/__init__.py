@@ -190,6 +190,11 @@ class Params(ParamsSection):
         there = launcher.type is LauncherType.ray and stage in SHARED and not engine
         return launcher.ray_address if there else None
 
+    def elsewhere(self, stage: str) -> bool:
+        """Whether a stage computes on a Ray cluster: its processes, or an engine."""
+        engine = stage == "ppo" and self.ppo.engine is not Engine.local
+        return engine or self.cluster(stage) is not None
+
     def check_round(self, name: str) -> None:
         """Check that params.yaml has this round.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.ray import job
 from stages.lib.core.types import Metrics
 from tests.engine_settings import NEEDED, VERL
 from tests.ray_cluster import RealCluster, real_or_stand_in, start_real
@@ -50,6 +51,12 @@ def real_cluster(engine_environment) -> Iterator[RealCluster | None]:
     """A real one, for `make test-engines`, whose `python3` is that of Ray's environment."""
     without_path = {name: value for name, value in engine_environment.items() if name != "PATH"}
     yield from start_real(without_path)
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch) -> None:
+    """For the tests' time; jobs take seconds here."""
+    monkeypatch.setattr(job, "POLL_SECONDS", 0.2)
 
 
 @pytest.fixture
