@@ -169,6 +169,6 @@ def test_a_cluster_without_room_says_so(small_round: Params, cluster: RealCluste
     write_params(small_round, 3, cluster.address)
     process = start()
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "launcher.processes is 3, but the cluster has room for 2 with {'CPU': 1}" in output
+    assert process.returncode == 2
+    assert "BadInput: launcher.processes is 3, but the cluster has room for 2 with" in output
     until(lambda: not stage_processes(cluster), 10)

@@ -108,6 +108,7 @@ def make_workers(job: Job) -> list[Any]:
             job,
             f"launcher.processes is {count}, but the cluster has room for {room} with {needed}: "
             "lower it, or add nodes",
+            bad_input=True,
         )
     group, alive = placement_group([needed] * count, strategy="PACK"), Alive(job)
     if not group.wait(10):

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import BadInput, RondoError
 from stages.lib.core.files import read_json, write_json, write_text
 from stages.lib.core.launch import RUN_AGAIN, ended_by_signal
 from stages.lib.core.ray.cluster import RayCluster
@@ -69,7 +69,8 @@ def launch_on_cluster(
         0, or the exit code of the process that failed first.
 
     Raises:
-        RondoError: a signal has ended one of them, a node is lost, or the cluster has no room.
+        BadInput: the cluster has no room for so many.
+        RondoError: a signal has ended one of them, or a node is lost.
         Unreachable: the cluster does not answer.
     """
     cluster, folder = RayCluster(dashboard), folder.resolve()
@@ -113,6 +114,8 @@ def launch_on_cluster(
         raise ended_by_signal(ended["rank"], processes, signal.Signals(-code))
     if code:
         return int(code)
+    if ended.get("bad_input"):
+        raise BadInput(ended["reason"])
     reason = ended.get("reason") or result.message.strip().rstrip(".")[-SHOWN:]
     raise RondoError(
         f"the job {job.id} at {dashboard} ended as {result.status}: {reason}. Next: {RUN_AGAIN}"
