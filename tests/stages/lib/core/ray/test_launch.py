@@ -105,6 +105,13 @@ def test_the_end_of_a_process_or_node_is_named(folder, ray, end, message):
         launch(ray, folder, end)
 
 
+def test_a_cluster_without_room_is_bad_input(folder, ray):
+    Path("printed").touch()
+    reason = "launcher.processes is 2, but the cluster has room for 1"
+    with pytest.raises(BadInput, match=f"^{reason}$"):
+        launch(ray, folder, {"reason": reason, "bad_input": True})
+
+
 def test_a_python_without_ray_is_named(tmp_path):
     process = subprocess.run(
         [sys.executable, "-S", DRIVER, tmp_path / "job.json"], capture_output=True, text=True
