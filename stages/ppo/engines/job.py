@@ -124,6 +124,10 @@ class EngineJob(ABC):
             ended: whether the job has succeeded.
         """
 
+    def failed_episodes(self) -> int:
+        """Episodes that the engine has left out, and says so in its output alone."""
+        return 0
+
     def last_lines(self, number: int = 20) -> str:
         """The end of the engine's output."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

@@ -50,6 +50,10 @@ def main(params: Params, round_: str) -> None:
     monitor = Monitor(params.ppo)
     steps, ended = train(job, round_, next_command, monitor)
 
+    if failed := job.failed_episodes():
+        line = f"{job.settings.title} has left out {failed} or more episodes that failed: see {job.log}"
+        print_line(f"[ppo@{round_}] {line}")
+
     # 3. the policies that it has saved, validated on the held-out prompts
     recorder = MetricLogger("ppo", round_, total_steps=len(steps), logged_steps=steps)
     context = load_models(params, round_, prompts, resume, recorder, model=params.model)
@@ -71,7 +75,8 @@ def main(params: Params, round_: str) -> None:
         name=job.package,
         longer="ppo.total_episodes",
         critic=job.critic if ended else None,
-        manifest={"engine": f"{job.package} {job.settings.version}", "engine_policies": hashes},
+        manifest={"engine": f"{job.package} {job.settings.version}", "engine_policies": hashes}
+        | {"engine_failed_episodes": failed},
     )
 
 

@@ -20,6 +20,7 @@ from stages.ppo.common.episodes import planned_updates
 from stages.ppo.engines.job import EngineJob
 
 PLUGIN = Path(__file__).with_name("rondo_verl.py")
+FAILED = "Error in _run_prompt"  # the line of a failed generation in verl's output
 LATEST = "latest_checkpointed_iteration.txt"  # verl writes it after the checkpoint
 
 # A prompt is one message whose text is used as it is
@@ -128,6 +129,15 @@ class VerlJob(EngineJob):
         saved |= {path: path for path in self.kept.glob("global_step_*")}
         updates = {int(folder.name.removeprefix("global_step_")): saved[folder] for folder in saved}
         return {update: path for update, path in updates.items() if update <= self.latest()}
+
+    def failed_episodes(self) -> int:
+        """verl trains on fewer episodes than `ppo.batch_size` then, filled up with padding. At least
+        so many: Ray prints lines that repeat once.
+        """
+        if not self.log.exists():
+            return 0
+        with self.log.open(errors="replace") as lines:
+            return sum(FAILED in line for line in lines)
 
     def arguments(self) -> list[str]:
         """Hydra's overrides."""

@@ -64,8 +64,8 @@ def jobs() -> list[str]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys, engine):
-    params = make_params(ray.address, engine=engine)
-    ppo(params, "r0")
+    events = {EVENT["verl"]: "DROP=3"} if engine == "verl" else {}
+    ppo(make_params(ray.address, events, engine=engine), "r0")
     steps = read_jsonl(FOLDER / "metrics.jsonl", "")
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 2, 4, 5]
     assert all(set(row) - {"step"} == SCALARS | FURTHER[engine] for row in steps[:5])
@@ -89,7 +89,8 @@ def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys, engine):
         "ppo",
         f"{engine} {ENGINE_SETTINGS[engine].version}",
     )
-    folder = engine_folder()
+    folder, failed = engine_folder(), 2 if engine == "verl" else 0
+    assert manifest["engine_failed_episodes"] == failed
     assert manifest["engine_policies"] == {
         str(update): saved_weights_hash(folder / saved) for update, saved in SAVED[engine].items()
     }
@@ -106,6 +107,7 @@ def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys, engine):
     assert jobs() == ["SUCCEEDED"]
     output = capsys.readouterr().out
     assert "submitted the job rondo-ppo-r0-" in output
+    assert ("verl has left out 2 or more episodes that failed" in output) is bool(failed)
     assert f"{engine}: kept the policy after update" in output
 
 

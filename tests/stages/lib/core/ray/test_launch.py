@@ -112,6 +112,22 @@ def test_a_cluster_without_room_is_bad_input(folder, ray):
         launch(ray, folder, {"reason": reason, "bad_input": True})
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_fresh_process_ends_its_job_if_the_stage_is_gone(folder, ray, monkeypatch, nested):
+    """Evaluate's, when evaluate is stopped. A stage itself goes on if its terminal is gone."""
+    if nested:
+        monkeypatch.setenv("RONDO_RAY_PLACES", "[]")
+    else:
+        Path("printed").touch()
+    parents = iter([7, 7])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))
+    if nested:
+        with pytest.raises(RondoError, match="ended as STOPPED"):
+            launch(ray, folder, {})
+    else:
+        assert launch(ray, folder, {}) == 0
+
+
 def test_a_python_without_ray_is_named(tmp_path):
     process = subprocess.run(
         [sys.executable, "-S", DRIVER, tmp_path / "job.json"], capture_output=True, text=True

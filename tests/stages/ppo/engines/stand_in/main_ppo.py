@@ -4,7 +4,7 @@ Read in the source of the wheel: what is written where, and in which order
 (trainer/ppo/v1/trainer_base.py, utils/checkpoint/, experimental/reward_loop/). The reward model
 answers over HTTP as vLLM does, to the reward manager that the config names.
 `actor_rollout_ref.rollout.trace.experiment_name` is the event of training.py, and `MUTE=3` has
-the reward model fail in update 3.
+the reward model fail in update 3; with `DROP=3`, the generation of two episodes fails then.
 """
 
 import asyncio
@@ -163,6 +163,9 @@ class Verl:
 
     def after(self, update: Update) -> None:
         step = self.training.step
+        if self.training.event == ("DROP", step):
+            for uid in ("a1", "b2"):
+                print(f"(AgentLoopWorkerTQ pid=7) Error in _run_prompt for uid={uid}", flush=True)
         if self.training.saves or step == self.updates:
             self.save_checkpoint(step)
         metrics = {
