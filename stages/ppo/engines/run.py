@@ -51,8 +51,8 @@ def main(params: Params, round_: str) -> None:
     steps, ended = train(job, round_, next_command, monitor)
 
     if failed := job.failed_episodes():
-        line = f"{job.settings.title} has left out {failed} or more episodes that failed: see {job.log}"
-        print_line(f"[ppo@{round_}] {line}")
+        line = f"{job.settings.title} has left out {failed} or more episodes that failed"
+        print_line(f"[ppo@{round_}] {line}: see {job.log}")
 
     # 3. the policies that it has saved, validated on the held-out prompts
     recorder = MetricLogger("ppo", round_, total_steps=len(steps), logged_steps=steps)

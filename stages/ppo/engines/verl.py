@@ -131,8 +131,8 @@ class VerlJob(EngineJob):
         return {update: path for update, path in updates.items() if update <= self.latest()}
 
     def failed_episodes(self) -> int:
-        """verl trains on fewer episodes than `ppo.batch_size` then, filled up with padding. At least
-        so many: Ray prints lines that repeat once.
+        """verl trains on fewer episodes than `ppo.batch_size` then, filled up with padding. There
+        may be more: Ray prints lines that repeat once.
         """
         if not self.log.exists():
             return 0
