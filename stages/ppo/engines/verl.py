@@ -286,7 +286,7 @@ def quoted(value: Value | list[Value] | Path) -> str:
         return str(value)
     # backslashes count only before a quote, and before the closing one
     text = re.sub(
-        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), str(value)
+        r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), str(value)
     )
     return f"'{text}'"
 

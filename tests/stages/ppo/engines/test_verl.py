@@ -327,15 +327,15 @@ def test_a_reward_model_that_does_not_answer_is_an_error(plugin, monkeypatch):
 def test_a_reward_model_that_fails_once_is_asked_again(plugin, monkeypatch):
     """verl's router in front of vLLM answers 500 whatever the failure is."""
     answers = [(500, b"busy"), (200, json.dumps({"data": [{"probs": [0.25]}]}).encode())]
-    asked: list[int] = []
+    statuses: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
             pass
 
         def do_POST(self) -> None:
-            status, content = answers[len(asked)]
-            asked.append(status)
+            status, content = answers[len(statuses)]
+            statuses.append(status)
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -351,10 +351,10 @@ def test_a_reward_model_that_fails_once_is_asked_again(plugin, monkeypatch):
         address = f"127.0.0.1:{server.server_port}"
         manager = plugin.RondoReward(None, None, None, reward_router_address=address)
         assert asyncio.run(manager.raw_score([1, 2])) == 0.25
-        answers[:], asked[:] = [(500, b"too long")] * 9, []
+        answers[:], statuses[:] = [(500, b"too long")] * 9, []
         with pytest.raises(RuntimeError, match="500: too long"):
             asyncio.run(manager.raw_score([1, 2]))
-        assert asked == [500] * plugin.TRIES
+        assert statuses == [500] * plugin.TRIES
         server.shutdown()
 
 
