@@ -39,7 +39,7 @@ class RayStandIn(ThreadingHTTPServer):
         if self.lost:
             self.lost -= 1
             self.never_ran.add(job_id)
-            entrypoint = "exit 1"
+            entrypoint = "sleep 0.5; exit 1"  # Ray says so after a while
         self.jobs[job_id] = subprocess.Popen(
             entrypoint, shell=True, env=os.environ | self.environment, start_new_session=True
         )

@@ -135,10 +135,10 @@ def configure_prefect() -> None:
         os.environ.setdefault(name, value)
     # Prefect's log goes to its run page; the terminal gets the lines of the logger `rondo`.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
-    if "PREFECT_API_URL" in os.environ:  # a server of the user's
+    if services.API_URL in os.environ:  # a server of the user's
         return
     if servers := services.running_prefect(home):
-        os.environ["PREFECT_API_URL"] = f"{servers.prefect}/api"
+        os.environ[services.API_URL] = f"{servers.prefect}/api"
         os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
     else:  # the temporary server of this process
         os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))

@@ -30,6 +30,7 @@ CLOCK_SECONDS = 10.0  # that the start of a process may differ, if the clock was
 # Without this parameter MLflow opens its pages for agents instead of those for models.
 WORKFLOW = "workflowType=machine_learning"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable
+API_URL = "PREFECT_API_URL"  # Prefect's own variable
 # What `rondo worker` tells its runs: its name, and the git remote that gets the branches of runs
 WORKER, PUSH_TO = "RONDO_WORKER", "RONDO_PUSH_TO"
 MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME
@@ -148,7 +149,7 @@ def prefect_pages(home: Path = HOME) -> str:
     """The address of Prefect's pages: of the server that PREFECT_API_URL names, which this process
     or a worker uses, else of the server of `rondo up`, running or not.
     """
-    url = without_credentials(os.environ.get("PREFECT_API_URL", ""))
+    url = without_credentials(os.environ.get(API_URL, ""))
     return url.rstrip("/").removesuffix("/api") or last_servers(home).prefect
 
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from flows.core import interrupts
 from flows.core.services import (
+    API_URL,
     HOST,
     MLFLOW_ARTIFACTS,
     MLFLOW_DATABASE,
@@ -25,13 +25,8 @@ from flows.core.services import (
     server_environment,
     write_servers,
 )
-from flows.orchestration.service_processes import (
-    Services,
-    lock_folder,
-    service_environment,
-    stop_all,
-)
-from flows.orchestration.worker import OWN, start_worker, watch
+from flows.orchestration.service_processes import Services, lock_folder
+from flows.orchestration.worker import OWN, services_until_signal, start_worker, watch
 from stages.lib.core.errors import BadInput
 
 NOTIFY_URL = "RONDO_NOTIFY_URL"
@@ -64,10 +59,8 @@ def serve(home: Path, log: LogLine = print) -> None:
     servers = _new_servers(home)
     own_pages = (f"http://{name}:{servers.prefect_port}" for name in (HOST, "localhost"))
     os.environ.update(server_environment(servers.auth, *own_pages))
-    os.environ["PREFECT_API_URL"] = f"{servers.prefect}/api"
-    services = Services(home / "logs", service_environment())
-    services.logs.mkdir(parents=True, exist_ok=True)
-    try:
+    os.environ[API_URL] = f"{servers.prefect}/api"
+    with services_until_signal(OWN, home) as services:
         _start_servers(services, servers, home, log)
         _notify(notify, log)
         start_worker(services, OWN, home, log)
@@ -79,10 +72,6 @@ def serve(home: Path, log: LogLine = print) -> None:
             f"MLflow   {servers.mlflow}/#/experiments?{WORKFLOW}\nCtrl-C ends both."
         )
         watch(services, home, log)
-    except interrupts.Interrupted:
-        pass
-    finally:
-        stop_all(services.processes, OWN.cut_off_file(home), OWN.pool)
 
 
 def _check_webhook(url: str) -> None:

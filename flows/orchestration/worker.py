@@ -10,16 +10,18 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import yaml
 
 from flows.core import interrupts
 from flows.core.run_locks import RUNS
-from flows.core.services import PUSH_TO, TRACKING_URI, WORKER, LogLine, prefect_environment
+from flows.core.services import API_URL, PUSH_TO, TRACKING_URI, WORKER, LogLine, prefect_environment
 from flows.orchestration.service_processes import (
     Services,
     lock_folder,
@@ -31,7 +33,7 @@ from stages.lib.core.errors import BadInput, RondoError, Unreachable
 LOOK_SECONDS = 10.0  # between two looks for crashed runs
 TICK_SECONDS = 0.5  # between two checks whether the services are running
 DEPLOYMENTS = Path("prefect.yaml")
-API_URL, API_AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
+API_AUTH = "PREFECT_API_AUTH_STRING"
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,26 @@ def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> No
         os.environ[PUSH_TO] = push_to
     if TRACKING_URI not in os.environ:
         log(f"{TRACKING_URI} is not set: MLflow's records stay in {home}")
+    with services_until_signal(worker, home) as services:
+        _check_name(worker, home)
+        start_worker(services, worker, home, log)
+        names = [worker.named(deployment["name"]) for deployment in _config()["deployments"]]
+        log(
+            f"worker {name} of {os.environ[API_URL]}: start a run there at Deployments: "
+            f"{', '.join(names)}\nCtrl-C ends it."
+        )
+        watch(services, home, log)
+
+
+@contextmanager
+def services_until_signal(worker: Worker, home: Path) -> Iterator[Services]:
+    """The processes of this command, with its environment as it is now. A signal ends the block,
+    and the end of the block ends the runs of the worker and all processes.
+    """
     services = Services(home / "logs", service_environment())
     services.logs.mkdir(parents=True, exist_ok=True)
     try:
-        _check_name(worker, home)
-        start_worker(services, worker, home, log)
-        log(
-            f"worker {name} of {os.environ[API_URL]}: start a run there at Deployments: "
-            f"{', '.join(map(worker.named, deployment_names()))}\nCtrl-C ends it."
-        )
-        watch(services, home, log)
+        yield services
     except interrupts.Interrupted:
         pass
     finally:
@@ -163,7 +175,7 @@ def _own_deployments(worker: Worker, home: Path) -> list[str]:
     """Options of `prefect deploy`: a file with the deployments of prefect.yaml for this worker."""
     if not worker.name:
         return []
-    config = yaml.safe_load(DEPLOYMENTS.read_text())
+    config = _config()
     for deployment in config["deployments"]:
         deployment["name"] = worker.named(deployment["name"])
         deployment["work_pool"] = {"name": worker.pool}
@@ -172,9 +184,10 @@ def _own_deployments(worker: Worker, home: Path) -> list[str]:
     return ["--prefect-file", str(path)]
 
 
-def deployment_names() -> list[str]:
-    config = yaml.safe_load(DEPLOYMENTS.read_text())
-    return [deployment["name"] for deployment in config["deployments"]]
+def _config() -> dict[str, Any]:
+    """prefect.yaml."""
+    config: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text())
+    return config
 
 
 def watch(services: Services, home: Path, log: LogLine) -> None:

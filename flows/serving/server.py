@@ -5,8 +5,6 @@ import os
 import socket
 from typing import Any
 
-from transformers import GenerationConfig
-
 from flows.serving.accepted_model import find_model
 from flows.serving.app import make_app
 from flows.serving.scoring_queue import ScoringQueue
@@ -15,6 +13,7 @@ from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, stage_dir
 from stages.lib.core.params import Params
+from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.lib.lm.loading import default_device, load_config, load_tokenizer, setup_torch
 from stages.lib.lm.packing import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
 from stages.lib.lm.scoring import RewardScorer
@@ -67,9 +66,8 @@ def serve(round_: str, host: str, port: int, allow_failed: bool) -> None:
 def load_texts(tokenizer: Any, params: Params) -> Texts:
     """How texts become tokens of the project's base model."""
     base = ASSETS / "model"
-    ends = GenerationConfig.from_pretrained(base, local_files_only=True).eos_token_id
     config = load_config(base).get_text_config()
-    end_texts = tokenizer.convert_ids_to_tokens([ends] if isinstance(ends, int) else ends)
+    end_texts = tokenizer.convert_ids_to_tokens(saved_end_tokens(base, tokenizer).ids)
     max_tokens = min(LENGTHS * params.reward.max_length, config.max_position_embeddings)
     return Texts(tokenizer, tuple(end_texts), max_tokens)
 

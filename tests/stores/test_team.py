@@ -185,8 +185,9 @@ def test_a_run_is_cancelled_from_elsewhere(team: Team) -> None:
     run = team.start("sft.max_steps=2")  # sleeps
     until(lambda: bool(of_project(team.machine, "stage.py")), 120)
     request(f"{team.api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    until(lambda: team.state(run) == "Cancelled", 120)
-    until(lambda: not of_project(team.machine, "stage.py"))
+    until(lambda: not of_project(team.machine, "stage.py"), 120)
+    until(lambda: team.state(run) != "Cancelling", 120)
+    assert team.state(run) == "Cancelled"
 
 
 def test_a_machine_has_slots_of_its_own(team: Team) -> None:

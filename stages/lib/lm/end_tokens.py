@@ -4,6 +4,7 @@ A model may end its responses with several tokens: Qwen2.5-Instruct with `<|im_e
 `<|endoftext|>`, Gemma 3 with `<eos>` or `<end_of_turn>`.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from stages.lib.core.types import TokenIds
@@ -65,3 +66,11 @@ def end_tokens(model: Any, tokenizer: Any) -> EndTokens:
     The assets stage writes all end tokens of the base model there (stages/assets/base_model.py).
     """
     return EndTokens.of(model.generation_config, tokenizer)
+
+
+def saved_end_tokens(folder: Path, tokenizer: Any) -> EndTokens:
+    """`end_tokens` of a model's folder, without its weights."""
+    from transformers import GenerationConfig  # takes a second to import
+
+    config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return EndTokens.of(config, tokenizer)

@@ -15,7 +15,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params.engine_settings import Options, Value
 from stages.lib.core.params.verl import ACTOR, MODEL, REWARD_ROLLOUT, ROLLOUT, VERL
-from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.ppo.common.episodes import planned_updates
 from stages.ppo.engines.job import EngineJob
 
@@ -86,7 +86,7 @@ class VerlJob(EngineJob):
             "model": str(self.reward),
             "mean": model["mean"],
             "std": model["std"],
-            "ends": end_tokens(self.sft, tokenizer),
+            "ends": saved_end_tokens(self.sft, tokenizer).ids,
             "clip": ppo.score_clip,
             "missing_eos_penalty": ppo.missing_eos_penalty,
             "length_penalty": ppo.length_penalty,
@@ -111,12 +111,13 @@ class VerlJob(EngineJob):
 
     def _keep_latest(self) -> None:
         """Leave the last complete checkpoint, from which a job continues, and all policies."""
+        latest = self.latest()
         for folder in self.states.glob("global_step_*"):
             update = int(folder.name.removeprefix("global_step_"))
             saved, policy = folder / "actor/huggingface", self.kept / folder.name
-            if update == self.latest():
+            if update == latest:
                 continue
-            if update < self.latest() and saved.exists() and not policy.exists():
+            if update < latest and saved.exists() and not policy.exists():
                 policy.parent.mkdir(exist_ok=True)
                 saved.rename(policy)
             shutil.rmtree(folder)
@@ -128,7 +129,8 @@ class VerlJob(EngineJob):
         }
         saved |= {path: path for path in self.kept.glob("global_step_*")}
         updates = {int(folder.name.removeprefix("global_step_")): saved[folder] for folder in saved}
-        return {update: path for update, path in updates.items() if update <= self.latest()}
+        latest = self.latest()
+        return {update: path for update, path in updates.items() if update <= latest}
 
     def failed_episodes(self) -> int:
         """verl trains on fewer episodes than `ppo.batch_size` then, filled up with padding. There
@@ -316,11 +318,3 @@ def write_critic(reward: Path, target: Path) -> None:
     critic.save_pretrained(part)
     shutil.rmtree(target, ignore_errors=True)
     part.rename(target)
-
-
-def end_tokens(model: Path, tokenizer: Any) -> list[int]:
-    """The ids of the tokens that end a response, the tokenizer's EOS first."""
-    from transformers import GenerationConfig  # takes seconds to import
-
-    config = GenerationConfig.from_pretrained(model, local_files_only=True)
-    return EndTokens.of(config, tokenizer).ids

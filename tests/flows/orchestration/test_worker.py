@@ -1,12 +1,16 @@
 """`rondo worker`: its names in Prefect, and what it refuses. tests/stores has it run."""
 
+import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 
+from flows.core import interrupts
 from flows.core.services import prefect_pages
 from flows.orchestration import concurrency, worker
 from flows.orchestration.service_processes import lock_folder
@@ -84,6 +88,27 @@ def test_a_name_is_of_one_folder_of_one_machine(prefect: SyncPrefectClient, tmp_
     assert not worker._is_online(own, own.process_name(tmp_path))
     assert worker._is_online(own, name)
     worker._check_name(own, tmp_path / "another")  # started again
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """As they are now, after the test."""
+    handlers = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("end", [interrupts.Interrupted(signal.SIGTERM), BadInput("wrong")])
+def test_the_end_of_a_command_ends_its_processes(
+    tmp_path: Path, signals: None, end: BaseException
+) -> None:
+    error = suppress(BadInput)  # a signal is no error
+    with error, worker.services_until_signal(worker.OWN, tmp_path) as services:
+        services.start("pages", "http.server", "0", "--bind", "127.0.0.1")
+        assert services.processes["pages"].poll() is None
+        raise end
+    assert services.processes["pages"].wait(10) != 0
 
 
 def test_up_and_worker_of_a_folder_remember_their_own_runs(tmp_path: Path) -> None:

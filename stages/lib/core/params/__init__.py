@@ -178,7 +178,7 @@ class Params(ParamsSection):
 
     def processes(self, stage: str) -> int:
         """How many processes share the work of a stage; one follows an engine."""
-        if stage == "ppo" and self.ppo.engine is not Engine.local:
+        if self._has_engine(stage):
             return 1
         return self.launcher.processes if stage in SHARED else 1
 
@@ -186,14 +186,16 @@ class Params(ParamsSection):
         """The address of the Ray cluster on which the processes of a stage run; None: they run
         here.
         """
-        launcher, engine = self.launcher, stage == "ppo" and self.ppo.engine is not Engine.local
+        launcher, engine = self.launcher, self._has_engine(stage)
         there = launcher.type is LauncherType.ray and stage in SHARED and not engine
         return launcher.ray_address if there else None
 
     def elsewhere(self, stage: str) -> bool:
         """Whether a stage computes on a Ray cluster: its processes, or an engine."""
-        engine = stage == "ppo" and self.ppo.engine is not Engine.local
-        return engine or self.cluster(stage) is not None
+        return self._has_engine(stage) or self.cluster(stage) is not None
+
+    def _has_engine(self, stage: str) -> bool:
+        return stage == "ppo" and self.ppo.engine is not Engine.local
 
     def check_round(self, name: str) -> None:
         """Check that params.yaml has this round.

@@ -16,6 +16,21 @@ from typing import Any, ClassVar
 Value = bool | int | float | str
 Options = dict[str, Value | list[Value]]
 
+# What no engine does as Rondo does: they start the policy and the reference from the same model,
+# and train all weights. Why kl_control must be fixed: each engine's module.
+REQUIRED: dict[str, Any] = {
+    "critic": "reward",
+    "init_from": "sft",
+    "kl_control": "fixed",
+    "loss_level": "token",
+    "lora.r": 0,
+    "critic_lora.r": 0,
+    "reward_url": None,
+    "reward_weight": 1.0,
+    "rewards": [],
+    "whiten_rewards": False,
+}
+
 
 class EngineSettings(ABC):
     """The settings of one engine.

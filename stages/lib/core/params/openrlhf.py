@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.lib.core.params.engine_settings import (
+    REQUIRED,
     EngineSettings,
     Options,
     Value,
@@ -15,23 +16,6 @@ from stages.lib.core.params.engine_settings import (
 )
 
 GPU_MEMORY_UTILIZATION = 0.6  # vLLM's share of a GPU, if the other models wait meanwhile
-
-# It starts the policy and the reference from the same model, trains all weights, and says itself
-# that its adaptive KL does not work.
-REQUIRED: dict[str, Any] = {
-    "critic": "reward",
-    "init_from": "sft",
-    "kl_control": "fixed",
-    "length_penalty": 0.0,
-    "loss_level": "token",
-    "lora.r": 0,
-    "critic_lora.r": 0,
-    "missing_eos_penalty": 0.0,
-    "reward_url": None,
-    "reward_weight": 1.0,
-    "rewards": [],
-    "whiten_rewards": False,
-}
 
 SET_BY = {
     "actor.adam.lr": "ppo.learning_rate",
@@ -102,7 +86,9 @@ SET_BY = {
 
 class OpenRlhfSettings(EngineSettings):
     name, title, recorded = "openrlhf", "OpenRLHF", "openrlhf.json"
-    required, set_by = REQUIRED, SET_BY
+    # it says itself that its adaptive KL does not work
+    required = REQUIRED | {"length_penalty": 0.0, "missing_eos_penalty": 0.0}
+    set_by = SET_BY
 
     def mistake(self, name: str, value: Value | list[Value]) -> str:
         option: Mapping[str, Any] = self.options[name]

@@ -7,6 +7,7 @@ verl.json has the keys with their defaults, of the config that its wheel has wri
 from typing import Any
 
 from stages.lib.core.params.engine_settings import (
+    REQUIRED,
     EngineSettings,
     Options,
     Value,
@@ -14,21 +15,6 @@ from stages.lib.core.params.engine_settings import (
 )
 
 GPU_MEMORY_UTILIZATION = 0.5  # vLLM's share of a GPU, if the other models wait meanwhile
-
-# It starts the policy and the reference from the same model. It does not save the coefficient of
-# its adaptive KL, so that a job which continues would start from `kl_coef` again.
-REQUIRED: dict[str, Any] = {
-    "critic": "reward",
-    "init_from": "sft",
-    "kl_control": "fixed",
-    "loss_level": "token",
-    "lora.r": 0,
-    "critic_lora.r": 0,
-    "reward_url": None,
-    "reward_weight": 1.0,
-    "rewards": [],
-    "whiten_rewards": False,
-}
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 REWARD_ROLLOUT = "reward.reward_model.rollout"
@@ -165,6 +151,8 @@ STRATEGIES = ("fsdp", "fsdp2")  # Megatron has a config of its own
 
 class VerlSettings(EngineSettings):
     name, title, recorded = "verl", "verl", "verl.json"
+    # it does not save the coefficient of its adaptive KL, so that a job which continues would start
+    # from `kl_coef` again
     required, set_by = REQUIRED, SET_BY
 
     def mistake(self, name: str, value: Value | list[Value]) -> str:

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.ray import job
 from stages.lib.core.types import Metrics
+from stages.ppo.engines.verl import VerlJob
 from tests.engine_settings import NEEDED, VERL
 from tests.ray_cluster import RealCluster, real_or_stand_in, start_real
 from tests.ray_stand_in import RayStandIn
 from tests.stages.ppo.engines.stand_in.install import install, recorded_versions
+from tests.stages.ppo.engines.verl_job import TwoEnds, job_of
+from tests.stages.ppo.engines.verl_job import make as verl_params
 
 SHORT = {
     "batch_size": 4,
@@ -78,3 +82,28 @@ def make_params(make_round) -> Callable[..., Params]:
         return check_params(params | {"ppo": section, "launcher": launcher}, "test")
 
     return make
+
+
+@pytest.fixture
+def written(tmp_path, tiny_folder) -> VerlJob:
+    """A job whose inputs are written, of a model with two end tokens."""
+    params = verl_params(
+        ppo={
+            "batch_size": 16,
+            "mini_batch_size": 16,
+            "total_episodes": 32,
+            "score_clip": 2.0,
+            "missing_eos_penalty": 0.5,
+            "length_penalty": 0.125,
+            "free_length": 3,
+        }
+    )
+    job = job_of(params, tmp_path / "job", tmp_path)
+    job.sft.mkdir()
+    GenerationConfig(eos_token_id=[9, 2]).save_pretrained(job.sft)
+    reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
+    reward.config.mean, reward.config.std = 1.5, 2.0
+    reward.save_pretrained(job.reward)
+    episodes = [({"id": word, "prompt": word}, [ord(x) for x in word]) for word in ("cat", "the")]
+    assert job.write_inputs(episodes, TwoEnds()) == 1
+    return job

@@ -74,6 +74,16 @@ def test_a_job_on_a_node_that_had_died_is_submitted_again(ray, tmp_path, monkeyp
     assert tried.follow(lambda: False).status == "SUCCEEDED"
     assert (marks.read_text(), len(tried.ids)) == ("ran\n", 3)
     assert capsys.readouterr().out.count("submits it again") == 2
+    ray.lost = 1
+    (tmp_path / "attached").mkdir()
+    first = job(ray.address, tmp_path / "attached")
+    first.submit(lambda: f"echo ran >> {marks}")
+    again = job(ray.address, tmp_path / "attached")  # the stage was killed meanwhile
+    again.start(lambda: f"echo ran >> {marks}")
+    assert again.ids == first.ids
+    assert again.follow(lambda: False).status == "SUCCEEDED"
+    assert marks.read_text() == "ran\nran\n"
+    marks.write_text("ran\n")
     ray.lost = 100
     tried = job(ray.address, tmp_path)
     tried.submit(lambda: f"echo ran >> {marks}")

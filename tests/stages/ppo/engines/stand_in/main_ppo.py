@@ -25,7 +25,7 @@ import torch
 import yaml
 from pyarrow.parquet import read_table
 from torch.utils.tensorboard import SummaryWriter
-from training import Settings, Training, Update
+from training import Settings, Training, Update, run_in_worker
 
 HERE = Path(__file__).parents[2]
 ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
@@ -181,9 +181,7 @@ class Verl:
             "response_length/mean": update.length,
             "timing_s/gen": 0.1,
         }
-        for name, value in metrics.items() if not self.training.lost else ():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+        self.training.write(self.writer, metrics)
 
     def save_checkpoint(self, step: int) -> None:
         """The last two are left; the tracker names the last complete one."""
@@ -204,16 +202,10 @@ def train(arguments: list[str]) -> None:
     Verl(Config(arguments)).run()
 
 
-if __name__ == "__main__":
-    try:
-        import ray
-    except ImportError:
-        train(sys.argv[1:])
-    else:  # in a worker of the cluster, with the environment that the config has for it
-        environment = {
-            name.rpartition(".")[2]: value
-            for name, value in Config(sys.argv[1:]).items()
-            if name.startswith(ENVIRONMENT)
-        }
-        ray.init(runtime_env={"env_vars": environment})
-        ray.get(ray.remote(train).options(max_retries=0).remote(sys.argv[1:]))
+if __name__ == "__main__":  # workers have the environment that the config has for them
+    environment = {
+        name.rpartition(".")[2]: value
+        for name, value in Config(sys.argv[1:]).items()
+        if name.startswith(ENVIRONMENT)
+    }
+    run_in_worker(train, sys.argv[1:], runtime_env={"env_vars": environment})

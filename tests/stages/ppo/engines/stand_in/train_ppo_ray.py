@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
-from training import Settings, Training, Update
+from training import Settings, Training, Update, run_in_worker
 
 HERE = Path(__file__).parents[2]
 
@@ -102,9 +102,9 @@ class OpenRlhf:
             "rollout/response_length_mean": update.length,
             "rollout/truncated_rate": update.truncated_rate,
         }
-        for name, value in metrics.items() if not self.training.lost else ():
-            self.writer.add_scalar(f"train/{name}", value, step)
-        self.writer.flush()
+        self.training.write(
+            self.writer, {f"train/{name}": value for name, value in metrics.items()}
+        )
         if self.training.saves:
             self.save_checkpoint(f"global_step{step}")
 
@@ -123,10 +123,4 @@ def train(args: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        import ray
-    except ImportError:
-        train(parse(sys.argv[1:]))
-    else:  # in a worker of the cluster, as OpenRLHF's trainer
-        ray.init()
-        ray.get(ray.remote(train).options(max_retries=0).remote(parse(sys.argv[1:])))
+    run_in_worker(train, parse(sys.argv[1:]))

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -85,10 +87,12 @@ class Training:
                 update.loss = float("nan")
             after(update)
 
-    @property
-    def lost(self) -> bool:
-        """Whether the metrics of this update are not written."""
-        return self.event in (("LOST", self.step), ("LOST", 0))
+    def write(self, writer: SummaryWriter, metrics: dict[str, float]) -> None:
+        """Write the metrics of this update, unless they are lost."""
+        lost = self.event in (("LOST", self.step), ("LOST", 0))
+        for name, value in metrics.items() if not lost else ():
+            writer.add_scalar(name, value, self.step)
+        writer.flush()
 
     @property
     def saves(self) -> bool:
@@ -139,3 +143,18 @@ class Training:
     def save(self, folder: Path) -> None:
         self.actor.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def run_in_worker(train: Callable[[Any], None], arguments: Any, **init: Any) -> None:
+    """Train in a worker of the cluster, as engines do; here, if Ray is not installed.
+
+    Args:
+        init: of `ray.init`.
+    """
+    try:
+        import ray
+    except ImportError:
+        train(arguments)
+    else:
+        ray.init(**init)
+        ray.get(ray.remote(train).options(max_retries=0).remote(arguments))
