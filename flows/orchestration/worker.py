@@ -21,7 +21,15 @@ import yaml
 
 from flows.core import interrupts
 from flows.core.run_locks import RUNS
-from flows.core.services import API_URL, PUSH_TO, TRACKING_URI, WORKER, LogLine, prefect_environment
+from flows.core.services import (
+    API_URL,
+    PUSH_TO,
+    TRACKING_URI,
+    WORKER,
+    LogLine,
+    prefect_environment,
+    prefect_pages,
+)
 from flows.orchestration.service_processes import (
     Services,
     lock_folder,
@@ -99,7 +107,7 @@ def work(name: str, push_to: str | None, home: Path, log: LogLine = print) -> No
         start_worker(services, worker, home, log)
         names = [worker.named(deployment["name"]) for deployment in _config()["deployments"]]
         log(
-            f"worker {name} of {os.environ[API_URL]}: start a run there at Deployments: "
+            f"worker {name} of {prefect_pages(home)}: start a run there at Deployments: "
             f"{', '.join(names)}\nCtrl-C ends it."
         )
         watch(services, home, log)

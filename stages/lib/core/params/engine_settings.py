@@ -90,7 +90,8 @@ class EngineSettings(ABC):
         for name, value in options.items():
             where = f"engine_options.{name}"
             if name not in self.options:
-                near = get_close_matches(name, self.options, n=1)
+                free = [option for option in self.options if not self.setter(option)]
+                near = get_close_matches(name, free, n=1)
                 hint = f": did you mean {near[0]}?" if near else " (names without the leading --)"
                 raise ValueError(f"{where}: {self.title} {self.version} has no such option{hint}")
             if setter := self.setter(name):

@@ -187,6 +187,9 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("options", "message"),
     [
         ({"critic.fsdp.param_ofload": True}, r"did you mean critic\.fsdp\.param_offload\?"),
+        # near is reward_model.rollout.tensor_model_parallel_size, but nobody may set that
+        ({"vllm.tensor_parallel_size": 2}, r"verl 0\.9\.1 has no such option \(names"),
+        ({"gpu_memory_utilization": 0.5}, rf"did you mean {ROLLOUT}\.gpu_memory_utilization\?"),
         ({f"{ACTOR}.optim.lr": 1e-6}, r"ppo\.learning_rate sets it; remove it here"),
         ({f"{ACTOR}.checkpoint.async_save": True}, "Rondo sets it"),
         ({"trainer.resume_mode": "auto"}, "Rondo sets it"),
