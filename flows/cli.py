@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from flows.core import interrupts
 from flows.core.services import HOME
-from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.errors import BadInput, RondoError, typed
 
 EXIT_CODES = (
-    "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 the network or a server is "
-    "unreachable, 1 any other error, 128 + the signal's number after a signal (Ctrl-C: 130)."
+    "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 network or server unreachable, "
+    "5 disk full or failing, 1 other errors, 128 + a signal's number after it (Ctrl-C: 130)."
 )
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -46,11 +46,13 @@ def exit_code(arguments: list[str] | None) -> int:
         if options.command != "check-data" and not Path("dvc.yaml").exists():
             raise BadInput(f"no dvc.yaml in {Path.cwd()}: run from the project's folder")
         return COMMANDS[options.command](options)
-    except RondoError as error:
-        print(f"rondo: {type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return RondoError.exit_code
+    except Exception as error:
+        if (failure := typed(error)) is None:
+            raise
+        print(f"rondo: {type(failure).__name__}: {failure}", file=sys.stderr)
+        return failure.exit_code
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,8 +21,15 @@ from flows.core.addresses import split_address
 from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard, rwlock
-from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
-from stages.lib.core.files import RESUME_STATE, work_dir, write_text
+from stages.lib.core.errors import (
+    BadInput,
+    GateFailed,
+    RondoError,
+    StorageFailed,
+    Unreachable,
+    storage_advice,
+)
+from stages.lib.core.files import GATES, REPORTS, RESUME_STATE, stage_dir, work_dir, write_text
 from stages.lib.core.progress import progress, reporting
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
@@ -211,6 +218,7 @@ def run(
     Raises:
         GateFailed: the stage is a gate that failed; the message lists its failed checks.
         Unreachable: the network or a remote server is not available; a retry may succeed.
+        StorageFailed: the disk is full, read-only or failing.
         BadInput: the stage reported invalid params or data.
         RondoError: any other failure, with the last lines of the output.
 
@@ -247,6 +255,7 @@ def run(
         if code:
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         clear_resume_states(address)
+        remove_temporaries(address)
         return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
 
 
@@ -258,6 +267,22 @@ def clear_resume_states(address: str) -> None:
     stage, round_ = split_address(address)
     for state in work_dir(round_, stage).glob(f"*/{RESUME_STATE}"):
         shutil.rmtree(state.parent)
+
+
+def remove_temporaries(address: str) -> None:
+    """Delete what a killed process of this stage, or of DVC, had not finished writing: files under
+    the names that `replacing` and DVC give them until they are complete.
+    """
+    stage, round_ = split_address(address)
+    for folder in (
+        stage_dir(round_, stage),
+        work_dir(round_, stage),
+        GATES / round_,
+        REPORTS / round_,
+    ):
+        for path in folder.rglob(".*.tmp"):
+            if path.is_file():
+                path.unlink()
 
 
 def stream(module: list[str], on_line: Callable[[str], None]) -> int:
@@ -299,7 +324,7 @@ EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 
 
 # Errors whose message the stage has already printed; its exit code tells which one it was.
-ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable)}
+ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable, StorageFailed)}
 
 
 def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> RondoError:
@@ -317,6 +342,8 @@ def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> Ron
         # The stage's own line begins with address and error; they would be there twice.
         message = message.replace(f"{address}: {error.__name__}: ", "")
         return error(f"{address}: {message}")
+    if advice := storage_advice(message):  # DVC's own error
+        return StorageFailed(f"{address}: {message}. Next: {advice}")
     return RondoError(
         f"{address} ended with exit code {code}:\n{message}\n"
         f"Next step: `dvc repro {address}` runs this stage alone."

@@ -1,5 +1,9 @@
 """Typed errors. Each message names the file, line or key, what was expected, and the next step."""
 
+import errno
+import re
+from collections.abc import Iterator
+
 from pydantic import ValidationError
 
 
@@ -35,6 +39,48 @@ class Unreachable(RondoError):
     """The network or a remote server did not answer. A retry may succeed."""
 
     exit_code = 4
+
+
+class StorageFailed(RondoError):
+    """The disk is full, read-only or failing. Nothing that was complete is lost."""
+
+    exit_code = 5
+
+
+AGAIN = "then run the same command again: it goes on from the last complete files"
+STORAGE_ADVICE = {
+    errno.ENOSPC: f"free disk space or inodes (`rondo gc`, `df`, `df -i`), {AGAIN}",
+    errno.EDQUOT: f"free space within your quota (`rondo gc`, `quota`), {AGAIN}",
+    errno.EROFS: f"mount the file system for writing, {AGAIN}",
+    errno.EIO: f"look for the disk's errors (`dmesg`), {AGAIN}",
+}
+# how Python and libraries in Rust (safetensors) print an errno
+PRINTED_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")
+
+
+def storage_advice(text: str) -> str | None:
+    """The next step after a disk's error in a message of Python or a library; None: it has none."""
+    numbers = (int(first or second) for first, second in PRINTED_ERRNO.findall(text))
+    return next((STORAGE_ADVICE[number] for number in numbers if number in STORAGE_ADVICE), None)
+
+
+def typed(error: BaseException) -> RondoError | None:
+    """`error` itself if it has a type, or a StorageFailed if a disk's error led to it, also through
+    a library's error; None: another error.
+    """
+    if isinstance(error, RondoError):
+        return error
+    for cause in chain_of(error):
+        if advice := storage_advice(str(cause)):
+            return StorageFailed(f"{str(cause).splitlines()[0]}. Next: {advice}")
+    return None
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that led to it, the last one first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def format_validation_errors(error: ValidationError) -> str:

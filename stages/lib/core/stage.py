@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import typed
 from stages.lib.core.launch import is_launched
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.processes import share_out
@@ -15,9 +15,10 @@ from stages.lib.core.ram import peak_bytes
 def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
     """Parse `--round`, read params.yaml and run the stage.
 
-    A RondoError is printed in one line and ends the process with its exit code. Long passes print
-    how far they are, and the last line has the peak of memory. If several processes share the
-    stage's work, this process starts them and waits, and the first of them prints.
+    A RondoError, or an error of the disk, is printed in one line and ends the process with its exit
+    code. Long passes print how far they are, and the last line has the peak of memory. If several
+    processes share the stage's work, this process starts them and waits, and the first of them
+    prints.
 
     Args:
         name: the stage's name, for messages.
@@ -39,9 +40,11 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
         with reporting(address):
             stage(params, round_)
             print_line(f"[{address}] peak memory: {peak_memory()}")
-    except RondoError as error:
-        print(f"{address}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    except Exception as error:
+        if (failure := typed(error)) is None:
+            raise
+        print(f"{address}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
+        sys.exit(failure.exit_code)
 
 
 def peak_memory() -> str:

@@ -1,0 +1,71 @@
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+from safetensors import SafetensorError
+
+from stages.lib.core.errors import BadInput, StorageFailed, typed
+from tests.paths import ROOT
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rounds/r0/sft/model")
+
+
+def raised_by(error: Exception, cause: BaseException | None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as chained:
+        return chained
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (FULL, ("[Errno 28] No space left on device: 'rounds/r0/sft/model'", "`rondo gc`")),
+        (OSError(errno.EROFS, "Read-only file system", "x"), ("'x'", "mount")),
+        (OSError(errno.EIO, "Input/output error", "x"), ("'x'", "dmesg")),
+        # as safetensors prints it
+        (SafetensorError("I/O error: No space left on device (os error 28)"), ("`df -i`",)),
+        # torch.save raises another error than the stream that it writes to
+        (raised_by(RuntimeError("unexpected pos 64 vs 0"), FULL), ("[Errno 28]", "`rondo gc`")),
+    ],
+)
+def test_an_error_of_the_disk_has_a_type_and_a_next_step(
+    error: Exception, parts: tuple[str, ...]
+) -> None:
+    failure = typed(error)
+    assert isinstance(failure, StorageFailed)
+    assert all(part in str(failure) for part in parts)
+    assert "run the same command again" in str(failure)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file", "x"), ValueError("28")])
+def test_other_errors_have_none(error: Exception) -> None:
+    assert typed(error) is None
+
+
+def test_a_typed_error_stays_what_it_is() -> None:
+    error = BadInput("ppo.gamma: expected at most 1")
+    assert typed(raised_by(error, FULL)) is error
+
+
+def test_a_stage_on_a_full_disk_ends_in_one_line_with_5(tmp_path) -> None:
+    (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    program = (
+        "from stages.lib.core.stage import stage_main\n"
+        "def stage(params, round_):\n"
+        "    with open('/dev/full', 'w') as stream:\n"
+        "        stream.write('x')\n"
+        "stage_main('example', stage)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 5
+    assert ended.stderr.startswith("example: StorageFailed: [Errno 28] No space left on device")
+    assert ended.stderr.count("\n") == 1
