@@ -3,6 +3,7 @@
 An address is DVC's name of a stage: `assets`, `sft@r0`.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, process_guard, rwlock
 from stages.lib.core.errors import (
+    STORAGE_ADVICE,
     BadInput,
     GateFailed,
     RondoError,
@@ -327,6 +329,12 @@ EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable, StorageFailed)}
 
 
+def disk_is_full() -> bool:
+    """Whether the file system of the project has no space or no inodes left."""
+    disk = os.statvfs(".")
+    return disk.f_bavail * disk.f_frsize < 1 << 16 or (disk.f_files > 0 and disk.f_favail == 0)
+
+
 def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> RondoError:
     """The error of a failed `dvc repro`; `message`: the last lines that the stage printed.
 
@@ -342,7 +350,10 @@ def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> Ron
         # The stage's own line begins with address and error; they would be there twice.
         message = message.replace(f"{address}: {error.__name__}: ", "")
         return error(f"{address}: {message}")
-    if advice := storage_advice(message):  # DVC's own error
+    # DVC's own errors; on a full disk it also fails on files that it could not complete
+    if advice := storage_advice(message) or (
+        STORAGE_ADVICE[errno.ENOSPC] if disk_is_full() else None
+    ):
         return StorageFailed(f"{address}: {message}. Next: {advice}")
     return RondoError(
         f"{address} ended with exit code {code}:\n{message}\n"

@@ -89,7 +89,8 @@ class Lab:
 
     def run(self, project: Path, address: str, fault: dict[str, object] | None = None) -> Ended:
         """Bring a stage up to date; returns when all processes of the project have ended."""
-        struck = project.parent / f"{project.name}.struck"
+        struck = self.folder / "struck" / project.name
+        struck.parent.mkdir(exist_ok=True)
         struck.unlink(missing_ok=True)
         plan = {"RONDO_FAULT": json.dumps(fault | {"struck": str(struck)})} if fault else {}
         done = subprocess.run(
@@ -209,22 +210,22 @@ def processes_in(project: Path) -> list[str]:
 @dataclass(frozen=True)
 class Trial:
     """What a fault did: the run that it struck, the run after it, and the results that differ from
-    those without a fault.
+    those without a fault. struck: whether it happened, and to the process that it was meant for.
     """
 
-    address: str
-    point: Point
+    fault: str
+    struck: bool
     first: Ended
     second: Ended
     differ: tuple[str, ...]
 
     @property
     def kind(self) -> str:
-        """`missed`: the fault struck no process, or another one. `stopped`: the second run ended
-        with an error. `different`: it ended well, with other results. `again`: it repeated training
-        steps. `identical`: the rest.
+        """`missed`: the fault did not happen. `stopped`: the second run ended with an error.
+        `different`: it ended well, with other results. `again`: it repeated training steps.
+        `identical`: the rest.
         """
-        if self.point.victim.replace(".", "/") not in self.first.struck:
+        if not self.struck:
             return "missed"
         if self.second.code:
             return "stopped"
@@ -236,7 +237,7 @@ class Trial:
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: {self.address}, {self.point}\n{self.differ}\n"
+            f"{self.kind}: {self.fault}\n{self.differ}\n"
             f"--- first, code {self.first.code}\n{self.first.output[-1500:]}\n"
             f"--- second, code {self.second.code}\n{self.second.output[-1500:]}"
         )
@@ -256,9 +257,15 @@ def run_trial(
         for later in then:
             lab.run(project, address, asdict(later) | {"do": do})
         second = lab.run(project, address)
-        after, expected = hashes_of(project), lab.results(address)
+        differ = differences(lab, address, project)
     finally:
         shutil.rmtree(project, ignore_errors=True)
+    struck = point.victim.replace(".", "/") in first.struck
+    return Trial(f"{do}, {address}, {point}", struck, first, second, differ)
+
+
+def differences(lab: Lab, address: str, project: Path) -> tuple[str, ...]:
+    """The results of a stage that are not those without a fault."""
+    after, expected = hashes_of(project), lab.results(address)
     names = sorted(after.keys() | expected)
-    differ = tuple(name for name in names if after.get(name) != expected.get(name))
-    return Trial(address, point, first, second, differ)
+    return tuple(name for name in names if after.get(name) != expected.get(name))
