@@ -1,0 +1,121 @@
+"""SIGKILL of `rondo run` itself, at its own records: params.yaml, the run, what waits for MLflow,
+the report. The project is the small one of tests/flows, since only the stages are small there.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.faults.conftest import Report
+from tests.faults.lab import INJECTION, Ended, Trial, copy, hashes_of, wait_for_processes
+from tests.faults.scale import FULL
+from tests.flows.conftest import make_project
+from tests.paths import ROOT
+
+RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=9")
+KILLS = [  # operation, path, occurrence
+    ("rename", "params.yaml", 1),
+    ("rename", ".rondo/outbox/*-*.0.json", 3),  # the record of prepare@r0
+    ("rename", ".rondo/runs/*", 1),
+    ("rename", ".rondo/runs/*", 2),
+    ("open", "badcases/r0.jsonl", 1),
+    ("rename", ".rondo/inputs.json", 1),
+    ("rename", ".rondo/project_id", 1),
+    ("open", ".rondo/outbox/.*-*.0.json.*.tmp", 1),
+    ("remove", ".rondo/outbox/*-*.0.json", 1),
+    ("remove", ".rondo/outbox/*-*.0.json", 4),
+    ("rename", ".rondo/mlartifacts/rondo/*/artifacts/metrics.json", 2),
+    ("rename", ".rondo/work/r0/sft/made.json", 1),
+    ("rename", "reports/summary.md", 1),
+    ("rename", "reports/report.html", 1),
+    ("remove", ".rondo/outbox/*-*.0.json", 6),  # the record of the run
+]
+
+
+def run(project: Path, fault: dict[str, object] | None = None) -> Ended:
+    """`rondo run`; returns when all processes of the project have ended."""
+    struck = project.parent / f"{project.name}.struck"
+    struck.unlink(missing_ok=True)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RONDO_")
+    } | {"PYTHONPATH": f"{INJECTION}:{ROOT}"}
+    if fault:
+        environment["RONDO_FAULT"] = json.dumps(fault | {"struck": str(struck)})
+    ended = subprocess.run(
+        [sys.executable, "-m", "flows.cli", *RUN],
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_processes(project)
+    return Ended(ended.returncode, ended.stdout, struck.read_text() if struck.exists() else "")
+
+
+def without_report(hashes: dict[str, str]) -> dict[str, str]:
+    """The report has times."""
+    return {
+        name: digest
+        for name, digest in hashes.items()
+        if name not in ("reports/report.html", "reports/summary.md")
+    }
+
+
+@pytest.fixture(scope="session")
+def finished(built_once: Callable[..., Path], copy_tables: Callable[[Path], None]) -> Path:
+    """The folders `before` and `after`, of a project without and with a finished run."""
+
+    def build(folder: Path) -> None:
+        (folder / "before").mkdir()
+        copy_tables(make_project(folder / "before"))
+        ended = run(copy(folder / "before", folder / "after"))
+        assert ended.code == 0, ended.output
+
+    return built_once("finished_runs", build)
+
+
+def check_records(project: Path) -> None:
+    """MLflow has the whole curve of each stage, no run that seems to go on, and nothing waits."""
+    client = MlflowClient(f"sqlite:///{project / '.rondo/mlflow.db'}")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments)
+    names = {run.info.run_name for run in runs}
+    for stage in ("prepare@r0", "sft@r0", "evaluate@r0"):
+        curves = [
+            [point.value for point in client.get_metric_history(run.info.run_id, "loss")]
+            for run in runs
+            if run.info.run_name == stage and run.info.status == "FINISHED"
+        ]
+        assert [1, 1 / 2, 1 / 3] in curves, (stage, curves, names)
+    last = max(runs, key=lambda run: run.info.start_time)
+    parent = last.data.tags.get("mlflow.parentRunId", last.info.run_id)
+    assert client.get_run(parent).info.status == "FINISHED"
+    assert not [path.name for path in (project / ".rondo/outbox").glob("*.json")]
+
+
+@pytest.mark.parametrize(
+    "kill", KILLS if FULL else KILLS[:2], ids=lambda kill: " ".join(map(str, kill))
+)
+def test_a_kill_of_the_run_at_each_of_its_records(
+    finished: Path, tmp_path: Path, kill: tuple[str, str, int], report: Report
+) -> None:
+    operation, path, occurrence = kill
+    point = {"operation": operation, "path": path, "occurrence": occurrence}
+    project = copy(finished / "before", tmp_path / "project")
+    first = run(project, point | {"victim": "flows.cli", "do": "SIGKILL"})
+    second = run(project)
+    after, expected = (without_report(hashes_of(at)) for at in (project, finished / "after"))
+    names = sorted(after.keys() | expected)
+    differ = tuple(name for name in names if after.get(name) != expected.get(name))
+    trial = Trial(f"rondo run, {kill}", "flows/cli" in first.struck, first, second, differ)
+    report("SIGKILL of rondo run", [trial])
+    check_records(project)
+    shutil.rmtree(project)
