@@ -98,15 +98,16 @@ def main(params: Params, round_: str) -> None:
         reward / "model",
         *started,
     ]
-    run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
-    run.train()
+    with world.exchanges():
+        run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
+        run.train()
 
-    # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
-    run.selector.select(trainer.updates, run.monitor.stopped)
+        # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
+        run.selector.select(trainer.updates, run.monitor.stopped)
+        for name, model in (("policy", roles.policy), ("critic", roles.critic)):
+            save_trained(model, roles.tokenizer, folder / name)
     if not world.is_main():
         return
-    for name, model in (("policy", roles.policy), ("critic", roles.critic)):
-        save_trained(model, roles.tokenizer, folder / name)
     publish_outputs(
         params,
         round_,
