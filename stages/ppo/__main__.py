@@ -27,6 +27,7 @@ from stages.lib.lm import world
 from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
+from stages.lib.lm.sharding import held_share
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
@@ -90,6 +91,10 @@ def main(params: Params, round_: str) -> None:
     prompts, held_out = make_episodes(rows, roles.tokenizer, params)
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
     print(f"[ppo@{round_}] the policy starts from {start or sft / 'model'}", flush=True)
+
+    if roles.sharded:
+        held = held_share(roles.policy)
+        print(f"[ppo@{round_}] each process holds {held:.1%} of the policy's weights", flush=True)
 
     # 3. updates, until the last one or a danger; a killed run with the same inputs is resumed
     inputs = [

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from stages.lib.core.heap import trim_heap
 from stages.lib.lm import world
 from stages.lib.lm.shared_layers import find_layers
 
@@ -66,7 +67,7 @@ def whole_layers(model: Any) -> Iterator[None]:
     """Within this context, each process holds the whole model, and forward passes without
     gradients are no exchange. The weights must not change inside.
     """
-    layers = [layer for layer in find_layers(model)[2] if isinstance(layer, FSDPModule)]
+    layers: Iterable[Any] = find_layers(model)[2] if is_sharded(model) else ()
     for layer in layers:
         layer.set_reshard_after_forward(False)
         layer.unshard()
@@ -94,12 +95,20 @@ def in_step(model: Any, items: Iterable[Item], spare: Item) -> Iterator[tuple[It
         if not world.any_of(item is not None):
             return
         yield (spare, False) if item is None else (item, True)
+        trim_heap()  # layers that were gathered left pieces between what is kept
 
 
 def own_rows(rows: int) -> slice:
     """The rows of a weight that this process holds, of `rows`: those of FSDP2."""
     per_process = -(-rows // world.size())
     return slice(*(min(per_process * rank, rows) for rank in (world.rank(), world.rank() + 1)))
+
+
+def held_share(model: Any) -> float:
+    """The share of the model's weights that this process holds, from 0 to 1."""
+    weights = list(model.parameters())
+    held = sum(local(weight).numel() for weight in weights)
+    return held / sum(weight.numel() for weight in weights)
 
 
 def local(weight: Tensor) -> Tensor:

@@ -97,14 +97,15 @@ class Roles:
     def __post_init__(self) -> None:
         recompute = self.gradient_checkpointing
         self.policy_view = reference_view(self.policy, recompute)
+        if self.sharded:  # here, so that not all models are whole at the same time
+            shard_models(self.policy_view)
         has_head = isinstance(self.critic, ValueHead)
         self.critic_view = None if has_head else reference_view(self.critic, recompute)
         frozen = FrozenModel(self.reward_model) if self.reward_model else None
         self.reward_view = self.critic_view or frozen
         self.num_shared_layers = 0
         if self.sharded:
-            for view in (self.policy_view, self.reward_view):
-                shard_models(view)
+            shard_models(self.reward_view)
         elif self.reward_view:
             with (
                 self.policy_view.reference() as reference,
