@@ -199,7 +199,9 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
         + primary
         + second
         + answers(params.battery.prompts * max(params.battery.best_of)),
-        "ppo": (0.0 if ppo.reward_url else members) + primary + _policy(params, lengths, model),
+        "ppo": (0.0 if ppo.reward_url else members * _held_share(params, model))
+        + primary
+        + _policy(params, lengths, model),
         # base, SFT and the first round's SFT
         "evaluate": 3 * model.weights + policy + members + judges + turns(lengths.evaluation),
         "capability": _capability(params, lengths, model, policy),
@@ -218,6 +220,14 @@ def stage_memory(params: Params, lengths: TextLengths, model: MemoryModel) -> di
 def _of_one_process(params: Params, stage: str, rows: int) -> int:
     """The most rows of a batch that one of the processes of a stage has."""
     return -(-rows // params.processes(stage))
+
+
+def _held_share(params: Params, model: MemoryModel) -> float:
+    """The share of each of PPO's models that a process holds."""
+    if not params.launcher.shard:
+        return 1.0
+    divided = model.shape.layer_weights / model.shape.weights
+    return 1 - divided * (1 - 1 / params.processes("ppo"))
 
 
 def _sft(params: Params, lengths: TextLengths, model: MemoryModel, judge: float) -> float:
@@ -264,13 +274,15 @@ def _policy(params: Params, lengths: TextLengths, model: MemoryModel) -> float:
     """The stage ppo, without the reward model that stays as it is."""
     ppo = params.ppo
     rewards = [source.model for source in ppo.rewards if source.model]
-    held = model.weights * (1 if ppo.lora.r else 2) + _judges(model, rewards)
+    share = _held_share(params, model)
+    held = model.weights * (1 if ppo.lora.r else 2) * share + _judges(model, rewards)
     rows = max(ppo.validation_prompts, ppo.batch_size)
     if ppo.engine is not Engine.local:  # its policies are sampled and scored here
         return held + model.by_turns(*_sampled_and_scored(params, lengths, model, rows))
     if params.algorithm is Algorithm.ppo:
         prompt = lengths.prompts.longest(1).longest
-        sampling = model.sampling(rows, prompt, ppo.response_length)
+        # of a sharded policy, the rest of its layers is there while it samples
+        sampling = model.sampling(rows, prompt, ppo.response_length) + model.weights * (1 - share)
         return held + _ppo(params, lengths, model, sampling)
     if params.algorithm is Algorithm.best_of_n:
         rows = max(rows, params.best_of_n.n * (len(lengths.prompts.rows) or UNKNOWN_PROMPTS))
@@ -291,6 +303,7 @@ def _ppo(params: Params, lengths: TextLengths, model: MemoryModel, sampling: flo
     head_tokens = micro.rows * ppo.response_length
     trained = model.trained(ppo.lora) + (model.trained(ppo.critic_lora) if critic else 0)
     frozen = model.weights if critic and not ppo.critic_lora.r else 0.0
+    trained, frozen = (size * _held_share(params, model) for size in (trained, frozen))
     passes = [ppo.lora, *([ppo.critic_lora] if critic else [])]
     kept = [model.kept(micro, lora, recompute) for lora in passes]
     # if a micro-batch is all of them, its passes serve the first step: both are kept

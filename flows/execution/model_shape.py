@@ -58,8 +58,12 @@ class ModelShape:
     @property
     def weights(self) -> int:
         """Weights of layers, embeddings and head, without norms and biases (below 0.1%)."""
-        layer = sum(inputs * outputs for inputs, outputs in self.matrices)
-        return self.layers * layer + self.embedding_weights * (1 if self.tied else 2)
+        return self.layer_weights + self.embedding_weights * (1 if self.tied else 2)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.matrices)
 
     @property
     def cached_numbers(self) -> int:

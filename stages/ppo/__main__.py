@@ -27,6 +27,7 @@ from stages.lib.lm import world
 from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import setup_torch
 from stages.lib.lm.saving import save_trained
+from stages.lib.lm.sharding import held_share
 from stages.ppo.common.episodes import make_episodes
 from stages.ppo.common.outputs import publish_outputs
 from stages.ppo.common.reference import check_reference_files
@@ -91,6 +92,10 @@ def main(params: Params, round_: str) -> None:
     trainer = PpoTrainer(roles, prompts, params.ppo, params.seed)
     print(f"[ppo@{round_}] the policy starts from {start or sft / 'model'}", flush=True)
 
+    if roles.sharded:
+        held = held_share(roles.policy)
+        print(f"[ppo@{round_}] each process holds {held:.1%} of the policy's weights", flush=True)
+
     # 3. updates, until the last one or a danger; a killed run with the same inputs is resumed
     inputs = [
         data / "prompts_train.jsonl",
@@ -98,15 +103,16 @@ def main(params: Params, round_: str) -> None:
         reward / "model",
         *started,
     ]
-    run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
-    run.train()
+    with world.exchanges():
+        run = TrainingRun(trainer, held_out, params, round_, run_identity(params, inputs))
+        run.train()
 
-    # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
-    run.selector.select(trainer.updates, run.monitor.stopped)
+        # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
+        run.selector.select(trainer.updates, run.monitor.stopped)
+        for name, model in (("policy", roles.policy), ("critic", roles.critic)):
+            save_trained(model, roles.tokenizer, folder / name)
     if not world.is_main():
         return
-    for name, model in (("policy", roles.policy), ("critic", roles.critic)):
-        save_trained(model, roles.tokenizer, folder / name)
     publish_outputs(
         params,
         round_,

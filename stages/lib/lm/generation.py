@@ -17,6 +17,7 @@ from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.lora import cached_adapter_weights
 from stages.lib.lm.packing import model_autocast, pack, prefill, unwrap_peft
+from stages.lib.lm.sharding import whole_layers
 from stages.lib.lm.vllm_engine import VllmEngine
 
 COMPACT_BELOW = 0.75  # share of unfinished rows in a batch from which the finished ones are removed
@@ -76,6 +77,7 @@ def generate(
     with (
         cached_adapter_weights(model),
         model_autocast(model),
+        whole_layers(model),  # else each token would gather them
         progress("sampling", tokens, "tokens") as sampling,
     ):
         for start in range(own.start, own.stop, batch_size):

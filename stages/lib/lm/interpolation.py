@@ -13,6 +13,7 @@ import torch
 
 from stages.lib.core.types import StateDict
 from stages.lib.lm.logprobs import Reference
+from stages.lib.lm.sharding import local
 
 # A policy beyond the trained one is a guess: with 1.3, one was worse than a later one (docs/log.md)
 MAX_SCALE = 1.25
@@ -34,7 +35,8 @@ def interpolate(
     Args:
         policy: the model whose weights change.
         reference: opens a context with the model as it was before training; not used for adapters.
-        trained: copies of the adapter, or of all trained weights, by name.
+        trained: copies of the adapter, or of all trained weights, by name; of a sharded policy, the
+            parts of this process.
         scale: 0: the reference; 1: the trained policy.
     """
     parameters = dict(policy.named_parameters())
@@ -45,7 +47,7 @@ def interpolate(
     with reference() as model:
         start = dict(model.named_parameters())
         for name, weight in trained.items():
-            parameters[name].copy_(start[name].lerp(weight, scale))
+            local(parameters[name]).copy_(local(start[name]).lerp(weight, scale))
 
 
 def search_scale(

@@ -154,13 +154,16 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:
+def _load(
+    kind: Any, path: Path, params: ModelParams, device: torch.device | None, **more: Any
+) -> PreTrainedModel:
     """Load a model in eval mode.
 
     Args:
         kind: the Auto class of transformers.
         path: the model folder.
         params: section `model` of params.yaml.
+        device: where the model is to be; None: `default_device`.
         more: further arguments of `from_pretrained`.
 
     Raises:
@@ -197,18 +200,18 @@ def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrained
             f"{path}: {', '.join(missing[:3])} is missing in its weights, "
             "lost when it was saved: run its stage again"
         )
-    loaded: PreTrainedModel = model.to(default_device()).eval()
+    loaded: PreTrainedModel = model.to(device or default_device()).eval()
     return loaded
 
 
-def load_causal_lm(path: Path, params: ModelParams) -> Any:
-    """A causal language model in eval mode.
+def load_causal_lm(path: Path, params: ModelParams, device: torch.device | None = None) -> Any:
+    """A causal language model in eval mode, on `device` or on `default_device`.
 
     Raises:
         BadInput: there is no model, or its logits are more than states times head: generation and
             log-probabilities here (generation.py, logprobs.py) would leave the rest out.
     """
-    model = _load(AutoModelForCausalLM, path, params)
+    model = _load(AutoModelForCausalLM, path, params, device)
     config = model.config.get_text_config()
     if changed := [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1)]:
         raise BadInput(
@@ -254,19 +257,26 @@ def training_model_params(model: ModelParams, lora: LoraParams) -> ModelParams:
     return model if lora.r else model.model_copy(update={"dtype": Dtype.float32})
 
 
-def load_sequence_classifier(path: Path, params: ModelParams) -> PreTrainedModel:
-    """A model with a head of one number, without ensemble; a causal LM gets a new, random head."""
-    return _load(AutoModelForSequenceClassification, path, params, num_labels=1)
+def load_sequence_classifier(
+    path: Path, params: ModelParams, device: torch.device | None = None
+) -> PreTrainedModel:
+    """A model with a head of one number, without ensemble, on `device` or on `default_device`; a
+    causal LM gets a new, random head.
+    """
+    return _load(AutoModelForSequenceClassification, path, params, device, num_labels=1)
 
 
-def load_reward_model(path: Path, params: ModelParams) -> PreTrainedModel:
-    """A reward model, with the further members of its ensemble if it has any.
+def load_reward_model(
+    path: Path, params: ModelParams, device: torch.device | None = None
+) -> PreTrainedModel:
+    """A reward model, with the further members of its ensemble if it has any, on `device` or on
+    `default_device`.
 
     `config.mean` and `config.std` calibrate its scores to SFT demonstrations
     (stages/reward/__main__.py).
     """
     others = sorted((path / MEMBERS).glob("*"))
     return attach_ensemble(
-        load_sequence_classifier(path, params),
-        [load_sequence_classifier(other, params) for other in others],
+        load_sequence_classifier(path, params, device),
+        [load_sequence_classifier(other, params, device) for other in others],
     )

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.files import file_hash, read_json, write_json
 from stages.lib.core.progress import progress, tracked
+from stages.lib.lm import world
 from stages.lib.lm.packing import unwrap_peft
+from stages.lib.lm.sharding import gather_weights, is_sharded, local
 
 
 def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
@@ -33,13 +36,18 @@ def merge_adapter(model: Any, dtype: torch.dtype) -> Any:
 def save_trained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save what was trained: the adapter of a PeftModel, a whole model, or a head. The folder is
     made anew: a process that was killed while it saved may have left some files there.
+
+    The first process writes. If the model is sharded, all must call it.
     """
+    weights = gather_weights(model, model.state_dict()) if is_sharded(model) else None
+    if not world.is_main():
+        return
     if folder.exists():
         shutil.rmtree(folder)
     if hasattr(model, "peft_config"):
         save_adapter(model, folder)
     elif isinstance(model, PreTrainedModel):
-        save_model(model, tokenizer, folder)
+        save_model(model, tokenizer, folder, weights)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), folder / "head.safetensors")
@@ -56,11 +64,18 @@ def save_adapter(model: Any, folder: Path) -> None:
     write_json(path, config)
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save weights (safetensors), config and tokenizer in one folder."""
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Save weights (safetensors), config and tokenizer in one folder; weights: None: the model's
+    own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with progress(f"saving {folder}"):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 
@@ -72,11 +87,16 @@ def saved_weights_hash(folder: Path) -> str:
 
 
 def weights_hash(model: Any) -> str:
-    """sha256 of a model's weights in memory, without adapters: their names, types and numbers."""
+    """sha256 of a model's weights in memory, without adapters: their names, types and numbers.
+
+    If the model is sharded, all processes must call it; they get the hash of its whole weights.
+    """
     digest = hashlib.sha256()
     weights = sorted(unwrap_peft(model).state_dict().items())
     for name, weight in tracked("hashing weights", weights, len(weights), "tensors"):
         if "lora_" not in name:
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor()
             title = f"{name.replace('.base_layer', '')} {weight.dtype} {[*weight.shape]}"
             digest.update(title.encode())
             digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -91,13 +111,21 @@ def trainable_named(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def sum_of_trainable(model: Any) -> float:
-    """The sum of all trainable weights: equal weights have equal sums."""
-    return sum(weight.double().sum().item() for _, weight in trainable_named(model))
+    """The sum of all trainable weights that this process holds as a whole: equal weights have equal
+    sums.
+    """
+    return sum(
+        weight.double().sum().item()
+        for _, weight in trainable_named(model)
+        if not isinstance(weight, DTensor)
+    )
 
 
 def trainable_state_dict(model: Any) -> dict[str, Tensor]:
-    """The trainable weights by name. Not copies: they change when the model is trained."""
-    return {name: parameter.detach() for name, parameter in trainable_named(model)}
+    """The trainable weights by name; of a sharded model, the parts of this process. Not copies:
+    they change when the model is trained.
+    """
+    return {name: local(parameter) for name, parameter in trainable_named(model)}
 
 
 def policy_weights(model: Any) -> dict[str, Tensor]:
@@ -112,6 +140,9 @@ def policy_weights(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_trainable(model: Any, weights: dict[str, Tensor]) -> None:
-    """Copy weights, by name, into the model's trainable parameters."""
+    """Copy weights, by name, into the model's trainable parameters.
+
+    weights: as `trainable_state_dict` returns them.
+    """
     for name, parameter in trainable_named(model):
-        parameter.copy_(weights[name])
+        local(parameter).copy_(weights[name])

@@ -30,6 +30,7 @@ from stages.lib.lm.packing import (
     unwrap_peft,
 )
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
+from stages.lib.lm.sharding import in_step, is_sharded
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 
 
@@ -182,9 +183,11 @@ def score_responses(
             *([policy] if policy else []),
             *(ensemble_members(reward_model) if reward_model else []),
         ]
-        common, device = num_shared_layers(*models), unwrap_peft(model).device
+        common = 0 if is_sharded(model) else num_shared_layers(*models)
+        device = unwrap_peft(model).device
     lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
-    for batch in batches_by_tokens(lengths, device, "scoring"):
+    batches = batches_by_tokens(lengths, device, "scoring")
+    for batch, is_own in in_step(model, batches, [0]):
         packed = pack(
             [prompt_ids[i] for i in batch], [response_ids[i] for i in batch], device, ends
         )
@@ -198,11 +201,16 @@ def score_responses(
             hidden, _ = forward_layers(policy, packed, start, common)
             compared = compare_states(policy, reference, packed, hidden, ref_hidden, temperature)
             ref_logprobs = compared.ref_logprobs
-            results.kl[batch] = compared.kl.sum(1).cpu()
-        results.ref_logprobs[batch] = ref_logprobs.sum(1).cpu()
         if reward_model:
-            results.scores[batch] = ensemble_scores(
+            scores = ensemble_scores(
                 reward_model, partial(last_scores, packed=packed, entering=start, first=common)
-            ).cpu()
+            )
+        if not is_own:
+            continue
+        results.ref_logprobs[batch] = ref_logprobs.sum(1).cpu()
+        if policy:
+            results.kl[batch] = compared.kl.sum(1).cpu()
+        if reward_model:
+            results.scores[batch] = scores.cpu()
     world.add_up(results)
     return results

@@ -79,6 +79,21 @@ def _others() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def exchanges() -> Iterator[None]:
+    """A block whose computations are exchanges with other processes: passes of sharded models.
+
+    An error in it waits before it is shown. If it is that another process has ended, the agent ends
+    this one meanwhile, as in the exchanges of this module.
+    """
+    try:
+        yield
+    except RuntimeError:
+        if size() > 1:
+            time.sleep(GRACE_SECONDS)
+        raise
+
+
 def wait() -> None:
     """Wait until all processes are here."""
     if size() > 1:
@@ -109,6 +124,16 @@ def add_up(tensors: Sequence[Tensor]) -> None:
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
+
+
+def any_of(flag: bool) -> bool:
+    """Whether the flag of any process is true. All processes must call it."""
+    if size() == 1:
+        return flag
+    number = torch.tensor(int(flag))
+    with _others():
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return bool(number)
 
 
 def in_main(function: Callable[[], Item]) -> Item:

@@ -26,6 +26,7 @@ from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
+from stages.lib.lm.sharding import gather_weights, split_weights
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.episodes import Episode
@@ -134,7 +135,7 @@ class PolicySelector:
 
     Attributes:
         best: the validation of the best policy so far.
-        weights: its trained weights.
+        weights: its trained weights; of a sharded policy, the parts of this process.
         history: all validations, in their order; the first is of SFT.
         first_texts: the responses of SFT.
     """
@@ -294,14 +295,16 @@ class PolicySelector:
         )
 
     def state(self) -> StateDict:
+        """All processes must call it if the policy is sharded; the first one gets the weights."""
         return {
             "best": list(self.best),
-            "weights": self.weights,
+            "weights": gather_weights(self.roles.policy, self.weights),
             "first_texts": self.first_texts,
             "history": [list(validation) for validation in self.history],
         }
 
     def load_state(self, state: StateDict) -> None:
-        self.best, self.weights = Validation(*state["best"]), state["weights"]
+        self.best = Validation(*state["best"])
+        self.weights = split_weights(self.roles.policy, state["weights"])
         self.history = [Validation(*values) for values in state["history"]]
         self.first_texts = state["first_texts"]

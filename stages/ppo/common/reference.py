@@ -83,7 +83,7 @@ class FrozenModel:
 
 
 class WholeModel(FrozenModel):
-    """A model with all weights trained, and a frozen copy of it from before training."""
+    """A model with all weights trained, and a frozen copy of it from before training: `frozen`."""
 
     def __init__(self, model: Any, gradient_checkpointing: bool = False) -> None:
         super().__init__(copy.deepcopy(model))

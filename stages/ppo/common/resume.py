@@ -30,11 +30,15 @@ class Resume:
         self.folder = work / digest[:12]
         self.path = self.folder / RESUME_STATE
 
-    def load(self) -> StateDict | None:
-        """The last saved state, None if this run has none."""
+    def load(self, mapped: bool = False) -> StateDict | None:
+        """The last saved state, None if this run has none.
+
+        mapped: its tensors stay in the file until they are read, for processes that need only parts
+        of them.
+        """
         if not self.path.exists():
             return None
-        state: StateDict = torch.load(self.path, map_location="cpu", weights_only=True)
+        state: StateDict = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         return state
 
     def save(self, state: StateDict) -> None:

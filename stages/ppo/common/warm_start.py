@@ -13,6 +13,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.lm.loading import is_adapter, load_causal_lm
 from stages.lib.lm.saving import load_trainable
+from stages.lib.lm.sharding import is_sharded, split_weights
 
 
 def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:
@@ -34,7 +35,10 @@ def load_weights(policy: Any, folder: Path, params: ModelParams) -> None:
             set_peft_model_state_dict(policy, weights)
             return
     elif not is_adapter(folder) and not hasattr(policy, "peft_config"):
-        load_trainable(policy, dict(load_causal_lm(folder, params).named_parameters()))
+        # a model that is sharded may not fit on a GPU
+        device = torch.device("cpu") if is_sharded(policy) else None
+        weights = dict(load_causal_lm(folder, params, device).named_parameters())
+        load_trainable(policy, split_weights(policy, weights))
         return
     raise BadInput(
         f"{folder}: the policy cannot start from these weights, since ppo.lora differs from that "

@@ -7,6 +7,7 @@ from stages.lib.core.errors import Diverged, RondoError
 from stages.lib.core.progress import tracked
 from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, unwrap_peft
+from stages.lib.lm.sharding import in_step
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.rollout import Rollout, concat_padded
 
@@ -34,7 +35,7 @@ def check_finite(tensors: dict[str, Tensor], update: int) -> None:
 
 
 def check_initial_ratio(
-    roles: Roles, micro_batches: list[Packed], rollout: Rollout, temperature: float
+    roles: Roles, micro_batches: list[Packed], spare: Packed, rollout: Rollout, temperature: float
 ) -> None:
     """Before the first update, the policy on shared states and the policy run as a whole must
     agree; and so must policy and reference, unless the policy starts from other weights.
@@ -42,6 +43,7 @@ def check_initial_ratio(
     Args:
         roles: the models.
         micro_batches: this process's episodes of the rollout.
+        spare: any episode, for `in_step`.
         rollout: the first one.
         temperature: divides the logits.
 
@@ -53,13 +55,13 @@ def check_initial_ratio(
     log_ratio_to_reference = (rollout.logprobs - rollout.ref_logprobs).abs().max()
     kl = float(log_ratio_to_reference) if roles.starts_as_reference else 0.0
     error = 0.0  # of a process whose episodes all failed
-    if number := len(micro_batches):
-        whole_logprobs = concat_padded(
-            [
-                roles.whole_logprobs(packed, temperature)
-                for packed in tracked("checking", micro_batches, number, "micro-batches")
-            ]
-        )
+    batches = tracked("checking", micro_batches, len(micro_batches), "micro-batches")
+    parts = [
+        (roles.whole_logprobs(packed, temperature), is_own)
+        for packed, is_own in in_step(roles.policy, batches, spare)
+    ]
+    if micro_batches:
+        whole_logprobs = concat_padded([logprobs for logprobs, is_own in parts if is_own])
         width, own = whole_logprobs.shape[1], list(rollout.own)
         logprobs, mask = rollout.logprobs[own, :width], rollout.mask[own, :width]
         log_ratio = (whole_logprobs - logprobs)[mask]

@@ -31,6 +31,7 @@ def backward(
     micro_batch: Indices,
     mini_batch: list[int],
     rollout_pass: RolloutPass | None,
+    counts: bool = True,
 ) -> dict[str, Tensor]:
     """Accumulate the gradients of a micro-batch: of the policy, then of the critic, so that the
     activations of only one of them are in memory.
@@ -42,11 +43,12 @@ def backward(
         packed: the micro-batch's episodes.
         micro_batch, mini_batch: indices of their episodes. Losses are means over the mini-batch.
         rollout_pass: used in place of a new forward pass, if given.
+        counts: false: the passes run, but gradients and shares are 0.
 
     Returns:
         SHARES: the micro-batch's share of each metric of the mini-batch.
     """
-    tokens, episodes = rollout.mask[mini_batch].sum(), len(mini_batch)
+    tokens, episodes, weight = rollout.mask[mini_batch].sum(), len(mini_batch), float(counts)
     # a micro-batch is only as wide as its own longest response
     mask, width = packed.response_mask, packed.response_mask.shape[1]
     old_logprobs, old_values, advantages, returns = (
@@ -66,7 +68,7 @@ def backward(
         entropies = roles.entropies(packed, hidden, params.temperature)
         loss = loss - params.entropy_coef * entropies.sum() / tokens
     if roles.critic_view:  # else the critic is a head on the policy: one backward pass for both
-        loss.backward()
+        (weight * loss).backward()
         loss = torch.zeros_like(loss)
     if not rollout_pass:
         values = roles.values(packed, [rollout.critic_states[i] for i in micro_batch], hidden)
@@ -74,7 +76,7 @@ def backward(
         values, old_values, returns, params.cliprange_value
     )
     value_loss = (token_value_loss * mask).sum() / tokens
-    (loss + params.vf_coef * value_loss).backward()
+    (weight * (loss + params.vf_coef * value_loss)).backward()
     ratio = (logprobs.detach() - old_logprobs).exp()
     shares = {
         "policy_loss": policy_loss,
@@ -84,7 +86,7 @@ def backward(
         "approx_kl": (F.kl_k3(old_logprobs, logprobs) * mask).sum() / tokens,
         "ratio_mean": (ratio * mask).sum() / tokens,
     }
-    return {name: share.detach() for name, share in shares.items()}
+    return {name: weight * share.detach() for name, share in shares.items()}
 
 
 def mean_policy_loss(

@@ -53,7 +53,7 @@ class TrainingRun:
         self.monitor = Monitor(self.params)
         with trainer.roles.reference() as reference:
             self.reference = weights_hash(reference)
-        saved = self.resume.load()
+        saved = self.resume.load(mapped=trainer.roles.sharded)
         world.wait()  # until every process has read the state
         steps = saved["steps"] if saved else ()
         self.recorder = MetricLogger(
@@ -104,19 +104,22 @@ class TrainingRun:
                 self.recorder.log_progress(trainer.updates, str(finding))
 
             # 5. checkpoint; the resume state comes last, so that it covers all of the above
-            if world.is_main():
-                self.save()
+            self.save()
         self.check_reference(self.reference, "after the last update")
 
     def save(self) -> None:
-        """Save a checkpoint and the state, each if it is due."""
+        """Save a checkpoint and the state, each if it is due: the first process writes, and all
+        give it their parts of sharded models.
+        """
         trainer = self.trainer
         if trainer.updates % self.params.save_updates == 0:
             folder = self.work / "checkpoints" / f"step_{trainer.updates:05d}"
             save_trained(trainer.roles.policy, trainer.roles.tokenizer, folder)
         ended = trainer.updates == trainer.planned_updates or self.monitor.stopped
         if trainer.updates % self.params.resume_updates == 0 or ended:
-            self.resume.save(self.state() | {"rollouts": self.rollouts.position})
+            state = self.state() | {"rollouts": self.rollouts.position}
+            if world.is_main():
+                self.resume.save(state)
 
     def judge_scores(self, rollout: Rollout) -> list[float] | None:
         """(B,) scores by the primary judge; None if it only compares."""

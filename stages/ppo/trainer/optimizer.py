@@ -23,15 +23,15 @@ class MasterWeightOptimizer:
 
     def __init__(self, model: Any, learning_rate: float, rate: Callable[[int], float]) -> None:
         self.weights = dict(trainable_named(model))
-        self.masters = {
-            name: weight.detach().float() if weight.dtype is torch.bfloat16 else weight
-            for name, weight in self.weights.items()
-        }
+        self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
         # eps 1e-5, as in PPO's reference implementations (arXiv 2403.17031), not torch's 1e-8
         self.optimizer = torch.optim.AdamW(
             self.masters.values(), lr=learning_rate, eps=1e-5, weight_decay=0.0, fused=True
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+
+    def _master(self, weight: Tensor) -> Tensor:
+        return weight.detach().float() if weight.dtype is torch.bfloat16 else weight
 
     def accumulate_grads(self) -> None:
         """Add the gradients of a micro-batch to those of the masters.

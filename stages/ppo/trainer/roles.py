@@ -25,7 +25,12 @@ from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.generation import sample_responses
-from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
+from stages.lib.lm.loading import (
+    default_device,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+)
 from stages.lib.lm.logprobs import (
     TokenStatistics,
     compare_states,
@@ -36,9 +41,10 @@ from stages.lib.lm.lora import add_adapters
 from stages.lib.lm.packing import Packed, hidden_states
 from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, ensemble_scores
 from stages.lib.lm.scoring import last_scores, score_head
+from stages.lib.lm.sharding import shard
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
 from stages.lib.lm.vllm_engine import VllmEngine, check_log_ratio, sampling_engine
-from stages.ppo.common.reference import FrozenModel, ReferenceView, reference_view
+from stages.ppo.common.reference import FrozenModel, ReferenceView, WholeModel, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
 from stages.ppo.common.warm_start import load_weights
 
@@ -75,6 +81,7 @@ class Roles:
     served one. engine: samples in place of
     stages/lib/lm/generation.py, if set. gradient_checkpointing: compute activations again in the
     backward pass. starts_as_reference: whether the policy's KL from the reference is 0 at first.
+    sharded: divide the layers of all models among the processes; all weights are trained then.
     """
 
     policy: Any
@@ -85,16 +92,21 @@ class Roles:
     engine: VllmEngine | None = None
     gradient_checkpointing: bool = False
     starts_as_reference: bool = True
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         recompute = self.gradient_checkpointing
         self.policy_view = reference_view(self.policy, recompute)
+        if self.sharded:  # here, so that not all models are whole at the same time
+            shard_models(self.policy_view)
         has_head = isinstance(self.critic, ValueHead)
         self.critic_view = None if has_head else reference_view(self.critic, recompute)
         frozen = FrozenModel(self.reward_model) if self.reward_model else None
         self.reward_view = self.critic_view or frozen
         self.num_shared_layers = 0
-        if self.reward_view:
+        if self.sharded:
+            shard_models(self.reward_view)
+        elif self.reward_view:
             with (
                 self.policy_view.reference() as reference,
                 self.reward_view.reference() as reward_model,
@@ -226,6 +238,17 @@ class Roles:
         return calibrate_scores(raw, self.reward_model or self.critic)
 
 
+def shard_models(view: ReferenceView | FrozenModel | None) -> None:
+    """Divide a model that is trained as a whole and its frozen copy, or a frozen model, among the
+    processes; with the further members of an ensemble.
+    """
+    if isinstance(view, FrozenModel):
+        trained = [view.model] if isinstance(view, WholeModel) else []
+        for model in (*trained, view.frozen):
+            for member in ensemble_members(model):
+                shard(member)
+
+
 def layers_to_keep(view: ReferenceView | FrozenModel) -> list[int]:
     """The layer whose entering states are kept for training, if any."""
     return [] if view.first_trained_layer is None else [view.first_trained_layer]
@@ -245,16 +268,18 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         reward: folder of the round's reward model; not read if it is served.
         start: folder of a policy whose weights the policy starts from; None: it starts as SFT.
     """
-    ppo = params.ppo
-    policy = load_causal_lm(sft, params.model)
+    ppo, sharded = params.ppo, params.launcher.shard
+    # whole models may not fit on a GPU
+    device = torch.device("cpu") if sharded else default_device()
+    policy = load_causal_lm(sft, params.model, device)
     reward_model = None
     if not ppo.reward_url:
-        reward_model = load_reward_model(reward, params.model)
+        reward_model = load_reward_model(reward, params.model, device)
         # in bfloat16 a score near 3 changes in steps of 0.016
         reward_model.score.float()
     policy = add_adapters(policy, ppo.lora, "CAUSAL_LM").eval()
     # created in every case: its initialisation draws from torch's global generator
-    head = ValueHead(policy.config.get_text_config().hidden_size).to(policy.device)
+    head = ValueHead(policy.config.get_text_config().hidden_size).to(default_device())
     critic_is_reward_model = ppo.critic is Critic.reward
     roles = Roles(
         policy=policy,
@@ -267,6 +292,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         engine=sampling_engine(params.model),
         gradient_checkpointing=ppo.gradient_checkpointing,
         starts_as_reference=start is None,
+        sharded=sharded,
     )
     if start:  # after Roles has copied the reference, if all weights are trained
         load_weights(policy, start, params.model)

@@ -11,6 +11,7 @@ from stages.lib.core.types import StateDict, TokenIds
 from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, pack
 from stages.lib.lm.saving import sum_of_trainable
+from stages.lib.lm.sharding import in_step, is_sharded
 from stages.ppo.common.episodes import Episode, planned_updates
 from stages.ppo.common.resume import random_state, set_random_state
 from stages.ppo.common.reward_results import SERVED, RewardInputs
@@ -28,6 +29,7 @@ from stages.ppo.trainer.rollout import (
     describe,
     gather_outputs,
 )
+from stages.ppo.trainer.sharded_optimizer import ShardedOptimizer
 
 KL_RULES = {
     KlControl.adaptive: F.ziegler,
@@ -63,9 +65,12 @@ class PpoTrainer:
         )
         self.planned_updates = planned_updates(params)
         # policy and critic have rates of their own, and their gradients are clipped separately
+        rates = (params.learning_rate, params.critic_learning_rate)
         self.optimizers = [
-            MasterWeightOptimizer(roles.policy, params.learning_rate, self._rate),
-            MasterWeightOptimizer(roles.critic, params.critic_learning_rate, self._rate),
+            (ShardedOptimizer if is_sharded(model) else MasterWeightOptimizer)(
+                model, rate, self._rate
+            )
+            for model, rate in zip((roles.policy, roles.critic), rates, strict=True)
         ]
 
     def _rate(self, update: int) -> float:
@@ -128,17 +133,15 @@ class PpoTrainer:
         # Reward model, reference, policy and critic run together per micro-batch, since the layers
         # that they share run once. If one micro-batch is this process's part of a mini-batch that
         # is the whole batch, its pass also serves the first optimizer step, since the weights are
-        # still the same.
+        # still the same; not of sharded models, since it may be so in some processes only.
         own: Indices = world.share(len(batch))
-        keep_gradients = len(own) <= p.micro_batch_size and p.mini_batch_size == p.batch_size
-        outputs = gather_outputs(
-            concat_outputs(
-                [
-                    self.forward(self.pack_episodes(prompts, responses, episodes), keep_gradients)
-                    for episodes in self.micro_batches(own, "scoring")
-                ]
-            )
-        )
+        one_pass = len(own) <= p.micro_batch_size and p.mini_batch_size == p.batch_size
+        keep_gradients = one_pass and not roles.sharded
+        parts_and_own = [
+            (self.forward(self.pack_episodes(prompts, responses, episodes), keep_gradients), is_own)
+            for episodes, is_own in self.micro_batches(own, "scoring")
+        ]
+        outputs = gather_outputs(concat_outputs([part for part, is_own in parts_and_own if is_own]))
 
         sampler_log_ratio = roles.sampler_log_ratio(outputs.logprobs, outputs.mask)
 
@@ -246,11 +249,16 @@ class PpoTrainer:
         check_finite({name: getattr(rollout, name) for name in checked}, self.updates + 1)
         if self.updates == 0:
             # the micro-batches of the rollout: in bfloat16, others would be rounded differently
-            micro_batches = [
-                self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
-                for micro_batch in self.micro_batches(rollout.own, "packing")
-            ]
-            check_initial_ratio(self.roles, micro_batches, rollout, self.params.temperature)
+            micro_batches, spare = (
+                [
+                    self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
+                    for micro_batch in self.split(episodes)
+                ]
+                for episodes in (rollout.own, [0])
+            )
+            check_initial_ratio(
+                self.roles, micro_batches, spare[0], rollout, self.params.temperature
+            )
 
     def pack_episodes(
         self, prompts: list[TokenIds], responses: list[TokenIds], indices: Indices
@@ -264,11 +272,17 @@ class PpoTrainer:
             self.roles.ends,
         )
 
-    def micro_batches(self, indices: Indices, what: str) -> Iterator[Indices]:
-        """Split a batch into parts of `micro_batch_size`; `what` names the pass over them."""
+    def split(self, indices: Indices) -> list[Indices]:
+        """Parts of `micro_batch_size`."""
         size = self.params.micro_batch_size
-        parts = [indices[i : i + size] for i in range(0, len(indices), size)]
-        return tracked(what, parts, len(parts), "micro-batches")
+        return [indices[i : i + size] for i in range(0, len(indices), size)]
+
+    def micro_batches(self, indices: Indices, what: str) -> Iterator[tuple[Indices, bool]]:
+        """Parts of `micro_batch_size`, each with True; with False what other processes need to run
+        in step with this one (`in_step`). `what` names the pass over them.
+        """
+        parts = self.split(indices)
+        return in_step(self.roles.policy, tracked(what, parts, len(parts), "micro-batches"), [0])
 
     def optimizer_step(
         self, rollout: Rollout, mini_batch: list[int], rollout_pass: RolloutPass | None
@@ -280,10 +294,17 @@ class PpoTrainer:
         """
         episodes = [i for i in mini_batch if i in rollout.own]
         sums = {name: rollout.logprobs.new_zeros(()) for name in SHARES}
-        for micro_batch in self.micro_batches(episodes, "gradients"):
+        for micro_batch, is_own in self.micro_batches(episodes, "gradients"):
             packed = self.pack_episodes(rollout.prompts, rollout.responses, micro_batch)
             shares = backward(
-                self.roles, self.params, rollout, packed, micro_batch, mini_batch, rollout_pass
+                self.roles,
+                self.params,
+                rollout,
+                packed,
+                micro_batch,
+                mini_batch,
+                rollout_pass,
+                counts=is_own,
             )
             for optimizer in self.optimizers:
                 optimizer.accumulate_grads()
@@ -302,7 +323,10 @@ class PpoTrainer:
         return {name: float(value) for name, value in sums.items()}
 
     def state(self) -> StateDict:
-        """Everything that the next update depends on, for `load_state`."""
+        """Everything that the next update depends on, for `load_state`.
+
+        All processes must call it if the models are sharded; the first one gets the weights.
+        """
         return {
             "updates": self.updates,
             "sft_length": self.sft_length,

@@ -158,6 +158,20 @@ def test_processes_share_episodes_and_each_has_the_models() -> None:
         assert two_of_dpo[stage] == pytest.approx(2 * one[stage])
 
 
+def test_processes_that_divide_layers_hold_half_of_them() -> None:
+    """Half of the layers of policy, reference, critic and reward model, once in the model's dtype
+    (policy, reference, reward model and its copy) and twice with 16 bytes per weight; while it
+    samples, a process holds the whole policy.
+    """
+    ppo = {"lora": {"r": 0}, "critic_lora": {"r": 0}}
+    whole, sharded = (
+        stages(ppo=ppo, launcher={"processes": 2, "shard": shard})["ppo"] for shard in (False, True)
+    )
+    half = KNOWN["embedded"].layer_weights / 2
+    assert KNOWN["embedded"].layer_weights == 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536)
+    assert whole - sharded == pytest.approx(2 * half * (2 * 16 + 4 * 2 - 2))
+
+
 def test_ppo_holds_both_passes_only_if_a_micro_batch_is_the_rollout() -> None:
     long = {"batch_size": 32, "mini_batch_size": 32, "response_length": 400}
     whole, half, recomputed, full = (

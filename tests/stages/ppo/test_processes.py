@@ -60,7 +60,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def write_params(params: Params, processes: int, cluster: str = "", **changes: object) -> None:
+def write_params(
+    params: Params, processes: int, cluster: str = "", shard: bool = False, **changes: object
+) -> None:
     """Four updates of 6 episodes, each of two epochs of two mini-batches of 3; two processes have
     micro-batches of one and two episodes, one process has three. cluster: of Ray.
     """
@@ -72,7 +74,7 @@ def write_params(params: Params, processes: int, cluster: str = "", **changes: o
     }
     values = params.model_dump(mode="json")
     values["ppo"] |= ppo | {"on_danger": "warn", "resume_updates": 1} | changes
-    values["launcher"] = {"processes": processes}
+    values["launcher"] = {"processes": processes, "shard": shard}
     if cluster:
         values["launcher"] |= {"type": "ray", "ray_address": cluster}
     values["evaluate"]["judges"] = ["functions:judge"]
@@ -82,8 +84,8 @@ def write_params(params: Params, processes: int, cluster: str = "", **changes: o
     inputs(checked, "r0")
 
 
-def finish() -> dict[str, Any]:
-    """Run to the end; what the run has computed."""
+def finish(weights: str = "adapter_model") -> dict[str, Any]:
+    """Run to the end; what the run has computed. weights: name of the models' files."""
     for path in Path().glob("*.pids"):
         path.unlink()
     output = run_to_the_end()
@@ -95,8 +97,8 @@ def finish() -> dict[str, Any]:
         "output": output,
         "steps": steps,
         "metrics": json.loads((OUTPUTS / "metrics.json").read_text()),
-        "policy": load_file(OUTPUTS / "policy/adapter_model.safetensors"),
-        "critic": load_file(OUTPUTS / "critic/adapter_model.safetensors"),
+        "policy": load_file(OUTPUTS / f"policy/{weights}.safetensors"),
+        "critic": load_file(OUTPUTS / f"critic/{weights}.safetensors"),
         "bytes": outputs(),
     }
 

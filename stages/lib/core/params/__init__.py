@@ -36,6 +36,7 @@ from stages.lib.core.params.judging import AnnotateParams, EndpointParams, Judge
 from stages.lib.core.params.policy import (
     Algorithm,
     BestOfNParams,
+    Critic,
     DpoParams,
     Engine,
     GrpoParams,
@@ -146,6 +147,26 @@ class Params(ParamsSection):
             raise ValueError(
                 "launcher.processes above 1 with model.use_vllm is not supported: set one of them "
                 "to its default"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def sharded_models_are_whole(self) -> "Params":
+        if not self.launcher.shard:
+            return self
+        ppo, processes = self.ppo, self.launcher.processes
+        critic_is_whole = ppo.critic is Critic.policy or not ppo.critic_lora.r
+        needed = {
+            f"launcher.processes above 1 (got {processes})": processes > 1,
+            f"algorithm ppo (got {self.algorithm.value})": self.algorithm is Algorithm.ppo,
+            f"ppo.engine local (got {ppo.engine.value})": ppo.engine is Engine.local,
+            f"ppo.lora.r 0 (got {ppo.lora.r}), since adapters are not divided": not ppo.lora.r,
+            f"ppo.critic_lora.r 0 (got {ppo.critic_lora.r}), or ppo.critic policy": critic_is_whole,
+        }
+        if missing := [setting for setting, is_so in needed.items() if not is_so]:
+            raise ValueError(
+                f"launcher.shard needs {'; '.join(missing)}: set what it needs, or launcher.shard "
+                "to false (docs/scale.md)"
             )
         return self
 

@@ -109,6 +109,12 @@ class LauncherParams(ParamsSection):
         description="Processes that share the work of most stages, one per GPU if there are any "
         "(docs/scale.md).",
     )
+    shard: bool = Field(
+        False,
+        description="Divide PPO's models, gradients and optimizer states among the processes "
+        "(FSDP2), if all weights are trained: needs ppo.lora.r 0 (docs/scale.md; never run on "
+        "GPUs).",
+    )
     ray_address: str | None = Field(
         None,
         pattern=URL_PATTERN,

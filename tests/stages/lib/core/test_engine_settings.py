@@ -34,6 +34,11 @@ def test_the_defaults_are_refused_with_every_value_to_set():
     check()
 
 
+def test_an_engine_shards_by_its_own_options():
+    with pytest.raises(BadInput, match=r"launcher.shard needs ppo.engine local \(got openrlhf\)"):
+        check(LAUNCHER | {"shard": True, "processes": 2})
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -55,6 +55,25 @@ from stages.lib.core.params.data import rounds
             r"rounds.r0.previous is rounds/r0.*expected one of assets/start",
         ),
         ("", r"params.yaml is empty: restore it"),
+        (
+            "launcher: {shard: true}\nppo: {lora: {r: 0}, critic_lora: {r: 0}}",
+            r"launcher.shard needs launcher.processes above 1 \(got 1\): set what it needs, or",
+        ),
+        (
+            "launcher: {shard: true, processes: 2}",
+            r"launcher.shard needs ppo.lora.r 0 \(got 16\), since adapters are not divided; "
+            r"ppo.critic_lora.r 0 \(got 16\), or ppo.critic policy: set",
+        ),
+        (
+            "launcher: {shard: true, processes: 2}\nalgorithm: dpo\n"
+            "ppo: {lora: {r: 0}, critic: policy}",
+            r"launcher.shard needs algorithm ppo \(got dpo\): set",
+        ),
+        (
+            "launcher: {shard: true, processes: 2}\nmodel: {use_vllm: true}\n"
+            "ppo: {lora: {r: 0}, critic: policy}",
+            r"launcher.processes above 1 with model.use_vllm is not supported",
+        ),
     ],
 )
 def test_bad_values_are_named(tmp_path: Path, text: str, named: str) -> None:

@@ -28,6 +28,7 @@ def test_two_processes_share_their_work_and_come_to_the_same_results() -> None:
     assert results["size"] == 2
     assert results["shares"] == [[0, 1], [2, 3, 4]]
     assert results["gathered"] == [0, 1, 1]
+    assert results["any"] == [False, True]
     assert results["sums"] == [[3.0], [[10.0, 10.0], [10.0, 10.0]]]
     assert results["callers"] == [["main", 0, 1]] * 2
     assert results["errors"] == ["BadInput: the judge is away"] * 2

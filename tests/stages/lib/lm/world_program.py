@@ -81,6 +81,7 @@ def main() -> None:
         "size": world.size(),
         "shares": world.gather([list(world.share(5))]),
         "gathered": world.gather(range(rank, 2)),
+        "any": [world.any_of(flag) for flag in (False, rank == 1)],
         "sums": [tensor.tolist() for tensor in sums],
         "callers": world.gather([world.in_main(lambda: ("main", rank, world.size()))]),
         "errors": world.gather([error_of(world.in_main, fails)]),

@@ -86,7 +86,8 @@ def test_learns_in_every_configuration(make_roles, options, changes):
 def test_the_first_ratio_is_not_checked_where_a_process_has_no_episode_left(roles):
     trainer = PpoTrainer(roles, [({"prompt": "0"}, [5, 6])] * 32, PpoParams(**SETTINGS), 0)
     rollout = replace(trainer.rollout(trainer.sample_prompts()), own=[])
-    check_initial_ratio(roles, [], rollout, 1.0)
+    spare = trainer.pack_episodes(rollout.prompts, rollout.responses, [0])
+    check_initial_ratio(roles, [], spare, rollout, 1.0)
 
 
 def test_the_sequence_level_loss_has_a_clip_range_of_its_own():
