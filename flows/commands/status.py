@@ -71,7 +71,7 @@ def running_stage() -> str | None:
 def progress(round_: str, stage: str) -> str:
     """`: step 12, loss 0.3`, from the last row of metrics.jsonl; empty if there is none."""
     path = stage_dir(round_, stage) / "metrics.jsonl"
-    rows = read_growing_jsonl(path) if path.exists() else []
+    rows = read_growing_jsonl(path, f"dvc repro -f {stage}@{round_}") if path.exists() else []
     if not rows:
         return ""
     last = current_metrics(rows[-1])

@@ -86,7 +86,8 @@ def stage_seconds(results: RoundResults, stage: str) -> Amount:
     if stage in results.provenance:
         return results.provenance[stage].seconds
     clock = work_dir(results.name, stage) / "clock.jsonl"
-    times = [row["time"] for row in read_jsonl(clock, "")] if clock.exists() else []
+    rows = read_jsonl(clock, f"rm {clock}") if clock.exists() else []
+    times = [row["time"] for row in rows]
     return times[-1] - times[0] if len(times) > 1 else None
 
 

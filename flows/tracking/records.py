@@ -147,8 +147,9 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     clock_path = work_dir(round_, stage) / "clock.jsonl"
     if not path.exists():
         return []
-    rows = current_metrics(read_growing_jsonl(path))
-    clock = read_growing_jsonl(clock_path)[1:] if clock_path.exists() else []
+    command = f"dvc repro -f {address}"
+    rows = current_metrics(read_growing_jsonl(path, command))
+    clock = read_growing_jsonl(clock_path, command)[1:] if clock_path.exists() else []
     if abs(len(rows) - len(clock)) == 1:  # the stage has written a step to one of the files only
         rows, clock = rows[: len(clock)], clock[: len(rows)]
     if [row["step"] for row in clock] == [row["step"] for row in rows]:
@@ -203,7 +204,7 @@ def read_record(
         if (folder / "metrics.json").exists():
             metrics = read_metrics(round_, stage)
         if (folder / "samples.jsonl").exists():
-            samples = read_jsonl(folder / "samples.jsonl", "")
+            samples = read_jsonl(folder / "samples.jsonl", f"dvc repro {address}")
     steps, now = read_steps(address), milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
     params_hash = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12]

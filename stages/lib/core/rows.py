@@ -4,10 +4,23 @@ All are JSON Lines. Numbers of one file, such as metrics, have no row type.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, TypeVar, cast
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    TypedDict,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from stages.lib.core.errors import BadInput
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.types import Metrics, Prompt
 
@@ -176,9 +189,11 @@ def read_rows(
         renamed: old keys, as older versions wrote them, and today's.
 
     Raises:
-        BadInput: the file is missing, or a row lacks a required key.
+        BadInput: the file is missing or damaged, a row lacks a required key, or a value has
+            another type.
     """
     required: frozenset[str] = vars(kind)["__required_keys__"]
+    model = _model(kind)
     rows = read_jsonl(path, made_by)
     if renamed:
         rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
@@ -188,4 +203,23 @@ def read_rows(
                 f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "
                 f"{kind.__name__} has; run `{made_by}` again"
             )
+        try:
+            model.model_validate(row)
+        except ValidationError as error:
+            problem = format_validation_errors(error)
+            raise BadInput(f"{path}: row {number}: {problem}; run `{made_by}` again") from None
     return cast(list[AnyRow], rows)
+
+
+@cache
+def _model(kind: type[Any]) -> type[BaseModel]:
+    """A pydantic model with the types of a row; further keys are allowed.
+
+    Before Python 3.12, pydantic itself does not take a TypedDict of the standard library.
+    """
+    required: frozenset[str] = vars(kind)["__required_keys__"]
+    fields: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        value_type = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        fields[name] = (value_type, ... if name in required else None)
+    return create_model(kind.__name__, __config__=ConfigDict(strict=True), **fields)

@@ -106,7 +106,7 @@ def input_hashes(params: Params) -> dict[str, Hashes]:
     Raises:
         BadInput: as `user_files`.
     """
-    known = read_json(HASHES, "") if HASHES.exists() else {}
+    known = read_json(HASHES, f"rm {HASHES}") if HASHES.exists() else {}
     read: dict[str, list[object]] = {}
 
     def sha256(file: Path) -> str:
@@ -144,7 +144,7 @@ def _files_in(path: Path) -> Iterator[Path]:
 def recorded_hashes(kind: str) -> Hashes | None:
     """The hashes that the stage `inputs` wrote; None if it never ran."""
     path = INPUTS / f"{kind}.json"
-    return dict(read_json(path, "")) if path.exists() else None
+    return dict(read_json(path, "dvc repro inputs")) if path.exists() else None
 
 
 def are_recorded(hashes: dict[str, Hashes]) -> bool:

@@ -9,7 +9,7 @@ URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
 
 
 class ParamsSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class Dtype(str, Enum):
