@@ -127,7 +127,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise BadInput(f"--set {text}: expected section.key=value, e.g. ppo.total_episodes=64")
+        raise BadInput(f"--set {text:.200}: expected section.key=value, e.g. ppo.total_episodes=64")
     try:
         parsed = parse_yaml(value)
     except ValueError as error:

@@ -258,7 +258,7 @@ def parse(value: Any, name: str) -> str | Messages:
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("content"), str)
-            or message.get("role") not in ROLES
+            or message.get("role") not in [*ROLES]  # a role may be a list, too
         ):
             raise Defect(
                 f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content"

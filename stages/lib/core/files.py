@@ -103,18 +103,24 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path: Path, made_by: str) -> list[Row]:
+def read_jsonl(path: Path, made_by: str, growing: bool = False) -> list[Row]:
     """Read the rows of a .jsonl or .jsonl.gz file. Blank lines are skipped.
 
     Args:
         path: the file.
         made_by: the command that makes the file, for the error message.
+        growing: whether a stage may be writing the file: then a last line without its end is left
+            out.
 
     Raises:
         BadInput: the file is missing or damaged, or a line is no JSON object; names the line.
     """
     fix = f"run `{made_by}`"
-    return [_row(path, number, line, fix) for number, line in read_lines(path, fix)]
+    return [
+        _row(path, number, line, fix)
+        for number, line in read_lines(path, fix)
+        if not growing or line.endswith(b"\n")
+    ]
 
 
 def _row(path: Path, number: int, line: bytes, fix: str) -> Row:
@@ -125,15 +131,6 @@ def _row(path: Path, number: int, line: bytes, fix: str) -> Row:
     if not isinstance(row, dict):
         raise BadInput(f"{path}:{number}: expected a JSON object, got {row!r:.60}; {fix}")
     return row
-
-
-def read_growing_jsonl(path: Path, made_by: str) -> list[Row]:
-    """As `read_jsonl`, of a file that a stage may be writing: a last line without its end is left
-    out.
-    """
-    fix = f"run `{made_by}`"
-    lines = [(number, line) for number, line in read_lines(path, fix) if line.endswith(b"\n")]
-    return [_row(path, number, line, fix) for number, line in lines]
 
 
 def is_placeholder(folder: Path) -> bool:

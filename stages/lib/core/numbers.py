@@ -1,9 +1,10 @@
 """Numbers that others sent."""
 
 import math
+from typing import SupportsFloat
 
 
-def is_finite(number: float) -> bool:
+def is_finite(number: SupportsFloat) -> bool:
     """Whether a float can hold the number, and it is neither NaN nor infinite.
 
     `math.isfinite` fails for an integer of more than 308 digits, which JSON can have.

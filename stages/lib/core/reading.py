@@ -20,6 +20,7 @@ from stages.lib.core.errors import BadInput
 
 MAX_DEPTH = 100  # of nested lists and objects: code that walks them recursively must not fail
 MAX_ALIASED_NODES = 100_000  # of a YAML document with its aliases written out
+MAX_DIGITS = 300  # of an integer: a float can hold it
 MAX_LINE_BYTES = 64 << 20
 BOM = "\ufeff"
 
@@ -42,7 +43,7 @@ def parse_json(text: str | bytes, surrogates: bool = False) -> Any:
     if isinstance(text, bytes):
         text = decode(text)
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     if text.count("[") + text.count("{") > MAX_DEPTH:
@@ -79,6 +80,12 @@ def decode(content: bytes) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
         raise ValueError(f"not UTF-8: byte 0x{byte:02x} in line {line}; save it as UTF-8") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, more than {MAX_DIGITS}")
+    return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -145,7 +152,7 @@ def _check_events(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            line = event.start_mark.line + 1
+            line = event.start_mark.line + 1 if event.start_mark else 1
             raise ValueError(f"line {line}: nested deeper than {MAX_DEPTH} levels")
 
 

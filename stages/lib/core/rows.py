@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import (
+    Annotated,
     Any,
     Literal,
     NotRequired,
@@ -18,7 +19,7 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import read_jsonl
@@ -166,6 +167,20 @@ class EvaluationSample(PromptRow):
     champion_score: NotRequired[float]
 
 
+class StepRow(TypedDict):
+    """Metrics of a step: numbers by name. Written by MetricLogger (metrics.jsonl)."""
+
+    step: Annotated[int, Field(gt=-(2**63), lt=2**63)]
+
+
+class ClockRow(StepRow):
+    """When the row of a step was written, in seconds since the epoch. Written by MetricLogger
+    (clock.jsonl).
+    """
+
+    time: Annotated[float, Field(gt=-1e12, lt=1e12)]
+
+
 TEXTS = ("prompt", "completion", *SIDES)  # keys of texts, in the order in which they are shown
 
 
@@ -178,7 +193,11 @@ AnyRow = TypeVar("AnyRow", bound=Mapping[str, object])
 
 
 def read_rows(
-    kind: type[AnyRow], path: Path, made_by: str, renamed: Mapping[str, str] | None = None
+    kind: type[AnyRow],
+    path: Path,
+    made_by: str,
+    renamed: Mapping[str, str] | None = None,
+    growing: bool = False,
 ) -> list[AnyRow]:
     """Read the rows of a .jsonl or .jsonl.gz file.
 
@@ -187,6 +206,7 @@ def read_rows(
         path: the file.
         made_by: the command that makes the file, for the error message.
         renamed: old keys, as older versions wrote them, and today's.
+        growing: see `read_jsonl`.
 
     Raises:
         BadInput: the file is missing or damaged, a row lacks a required key, or a value has
@@ -194,7 +214,7 @@ def read_rows(
     """
     required: frozenset[str] = vars(kind)["__required_keys__"]
     model = _model(kind)
-    rows = read_jsonl(path, made_by)
+    rows = read_jsonl(path, made_by, growing)
     if renamed:
         rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
     for number, row in enumerate(rows, 1):

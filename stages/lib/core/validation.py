@@ -1,7 +1,6 @@
 """JSON files that people may have edited or cut: each value is checked by its pydantic type."""
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -86,13 +85,8 @@ def read_json_as(kind: type[Value], path: Path, made_by: str) -> Value:
         BadInput: the file is missing or damaged, or its value has another type; names the key.
     """
     try:
-        value: Value = _adapter(kind).validate_python(read_json(path, made_by))
+        value: Value = TypeAdapter(kind).validate_python(read_json(path, made_by))
     except ValidationError as error:
         problem = format_validation_errors(error)
         raise BadInput(f"{path}: {problem}; run `{made_by}` again") from None
     return value
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)

@@ -25,17 +25,17 @@ import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
 from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import is_launched, local_rank
-from stages.lib.core.params import Params
-from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
-from stages.lib.core.progress import progress
-from stages.lib.lm import world
-from stages.lib.lm.folders import (
+from stages.lib.core.model_folders import (
     CONFIG,
     check_calibration,
     check_weights,
     damage_named,
     read_config,
 )
+from stages.lib.core.params import Params
+from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
+from stages.lib.core.progress import progress
+from stages.lib.lm import world
 from stages.lib.lm.lora import load_adapters
 from stages.lib.lm.reward_ensemble import MEMBERS, attach_ensemble
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.model_folders import FIX, check_weights, damage_named, tensor_names
 from stages.lib.core.params.shared import LoraParams
-from stages.lib.lm.folders import FIX, check_weights, damage_named, tensor_names
 
 Matrices = tuple[Tensor, Tensor]  # A (r, in) and scaled B (out, r), in the dtype of computation
 

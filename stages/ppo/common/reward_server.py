@@ -117,7 +117,8 @@ def check_served_model(url: str, folder: Path) -> str:
         served, model = health["sha256"], str(health["model"])
     except (requests.RequestException, ValueError, TypeError, KeyError) as error:
         raise Unreachable(
-            f"ppo.reward_url {url}: no answer of `rondo serve-reward` there: {error!r}"
+            f"ppo.reward_url {url}: no answer of `rondo serve-reward` there: {error!r:.300}; "
+            "start it there, or set ppo.reward_url to null"
         ) from None
     if served != file_hash(folder):
         raise BadInput(

@@ -276,7 +276,8 @@ def check_params(values: dict[str, Any], source: str) -> Params:
     except ValidationError as error:
         errors = error.errors()
         shown = [*map(_describe_error, errors[:SHOWN_ERRORS]), *and_more(len(errors))]
-        raise BadInput(f"{source}: {'; '.join(shown)}") from None
+        keys = "key" if len(errors) == 1 else "keys"
+        raise BadInput(f"{source}: {'; '.join(shown)}; next: correct the {keys}") from None
 
 
 def _describe_error(error: Any) -> str:
