@@ -50,7 +50,8 @@ def read_limits() -> ProjectLimits:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadInput(f"{FILE}: not TOML: {error}; correct the file") from None
     except ValidationError as error:
-        raise BadInput(f"{FILE}: {format_validation_errors(error)}; correct the key") from None
+        problem = format_validation_errors(error)
+        raise BadInput(f"{FILE} [tool.rondo]: {problem}; correct the key") from None
 
 
 def read_api_key(variable: str, server: str) -> str | None:

@@ -156,20 +156,29 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, padding_side="left", local_files_only=True
         )
-        size = len(tokenizer)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise BadInput(
             f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; "
             "set it in tokenizer_config.json"
         )
     if (path / CONFIG).exists():
-        config = load_config(path).get_text_config()
-        if size > (entries := getattr(config, "vocab_size", size)):
-            raise BadInput(
-                f"{path}: the tokenizer has {size} tokens, but {CONFIG}'s vocab_size is {entries}: "
-                "the tokenizer is of another model; copy both from one model"
-            )
+        check_vocabulary(path, tokenizer)
     return tokenizer
+
+
+def check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model has all tokens of a tokenizer, which may be that of another model.
+
+    Raises:
+        BadInput: it has fewer.
+    """
+    size = len(tokenizer)
+    if size > (entries := getattr(load_config(path).get_text_config(), "vocab_size", size)):
+        raise BadInput(
+            f"{path}: {CONFIG}'s vocab_size is {entries}, but the tokenizer of "
+            f"{tokenizer.name_or_path} has {size} tokens: they are of different models; train both "
+            "from one base model, or copy model and tokenizer again"
+        )
 
 
 def _load(kind: Any, path: Path, params: ModelParams, **more: Any) -> PreTrainedModel:

@@ -25,7 +25,12 @@ from stages.lib.core.params.policy import Critic, PpoParams
 from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.generation import sample_responses
-from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
+from stages.lib.lm.loading import (
+    check_vocabulary,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+)
 from stages.lib.lm.logprobs import (
     TokenStatistics,
     compare_states,
@@ -244,11 +249,16 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         sft: folder of the round's SFT model.
         reward: folder of the round's reward model; not read if it is served.
         start: folder of a policy whose weights the policy starts from; None: it starts as SFT.
+
+    Raises:
+        BadInput: a model is missing or damaged, or the reward model has fewer tokens than the
+            policy's tokenizer.
     """
     ppo = params.ppo
-    policy = load_causal_lm(sft, params.model)
+    policy, tokenizer = load_causal_lm(sft, params.model), load_tokenizer(sft)
     reward_model = None
     if not ppo.reward_url:
+        check_vocabulary(reward, tokenizer)
         reward_model = load_reward_model(reward, params.model)
         # in bfloat16 a score near 3 changes in steps of 0.016
         reward_model.score.float()
@@ -261,7 +271,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
         if critic_is_reward_model
         else head,
-        tokenizer=load_tokenizer(sft),
+        tokenizer=tokenizer,
         reward_model=None if critic_is_reward_model else reward_model,
         rewards=load_rewards(params),
         engine=sampling_engine(params.model),
