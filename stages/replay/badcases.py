@@ -66,7 +66,7 @@ class Retest(BaseModel, extra="forbid"):
         return self.fired == self.of or not self.ranked
 
 
-class Badcase(BaseModel, extra="forbid"):
+class Badcase(BaseModel, extra="forbid", allow_inf_nan=False):
     """A response that failed; policy, kl and ended are None if no model wrote it.
 
     stage: whose failure it is, the reward model's or the policy's. policy: hash of the weights that

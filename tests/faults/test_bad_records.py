@@ -184,7 +184,8 @@ def test_dvc_lock() -> None:
         return mutated_bytes(rng, text) if rng.random() < 0.5 else mutated_json(rng, LOCK)
 
     def check(content: bytes, result: Any) -> None:
-        stages = yaml.safe_load(content.decode("utf-8-sig"))["stages"]
+        # libyaml takes a tab within a text, which PyYAML's own parser refuses
+        stages = yaml.load(content.decode("utf-8-sig"), Loader=yaml.CSafeLoader)["stages"]
         entries, digests = result
         assert entries.keys() == stages.keys() and isinstance(digests, dict)
 
@@ -214,7 +215,8 @@ def test_hashes_of_inputs() -> None:
         given(str(user_inputs.HASHES), lambda: user_inputs.input_hashes(params)),
         check,
     )
-    Trials("records: hashes of inputs", r"inputs/data\.json|pairs\.jsonl").run(
+    user_inputs.HASHES.unlink()
+    Trials("records: hashes of inputs", r"inputs/data\.json|changed after the run began").run(
         trials(100, 300),
         lambda rng: mutated_json(rng, good["data"]),
         given("assets/inputs/data.json", lambda: user_inputs.check_unchanged("data", params)),

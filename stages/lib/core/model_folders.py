@@ -64,8 +64,12 @@ def check_calibration(folder: Path, config: Any) -> None:
     """Check the numbers of a reward model's calibration, if it has one.
 
     Raises:
-        BadInput: one of them is not finite, or a standard deviation is not above 0.
+        BadInput: one of them is not finite, a standard deviation is not above 0, or only one of
+            mean and standard deviation is there.
     """
+    if hasattr(config, "mean") != hasattr(config, "std"):
+        lost = "std" if hasattr(config, "mean") else "mean"
+        raise BadInput(f"{folder / CONFIG}: it has no {lost}, expected mean and std; {FIX}")
     for key in ("mean", "std", "ensemble_mean", "ensemble_std"):
         value = getattr(config, key, 0.0 if "mean" in key else 1.0)
         is_number = isinstance(value, int | float) and abs(value) < 1e30  # false for NaN

@@ -1,5 +1,6 @@
 """JSON files that people may have edited or cut: each value is checked by its pydantic type."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -62,7 +63,9 @@ def validate_row(kind: type[Model], row: Any, location: str, fix: str) -> Model:
         BadInput: the row is not a valid `kind`.
     """
     try:
-        return kind.model_validate(row)
+        kind.model_validate(row)
+        # JSON has types: "1" is no number, and true is none
+        return kind.model_validate_json(json.dumps(row), strict=True)
     except ValidationError as error:
         name = re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()  # SlicePrompt -> slice prompt
         raise BadInput(

@@ -156,6 +156,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, padding_side="left", local_files_only=True
         )
+        tokenizer("x")  # of a damaged config, some values show only here
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise BadInput(
             f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; "

@@ -56,7 +56,7 @@ SHARED = ("sft", "reward", "battery", "ppo", "evaluate", "replay")
 class Params(ParamsSection):
     """All of params.yaml."""
 
-    seed: int = Field(0, ge=0, description="Seed of data splits, training and sampling.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of data splits, training and sampling.")
     rounds: dict[RoundName, RoundParams] = Field(
         default_factory=lambda: rounds(2),
         description="Rounds by name; each names the round before it.",

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from stages.lib.core.reading import check_characters
 
+MAX_INTEGER = 2**53  # a float has all integers up to it
 MAX_NAME_BYTES, MAX_PATH_CHARACTERS = 255, 1000  # Linux: NAME_MAX, and less than PATH_MAX
 # A user and password in an address would be written to params.yaml, logs and branches
 URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
@@ -18,10 +19,14 @@ class ParamsSection(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def texts_can_be_written(cls, value: Any) -> Any:
-        """A form in the browser can send half of a surrogate pair, which no file can have."""
+    def can_be_used(cls, value: Any) -> Any:
+        """A form in the browser can send half of a surrogate pair, which no file can have. YAML has
+        integers of any length.
+        """
         for text in _texts(value):
             check_characters(text)
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"expected at most {MAX_INTEGER:,}")
         return value
 
 
