@@ -95,7 +95,7 @@ def last_servers(home: Path = HOME) -> Servers:
     """The servers of the last `rondo up`, running or not; their defaults if there was none."""
     try:
         path = (home / SERVERS).resolve(strict=True)  # a link in the workspace of a run
-        servers = SERVERS_FILE.validate_json(path.read_bytes(), strict=True)
+        servers = SERVERS_FILE.validate_json(path.read_bytes())
     except (OSError, ValueError):
         return Servers()
     return servers if servers.home == str(path.parent) else Servers()

@@ -18,7 +18,6 @@ from stages.gate.thresholds import THRESHOLDS
 from stages.gate.thresholds.form import GATE_STAGES, Threshold, format_threshold
 from stages.lib.core.errors import GateFailed
 from stages.lib.core.files import GATES, REPORTS, write_json, write_text
-from stages.lib.core.numbers import is_finite
 from stages.lib.core.params import Params
 from stages.lib.core.params.gates import Policy
 from stages.lib.core.recorder import read_metrics
@@ -50,8 +49,6 @@ def metric_value(metrics: Any, metric: str) -> float | None:
         return None
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return math.nan
-    if not all(map(is_finite, values)):
-        return math.nan
     return float(values[0] - sum(values[1:]))
 
 
@@ -63,7 +60,7 @@ def check_threshold(
     next_step, passed = threshold.fix.format(round=round_), False
     if value is None and threshold.optional:
         next_step, passed = "", True
-    elif value is None or not is_finite(value) or not math.isfinite(bound):
+    elif value is None or not math.isfinite(value) or not math.isfinite(bound):
         value = None
         next_step = (
             f"{threshold.metric} is missing or not finite: look for NaN in the stage's "

@@ -5,12 +5,12 @@ explicit prompt or with one that chosen and rejected share; and Anthropic's tran
 "\\n\\nHuman: ...\\n\\nAssistant: ...". https://huggingface.co/docs/trl/dataset_formats
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any, NotRequired, TypedDict, final
 
-from stages.lib.core.numbers import is_finite
 from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import Columns, HasPrompt, PairTexts, responses_of
@@ -162,7 +162,7 @@ def read_margin(raw: dict[str, Any]) -> dict[str, float]:
     if margin is None:
         return {}
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not is_number or not is_finite(margin) or margin < 0:
+    if not is_number or not math.isfinite(margin) or margin < 0:
         raise Defect(f"`margin` is {margin!r:.20}; expected a number of at least 0")
     if margin == 0:
         raise Tie("`margin` is 0")

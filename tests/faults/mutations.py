@@ -175,7 +175,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         if isinstance(value, list)
         else ()
     )
-    return [path, *(found for key in keys for found in _paths(value[key], (*path, key)))]
+    return [path, *(inner for key in keys for inner in _paths(value[key], (*path, key)))]
 
 
 def deep(levels: int) -> Any:

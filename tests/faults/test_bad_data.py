@@ -181,7 +181,7 @@ def test_files_given_to_check_data(folder: Path) -> None:
         assert code in (0, 2) and rows_of(content)
 
     Trials("data: rondo check-data", r"mine\.jsonl").run(
-        trials(60, 300),
+        trials(25, 300),
         lambda rng: mutated_jsonl(rng, ROWS),
         writing(Path("mine.jsonl"), lambda: check_file("mine.jsonl")),
         check,
@@ -257,8 +257,8 @@ def test_slices(folder: Path) -> None:
     ]
 
     def check(content: bytes, slices: dict[str, Any]) -> None:
-        found = [row for by_location in slices.values() for row in by_location.values()]
-        assert sorted(str(row.prompt) for row in found) == sorted(
+        prompts = [row for by_location in slices.values() for row in by_location.values()]
+        assert sorted(str(row.prompt) for row in prompts) == sorted(
             str(row["prompt"]) for row in json_rows(content)
         )
 

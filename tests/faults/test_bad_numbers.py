@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "micro_batch_size": 4,
     "total_episodes": 120,
     "response_length": LENGTH,
-    "num_ppo_epochs": 2,
+    "num_ppo_epochs": 1,
 }
 PROMPTS = [({"id": f"p{i}", "prompt": f"{i}:"}, [5 + i, 6]) for i in range(8)]
 RESPONSES = {

@@ -63,7 +63,7 @@ def check_characters(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         character = ord(text[error.start])
-        raise ValueError(f"contains half of a surrogate pair, U+{character:X}") from None
+        raise ValueError(f"contains half of a surrogate pair, U+{character:X}: remove it") from None
     return text
 
 

@@ -276,8 +276,10 @@ def check_params(values: dict[str, Any], source: str) -> Params:
     except ValidationError as error:
         errors = error.errors()
         shown = [*map(_describe_error, errors[:SHOWN_ERRORS]), *and_more(len(errors))]
-        keys = "key" if len(errors) == 1 else "keys"
-        raise BadInput(f"{source}: {'; '.join(shown)}; next: correct the {keys}") from None
+        # the checks of this package name their own next step
+        if any(details["type"] != "value_error" for details in errors):
+            shown.append(f"next: correct the {'key' if len(errors) == 1 else 'keys'}")
+        raise BadInput(f"{source}: {'; '.join(shown)}") from None
 
 
 def _describe_error(error: Any) -> str:

@@ -26,7 +26,7 @@ class ParamsSection(BaseModel):
         for text in _texts(value):
             check_characters(text)
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise ValueError(f"expected at most {MAX_INTEGER:,}")
+            raise ValueError(f"expected at most {MAX_INTEGER:,}: set a smaller number")
         return value
 
 
@@ -47,7 +47,7 @@ def possible_path(text: str) -> str:
     parts = text.encode(errors="replace").split(b"/")
     if "\0" in text or max(map(len, parts)) > MAX_NAME_BYTES or len(text) > MAX_PATH_CHARACTERS:
         raise ValueError(
-            "no possible path or name: it has a NUL character, more than "
+            "no possible path or name, choose another: it has a NUL character, more than "
             f"{MAX_NAME_BYTES} bytes between two slashes, or more than {MAX_PATH_CHARACTERS} "
             "characters"
         )
