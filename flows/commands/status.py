@@ -13,9 +13,10 @@ from flows.execution import dvc_stages, rwlock
 from flows.execution.worktree import ENDED, workspaces
 from flows.report import summary
 from stages.lib.core.ended_rounds import ended_rounds, settings_path
-from stages.lib.core.files import read_growing_jsonl, stage_dir
+from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.renamed import current_metrics
+from stages.lib.core.rows import StepRow, read_rows
 
 NOT_UP_TO_DATE = "to do"
 
@@ -71,7 +72,8 @@ def running_stage() -> str | None:
 def progress(round_: str, stage: str) -> str:
     """`: step 12, loss 0.3`, from the last row of metrics.jsonl; empty if there is none."""
     path = stage_dir(round_, stage) / "metrics.jsonl"
-    rows = read_growing_jsonl(path) if path.exists() else []
+    command = f"dvc repro -f {stage}@{round_}"
+    rows = read_rows(StepRow, path, command, growing=True) if path.exists() else []
     if not rows:
         return ""
     last = current_metrics(rows[-1])

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
@@ -40,6 +39,7 @@ from stages.lib.core.params.policy import (
 from stages.lib.core.params.shared import LauncherParams, ModelParams, ParamsSection
 from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
+from stages.lib.core.reading import parse_yaml, read_yaml
 from stages.lib.core.renamed import current_params
 from stages.lib.core.user_inputs import user_files
 from stages.lib.data.lengths import check_lengths
@@ -98,10 +98,12 @@ def read_preset(name: str) -> dict[str, Any]:
     if name not in preset_names():
         known = ", ".join(preset_names())
         raise BadInput(f"--preset {name}: no such preset; expected one of {known}")
-    try:
-        return {} if name == DEFAULT else current_params(yaml.safe_load(path.read_text()) or {})
-    except yaml.YAMLError as error:
-        raise BadInput(f"{path}: not valid YAML: {error}") from None
+    if name == DEFAULT:
+        return {}
+    values = read_yaml(path, f"correct it, or restore it, e.g. with `git checkout {path}`")
+    if not isinstance(values or {}, Mapping):
+        raise BadInput(f"{path}: expected sections of params.yaml, got {values!r:.60}")
+    return current_params(values or {})
 
 
 def overlay(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,11 +127,12 @@ def parse_setting(text: str) -> dict[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise BadInput(f"--set {text}: expected section.key=value, e.g. ppo.total_episodes=64")
+        raise BadInput(f"--set {text:.200}: expected section.key=value, e.g. ppo.total_episodes=64")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise BadInput(f"--set {text}: {value!r} is not a YAML value") from None
+        parsed = parse_yaml(value)
+    except ValueError as error:
+        shown = f"--set {text:.200}: {value!r:.200}"
+        raise BadInput(f"{shown} is not a YAML value: {error}") from None
     return current_params(nest(key.strip(), parsed))
 
 
@@ -254,7 +257,7 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
             document["rounds"] = values["rounds"]
         text = io.StringIO()
         _yaml().dump(document, text)
-        check_params(yaml.safe_load(text.getvalue()), str(path))
+        check_params(parse_yaml(text.getvalue()), str(path))
         write_text(path, text.getvalue())
     # DVC fails if a dependency is missing, so each round gets its badcase file, even an empty one.
     for file in map(report_path, params.rounds):

@@ -4,12 +4,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import BaseModel, ValidationError
 
 from flows.core.addresses import split_address
 from stages.lib.core.ended_rounds import ended_names, has_ended, lock_path
+from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.reading import read_yaml
 
 LOCK = Path("dvc.lock")
+
+
+class File(BaseModel):
+    path: str
+    md5: str
+
+
+class StageLock(BaseModel):
+    deps: list[File] = []
+    outs: list[File] = []
+    params: dict[str, dict[str, Any]] = {}
+
+
+class LockFile(BaseModel):
+    """What is read of dvc.lock."""
+
+    stages: dict[str, StageLock]
 
 
 def read_locks() -> dict[str, dict[str, Any]]:
@@ -43,5 +62,10 @@ def digest_of(path: str, known: Mapping[str, str]) -> str:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
-    # libyaml's parser: each stage of a run reads this file
-    return dict(yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)["stages"])
+    fix = f"restore it, e.g. with `git checkout {path}`"
+    values = read_yaml(path, fix)
+    try:
+        LockFile.model_validate(values)
+    except ValidationError as error:
+        raise BadInput(f"{path}: {format_validation_errors(error)}; {fix}") from None
+    return dict(values["stages"])

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from pydantic import Field, TypeAdapter
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import replacing
 
+Port = Annotated[int, Field(gt=0, lt=2**16)]
 LogLine = Callable[[str], None]
 
 HOST = "127.0.0.1"
@@ -46,10 +49,10 @@ class Servers:
     .rondo folder, since the file may be part of a copied project.
     """
 
-    prefect_port: int = PREFECT_PORT
-    mlflow_port: int = MLFLOW_PORT
+    prefect_port: Port = PREFECT_PORT
+    mlflow_port: Port = MLFLOW_PORT
     auth: str = ""
-    pid: int = 0
+    pid: Annotated[int, Field(ge=0, lt=2**31)] = 0
     started: float = 0.0
     home: str = ""
 
@@ -60,6 +63,9 @@ class Servers:
     @property
     def mlflow(self) -> str:
         return f"http://{HOST}:{self.mlflow_port}"
+
+
+SERVERS_FILE = TypeAdapter(Servers)
 
 
 def private_folder(home: Path) -> None:
@@ -89,8 +95,8 @@ def last_servers(home: Path = HOME) -> Servers:
     """The servers of the last `rondo up`, running or not; their defaults if there was none."""
     try:
         path = (home / SERVERS).resolve(strict=True)  # a link in the workspace of a run
-        servers = Servers(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        servers = SERVERS_FILE.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return Servers()
     return servers if servers.home == str(path.parent) else Servers()
 

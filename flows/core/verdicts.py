@@ -1,17 +1,53 @@
 """Gate verdicts, read from the files that the gate stages write."""
 
-import json
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from stages.gate.approvals import Approval
 from stages.gate.verdict import decision_message, format_check, values_by_metric
-from stages.lib.core.files import REPORTS
+from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.files import REPORTS, read_object
+from stages.lib.core.params.gates import Policy
 from stages.lib.core.renamed import current_metrics
 
 
+class Check(BaseModel):
+    metric: str
+    value: float | None
+    threshold: str
+    passed: bool
+    next_step: str
+
+
+class Verdict(BaseModel):
+    """What is read of a verdict (stages/gate/verdict.py)."""
+
+    gate: str
+    round: str
+    policy: Policy
+    passed: bool
+    may_continue: bool
+    approval: Approval | None
+    checks: list[Check]
+
+
 def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
-    """The verdict of a gate; None if the gate has not run."""
+    """The verdict of a gate; None if the gate has not run.
+
+    Raises:
+        BadInput: its file is damaged.
+    """
     path = REPORTS / round_ / f"gate_{gate}.json"
-    return current_metrics(json.loads(path.read_text())) if path.exists() else None
+    if not path.exists():
+        return None
+    fix = f"run `dvc repro -f gate_{gate}@{round_}` again"
+    verdict: dict[str, Any] = current_metrics(read_object(path, fix))
+    try:
+        Verdict.model_validate(verdict)
+    except ValidationError as error:
+        raise BadInput(f"{path}: {format_validation_errors(error)}; {fix}") from None
+    return verdict
 
 
 def gate_message(round_: str, gate: str) -> str:

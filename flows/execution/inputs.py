@@ -19,7 +19,7 @@ def refresh(params: Params, home: Path, log: LogLine) -> None:
     if not user_inputs.are_recorded(hashes):
         dvc_stages.run(dvc_stages.INPUTS, lambda _: None)
     last_run = home / "inputs.json"
-    before = read_json(last_run, "") if last_run.exists() else {}
+    before = read_json(last_run, f"rm {last_run}") if last_run.exists() else {}
     now = {path: digest for kind in hashes.values() for path, digest in kind.items()}
     if changed := [path for path in user_inputs.differing(before, now) if path in before]:
         log(f"changed since the last run: {', '.join(changed)}")

@@ -165,7 +165,7 @@ class RunArtifacts:
             if self.stage == "evaluate":
                 shown = extreme_samples(read_rows(EvaluationSample, path, "rondo run"))
             else:
-                shown = read_jsonl(path, "")[:SHOWN]
+                shown = read_jsonl(path, "rondo run")[:SHOWN]
             yield TableArtifact(
                 key=f"samples-{self.key}",
                 table=table(shown),

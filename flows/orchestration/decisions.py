@@ -23,7 +23,7 @@ def decisions_path(home: Path) -> Path:
 def decisions(home: Path) -> dict[str, Any]:
     """The decisions of this flow run so far, by name."""
     path = decisions_path(home)
-    return dict(read_json(path, "")) if path.exists() else {}
+    return dict(read_json(path, "rondo run")) if path.exists() else {}
 
 
 def decide_once(home: Path, name: str, decide: Callable[[], Any]) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 from flows.report import summary
 from flows.report.round_data import RoundResults
-from stages.lib.core.files import read_jsonl, work_dir
+from stages.lib.core.files import work_dir
+from stages.lib.core.rows import ClockRow, read_rows
 
 Amount = float | None
 # The models that `evaluate` samples with all samples per prompt; PPO's checkpoints have fewer
@@ -86,7 +87,8 @@ def stage_seconds(results: RoundResults, stage: str) -> Amount:
     if stage in results.provenance:
         return results.provenance[stage].seconds
     clock = work_dir(results.name, stage) / "clock.jsonl"
-    times = [row["time"] for row in read_jsonl(clock, "")] if clock.exists() else []
+    rows = read_rows(ClockRow, clock, f"rm {clock}") if clock.exists() else []
+    times = [row["time"] for row in rows]
     return times[-1] - times[0] if len(times) > 1 else None
 
 

@@ -4,7 +4,6 @@ A run prints it at its end. It also goes to reports/summary.md and into the repo
 names the stage at fault below it.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from flows.core.tables import render_text
 from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
 from stages.gate.verdict import format_check, passed_or_approved
-from stages.lib.core.files import REPORTS, ROUNDS, stage_dir, write_text
+from stages.lib.core.files import REPORTS, ROUNDS, read_json, stage_dir, write_text
 from stages.lib.core.renamed import current_metrics
 
 SUMMARY = REPORTS / "summary.md"
@@ -204,7 +203,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def read_json_or_nothing(path: Path) -> dict[str, Any]:
-    return dict(current_metrics(json.loads(path.read_text()))) if path.exists() else {}
+    return dict(current_metrics(read_json(path, "dvc repro"))) if path.exists() else {}
 
 
 def verdict_lines(rounds: list[str]) -> list[str]:

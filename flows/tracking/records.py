@@ -29,11 +29,11 @@ from flows.tracking.models import (
     with_files,
 )
 from stages.gate.verdict import passed_or_approved
+from stages.lib.core.champion import read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
     metric_name,
-    read_growing_jsonl,
     read_json,
     read_jsonl,
     stage_dir,
@@ -43,6 +43,7 @@ from stages.lib.core.params import flatten
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.recorder import read_metrics
 from stages.lib.core.renamed import current_metrics
+from stages.lib.core.rows import ClockRow, StepRow, read_rows
 
 MAX_ARTIFACT_BYTES = 1_000_000
 HEALTH = (  # metrics of PPO per update that the pipeline run shows too
@@ -147,9 +148,13 @@ def read_steps(address: str, start: int = 0) -> list[Step]:
     clock_path = work_dir(round_, stage) / "clock.jsonl"
     if not path.exists():
         return []
-    rows = current_metrics(read_growing_jsonl(path))
-    clock = read_growing_jsonl(clock_path)[1:] if clock_path.exists() else []
-    if abs(len(rows) - len(clock)) == 1:  # the stage has written a step to one of the files only
+    command = f"dvc repro -f {address}"
+    rows = current_metrics(read_rows(StepRow, path, command, growing=True))
+    clock = (
+        read_rows(ClockRow, clock_path, command, growing=True)[1:] if clock_path.exists() else []
+    )
+    # the stage has written a step to one of the files only
+    if clock_path.exists() and abs(len(rows) - len(clock)) == 1:
         rows, clock = rows[: len(clock)], clock[: len(rows)]
     if [row["step"] for row in clock] == [row["step"] for row in rows]:
         times = [int(row["time"] * 1000) for row in clock]
@@ -203,7 +208,7 @@ def read_record(
         if (folder / "metrics.json").exists():
             metrics = read_metrics(round_, stage)
         if (folder / "samples.jsonl").exists():
-            samples = read_jsonl(folder / "samples.jsonl", "")
+            samples = read_jsonl(folder / "samples.jsonl", f"dvc repro {address}")
     steps, now = read_steps(address), milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
     params_hash = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12]
@@ -311,7 +316,7 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
 def _champion_digest(round_: str) -> str:
     """The md5 of the champion with which the round's policy was compared; empty if none."""
     path = stage_dir(round_, "champion") / "champion.json"
-    champion = read_json(path, "")["round"] if path.exists() else None
+    champion = read_champion(path).round if path.exists() else None
     return digests(champion)[str(stage_dir(champion, "ppo") / "policy")] if champion else ""
 
 

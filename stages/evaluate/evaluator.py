@@ -17,7 +17,13 @@ from stages.lib.data.lengths import tokenize_fitting
 from stages.lib.data.prompts import encode
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
-from stages.lib.lm.loading import load_causal_lm, load_policy, load_reward_model, load_tokenizer
+from stages.lib.lm.loading import (
+    check_vocabulary,
+    load_causal_lm,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+)
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.reward_ensemble import calibrate_scores
 from stages.lib.lm.scoring import score_responses
@@ -72,6 +78,7 @@ class Evaluator:
         anchor = anchor_path(round_)
         same = anchor == self.sft_path
         self.anchor = self.sft if same else load_causal_lm(anchor, params.model)
+        check_vocabulary(self.reward_path, self.tokenizer)
         self.reward = load_reward_model(self.reward_path, params.model)
         self.engine = sampling_engine(params.model)
 

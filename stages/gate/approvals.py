@@ -5,7 +5,6 @@ numbers that the person saw: if one of them changes, the gate asks again. A roll
 (approvals/<round>/taken_back.json) is valid for that policy.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from stages.lib.core.errors import BadInput, format_validation_errors
-from stages.lib.core.files import write_json
+from stages.lib.core.files import read_object, write_json
 from stages.lib.core.renamed import current_metrics
 
 APPROVALS = Path("approvals")
@@ -96,16 +95,13 @@ def read_rollback(round_: str) -> Rollback | None:
 def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:
     if not path.exists():
         return None
+    fix = f"delete the file and decide again: `{command}`"
+    values = read_object(path, fix)
     try:
-        return kind.model_validate(current_metrics(json.loads(path.read_text(encoding="utf-8"))))
+        return kind.model_validate(current_metrics(values))
     except ValidationError as error:
         problem = format_validation_errors(error)
-    except ValueError as error:
-        problem = f"not JSON: {error}"
-    name = kind.__name__.lower()
-    raise BadInput(
-        f"{path}: not a valid {name} ({problem}); delete the file and decide again: `{command}`"
-    )
+    raise BadInput(f"{path}: not a valid {kind.__name__.lower()} ({problem}); {fix}")
 
 
 def write_approval(round_: str, gate: str, approval: Approval) -> Path:

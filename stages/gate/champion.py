@@ -15,8 +15,9 @@ from pathlib import Path
 
 from stages.gate.approvals import read_rollback
 from stages.gate.verdict import evaluate_gate, passed_or_approved
+from stages.lib.core.champion import read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
-from stages.lib.core.files import ROUNDS, file_hash, read_json, stage_dir, write_json
+from stages.lib.core.files import ROUNDS, file_hash, stage_dir, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.policy import PolicyStart
 from stages.lib.core.stage import stage_main
@@ -56,8 +57,8 @@ def champion_after(params: Params, previous: Path) -> Metrics:
     # An ended round has the thresholds of its own settings
     elif passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
-    earlier = read_json(previous / "champion/champion.json", "rondo run")
-    return {name: value for name, value in earlier.items() if name != "anchor"}
+    earlier = read_champion(previous / "champion/champion.json")
+    return earlier.model_dump(exclude={"anchor"}, exclude_defaults=True) | {"round": earlier.round}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from stages.lib.core.files import (
     write_jsonl,
     write_text,
 )
+from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import PreferencePair, PromptRow
@@ -145,7 +146,10 @@ def read_tokenizer() -> Any:
     config = read_json(MODEL / "tokenizer_config.json", "dvc repro assets")
     is_backend = config.get("tokenizer_class") == "TokenizersBackend"
     cls = transformers.TokenizersBackend if is_backend else transformers.AutoTokenizer
-    return cls.from_pretrained(MODEL, local_files_only=True)
+    with damage_named(MODEL):
+        tokenizer = cls.from_pretrained(MODEL, local_files_only=True)
+        tokenizer("x")  # of a damaged config, some values show only here
+    return tokenizer
 
 
 def clear_leaks(sets: DataSets, declared: frozenset[str], similarity: float, audit: Audit) -> None:

@@ -14,8 +14,8 @@ from typing import Any, NotRequired, TypedDict, final
 from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import Columns, HasPrompt, PairTexts, responses_of
-from stages.lib.core.types import Prompt, Row
-from stages.lib.data.prompts import ROLES, transcript
+from stages.lib.core.types import ROLES, Prompt, Row
+from stages.lib.data.prompts import transcript
 
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -258,7 +258,7 @@ def parse(value: Any, name: str) -> str | Messages:
         if (
             not isinstance(message, dict)
             or not isinstance(message.get("content"), str)
-            or message.get("role") not in ROLES
+            or message.get("role") not in [*ROLES]  # a role may be a list, too
         ):
             raise Defect(
                 f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content"

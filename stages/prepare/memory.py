@@ -7,6 +7,7 @@ from typing import NamedTuple
 from stages.lib.core.errors import BadInput
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.ram import ram_bytes
+from stages.prepare.parquet import open_parquet
 
 # docs/performance.md: memory at the peak per byte of text in JSON Lines, and what imports, tables
 # of hashes and the TF-IDF baseline take for any large number of rows
@@ -48,9 +49,7 @@ def check_memory(sources: Sequence[SourceParams], config: PrepareParams) -> None
 def size_to_read(path: Path, max_rows: int | None) -> Size:
     """The size of the rows of a file that prepare reads: at most `max_rows`."""
     if path.suffix == ".parquet":
-        import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
-
-        metadata = pyarrow.parquet.ParquetFile(path).metadata
+        metadata = open_parquet(path).metadata
         groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
         size = Size(sum(group.total_byte_size for group in groups), metadata.num_rows)
     else:

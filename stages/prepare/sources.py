@@ -13,6 +13,7 @@ from stages.lib.core.files import ASSETS
 from stages.lib.core.params import Params
 from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.progress import progress, tracked
+from stages.lib.core.reading import parse_json, read_lines
 from stages.lib.core.rows import HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
 from stages.lib.core.user_inputs import check_unchanged
@@ -38,6 +39,7 @@ from stages.prepare.formats import (
 )
 from stages.prepare.memory import check_memory
 from stages.prepare.overlap import check_no_prompt_overlap, overlapping
+from stages.prepare.parquet import parquet_rows
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -103,6 +105,7 @@ def read_rows(
     rows: list[SourceRow] = []
     for source in sources:
         source_rows = read_source(source, config.max_rows)
+        audit.rows_read[source.path] += 0  # also of a file without rows
         for location, raw in tracked(f"reading {source.path}", source_rows, 0):
             audit.rows_read[source.path] += 1
             try:
@@ -162,12 +165,9 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
     """Read a source: (file:line, raw row); the raw row of a line that is not JSON is a Defect."""
     path = Path(source.path)
     if path.suffix == ".jsonl" and path.is_file():
-        rows = read_lines(path)
+        rows = read_json_lines(path)
     elif path.suffix == ".parquet" and path.is_file():
-        import pyarrow.parquet  # type: ignore[import-untyped]  # comes with datasets
-
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        rows = enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        rows = enumerate(parquet_rows(path), 1)
     elif path.suffix in SUFFIXES or path.exists() or source.path.count("/") != 1:
         raise BadInput(
             f"prepare.sources: {path}: expected a file ({' or '.join(SUFFIXES)}) or the hub id of a"
@@ -178,15 +178,14 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
     return ((f"{source.path}:{line}", row) for line, row in itertools.islice(rows, max_rows))
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of a .jsonl file; blank lines are skipped."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    yield number, json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                yield number, Defect(f"not JSON: {error}")
+    for number, line in read_lines(path, "correct or remove the line"):
+        try:
+            # halves of surrogate pairs are a Defect of the text that has them
+            yield number, parse_json(line, surrogates=True)
+        except ValueError as error:
+            yield number, Defect(f"not JSON: {error}")
 
 
 def read_hub(source: SourceParams) -> Any:

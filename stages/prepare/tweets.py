@@ -13,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.reading import read_text
 from stages.lib.core.rows import Demonstration, PreferencePair, TrainingPrompt
 from stages.lib.data.splits import DataSets, hold_out
 from stages.prepare.audit import BAD, Audit
@@ -101,7 +102,8 @@ def tweet_sets(path: Path, params: Params, tokenizer: Any, audit: Audit) -> Data
 def read(path: Path, max_rows: int | None, audit: Audit) -> list[RatedText]:
     """Read tab-separated lines `id, mean rating -4 to 4, text`; bad lines go to the audit."""
     rows: list[RatedText] = []
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")[:max_rows]
+    text = read_text(path, "run `dvc repro -f assets`, which writes it again")
+    lines = text.removesuffix("\n").split("\n")[:max_rows]
     audit.rows_read[path.name] = len(lines)
     for number, line in enumerate(lines, 1):
         fields = line.split("\t", 2)

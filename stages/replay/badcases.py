@@ -10,16 +10,20 @@ import json
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from stages.lib.core.files import stage_dir, write_jsonl
 from stages.lib.core.types import NonEmptyPrompt, Prompt
-from stages.lib.core.validation import read_json_lines, read_validated_jsonl, validate_row
+from stages.lib.core.validation import (
+    Text,
+    read_json_lines,
+    read_validated_jsonl,
+    validate_row,
+)
 
 REPORTED = Path("badcases")
-Text = Annotated[str, Field(min_length=1)]
 
 
 class Cause(str, Enum):
@@ -62,7 +66,7 @@ class Retest(BaseModel, extra="forbid"):
         return self.fired == self.of or not self.ranked
 
 
-class Badcase(BaseModel, extra="forbid"):
+class Badcase(BaseModel, extra="forbid", allow_inf_nan=False):
     """A response that failed; policy, kl and ended are None if no model wrote it.
 
     stage: whose failure it is, the reward model's or the policy's. policy: hash of the weights that

@@ -1,4 +1,4 @@
-"""The lab that all faults of a session share, and the table of what they did."""
+"""The lab that all faults of a session share, and the table of what was tried."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faults import lab as laboratory
+from tests.faults.harness import COUNTS, table
 from tests.faults.lab import Lab, Trial
 from tests.faults.scale import FULL
 
@@ -39,3 +40,10 @@ def report(record_property: Callable[[str, Any], None]) -> Report:
         assert not failures, f"{len(failures)} of {len(trials)}\n" + "\n\n".join(failures[:5])
 
     return count
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if COUNTS:
+        terminalreporter.section("bad input")
+        for line in table(COUNTS):
+            terminalreporter.write_line(line)

@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import BaseModel, Field, model_validator
+
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import file_hash, read_json, stage_dir
+from stages.lib.core.files import file_hash, stage_dir
+from stages.lib.core.params.data import RoundName
+from stages.lib.core.validation import read_json_as
 
 
 class Champion(NamedTuple):
@@ -19,6 +23,29 @@ class Champion(NamedTuple):
     round: str
     sft: Path
     policy: Path
+
+
+class ChampionRecord(BaseModel):
+    """champion.json or start.json. round: None if there is none. hashes, anchor: sha256 by path."""
+
+    round: RoundName | None
+    hashes: dict[str, str] = Field(default_factory=dict)
+    anchor: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def has_hashes(self) -> "ChampionRecord":
+        if self.round and not self.hashes:
+            raise ValueError("a champion has hashes")
+        return self
+
+
+def read_champion(path: Path) -> ChampionRecord:
+    """The record of a champion, of the stage in whose folder it is.
+
+    Raises:
+        BadInput: the file is missing or damaged.
+    """
+    return read_json_as(ChampionRecord, path, f"dvc repro champion@{path.parent.parent.name}")
 
 
 def load_champion(round_: str) -> Champion | None:
@@ -40,11 +67,11 @@ def load_start(round_: str) -> Champion | None:
 
 
 def _load(round_: str, name: str) -> Champion | None:
-    recorded = read_json(stage_dir(round_, "champion") / name, f"dvc repro champion@{round_}")
-    champion_round = recorded["round"]
+    recorded = read_champion(stage_dir(round_, "champion") / name)
+    champion_round = recorded.round
     if champion_round is None:
         return None
-    _check_hashes(recorded["hashes"], round_)
+    _check_hashes(recorded.hashes, round_)
     sft, ppo = stage_dir(champion_round, "sft"), stage_dir(champion_round, "ppo")
     return Champion(champion_round, sft / "model", ppo / "policy")
 
@@ -56,7 +83,7 @@ def anchor_path(round_: str) -> Path:
         BadInput: its files are not those that champion.json recorded.
     """
     path = stage_dir(round_, "champion") / "champion.json"
-    anchor = read_json(path, f"dvc repro champion@{round_}").get("anchor", {})
+    anchor = read_champion(path).anchor
     _check_hashes(anchor, round_)
     return Path(next(iter(anchor), stage_dir(round_, "sft") / "model"))
 

@@ -83,9 +83,19 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+SHOWN_ERRORS = 5  # of a validation: a file can have thousands
+
+
 def format_validation_errors(error: ValidationError) -> str:
-    """All errors of a pydantic validation in one line, each as `key: reason`."""
-    return "; ".join(
-        f"{'.'.join(map(str, details['loc'])) or 'JSON'}: {details['msg']}"
-        for details in error.errors()
-    )
+    """The first errors of a pydantic validation in one line, each as `key: reason`."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    shown = [
+        f"{'.'.join(map(str, detail['loc'])) or 'JSON':.200}: {detail['msg']:.300}"
+        for detail in details[:SHOWN_ERRORS]
+    ]
+    return "; ".join([*shown, *and_more(len(details))])
+
+
+def and_more(errors: int) -> list[str]:
+    """[`and 3 more errors`] if more than SHOWN_ERRORS are to be shown, else []."""
+    return [f"and {errors - SHOWN_ERRORS} more errors"] if errors > SHOWN_ERRORS else []

@@ -4,7 +4,6 @@
 Wall-clock times go to `.rondo/work/<round>/<stage>/`, which git and DVC ignore.
 """
 
-import gzip
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from uuid import uuid4
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.progress import progress
+from stages.lib.core.reading import parse_json, read_lines, read_text
 from stages.lib.core.types import Row
 
 ROUNDS = Path("rounds")
@@ -74,51 +74,63 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, made_by: str) -> Any:
-    """Read a JSON file.
+def read_json(path: Path, made_by: str) -> dict[str, Any]:
+    """Read a JSON file, whose value is an object.
 
     Args:
         path: the file.
         made_by: the command that makes the file, for the error message.
 
     Raises:
-        BadInput: the file is missing.
+        BadInput: the file is missing, damaged, or has no JSON object.
     """
+    return read_object(path, f"run `{made_by}`")
+
+
+def read_object(path: Path, fix: str) -> dict[str, Any]:
+    """As `read_json`; `fix` is the next step for the user, for the error message."""
+    text = read_text(path, fix)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(f"{path} is missing: run `{made_by}`") from None
+        value = parse_json(text)
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}; {fix}") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{path}: expected a JSON object, got {value!r:.60}; {fix}")
+    return value
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path: Path, made_by: str) -> list[Row]:
+def read_jsonl(path: Path, made_by: str, growing: bool = False) -> list[Row]:
     """Read the rows of a .jsonl or .jsonl.gz file. Blank lines are skipped.
 
     Args:
         path: the file.
         made_by: the command that makes the file, for the error message.
+        growing: whether a stage may be writing the file: then a last line without its end is left
+            out.
 
     Raises:
-        BadInput: the file is missing.
+        BadInput: the file is missing or damaged, or a line is no JSON object; names the line.
     """
+    fix = f"run `{made_by}`"
+    return [
+        _row(path, number, line, fix)
+        for number, line in read_lines(path, fix)
+        if not growing or line.endswith(b"\n")
+    ]
+
+
+def _row(path: Path, number: int, line: bytes, fix: str) -> Row:
     try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8") as lines
-        ):
-            return [json.loads(line) for line in lines if line.strip()]
-    except FileNotFoundError:
-        raise BadInput(f"{path} is missing: run `{made_by}`") from None
-
-
-def read_growing_jsonl(path: Path) -> list[Row]:
-    """The rows of a file that a stage may be writing: a last line without its end is left out."""
-    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].split("\n")
-    return [json.loads(line) for line in lines if line]
+        row = parse_json(line)
+    except ValueError as error:
+        raise BadInput(f"{path}:{number}: not JSON: {error}; {fix}") from None
+    if not isinstance(row, dict):
+        raise BadInput(f"{path}:{number}: expected a JSON object, got {row!r:.60}; {fix}")
+    return row
 
 
 def is_placeholder(folder: Path) -> bool:

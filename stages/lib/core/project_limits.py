@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import BaseModel, Field, ValidationError
 
 from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.reading import read_text
 
 FILE = Path("pyproject.toml")
 
@@ -25,21 +26,32 @@ class ProjectLimits(BaseModel, extra="forbid"):
     folders: list[Path] = Field(default_factory=list)
 
 
+class Tools(BaseModel):
+    rondo: ProjectLimits = Field(default_factory=ProjectLimits)
+
+
+class ToolTable(BaseModel):
+    """What is read of pyproject.toml."""
+
+    tool: Tools = Field(default_factory=Tools)
+
+
 def read_limits() -> ProjectLimits:
     """The limits of the project in the working directory; nothing is allowed without a file.
 
     Raises:
         BadInput: pyproject.toml is not valid.
     """
-    try:
-        document = tomllib.loads(FILE.read_text(encoding="utf-8"))
-        return ProjectLimits.model_validate(document.get("tool", {}).get("rondo", {}))
-    except FileNotFoundError:
+    if not FILE.exists():
         return ProjectLimits()
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{FILE}: not TOML: {error}") from None
+    try:
+        document = tomllib.loads(read_text(FILE, "correct the file"))
+        return ToolTable.model_validate(document).tool.rondo
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise BadInput(f"{FILE}: not TOML: {error}; correct the file") from None
     except ValidationError as error:
-        raise BadInput(f"{FILE} [tool.rondo]: {format_validation_errors(error)}") from None
+        problem = format_validation_errors(error)
+        raise BadInput(f"{FILE} [tool.rondo]: {problem}; correct the key") from None
 
 
 def read_api_key(variable: str, server: str) -> str | None:

@@ -5,6 +5,8 @@ names. docs/renamed.md is the table for users; a test compares the two.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stages.lib.core.numbers import is_finite
+
 DEFAULT_RESPONSE_LENGTH = 24  # of files that do not set ppo.response_length
 MODELS = ("base", "sft", "ppo", "champion")  # of evaluate
 
@@ -85,6 +87,8 @@ def current_params(values: Mapping[str, Any]) -> dict[str, Any]:
             value, target = section.pop(old_key), params
             for key in new_path:
                 target = target.setdefault(key, {})
+                if not isinstance(target, dict):  # refused as no section
+                    return params
             target[new_key] = per_token(value, tokens) if old in PER_TOKEN else value
     return params
 
@@ -110,6 +114,7 @@ def per_token(value: Any, tokens: Any) -> Any:
     and is refused under its new name.
     """
     numbers = isinstance(value, int | float) and isinstance(tokens, int | None)
+    numbers = numbers and is_finite(value) and is_finite(tokens or 0)
     return value / (tokens or DEFAULT_RESPONSE_LENGTH) if numbers else value
 
 

@@ -4,10 +4,24 @@ All are JSON Lines. Numbers of one file, such as metrics, have no row type.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, TypeVar, cast
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypedDict,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from stages.lib.core.errors import BadInput
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.types import Metrics, Prompt
 
@@ -153,6 +167,20 @@ class EvaluationSample(PromptRow):
     champion_score: NotRequired[float]
 
 
+class StepRow(TypedDict):
+    """Metrics of a step: numbers by name. Written by MetricLogger (metrics.jsonl)."""
+
+    step: Annotated[int, Field(gt=-(2**63), lt=2**63)]
+
+
+class ClockRow(StepRow):
+    """When the row of a step was written, in seconds since the epoch. Written by MetricLogger
+    (clock.jsonl).
+    """
+
+    time: Annotated[float, Field(gt=-1e12, lt=1e12)]
+
+
 TEXTS = ("prompt", "completion", *SIDES)  # keys of texts, in the order in which they are shown
 
 
@@ -165,7 +193,11 @@ AnyRow = TypeVar("AnyRow", bound=Mapping[str, object])
 
 
 def read_rows(
-    kind: type[AnyRow], path: Path, made_by: str, renamed: Mapping[str, str] | None = None
+    kind: type[AnyRow],
+    path: Path,
+    made_by: str,
+    renamed: Mapping[str, str] | None = None,
+    growing: bool = False,
 ) -> list[AnyRow]:
     """Read the rows of a .jsonl or .jsonl.gz file.
 
@@ -174,12 +206,15 @@ def read_rows(
         path: the file.
         made_by: the command that makes the file, for the error message.
         renamed: old keys, as older versions wrote them, and today's.
+        growing: see `read_jsonl`.
 
     Raises:
-        BadInput: the file is missing, or a row lacks a required key.
+        BadInput: the file is missing or damaged, a row lacks a required key, or a value has
+            another type.
     """
     required: frozenset[str] = vars(kind)["__required_keys__"]
-    rows = read_jsonl(path, made_by)
+    model = _model(kind)
+    rows = read_jsonl(path, made_by, growing)
     if renamed:
         rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
     for number, row in enumerate(rows, 1):
@@ -188,4 +223,23 @@ def read_rows(
                 f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "
                 f"{kind.__name__} has; run `{made_by}` again"
             )
+        try:
+            model.model_validate(row)
+        except ValidationError as error:
+            problem = format_validation_errors(error)
+            raise BadInput(f"{path}: row {number}: {problem}; run `{made_by}` again") from None
     return cast(list[AnyRow], rows)
+
+
+@cache
+def _model(kind: type[Any]) -> type[BaseModel]:
+    """A pydantic model with the types of a row; further keys are allowed.
+
+    Before Python 3.12, pydantic itself does not take a TypedDict of the standard library.
+    """
+    required: frozenset[str] = vars(kind)["__required_keys__"]
+    fields: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        value_type = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        fields[name] = (value_type, ... if name in required else None)
+    return create_model(kind.__name__, __config__=ConfigDict(strict=True), **fields)

@@ -5,7 +5,6 @@ Imports no heavy library, so that `rondo run` can check the names before it star
 
 import ast
 import importlib
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.numbers import is_finite
 from stages.lib.core.types import ScoreFunction
 
 
@@ -143,8 +143,10 @@ def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:
     Raises:
         RondoError: `numbers` does not have one finite number per response.
     """
-    if len(numbers) != responses or not all(
-        isinstance(number, int | float) and math.isfinite(number) for number in numbers
+    if (
+        not isinstance(numbers, Sequence)
+        or len(numbers) != responses
+        or not all(isinstance(number, int | float) and is_finite(number) for number in numbers)
     ):
         raise RondoError(
             f"{who}: one finite number for each of {responses} responses expected, "

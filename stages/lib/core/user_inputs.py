@@ -13,10 +13,11 @@ from pathlib import Path
 
 from stages.lib.core.constitution import read_principles
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, read_json, write_json
+from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import BUILT_IN_JUDGES
 from stages.lib.core.user_functions import function_files
+from stages.lib.core.validation import read_json_as
 
 INPUTS = ASSETS / "inputs"
 HASHES = WORK / "input_hashes.json"  # of unchanged files, so that large files are read once
@@ -25,6 +26,8 @@ PRIMARY_JUDGE = "evaluate.judges[0]"
 VERDICT_SETTINGS = ("base_url", "model", "rubric", "max_completion_tokens")
 
 Hashes = dict[str, str | None]  # sha256 by path; None: no file or folder here, e.g. a hub id
+# by path: size, times of change in nanoseconds, inode and sha256
+Known = dict[str, tuple[int, int, int, int, str]]
 
 
 def user_files(params: Params) -> dict[str, list[Path]]:
@@ -106,18 +109,19 @@ def input_hashes(params: Params) -> dict[str, Hashes]:
     Raises:
         BadInput: as `user_files`.
     """
-    known = read_json(HASHES, "") if HASHES.exists() else {}
-    read: dict[str, list[object]] = {}
+    known = read_json_as(Known, HASHES, f"rm {HASHES}") if HASHES.exists() else {}
+    read: Known = {}
 
     def sha256(file: Path) -> str:
         path, status = str(file), file.stat()
         if path in read:  # it has several kinds
-            return str(read[path][-1])
+            return read[path][-1]
         # ctime changes with the content, even if a program sets mtime back
-        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        *known_state, digest = known.get(path, [None])
-        read[path] = [*state, digest if known_state == state else file_hash(file)]
-        return str(read[path][-1])
+        state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        *known_state, digest = known.get(path, (None,))
+        is_known = digest is not None and tuple(known_state) == state
+        read[path] = (*state, str(digest) if is_known else file_hash(file))
+        return read[path][-1]
 
     hashes = {
         kind: {
@@ -144,7 +148,7 @@ def _files_in(path: Path) -> Iterator[Path]:
 def recorded_hashes(kind: str) -> Hashes | None:
     """The hashes that the stage `inputs` wrote; None if it never ran."""
     path = INPUTS / f"{kind}.json"
-    return dict(read_json(path, "")) if path.exists() else None
+    return read_json_as(Hashes, path, "dvc repro inputs") if path.exists() else None
 
 
 def are_recorded(hashes: dict[str, Hashes]) -> bool:

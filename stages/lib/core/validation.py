@@ -1,14 +1,18 @@
-"""JSONL files that people may have edited: each row is checked against its pydantic model."""
+"""JSON files that people may have edited or cut: each value is checked by its pydantic type."""
 
 import json
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
 from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.files import read_json
+from stages.lib.core.reading import check_characters, parse_json, read_lines
 
+# A text that can be written to a file: an argument of the command line may be no UTF-8
+Text = Annotated[str, Field(min_length=1), AfterValidator(check_characters)]
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -23,17 +27,14 @@ def read_json_lines(path: Path, fix: str) -> list[tuple[str, Any]]:
         `(location, value)` per line; a location is `path:line number`.
 
     Raises:
-        BadInput: the file is missing, or a line is not JSON.
+        BadInput: the file is missing or damaged, or a line is not JSON.
     """
-    if not path.exists():
-        raise BadInput(f"{path} is missing: {fix}")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append((f"{path}:{number}", json.loads(line)))
-            except ValueError as error:
-                raise BadInput(f"{path}:{number}: no JSON ({error}); {fix}") from None
+    for number, line in read_lines(path, fix):
+        try:
+            rows.append((f"{path}:{number}", parse_json(line)))
+        except ValueError as error:
+            raise BadInput(f"{path}:{number}: no JSON ({error}); {fix}") from None
     return rows
 
 
@@ -62,9 +63,33 @@ def validate_row(kind: type[Model], row: Any, location: str, fix: str) -> Model:
         BadInput: the row is not a valid `kind`.
     """
     try:
-        return kind.model_validate(row)
+        kind.model_validate(row)
+        # JSON has types: "1" is no number, and true is none
+        return kind.model_validate_json(json.dumps(row), strict=True)
     except ValidationError as error:
         name = re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()  # SlicePrompt -> slice prompt
         raise BadInput(
             f"{location}: no {name} ({format_validation_errors(error)}); {fix}"
         ) from None
+
+
+Value = TypeVar("Value")
+
+
+def read_json_as(kind: type[Value], path: Path, made_by: str) -> Value:
+    """Read a JSON file that Rondo has written, as a value of a type.
+
+    Args:
+        kind: any type that pydantic knows.
+        path: the file.
+        made_by: the command that makes the file, for the error message.
+
+    Raises:
+        BadInput: the file is missing or damaged, or its value has another type; names the key.
+    """
+    try:
+        value: Value = TypeAdapter(kind).validate_python(read_json(path, made_by))
+    except ValidationError as error:
+        problem = format_validation_errors(error)
+        raise BadInput(f"{path}: {problem}; run `{made_by}` again") from None
+    return value

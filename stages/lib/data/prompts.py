@@ -18,10 +18,9 @@ from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import PreferencePair, Side
-from stages.lib.core.types import Prompt, TokenIds
+from stages.lib.core.types import ROLES, Prompt, TokenIds
 
 ENDING_TOKENS = 16  # room for an appended ending, so that max_length does not cut it off
-ROLES = {"system": "System", "user": "Human", "assistant": "Assistant"}
 # A conversation for `template_hash`: several turns, and a line break inside of one
 PROBE = [
     {"role": "user", "content": "What is 2 + 2?"},

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from stages.lib.core.errors import BadInput
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import PromptRow, responses_of
-from stages.lib.data.prompts import ROLES, transcript
+from stages.lib.core.types import ROLES
+from stages.lib.data.prompts import transcript
 from stages.lib.dedup.duplicates import (
     BOILERPLATE,
     LshIndex,

@@ -16,9 +16,14 @@ from threading import Lock
 from typing import Any, NoReturn, TypeVar
 
 import openai
-from openai.types.chat import ChatCompletion
+from pydantic import BaseModel, Field, ValidationError
 
-from stages.lib.core.errors import BadInput, RondoError, Unreachable
+from stages.lib.core.errors import (
+    BadInput,
+    RondoError,
+    Unreachable,
+    format_validation_errors,
+)
 from stages.lib.core.files import JUDGE_CACHE
 from stages.lib.core.params.judging import EndpointParams
 from stages.lib.core.progress import progress
@@ -26,6 +31,7 @@ from stages.lib.core.project_limits import read_api_key
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.prompts import transcript
 from stages.lib.judging.answer_cache import Answer, AnswerCache
+from stages.lib.judging.limited_transport import UNCOMPRESSED, LimitedTransport
 
 UNREADABLE_RETRIES = 2  # further requests at most if an answer cannot be read
 SHOWN = 300  # characters of a server's error in a message
@@ -36,6 +42,28 @@ AGAIN = "That cannot be read: {fault}. Answer with one JSON object and nothing e
 Messages = list[dict[str, str]]
 Item = TypeVar("Item")
 Read = TypeVar("Read")
+
+
+class Message(BaseModel):
+    content: str | None = None
+
+
+class Choice(BaseModel):
+    message: Message
+
+
+class TokenCounts(BaseModel):
+    """As a server counts them; null: it does not."""
+
+    prompt_tokens: int = Field(0, ge=0, lt=2**63)
+    completion_tokens: int = Field(0, ge=0, lt=2**63)
+
+
+class Completion(BaseModel):
+    """What is read of a chat completion."""
+
+    choices: list[Choice] = Field(min_length=1)
+    usage: TokenCounts | None = None
 
 
 @dataclass
@@ -83,6 +111,8 @@ class ChatClient:
             api_key=self.api_key,
             max_retries=params.max_retries,
             timeout=params.timeout,
+            default_headers=UNCOMPRESSED,
+            http_client=openai.DefaultHttpxClient(transport=LimitedTransport(params.timeout)),
         )
 
     def in_parallel(self, function: Callable[[Item], Read], items: Sequence[Item]) -> list[Read]:
@@ -179,27 +209,23 @@ class ChatClient:
         Raises:
             BadInput, Unreachable, RondoError: see `read`.
         """
+        completions = self.client.chat.completions.with_raw_response
         try:
-            completion = self.client.chat.completions.create(**request)
+            content = completions.create(**request).http_response.content
         except openai.OpenAIError as error:
             self._raise_with_next_step(error)
-        except json.JSONDecodeError:
-            completion = None
-        if (
-            not isinstance(completion, ChatCompletion)
-            or not completion.choices
-            or not completion.choices[0].message
-        ):
+        # not openai's own types: they are not checked
+        try:
+            completion = Completion.model_validate_json(content)
+        except ValidationError as error:
             raise RondoError(
                 f"{self.params_key}.base_url {self.params.base_url}: the server returned no chat "
-                "completion; the address usually ends in /v1. Correct it and run the stage again"
-            )
-        usage = completion.usage
-        return Answer(
-            completion.choices[0].message.content or "",
-            usage.prompt_tokens if usage else 0,
-            usage.completion_tokens if usage else 0,
-        )
+                f"completion ({format_validation_errors(error)}); the address usually ends in /v1. "
+                "Correct it and run the stage again"
+            ) from None
+        usage = completion.usage or TokenCounts()
+        text = completion.choices[0].message.content or ""
+        return Answer(text, usage.prompt_tokens, usage.completion_tokens)
 
     def _raise_with_next_step(self, error: openai.OpenAIError) -> NoReturn:
         """Raise an error that names the param to change and the next step.

@@ -4,10 +4,10 @@ All texts here that reach the model, also the errors of `parse_verdict`, are par
 cache's keys: another wording means new requests, and possibly other answers.
 """
 
-import json
 import re
 from collections.abc import Mapping
 
+from stages.lib.core.reading import parse_json
 from stages.lib.judging.pairwise import Preference, Verdict
 
 Rubric = str | Mapping[str, str]  # what makes a response better: overall, or per dimension
@@ -62,7 +62,7 @@ def parse_verdict(text: str, rubric: Rubric) -> Verdict:
     objects: list[str] = re.findall(r"\{[^{}]*\}", text)
     if not objects:
         raise ValueError("no JSON object in it")
-    values = json.loads(objects[-1])
+    values = parse_json(objects[-1])
     preferences = {name: preference(name, values.get(name)) for name in answer_keys(rubric)}
     if isinstance(rubric, str):
         return Verdict(preferences[OVERALL])
@@ -78,7 +78,7 @@ def preference(name: str, value: object) -> Preference:
     try:
         return Preference(value)
     except ValueError:
-        raise ValueError(f"{name}: expected A, B or tie, and it says {value!r}") from None
+        raise ValueError(f"{name}: expected A, B or tie, and it says {value!r:.200}") from None
 
 
 def majority_preference(preferences: Mapping[str, Preference]) -> Preference:

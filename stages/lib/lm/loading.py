@@ -25,6 +25,13 @@ import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 from stages.lib.core.errors import BadInput
 from stages.lib.core.heap import trim_heap
 from stages.lib.core.launch import is_launched, local_rank
+from stages.lib.core.model_folders import (
+    CONFIG,
+    check_calibration,
+    check_weights,
+    damage_named,
+    read_config,
+)
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, LoraParams, ModelParams
 from stages.lib.core.progress import progress
@@ -108,11 +115,13 @@ def load_config(path: Path) -> PreTrainedConfig:
     """The configuration of a model folder.
 
     Raises:
-        BadInput: there is no model.
+        BadInput: there is no model, or its config.json is damaged.
     """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    read_config(path)
+    with damage_named(path):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
     return config
 
 
@@ -143,15 +152,34 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     if not (path / "tokenizer_config.json").exists():
         raise BadInput(f"{path}: no tokenizer there; run `dvc repro assets`")
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        path, padding_side="left", local_files_only=True
-    )
+    with damage_named(path):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, padding_side="left", local_files_only=True
+        )
+        tokenizer("x")  # of a damaged config, some values show only here
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise BadInput(
             f"{path}: pad_token must exist and differ from eos_token {tokenizer.eos_token!r}; "
             "set it in tokenizer_config.json"
         )
+    if (path / CONFIG).exists():
+        check_vocabulary(path, tokenizer)
     return tokenizer
+
+
+def check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model has all tokens of a tokenizer, which may be that of another model.
+
+    Raises:
+        BadInput: it has fewer.
+    """
+    size = len(tokenizer)
+    if size > (entries := getattr(load_config(path).get_text_config(), "vocab_size", size)):
+        raise BadInput(
+            f"{path}: {CONFIG}'s vocab_size is {entries}, but the tokenizer of "
+            f"{tokenizer.name_or_path} has {size} tokens: they are of different models; train both "
+            "from one base model, or copy model and tokenizer again"
+        )
 
 
 def _load(
@@ -174,8 +202,8 @@ def _load(
     config = load_config(path)
     trim_heap()  # what an earlier model's work left free is in pieces too small for weights
     attention = supported_attention(kind, config, params)
-    try:
-        with progress(f"loading {path}"):
+    with progress(f"loading {path}"), damage_named(path):
+        try:
             model, loading_info = kind.from_pretrained(
                 path,
                 dtype=resolve_dtype(params.dtype),
@@ -185,21 +213,18 @@ def _load(
                 output_loading_info=True,
                 **more,
             )
-    except (ImportError, ValueError) as error:
-        if params.attn_implementation == "auto":
-            raise
-        raise BadInput(
-            f"model.attn_implementation is {attention}, and transformers cannot load {path} with "
-            f"it: {error} Set it to `auto`"
-        ) from error
+        except (ImportError, ValueError) as error:
+            if params.attn_implementation == "auto":
+                raise
+            raise BadInput(
+                f"model.attn_implementation is {attention}, and transformers cannot load {path} "
+                f"with it: {error} Set it to `auto`"
+            ) from error
     # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
-    saved_as = config.architectures or []
-    missing = sorted(loading_info["missing_keys"])
-    if type(model).__name__ in saved_as and missing:
-        raise BadInput(
-            f"{path}: {', '.join(missing[:3])} is missing in its weights, "
-            "lost when it was saved: run its stage again"
-        )
+    saved_as, missing = config.architectures or [], set(loading_info["missing_keys"])
+    if type(model).__name__ not in saved_as:
+        missing = {name for name in missing if not name.startswith("score.")}
+    check_weights(path, missing, loading_info["unexpected_keys"])
     loaded: PreTrainedModel = model.to(device or default_device()).eval()
     return loaded
 
@@ -275,8 +300,8 @@ def load_reward_model(
     `config.mean` and `config.std` calibrate its scores to SFT demonstrations
     (stages/reward/__main__.py).
     """
-    others = sorted((path / MEMBERS).glob("*"))
-    return attach_ensemble(
-        load_sequence_classifier(path, params, device),
-        [load_sequence_classifier(other, params, device) for other in others],
-    )
+    folders = [path, *sorted((path / MEMBERS).glob("*"))]
+    members = [load_sequence_classifier(folder, params, device) for folder in folders]
+    for folder, member in zip(folders, members, strict=True):
+        check_calibration(folder, member.config)
+    return attach_ensemble(members[0], members[1:])

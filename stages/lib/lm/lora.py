@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from peft.tuners.lora import Linear
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from stages.lib.core.errors import BadInput
+from stages.lib.core.model_folders import FIX, check_weights, damage_named, tensor_names
 from stages.lib.core.params.shared import LoraParams
 
 Matrices = tuple[Tensor, Tensor]  # A (r, in) and scaled B (out, r), in the dtype of computation
@@ -193,6 +201,14 @@ def add_adapters(model: PreTrainedModel, params: LoraParams, task_type: str) -> 
 
 def load_adapters(model: PreTrainedModel, folder: Path) -> PeftModel:
     """The model with the adapter saved in `folder`."""
-    return PeftModel.from_pretrained(
-        model, str(folder), config=with_fused_linear(PeftConfig.from_pretrained(str(folder)))
-    )
+    with damage_named(folder):
+        config = with_fused_linear(PeftConfig.from_pretrained(str(folder)))
+        adapted = PeftModel.from_pretrained(model, str(folder), config=config)
+        own = set(get_peft_model_state_dict(adapted))
+        weights = folder / "adapter_model.safetensors"
+        saved = tensor_names(weights) if weights.exists() else own
+        # peft itself only warns
+        check_weights(folder, own - saved, saved - own)
+        if extra := sorted(saved - own):
+            raise BadInput(f"{folder}: the adapter's {extra[0]} is no weight of its model; {FIX}")
+    return adapted

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params.shared import Reduce
 from stages.lib.lm.packing import unwrap_peft
 
@@ -64,5 +65,15 @@ def ensemble_scores(reward_model: Any, read: Callable[[Any], torch.Tensor]) -> t
 
 
 def calibrate_scores(raw: torch.Tensor, reward_model: Any) -> torch.Tensor:
-    """Raw scores in standard deviations above the mean score of SFT demonstrations."""
-    return (raw - reward_model.config.mean) / reward_model.config.std
+    """Raw scores in standard deviations above the mean score of SFT demonstrations.
+
+    Raises:
+        BadInput: the reward model has no calibration.
+    """
+    config = reward_model.config
+    if not hasattr(config, "std"):
+        raise BadInput(
+            f"{config.name_or_path}/config.json: no mean and std of its scores, which Rondo's "
+            "reward stage writes: name a model of that stage, or add them"
+        )
+    return (raw - config.mean) / config.std

@@ -20,7 +20,7 @@ from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.data.prompts import encode
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import EndTokens
-from stages.lib.lm.loading import load_reward_model
+from stages.lib.lm.loading import check_vocabulary, load_reward_model
 from stages.lib.lm.logprobs import Reference, compare_states, response_logprobs
 from stages.lib.lm.packing import (
     Packed,
@@ -83,9 +83,13 @@ class RewardScorer:
         path: folder of the reward model.
         tokenizer: its tokenizer.
         params: all params, for the model's dtype and the prompt format.
+
+    Raises:
+        BadInput: there is no reward model, it is damaged, or has fewer tokens than the tokenizer.
     """
 
     def __init__(self, path: Path, tokenizer: Any, params: Params) -> None:
+        check_vocabulary(path, tokenizer)
         self.model = load_reward_model(path, params.model)
         self.tokenizer, self.params = tokenizer, params
 

@@ -15,7 +15,12 @@ from stages.lib.core.types import Metrics, StateDict
 from stages.lib.data.prompts import check_template
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
-from stages.lib.lm.loading import load_causal_lm, load_reward_model, load_tokenizer
+from stages.lib.lm.loading import (
+    check_vocabulary,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+)
 from stages.lib.lm.saving import save_trained, weights_hash
 from stages.ppo.alternatives.policy import TrainingContext
 from stages.ppo.alternatives.policy_run import PolicyRun
@@ -73,6 +78,8 @@ def load_models(
         model: section `model` of params.yaml, for the policy and its reference.
         saved: the state from which the run resumes.
     """
+    reward = stage_dir(round_, "reward") / "model"
+    check_vocabulary(reward, prompts.tokenizer)
     policy = load_causal_lm(stage_dir(round_, "sft") / "model", model)
     return TrainingContext(
         params=params,
@@ -82,7 +89,7 @@ def load_models(
         reference=weights_hash(policy),
         tokenizer=prompts.tokenizer,
         sft=policy,
-        reward_model=load_reward_model(stage_dir(round_, "reward") / "model", params.model),
+        reward_model=load_reward_model(reward, params.model),
         rewards=prompts.rewards,
         judge=load_primary_judge(params, round_),
         prompts=prompts.train,

@@ -4,7 +4,6 @@ An episode with a failed reward is left out of the update and counted. If more t
 `ppo.max_failed_rewards` of the episodes failed, the run stops.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from numbers import Real
 from typing import Any
 
 from stages.lib.core.errors import RewardsFailed
+from stages.lib.core.numbers import is_finite
 from stages.lib.core.rows import TrainingPrompt
 from stages.lib.core.types import Prompt
 
@@ -105,7 +105,7 @@ def read_results(values: Any, number: int) -> list[RewardResult]:
         return all_failed(number, f"returned {len(values)} rewards for {number} responses")
     return [
         float(value)
-        if isinstance(value, Real) and math.isfinite(value)
+        if isinstance(value, Real) and is_finite(value)
         else FailedReward(f"returned {value!r:.100}, not a finite number")
         for value in values
     ]

@@ -1,6 +1,5 @@
 """A reward model over HTTP: OpenRLHF's protocol, with more keys (docs/ppo.md, docs/serving.md)."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ import requests
 from stages.lib.core import http_session
 from stages.lib.core.errors import BadInput, RewardsFailed, Unreachable
 from stages.lib.core.files import file_hash
+from stages.lib.core.reading import parse_json
 from stages.lib.core.types import Prompt
 from stages.ppo.common.reward_results import (
     RewardInputs,
@@ -48,15 +48,17 @@ class RewardServer:
         """
         request = self.request(inputs)
         try:
-            response = self.session.post(self.url, json=request, timeout=TIMEOUT_SECONDS)
+            response = self.session.post(
+                self.url, json=request, timeout=TIMEOUT_SECONDS, stream=True
+            )
+            content = http_session.read_body(response, TIMEOUT_SECONDS)
             response.raise_for_status()
             # not `response.json()`: it refuses NaN if the package simplejson is installed
-            reply = json.loads(response.content)
+            reply = parse_json(content)
         except (requests.RequestException, ValueError) as error:
             reason = f"{self.url}, {http_session.TRIES} tries at most: {error}"
-            answer = getattr(error, "response", None)
-            if answer is not None:  # the server's own words
-                reason += f": {answer.text[:200]}"
+            if isinstance(error, requests.HTTPError):  # the server's own words
+                reason += f": {content[:200].decode(errors='replace')}"
             return all_failed(len(inputs.texts), reason)
         if not isinstance(reply, dict) or "rewards" not in reply:
             return all_failed(len(inputs.texts), f"{self.url}: the reply has no key `rewards`")
@@ -107,14 +109,16 @@ def check_served_model(url: str, folder: Path) -> str:
     """
     try:
         response = http_session.retrying_session(url, TOKEN).get(
-            f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS
+            f"{url.rstrip('/')}/health", timeout=TIMEOUT_SECONDS, stream=True
         )
+        content = http_session.read_body(response, TIMEOUT_SECONDS)
         response.raise_for_status()
-        health = response.json()
+        health = parse_json(content)
         served, model = health["sha256"], str(health["model"])
-    except (requests.RequestException, TypeError, KeyError) as error:
+    except (requests.RequestException, ValueError, TypeError, KeyError) as error:
         raise Unreachable(
-            f"ppo.reward_url {url}: no answer of `rondo serve-reward` there: {error!r}"
+            f"ppo.reward_url {url}: no answer of `rondo serve-reward` there: {error!r:.300}; "
+            "start it there, or set ppo.reward_url to null"
         ) from None
     if served != file_hash(folder):
         raise BadInput(

@@ -26,6 +26,7 @@ from stages.lib.core.types import TokenIds
 from stages.lib.lm.end_tokens import EndTokens, end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
+    check_vocabulary,
     default_device,
     load_causal_lm,
     load_reward_model,
@@ -267,13 +268,18 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         sft: folder of the round's SFT model.
         reward: folder of the round's reward model; not read if it is served.
         start: folder of a policy whose weights the policy starts from; None: it starts as SFT.
+
+    Raises:
+        BadInput: a model is missing or damaged, or the reward model has fewer tokens than the
+            policy's tokenizer.
     """
     ppo, sharded = params.ppo, params.launcher.shard
     # whole models may not fit on a GPU
     device = torch.device("cpu") if sharded else default_device()
-    policy = load_causal_lm(sft, params.model, device)
+    policy, tokenizer = load_causal_lm(sft, params.model, device), load_tokenizer(sft)
     reward_model = None
     if not ppo.reward_url:
+        check_vocabulary(reward, tokenizer)
         reward_model = load_reward_model(reward, params.model, device)
         # in bfloat16 a score near 3 changes in steps of 0.016
         reward_model.score.float()
@@ -286,7 +292,7 @@ def load_roles(params: Params, sft: Path, reward: Path, start: Path | None = Non
         critic=add_adapters(reward_model, ppo.critic_lora, "SEQ_CLS").eval()
         if critic_is_reward_model
         else head,
-        tokenizer=load_tokenizer(sft),
+        tokenizer=tokenizer,
         reward_model=None if critic_is_reward_model else reward_model,
         rewards=load_rewards(params),
         engine=sampling_engine(params.model),

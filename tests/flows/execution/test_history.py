@@ -160,7 +160,9 @@ def test_a_round_whose_gate_failed_ends_unless_it_has_to_read_an_approval(
 ) -> None:
     """decided_on: the number that the person saw; the gate's is 0.4."""
     check = {"metric": "evaluate.win_rate", "value": 0.4, "passed": False}
-    verdict = {"may_continue": False, "checks": [check]}
+    check |= {"threshold": ">= 0.5", "next_step": "Train longer"}
+    verdict = {"gate": "promote", "round": "r0", "policy": "ask", "passed": False}
+    verdict |= {"may_continue": False, "approval": None, "checks": [check]}
     write_json(Path("reports/r0/gate_promote.json"), verdict)
     if approved is not None:
         failed = {"evaluate.win_rate": decided_on}

@@ -34,6 +34,8 @@ def check(passed: bool) -> dict[str, object]:
         "next_step": "Look at <the> data",
     }
     return {
+        "gate": "reward",
+        "round": "r0",
         "passed": passed,
         "may_continue": passed,
         "policy": "block",
@@ -206,7 +208,7 @@ def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> N
 def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
     project: Path,
 ) -> None:
-    approval = {"approved": True, "by": "Ada", "reason": "seen by hand"}
+    approval = {"approved": True, "by": "Ada", "reason": "seen by hand", "failed": {}}
     verdicts = {
         "sft": check(False) | {"may_continue": True, "policy": "ask", "approval": approval},
         "reward": check(False) | {"may_continue": True, "policy": "warn"},
@@ -277,10 +279,12 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
         for metric in ("judge_score", "score")
     }
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
-    approval = {"approved": True, "by": evil, "reason": evil}
+    approval = {"approved": True, "by": evil, "reason": evil, "failed": {}}
     row = {"metric": evil, "value": 0.71, "threshold": evil, "passed": False, "next_step": evil}
     for gate, opened in (("sft", True), ("reward", False)):
         verdict = {
+            "gate": gate,
+            "round": "r0",
             "passed": False,
             "may_continue": opened,
             "policy": "ask",

@@ -296,6 +296,8 @@ def test_the_approver_of_a_gate_and_the_reason_are_tags(
         "failed": {"sft.memorised": 0.1},
     }
     verdict = {
+        "gate": "sft",
+        "round": "r0",
         "passed": False,
         "may_continue": True,
         "policy": "ask",

@@ -11,10 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import SHOWN_ERRORS, BadInput, and_more
 from stages.lib.core.params.data import (
     START,
     AssetsParams,
@@ -47,6 +46,7 @@ from stages.lib.core.params.policy import (
 from stages.lib.core.params.shared import LauncherParams, LauncherType, ModelParams, ParamsSection
 from stages.lib.core.params.tracking import MlflowParams
 from stages.lib.core.params.training import RewardParams, SftParams
+from stages.lib.core.reading import read_yaml
 from stages.lib.core.renamed import current_params
 
 PARAMS_FILE = Path("params.yaml")
@@ -57,7 +57,7 @@ SHARED = ("sft", "reward", "battery", "ppo", "evaluate", "replay")
 class Params(ParamsSection):
     """All of params.yaml."""
 
-    seed: int = Field(0, ge=0, description="Seed of data splits, training and sampling.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of data splits, training and sampling.")
     rounds: dict[RoundName, RoundParams] = Field(
         default_factory=lambda: rounds(2),
         description="Rounds by name; each names the round before it.",
@@ -274,12 +274,9 @@ def load_params(path: Path = PARAMS_FILE) -> Params:
         BadInput: the file is missing or not YAML, a key is unknown, or a value is out of range;
             the message names each key.
     """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise BadInput(f"{path}: no such file here; run from the project's folder") from None
-    except yaml.YAMLError as error:
-        raise BadInput(f"{path}: not YAML: {error}") from None
+    if not path.exists():
+        raise BadInput(f"{path}: no such file here; run from the project's folder")
+    values = read_yaml(path, f"correct it, or restore it, e.g. with `git checkout {path}`")
     if values is None:  # e.g. after a power cut: it must not mean "the defaults"
         raise BadInput(f"{path} is empty: restore it, e.g. with `git checkout {path}`")
     return check_params(values, str(path))
@@ -298,7 +295,12 @@ def check_params(values: dict[str, Any], source: str) -> Params:
     try:
         return Params.model_validate(values)
     except ValidationError as error:
-        raise BadInput(f"{source}: {'; '.join(map(_describe_error, error.errors()))}") from None
+        errors = error.errors()
+        shown = [*map(_describe_error, errors[:SHOWN_ERRORS]), *and_more(len(errors))]
+        # the checks of this package name their own next step
+        if any(details["type"] != "value_error" for details in errors):
+            shown.append(f"next: correct the {'key' if len(errors) == 1 else 'keys'}")
+        raise BadInput(f"{source}: {'; '.join(shown)}") from None
 
 
 def _describe_error(error: Any) -> str:
@@ -313,7 +315,8 @@ def _describe_error(error: Any) -> str:
     # a check of several keys has the whole section as its input
     is_section = isinstance(error["input"], Mapping | ParamsSection)
     value = "" if is_section else f" (got {error['input']!r:.60})"
-    return f"{key}: {error['msg']}{value}" + "".join(f"; did you mean {name}?" for name in near)
+    hint = "".join(f"; did you mean {name}?" for name in near)
+    return f"{key:.200}: {error['msg']:.300}{value}{hint}"
 
 
 def flatten(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stages.lib.core.params.shared import ParamsSection, PromptFormat
+from stages.lib.core.params.shared import ParamsSection, PathText, PromptFormat
 
 # A round's name is part of paths and of commands that a shell runs.
 _NAME = "[a-z][a-z0-9_-]{0,31}"
@@ -24,12 +24,12 @@ class RoundParams(ParamsSection):
 
 
 class AssetsParams(ParamsSection):
-    model: str = Field(
+    model: PathText = Field(
         "embedded",
         description="Base model: `embedded` (SmolLM2-135M-Instruct), `tiny` (random, for tests), "
         "a hub id with its commit (`org/name@commit`) or a local path.",
     )
-    data: str = Field(
+    data: PathText = Field(
         "embedded",
         description="Data: `embedded` (human-rated tweets), `files` (see prepare.sources), or a "
         "hub id of preference pairs with its commit (`org/name@commit`).",
@@ -40,7 +40,7 @@ class AssetsParams(ParamsSection):
 
 
 class SourceParams(ParamsSection):
-    path: str = Field(description="JSONL or Parquet file, or a hub id with its commit.")
+    path: PathText = Field(description="JSONL or Parquet file, or a hub id with its commit.")
     split: str = Field("train", description="Split of a hub data set.")
     use: str = Field(
         "train",

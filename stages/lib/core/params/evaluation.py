@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from stages.lib.core.files import metric_name
 from stages.lib.core.params.judging import EndpointParams, JudgeName
-from stages.lib.core.params.shared import ParamsSection
+from stages.lib.core.params.shared import ParamsSection, PathText
 
 # Name of the judge that the reward stage trains on pairs that the reward model does not see
 HELD_OUT_REWARD_MODEL = "apart"
@@ -103,7 +103,7 @@ class ReplayParams(ParamsSection):
 
 
 class EvaluateParams(ParamsSection):
-    judges: list[Annotated[str, Field(min_length=1)]] = Field(
+    judges: list[Annotated[PathText, Field(min_length=1)]] = Field(
         ["lexicon", "fluency"],
         min_length=1,
         description="The judges: `lexicon`; `fluency`, against garbled texts; `endpoint`, see "

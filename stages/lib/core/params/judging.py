@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.lib.core.params.shared import URL_PATTERN, ParamsSection
+from stages.lib.core.params.shared import URL_PATTERN, ParamsSection, PathText
 
 # Part of every request, so part of the answer cache's keys: another wording means new answers
 DEFAULT_RUBRIC = (
@@ -97,7 +97,7 @@ class AnnotateParams(ParamsSection):
         ge=1,
         description="Held-out human pairs at most, on which the judge is compared with people.",
     )
-    constitution: str | None = Field(
+    constitution: PathText | None = Field(
         None,
         pattern=r"\.(txt|md)$",
         description="A text file with one principle per line, by which the language model of "

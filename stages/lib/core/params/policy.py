@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from stages.lib.core.params.engine_settings import Options
 from stages.lib.core.params.engines import ENGINES
-from stages.lib.core.params.shared import URL_PATTERN, LoraParams, ParamsSection
+from stages.lib.core.params.shared import URL_PATTERN, LoraParams, ParamsSection, PathText
 
 
 class Algorithm(str, Enum):
@@ -140,10 +140,10 @@ class RewardSource(ParamsSection):
         pattern=r"^[a-z][a-z0-9_]*$", description="Name of its column in metrics and rollouts."
     )
     weight: float = Field(1.0, description="Weight in the total score.")
-    model: str | None = Field(
+    model: PathText | None = Field(
         None, description="Folder of a reward model; calibrated if its config has mean and std."
     )
-    function: str | None = Field(
+    function: PathText | None = Field(
         None,
         pattern=r"^[\w.]+:\w+$",
         description="`module:name` of `reward(prompts, responses) -> list[float]` in the "

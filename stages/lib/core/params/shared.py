@@ -1,15 +1,60 @@
 """Types that several sections of params.yaml share; a section has no unknown keys."""
 
+from collections.abc import Iterator
 from enum import Enum
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
+from stages.lib.core.reading import check_characters
+
+MAX_INTEGER = 2**53  # a float has all integers up to it
+MAX_NAME_BYTES, MAX_PATH_CHARACTERS = 255, 1000  # Linux: NAME_MAX, and less than PATH_MAX
 # A user and password in an address would be written to params.yaml, logs and branches
 URL_PATTERN = r"^https?://[^/?#@\s]+([/?]\S*)?$"
 
 
 class ParamsSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def can_be_used(cls, value: Any) -> Any:
+        """A form in the browser can send half of a surrogate pair, which no file can have. YAML has
+        integers of any length.
+        """
+        for text in _texts(value):
+            check_characters(text)
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"expected at most {MAX_INTEGER:,}: set a smaller number")
+        return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def possible_path(text: str) -> str:
+    """A text that the operating system takes as a path, whether or not there is a file.
+
+    Raises:
+        ValueError: it has a NUL character, or is longer than any path.
+    """
+    parts = text.encode(errors="replace").split(b"/")
+    if "\0" in text or max(map(len, parts)) > MAX_NAME_BYTES or len(text) > MAX_PATH_CHARACTERS:
+        raise ValueError(
+            "no possible path or name, choose another: it has a NUL character, more than "
+            f"{MAX_NAME_BYTES} bytes between two slashes, or more than {MAX_PATH_CHARACTERS} "
+            "characters"
+        )
+    return text
+
+
+PathText = Annotated[str, AfterValidator(possible_path)]
 
 
 class Dtype(str, Enum):

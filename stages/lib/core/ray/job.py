@@ -38,7 +38,7 @@ class RayJob:
         self.command: Callable[[], str] | None = None
         self.tries = 0
         if record.exists():
-            recorded = read_json(record, "")
+            recorded = read_json(record, f"rm {record}")
             self.ids = recorded["jobs"]
             if recorded["address"] != cluster.address:
                 raise BadInput(

@@ -14,11 +14,11 @@ from stages.lib.core.params.data import rounds
     [
         (
             "sft: {learning_rte: 1.0}",
-            r"params.yaml: sft.learning_rte: Extra inputs .*; did you mean sft.learning_rate\?$",
+            r"params.yaml: sft.learning_rte: Extra .*; did you mean sft.learning_rate\?; next",
         ),
-        ("sft: {kl_coef: 1.0}", r"did you mean ppo.kl_coef\?$"),
-        ("sft: {lora: {rank: 4}}", r"did you mean sft.lora.r\?$"),
-        ("nonsense: 1", r"params.yaml: nonsense: Extra inputs are not permitted \(got 1\)$"),
+        ("sft: {kl_coef: 1.0}", r"did you mean ppo.kl_coef\?; next"),
+        ("sft: {lora: {rank: 4}}", r"did you mean sft.lora.r\?; next"),
+        ("nonsense: 1", r"params.yaml: nonsense: Extra inputs are not permitted \(got 1\); next"),
         ("ppo: {lam: 2}", r"params.yaml: ppo.lam: .*less than or equal to 1.*got 2"),
         (
             "ppo: {batch_size: 32, mini_batch_size: 24}",

@@ -97,7 +97,8 @@ def test_old_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write_json(Path("rounds/r0/sft/metrics.json"), {"judge_mean": 0.1, "loss": 2.0})
     assert read_metrics("r0", "sft") == {"judge_score_mean": 0.1, "loss": 2.0}
     check = {"metric": "m", "value": 1.0, "band": "> 2", "passed": False, "next_step": "Wait"}
-    write_json(Path("reports/r0/gate_sft.json"), {"opened": False, "checks": [check]})
+    old = {"gate": "sft", "round": "r0", "policy": "block", "passed": False, "opened": False}
+    write_json(Path("reports/r0/gate_sft.json"), old | {"approval": None, "checks": [check]})
     verdict = read_gate("r0", "sft")
     assert verdict is not None and verdict["may_continue"] is False
     assert failed_checks(verdict) == ["m 1, wanted > 2. Wait"]
