@@ -103,7 +103,11 @@ SET_BY = {
 }
 
 # whose default is a whole number
-FRACTIONS = tuple(f"logger.gpu_monitoring.{name}_interval" for name in ("collection", "flush"))
+FRACTIONS = (
+    "logger.gpu_monitoring.collection_interval",
+    "logger.gpu_monitoring.flush_interval",
+    "ppo.adv_estimator.gae_gamma",
+)
 
 
 class NemoRlSettings(EngineSettings):
