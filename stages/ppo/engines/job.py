@@ -182,14 +182,14 @@ class EngineMetrics:
             self.events = EventAccumulator(str(job.events), size_guidance={"scalars": 0})
         self.events.Reload()
         steps: dict[int, dict[str, float]] = {}
-        found: list[str] = self.events.Tags()["scalars"]
-        for tag in found:
+        written: list[str] = self.events.Tags()["scalars"]
+        for tag in written:
             if (name := job.tags.get(tag)) is not None:
                 for event in self.events.Scalars(tag):
                     steps.setdefault(event.step, {})[name] = event.value
         complete = set(steps)
         if job.last_tag:
-            last = self.events.Scalars(job.last_tag) if job.last_tag in found else []
+            last = self.events.Scalars(job.last_tag) if job.last_tag in written else []
             complete &= {event.step for event in last}
         return [{"step": step, **job.metrics(steps[step])} for step in sorted(complete)]
 

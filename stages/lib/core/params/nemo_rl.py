@@ -120,14 +120,14 @@ class NemoRlSettings(EngineSettings):
         return unlike_default(self.options[name], value, whole=name not in FRACTIONS)
 
     def placement(self, nodes: int, gpus_per_node: int, options: Options) -> Options:
-        """Policy, critic and vLLM take turns; the reward model has GPUs of its own: one of a single
-        node, or whole nodes.
+        """Policy, critic and vLLM take turns; the reward model has GPUs of its own: half of a
+        single node, so that batches can be divided among the others, or one of several nodes.
         """
         apart: Options = {
             "cluster.num_nodes": nodes,
             "cluster.gpus_per_node": gpus_per_node,
             REWARD_NODES: 1,
-            REWARD_GPUS: 1 if nodes == 1 else gpus_per_node,
+            REWARD_GPUS: max(gpus_per_node // 2, 1) if nodes == 1 else gpus_per_node,
         }
         return apart | options
 

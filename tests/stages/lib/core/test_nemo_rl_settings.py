@@ -11,7 +11,7 @@ from stages.lib.core.params.openrlhf import OPENRLHF
 from stages.lib.core.params.policy import PpoParams
 from tests import engine_settings
 
-LAUNCHER = {"ray_address": "http://ray:8265", "gpus_per_node": 9}
+LAUNCHER = {"ray_address": "http://ray:8265", "gpus_per_node": 16}
 VLLM, REWARD = "policy.generation.vllm_cfg", "env.reward_model"
 
 
@@ -109,9 +109,9 @@ def test_options_that_nemo_rl_reads_are_taken():
     assert check(engine_options=options).ppo.engine_options == options
 
 
-def test_the_reward_model_has_a_gpu_of_one_node_or_a_node_of_many():
+def test_the_reward_model_has_half_of_one_node_or_a_node_of_many():
     resources = f"{REWARD}.resources"
-    for nodes, gpus in ((1, 1), (2, 8)):
+    for nodes, gpus in ((1, 4), (2, 8)):
         placed = NEMO_RL.placement(nodes, 8, {})
         assert placed[f"{resources}.num_nodes"] == 1
         assert placed[f"{resources}.gpus_per_node"] == gpus
@@ -123,16 +123,16 @@ def test_the_reward_model_has_a_gpu_of_one_node_or_a_node_of_many():
     ("launcher", "options", "message"),
     [
         ({"gpus_per_node": 1}, {}, r"1 x 1 GPUs of its own .* none of 1 x 1 for the policy"),
-        ({}, {f"{REWARD}.resources.num_nodes": 2}, "2 x 1 GPUs of its own"),
-        ({}, {f"{REWARD}.resources.gpus_per_node": 9}, "leaves none of 1 x 9"),
-        ({"nodes": 2}, {f"{REWARD}.resources.num_nodes": 2}, "leaves none of 2 x 9"),
-        ({"nodes": 2}, {f"{REWARD}.resources.gpus_per_node": 10}, "leaves none of 2 x 9"),
+        ({}, {f"{REWARD}.resources.num_nodes": 2}, "2 x 8 GPUs of its own"),
+        ({}, {f"{REWARD}.resources.gpus_per_node": 16}, "leaves none of 1 x 16"),
+        ({"nodes": 2}, {f"{REWARD}.resources.num_nodes": 2}, "leaves none of 2 x 16"),
+        ({"nodes": 2}, {f"{REWARD}.resources.gpus_per_node": 17}, "leaves none of 2 x 16"),
         ({}, {f"{REWARD}.resources.gpus_per_node": 0}, "expected 1 or more, got 0"),
         ({}, {f"{VLLM}.tensor_parallel_size": 3}, "is 3, which must divide .* GPUs, 8"),
         ({}, {f"{VLLM}.pipeline_parallel_size": 0}, "expected 1 or more, got 0"),
         ({}, {"policy.dtensor_cfg.tensor_parallel_size": 3}, "is 3, which must divide .*, 8"),
         ({}, {"value.dtensor_cfg.tensor_parallel_size": 16}, "is 16, which must divide .*, 8"),
-        ({}, {f"{REWARD}.dtensor_cfg.tensor_parallel_size": 2}, "is 2, which must divide .*, 1"),
+        ({}, {f"{REWARD}.dtensor_cfg.tensor_parallel_size": 3}, "is 3, which must divide .*, 8"),
         (
             {},
             {"policy.dtensor_cfg.context_parallel_size": 2},
@@ -152,13 +152,14 @@ def test_numbers_of_gpus_that_nemo_rl_cannot_use_are_refused(launcher, options, 
 
 def test_batches_that_do_not_fit_the_gpus_are_refused():
     check(LAUNCHER | {"nodes": 2, "gpus_per_node": 8})
-    parallel = {f"{role}.dtensor_cfg.tensor_parallel_size": 2 for role in ("policy", "value")}
+    roles = ("policy", "value", REWARD)
+    parallel = {f"{role}.dtensor_cfg.tensor_parallel_size": 2 for role in roles}
     check(micro_batch_size=8, engine_options=parallel)
     with pytest.raises(BadInput, match="8 times the 8 data-parallel workers of the policy"):
         check(micro_batch_size=8)
     del parallel["value.dtensor_cfg.tensor_parallel_size"]
     with pytest.raises(BadInput, match="8 times the 8 data-parallel workers of the critic"):
         check(micro_batch_size=8, engine_options=parallel)
-    many = {f"{REWARD}.resources.gpus_per_node": 5}  # leaves 4
-    with pytest.raises(BadInput, match=r"batch_size 32 .* 4 times the 5 .* of the reward model"):
+    many = {f"{REWARD}.resources.gpus_per_node": 12}  # leaves 4
+    with pytest.raises(BadInput, match=r"batch_size 32 .* 4 times the 12 .* of the reward model"):
         check(engine_options=many)

@@ -91,7 +91,7 @@ EXPECTED = {
     "logger.log_dir": "/work/logs",
     "logger.tensorboard_enabled": True,
     "cluster.num_nodes": 1,
-    "cluster.gpus_per_node": 5,
+    "cluster.gpus_per_node": 8,
     # as in the recipe with a reward model, but for its model, lengths and batches
     "env.reward_model.processor": "math_hf_data_processor",
     "env.reward_model.model_name": "/reward",
@@ -102,7 +102,7 @@ EXPECTED = {
     "env.reward_model.checkpoint_path": None,
     "env.reward_model.max_model_len": 165,
     "env.reward_model.offload_optimizer_for_logprob": False,
-    "env.reward_model.resources.gpus_per_node": 1,
+    "env.reward_model.resources.gpus_per_node": 4,
     "env.reward_model.resources.num_nodes": 1,
     "env.reward_model.dtensor_cfg._v2": True,
     "env.reward_model.dtensor_cfg.enabled": True,
@@ -140,7 +140,7 @@ def distinct(**ppo: Any) -> Params:
         ppo=DISTINCT | {"entropy_coef": 0.0} | ppo,
         prepare={"max_prompt_tokens": 64},
         seed=7,
-        launcher={"gpus_per_node": 5},
+        launcher={"gpus_per_node": 8},
     )
 
 
