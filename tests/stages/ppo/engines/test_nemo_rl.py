@@ -192,11 +192,13 @@ def written(tmp_path, tiny_folder) -> NemoRlJob:
     """A job whose inputs are written, of a policy with two end tokens."""
     job = job_of(distinct(score_clip=2.0), tmp_path / "job", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    tokenizer.bos_token = "<|endoftext|>"
     reward = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
     reward.config.mean, reward.config.std = 1.5, 2.0
     reward.save_pretrained(job.reward)
-    tokenizer.save_pretrained(job.reward)
+    own = AutoTokenizer.from_pretrained(tiny_folder)
+    own.bos_token = "<|endoftext|>"
+    own.add_tokens(["<|of the reward model|>"])
+    own.save_pretrained(job.reward)
     GenerationConfig(eos_token_id=[9, tokenizer.eos_token_id]).save_pretrained(job.sft)
     for left in ("states/step_2", "policies/step_2", "logs/exp_001/tensorboard"):
         (job.folder / left).mkdir(parents=True)
@@ -229,12 +231,13 @@ def test_nemo_rl_adds_no_bos_to_what_the_reward_model_reads(written):
     assert AutoTokenizer.from_pretrained(written.reward).bos_token == "<|endoftext|>"
     reader = AutoTokenizer.from_pretrained(written.reward_tokenizer)
     assert reader.bos_token is None
+    text = "<|endoftext|>a<|of the reward model|>"
     ids = [
-        AutoTokenizer.from_pretrained(folder)("<|endoftext|>a", add_special_tokens=False).input_ids
+        AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
         for folder in (written.reward, written.reward_tokenizer)
     ]
     assert ids[0] == ids[1]
-    assert len(ids[0]) == 2
+    assert len(ids[0]) == 3
 
 
 def test_the_critics_values_are_calibrated_scores(written):
