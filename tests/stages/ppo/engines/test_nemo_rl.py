@@ -2,6 +2,9 @@
 source of the recorded version.
 """
 
+import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +27,7 @@ from stages.lib.core.params.nemo_rl import NEMO_RL, REWARD
 from stages.ppo.engines.job import EngineMetrics
 from stages.ppo.engines.nemo_rl import NemoRlJob
 from tests import engine_settings
+from tests.stages.ppo.engines.stand_in.install import RECIPE, install, recorded_versions
 from tests.stages.ppo.engines.test_openrlhf import DISTINCT
 
 # 2 updates of 3 epochs: 1/7, 2/7, ... 7/7
@@ -255,6 +259,22 @@ def test_a_cluster_without_a_checkout_is_refused(written):
     )
     assert result.returncode == 1
     assert "python3 of the Ray cluster has no checkout of NeMo RL" in result.stderr
+
+
+def test_the_command_runs_that_of_nemo_rl_with_all_overrides_and_has_its_exit_code(
+    written, tmp_path
+):
+    """The version of a checkout has its commit, too."""
+    folder = tmp_path / "environment"
+    install(folder, recorded_versions() | {"nemo_rl": f"{NEMO_RL.version}+1a2b3c4"})
+    program = "import json, sys; print(json.dumps(sys.argv[1:])); sys.exit(3)"
+    (folder / "examples/run_ppo.py").write_text(program)
+    status = os.system(f"PYTHONPATH={shlex.quote(str(folder))} {written.command()}")
+    assert os.waitstatus_to_exitcode(status) == 3
+    option, recipe, *overrides = json.loads(written.log.read_text())
+    assert (option, recipe) == ("--config", str(folder / RECIPE))
+    from_files = read_json(written.folder / "rondo_nemo_rl.json", "")
+    assert overrides == written.arguments() + from_files
 
 
 def write_events(job: NemoRlJob, tags: dict[str, float], step: int) -> None:
