@@ -102,6 +102,8 @@ def test_options_that_nemo_rl_reads_are_taken():
         "loss_fn.use_importance_sampling_correction": True,
         "loss_fn.truncated_importance_sampling_type": "tis",  # null by default
         "policy.sequence_packing.enabled": False,
+        "policy.dtensor_cfg.context_parallel_size": 2,
+        "policy.dtensor_cfg.cpu_offload": True,
         "policy.optimizer.kwargs.betas": [0.9, 0.95],
         f"{VLLM}.gpu_memory_utilization": 1,
         f"{REWARD}.precision": "float32",
@@ -157,6 +159,8 @@ def test_batches_that_do_not_fit_the_gpus_are_refused():
     check(micro_batch_size=8, engine_options=parallel)
     with pytest.raises(BadInput, match="8 times the 8 data-parallel workers of the policy"):
         check(micro_batch_size=8)
+    with pytest.raises(BadInput, match="4 times the 32 data-parallel workers of the policy"):
+        check(LAUNCHER | {"nodes": 3})  # two of them
     del parallel["value.dtensor_cfg.tensor_parallel_size"]
     with pytest.raises(BadInput, match="8 times the 8 data-parallel workers of the critic"):
         check(micro_batch_size=8, engine_options=parallel)
