@@ -164,6 +164,6 @@ def test_batches_that_do_not_fit_the_gpus_are_refused():
     del parallel["value.dtensor_cfg.tensor_parallel_size"]
     with pytest.raises(BadInput, match="8 times the 8 data-parallel workers of the critic"):
         check(micro_batch_size=8, engine_options=parallel)
-    many = {f"{REWARD}.resources.gpus_per_node": 12}  # leaves 4
-    with pytest.raises(BadInput, match=r"batch_size 32 .* 4 times the 12 .* of the reward model"):
-        check(engine_options=many)
+    many = {f"{REWARD}.resources.gpus_per_node": 16}  # leaves 4
+    with pytest.raises(BadInput, match=r"batch_size 32 .* 4 times the 16 .* of the reward model"):
+        check(LAUNCHER | {"gpus_per_node": 20}, engine_options=many)
