@@ -133,16 +133,16 @@ def test_a_failed_job_of_nemo_rl_starts_from_sft_again(make_params, ray):
 
 def test_nemo_rls_checkpoints_are_converted_while_it_trains(make_params, ray):
     """So that a job which is stopped leaves its policies; its states are large."""
-    params = make_params(ray.address, {EVENT["nemo_rl"]: "SLOW=5"}, engine="nemo_rl")
+    params = make_params(ray.address, {EVENT["nemo_rl"]: "SLOW=3"}, engine="nemo_rl")
     Path("params.yaml").write_text(yaml.safe_dump(params.model_dump(mode="json")))
     process = stage_process.start()
-    stage_process.wait_for_updates(process, 4)
+    stage_process.wait_for_updates(process, 2)
     policies, states = (engine_folder() / name for name in ("policies", "states"))
-    until(lambda: (policies / "step_4").exists() and not list(states.iterdir()), 60)
+    until(lambda: (policies / "step_2").exists() and not list(states.iterdir()), 60)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert jobs() == ["STOPPED"]
-    assert sorted(path.name for path in policies.iterdir()) == ["step_2", "step_4"]
+    assert [path.name for path in policies.iterdir()] == ["step_2"]
 
 
 @pytest.mark.parametrize("engine", RESUMES)
