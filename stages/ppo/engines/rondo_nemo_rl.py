@@ -35,15 +35,15 @@ def train(commands: Path, overrides: list[str]) -> int:
     words = [sys.executable, str(commands / "run_ppo.py"), "--config", str(commands / RECIPE)]
     training = subprocess.Popen([*words, *overrides])
     try:
-        while training.poll() is None:
+        while True:
+            code = training.poll()
+            convert_new(commands)  # after the look: the last checkpoint is among them
+            if code is not None:
+                return code
             time.sleep(SECONDS)
-            convert_new(commands)
     finally:
         training.terminate()
-        code = training.wait()
-    if not code:
-        convert_new(commands)
-    return code
+        training.wait()
 
 
 def convert_new(commands: Path) -> None:
