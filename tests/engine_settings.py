@@ -11,3 +11,4 @@ NEEDED = {
 VERL = {name: value for name, value in NEEDED.items() if name != "missing_eos_penalty"} | {
     "engine": "verl"
 }
+NEMO_RL = NEEDED | {"engine": "nemo_rl"}

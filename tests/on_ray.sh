@@ -1,6 +1,6 @@
 #!/bin/sh
 # The tests of engines and of stages on real Ray clusters (nodes of this machine, no GPU), with the parser of OpenRLHF's real
-# wheel, and verl's real config, checks and reward loop. Ray and verl have an environment of their own; it sees the project's
+# wheel, verl's real config, checks and reward loop, and NeMo RL's real config, converter and formulas. Ray and verl have an environment of their own; it sees the project's
 # packages as well.
 set -eu
 code=0
@@ -23,9 +23,13 @@ wheel() { # of an engine, in the recorded version
 }
 OPENRLHF_WHEEL=$(wheel openrlhf)
 VERL_WHEEL=$(wheel verl)
-export OPENRLHF_WHEEL VERL_WHEEL
-# verl's own code runs in the environment that has what it imports
-"$work/ray/bin/python" -m pytest tests/stages/ppo/engines/test_verl_wheel.py tests/flows/serving/test_verl.py -n 0 "$@" || code=$?
+version=$(.venv/bin/python -c "from stages.lib.core.params.nemo_rl import NEMO_RL; print(NEMO_RL.version)")
+NEMO_RL=$work/nemo_rl-$version # it has no wheel
+[ -d "$NEMO_RL" ] || git clone --quiet --depth 1 --branch "v$version" https://github.com/NVIDIA-NeMo/RL "$NEMO_RL"
+export OPENRLHF_WHEEL VERL_WHEEL NEMO_RL
+# the engines' own code runs in the environment that has what it imports
+"$work/ray/bin/python" -m pytest tests/stages/ppo/engines/test_verl_wheel.py tests/stages/ppo/engines/test_nemo_rl_checkout.py \
+    tests/flows/serving/test_verl.py -n 0 "$@" || code=$?
 RAY_TEST="$work/ray/bin" .venv/bin/python -m pytest tests/stages/lib/core/ray tests/stages/ppo/engines tests/stages/ppo/test_ray.py -n 0 \
-    --ignore tests/stages/ppo/engines/test_verl_wheel.py "$@" || code=$?
+    --ignore tests/stages/ppo/engines/test_verl_wheel.py --ignore tests/stages/ppo/engines/test_nemo_rl_checkout.py "$@" || code=$?
 exit "$code"

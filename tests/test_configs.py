@@ -15,7 +15,7 @@ from flows.execution import dvc_stages
 from stages.gate.thresholds import THRESHOLDS, markdown
 from stages.gate.thresholds.form import GATE_STAGES
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params import Params, load_params
+from stages.lib.core.params import Params, check_params, load_params
 from stages.lib.core.params.data import rounds
 from stages.lib.core.params.gates import GatesParams
 from stages.lib.core.params.policy import Algorithm, PpoParams
@@ -38,6 +38,14 @@ def test_a_preset_is_a_valid_overlay_that_changes_something(name: str) -> None:
     params = config.resolve(name, settings=SETTINGS.get(name, []))
     assert params != Params()
     assert params.rounds.items() <= Params().rounds.items()
+
+
+@pytest.mark.parametrize("engine", ["openrlhf", "verl", "nemo_rl"])
+def test_the_preset_for_engines_suits_each_on_a_node_of_8_gpus(engine: str) -> None:
+    preset = config.read_preset("openrlhf")
+    preset["ppo"]["engine"] = engine
+    launcher = {"ray_address": "http://ray:8265", "gpus_per_node": 8}
+    assert check_params(preset | {"launcher": launcher}, "test").ppo.engine.value == engine
 
 
 def test_the_chat_preset_has_no_data_of_its_own() -> None:

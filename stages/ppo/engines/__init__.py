@@ -9,10 +9,13 @@ from pathlib import Path
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.ppo.engines.job import EngineJob
+from stages.ppo.engines.nemo_rl import NemoRlJob
 from stages.ppo.engines.openrlhf import OpenRlhfJob
 from stages.ppo.engines.verl import VerlJob
 
-JOBS: dict[str, type[EngineJob]] = {kind.settings.name: kind for kind in (OpenRlhfJob, VerlJob)}
+JOBS: dict[str, type[EngineJob]] = {
+    kind.settings.name: kind for kind in (OpenRlhfJob, VerlJob, NemoRlJob)
+}
 
 
 def make_job(params: Params, round_: str, folder: Path) -> EngineJob:

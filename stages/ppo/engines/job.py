@@ -31,6 +31,8 @@ class EngineJob(ABC):
         settings: of the engine.
         package: of the engine, as pip names it. module: its command.
         tags: the engine's names of metrics; Rondo's names.
+        last_tag: what the engine writes after all metrics of an update; "": it writes them at once.
+        next_run: what the run after a failed job does.
         record: the jobs of this run. log: the engine's output.
         states: checkpoints, from which the engine resumes. events: folder of TensorBoard's files.
         critic: the trained critic; None: there is none.
@@ -40,6 +42,8 @@ class EngineJob(ABC):
     package: ClassVar[str]
     module: ClassVar[str]
     tags: ClassVar[Mapping[str, str]]
+    last_tag: ClassVar[str] = ""
+    next_run: ClassVar[str] = "continues from the engine's last checkpoint"
 
     def __init__(self, params: Params, folder: Path, sft: Path, reward: Path) -> None:
         self.params, self.folder = params, folder.resolve()
@@ -90,7 +94,7 @@ class EngineJob(ABC):
     @abstractmethod
     def arguments(self) -> list[str]:
         """The words after the program: all options of a job that begins, or that continues from
-        the last checkpoint in `states`.
+        the last checkpoint in `states`, if the engine can.
         """
 
     def words(self) -> list[str]:
@@ -104,7 +108,7 @@ class EngineJob(ABC):
         package, version = self.package, self.settings.version
         check = (
             f"import sys; from importlib.metadata import version; v = version('{package}'); "
-            f"sys.exit(0 if v == '{version}' else "
+            f"sys.exit(0 if v.partition('+')[0] == '{version}' else "  # +: of which commit
             f"f'the Ray cluster has {package} {{v}}, and Rondo needs {version}')"
         )
         # in the job's folder: from there Ray's workers can import, and an engine may write there
@@ -123,6 +127,10 @@ class EngineJob(ABC):
             last: the last update whose metrics are known.
             ended: whether the job has succeeded.
         """
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of one update, under Rondo's names, with Rondo's definitions."""
+        return renamed(values)
 
     def failed_episodes(self) -> int:
         """Episodes that the engine has left out, and says so in its output alone."""
@@ -158,24 +166,32 @@ class EngineMetrics:
 
     def __init__(self, job: EngineJob) -> None:
         check_installed()
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        job.events.mkdir(parents=True, exist_ok=True)  # the reader fails without it
-        # scalars 0: keep all of them
-        self.events = EventAccumulator(str(job.events), size_guidance={"scalars": 0})
-        self.tags = job.tags
+        self.job = job
+        self.events: Any = None  # the reader fails without its folder
 
     def read(self) -> list[StepMetrics]:
         """All updates so far, in order. Of an update that was made twice, since a job was resumed,
         the later one.
         """
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        job = self.job
+        if not job.events.exists():
+            return []
+        if self.events is None:  # scalars 0: keep all of them
+            self.events = EventAccumulator(str(job.events), size_guidance={"scalars": 0})
         self.events.Reload()
         steps: dict[int, dict[str, float]] = {}
-        for tag in self.events.Tags()["scalars"]:
-            if (name := self.tags.get(tag)) is not None:
+        written: list[str] = self.events.Tags()["scalars"]
+        for tag in written:
+            if (name := job.tags.get(tag)) is not None:
                 for event in self.events.Scalars(tag):
                     steps.setdefault(event.step, {})[name] = event.value
-        return [{"step": step, **renamed(steps[step])} for step in sorted(steps)]
+        complete = set(steps)
+        if job.last_tag:
+            last = self.events.Scalars(job.last_tag) if job.last_tag in written else []
+            complete &= {event.step for event in last}
+        return [{"step": step, **job.metrics(steps[step])} for step in sorted(complete)]
 
 
 def renamed(metrics: Mapping[str, float]) -> dict[str, float]:

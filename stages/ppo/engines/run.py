@@ -145,7 +145,7 @@ def train(
         raise RondoError(
             f"the job {ray_job.id} of {job.settings.title} ended as {result.status}: "
             f"{result.message[:200]}\n{job.last_lines()}\nNext: mend what {job.log} says, and run "
-            "the stage again, which continues from the engine's last checkpoint"
+            f"the stage again, which {job.next_run}"
         )
     if succeeded and not recorder.steps:
         raise RondoError(

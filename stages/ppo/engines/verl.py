@@ -5,19 +5,19 @@ Read in the source of the version that is recorded: `trainer/main_ppo.py`,
 `utils/checkpoint/fsdp_checkpoint_manager.py`.
 """
 
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json, write_json
-from stages.lib.core.params.engine_settings import Options, Value
+from stages.lib.core.params.engine_settings import Options
 from stages.lib.core.params.verl import ACTOR, MODEL, REWARD_ROLLOUT, ROLLOUT, VERL
 from stages.lib.lm.end_tokens import saved_end_tokens
 from stages.ppo.common.episodes import planned_updates
+from stages.ppo.engines.critic import write_critic
 from stages.ppo.engines.job import EngineJob
+from stages.ppo.engines.overrides import quoted
 
 PLUGIN = Path(__file__).with_name("rondo_verl.py")
 FAILED = "Error in _run_prompt"  # the line of a failed generation in verl's output
@@ -68,7 +68,7 @@ class VerlJob(EngineJob):
 
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_latest()
-        write_critic(self.reward, self.critic_start)
+        write_critic(self.reward, self.critic_start, self.settings.name)
         Dataset.from_list(
             [
                 {
@@ -272,49 +272,3 @@ class VerlJob(EngineJob):
             folder = str(self.states / f"global_step_{update}")
             chosen |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": folder}
         return chosen
-
-
-def quoted(value: Value | list[Value] | Path) -> str:
-    """A value in the grammar of Hydra's overrides.
-
-    >>> print(quoted("it's"), quoted(True), quoted(0.5), quoted(["a", 1]))
-    'it\\'s' true 0.5 ['a',1]
-    """
-    if isinstance(value, list):
-        return f"[{','.join(map(quoted, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return str(value)
-    # backslashes count only before a quote, and before the closing one
-    text = re.sub(
-        r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), str(value)
-    )
-    return f"'{text}'"
-
-
-def write_critic(reward: Path, target: Path) -> None:
-    """Write a token classifier whose value of a token is the reward model's calibrated score, as
-    Rondo's critic has it: verl would start from the score before calibration.
-
-    Raises:
-        BadInput: the head of the architecture's token classifier is not that of a reward model.
-    """
-    # imported here: takes seconds
-    from transformers import AutoModelForTokenClassification
-
-    part = target.with_name(f"{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    critic = AutoModelForTokenClassification.from_pretrained(reward, dtype="auto")
-    head = getattr(critic, "score", None)
-    if head is None or head.bias is None:
-        raise BadInput(
-            f"ppo.engine verl: {type(critic).__name__} cannot start from a reward model, as its "
-            "head is another one: use openrlhf, or another base model"
-        )
-    mean, std = critic.config.mean, critic.config.std
-    head.weight.data /= std
-    head.bias.data.fill_(-mean / std)
-    critic.save_pretrained(part)
-    shutil.rmtree(target, ignore_errors=True)
-    part.rename(target)

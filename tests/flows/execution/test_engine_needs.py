@@ -87,6 +87,16 @@ def test_a_dry_run_has_the_command_of_each_round():
     assert engine_commands(Params(), WAITING) == []
 
 
+def test_a_dry_run_has_the_command_of_nemo_rl():
+    """Also before the models are there, whose numbers the command does not have."""
+    ppo = ALL_WEIGHTS | engine_settings.NEMO_RL
+    launcher = {"ray_address": NOWHERE, "gpus_per_node": 2}
+    [line] = engine_commands(check_params({"ppo": ppo, "launcher": launcher}, "test"), {"ppo@r1"})
+    address, *words = shlex.split(line)
+    assert (address, words[0], Path(words[1]).name) == ("ppo@r1:", "python3", "rondo_nemo_rl.py")
+    assert "loss_fn.use_kl_in_reward=true" in words
+
+
 def test_a_dry_run_has_the_command_of_verl():
     ppo = ALL_WEIGHTS | engine_settings.VERL
     params = check_params({"ppo": ppo, "launcher": {"ray_address": NOWHERE}}, "test")

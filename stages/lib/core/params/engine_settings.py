@@ -138,3 +138,27 @@ def check_workers(role: str, workers: int, ppo: Any) -> None:
             f"ppo.micro_batch_size {ppo.micro_batch_size} times the {workers} data-parallel "
             f"workers of the {role}"
         )
+
+
+def unlike_default(default: Any, value: Value | list[Value], whole: bool) -> str:
+    """What an option expects by the type of its default, if the value is of another type; "" if it
+    fits. A default of null fits any value.
+
+    Args:
+        whole: whether an option with a whole number as its default takes no fractions.
+
+    >>> unlike_default(1, 0.5, whole=True), unlike_default(1, 0.5, whole=False)
+    ('a value of type int', '')
+    """
+    if isinstance(default, dict):
+        return "no value: set the keys below it, which Rondo does not know"
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "a value of type bool"
+    if isinstance(default, int | float):
+        whole = whole and isinstance(default, int)
+        number = isinstance(value, int if whole else int | float)
+        fits = number and not isinstance(value, bool)
+        return "" if fits else f"a value of type {'int' if whole else 'float'}"
+    if isinstance(default, list):
+        return "" if isinstance(value, list) else "a list"
+    return "" if default is None or isinstance(value, str) else "a value of type str"

@@ -126,6 +126,7 @@ class Engine(str, Enum):
     local = "local"
     openrlhf = "openrlhf"
     verl = "verl"
+    nemo_rl = "nemo_rl"
 
 
 class Critic(str, Enum):
@@ -165,8 +166,8 @@ class RewardSource(ParamsSection):
 class PpoParams(ParamsSection):
     engine: Engine = Field(
         Engine.local,
-        description="Who trains: `local`: Rondo itself; `openrlhf`, `verl`: OpenRLHF or verl, as a "
-        "job of the Ray cluster at launcher.ray_address (docs/engines.md).",
+        description="Who trains: `local`: Rondo itself; `openrlhf`, `verl`, `nemo_rl`: OpenRLHF, "
+        "verl or NeMo RL, as a job of the Ray cluster at launcher.ray_address (docs/engines.md).",
     )
     engine_options: Options = Field(
         default_factory=dict,

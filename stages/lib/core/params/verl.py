@@ -12,6 +12,7 @@ from stages.lib.core.params.engine_settings import (
     Options,
     Value,
     check_workers,
+    unlike_default,
 )
 
 GPU_MEMORY_UTILIZATION = 0.5  # vLLM's share of a GPU, if the other models wait meanwhile
@@ -156,23 +157,9 @@ class VerlSettings(EngineSettings):
     required, set_by = REQUIRED, SET_BY
 
     def mistake(self, name: str, value: Value | list[Value]) -> str:
-        """By the type of the default, which may be null, so that any value fits."""
-        default = self.options[name]
         if name in (f"{ACTOR}.strategy", "critic.strategy"):
             return "" if value in STRATEGIES else f"one of {', '.join(STRATEGIES)}"
-        if isinstance(default, dict):
-            return "no value: set the keys below it, which Rondo does not know"
-        if isinstance(default, bool):
-            return "" if isinstance(value, bool) else "a value of type bool"
-        if isinstance(default, int | float):
-            whole = isinstance(default, int) and name not in FRACTIONS
-            number = isinstance(value, int if whole else int | float)
-            fits = number and not isinstance(value, bool)
-            return "" if fits else f"a value of type {'int' if whole else 'float'}"
-        if isinstance(default, list):
-            return "" if isinstance(value, list) else "a list"
-        fits = default is None or isinstance(value, str)
-        return "" if fits else "a value of type str"
+        return unlike_default(self.options[name], value, whole=name not in FRACTIONS)
 
     def placement(self, nodes: int, gpus_per_node: int, options: Options) -> Options:
         turns: Options = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus_per_node}

@@ -18,7 +18,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.verl import VERL
-from stages.ppo.engines.verl import write_critic
+from stages.ppo.engines.critic import write_critic
 from tests.stages.ppo.engines.test_openrlhf import DISTINCT
 from tests.stages.ppo.engines.verl_job import TwoEnds, job_of, make
 
@@ -202,7 +202,7 @@ def test_a_model_whose_critic_could_not_start_from_its_rewards_is_refused(tmp_pa
     )
     GPTNeoXForSequenceClassification(config).save_pretrained(tmp_path / "reward")
     with pytest.raises(BadInput, match="GPTNeoXForTokenClassification cannot start from a reward"):
-        write_critic(tmp_path / "reward", tmp_path / "critic")
+        write_critic(tmp_path / "reward", tmp_path / "critic", "verl")
     assert not (tmp_path / "critic").exists()
 
 

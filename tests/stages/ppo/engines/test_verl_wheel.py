@@ -14,7 +14,9 @@ from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.verl import ACTOR, MODEL, ROLLOUT, VERL
 from stages.lib.lm.loading import load_tokenizer
 from stages.ppo.alternatives.stage import load_prompts
-from stages.ppo.engines.verl import VerlJob, quoted, write_critic
+from stages.ppo.engines.critic import write_critic
+from stages.ppo.engines.overrides import quoted
+from stages.ppo.engines.verl import VerlJob
 from stages.ppo.trainer import functional
 from tests import engine_settings
 from tests.stages.ppo.engines.verl_config import Verl
@@ -46,7 +48,8 @@ def job(make_round) -> Callable[..., VerlJob]:
         made: Params = check_params(params | {"ppo": section, "launcher": launcher}, "test")
         models = [stage_dir("r0", stage) / "model" for stage in ("sft", "reward")]
         made_job = VerlJob(made, Path("it's a job"), *models)
-        write_critic(made_job.reward, made_job.critic_start)  # verl's checks read its config
+        # verl's checks read its config
+        write_critic(made_job.reward, made_job.critic_start, "verl")
         return made_job
 
     return make
