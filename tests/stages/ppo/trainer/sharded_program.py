@@ -14,8 +14,9 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.types import StateDict
 from stages.lib.lm import world
 from stages.lib.lm.reward_ensemble import attach_ensemble
-from stages.lib.lm.saving import weights_hash
+from stages.lib.lm.saving import trainable_state_dict, weights_hash
 from stages.lib.lm.sharding import local
+from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.trainer.roles import Roles, ValueHead
 from stages.ppo.trainer.update import PpoTrainer
 from tests.conftest import TINY
@@ -63,8 +64,8 @@ def train(case: str, sharded: bool) -> dict[str, Any]:
     """Two updates; one in bfloat16, after which tokens differ.
 
     Returns:
-        Hashes of the reference before and after, metrics, responses, the optimizers' states, and
-        the rows that each process holds.
+        Hashes of the reference before and after, metrics, responses, the optimizers' states,
+        the rows that each process holds, and what `select` gives.
     """
     roles = make_roles(case, sharded)
     prompts: Any = [({"id": str(i), "prompt": str(i)}, [5 + i, 6]) for i in range(20)]
@@ -80,7 +81,21 @@ def train(case: str, sharded: bool) -> dict[str, Any]:
         "responses": [rollout.responses for rollout, _ in steps],
         "state": trainer.state()["optimizers"],
         "rows": world.gather([rows_per_weight(trainer)]),
+        **select(trainer),
     }
+
+
+def select(trainer: PpoTrainer) -> dict[str, Any]:
+    """The policy's weights in a selector's state, and whether each process gets its own from it."""
+    judge: Any = None  # the state does not depend on it
+    policy = trainer.roles.policy
+    own = {name: weight.clone() for name, weight in trainable_state_dict(policy).items()}
+    selector = PolicySelector(trainer.roles, [], judge, trainer.params, 0, weights=own)
+    [state, *_] = world.gather([selector.state()])  # as the main process saves it
+    resumed = PolicySelector(trainer.roles, [], judge, trainer.params, 0)
+    resumed.load_state(state)
+    equal = all(torch.equal(resumed.weights[name], weight) for name, weight in own.items())
+    return {"selected": state["weights"], "resumed": world.gather([equal])}
 
 
 def rows_per_weight(trainer: PpoTrainer) -> list[StateDict]:

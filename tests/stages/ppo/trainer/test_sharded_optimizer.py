@@ -50,6 +50,8 @@ def test_sharded_models_are_trained_as_whole_ones(
         assert actual == pytest.approx(expected, rel=relative, abs=1e-5)
     for actual, expected in zip(sharded["state"], whole["state"], strict=True):
         torch.testing.assert_close(actual, expected, rtol=relative, atol=absolute)
+    torch.testing.assert_close(sharded["selected"], whole["selected"], rtol=relative, atol=absolute)
+    assert all(sharded["resumed"])
 
 
 def test_each_process_holds_half_of_weights_masters_and_moments(trained: dict[str, Any]) -> None:
