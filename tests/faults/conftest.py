@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faults import lab as laboratory
-from tests.faults.harness import COUNTS, table
+from tests.faults.harness import COUNTS
 from tests.faults.lab import Lab, Trial
 from tests.faults.scale import FULL
 
@@ -28,22 +28,49 @@ def lab(built_once: Callable[..., Path]) -> Iterator[Lab]:
         yield made
 
 
+Record = Callable[[str, Any], None]
+
+
 @pytest.fixture
-def report(record_property: Callable[[str, Any], None]) -> Report:
+def report(record_property: Record) -> Report:
     """A function that counts trials for the table, and fails if one of them is not as it should
     be.
     """
 
     def count(fault: str, trials: list[Trial], declared: tuple[str, ...] = ("identical",)) -> None:
-        record_property("trials", [fault, dict(Counter(trial.kind for trial in trials))])
+        record_property("faults", [fault, dict(Counter(trial.kind for trial in trials))])
         failures = [str(trial) for trial in trials if trial.kind not in declared]
         assert not failures, f"{len(failures)} of {len(trials)}\n" + "\n\n".join(failures[:5])
 
     return count
 
 
+@pytest.fixture(autouse=True)
+def counted_inputs(record_property: Record) -> Iterator[None]:
+    """The bad inputs of a test, for the table."""
+    COUNTS.clear()
+    yield
+    for kind, counts in COUNTS.items():
+        record_property("bad input", [kind, dict(counts)])
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if COUNTS:
-        terminalreporter.section("bad input")
-        for line in table(COUNTS):
-            terminalreporter.write_line(line)
+    """Print what was tried, by what came of it; the reports come from all workers."""
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    for title, outcomes in (
+        ("faults", ("identical", "again", "stopped", "different", "missed")),
+        ("bad input", ("accepted", "refused")),
+    ):
+        rows: dict[str, Counter[str]] = {}
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == title and report.when == "teardown":
+                    rows.setdefault(value[0], Counter()).update(value[1])
+        if rows:
+            terminalreporter.section(title)
+            terminalreporter.write_line("| | tried | " + " | ".join(outcomes) + " |")
+            for kind, counts in sorted(rows.items()):
+                numbers = [counts.total(), *(counts[outcome] for outcome in outcomes)]
+                terminalreporter.write_line(f"| {kind} | {' | '.join(map(str, numbers))} |")
+            total = sum((counts.total() for counts in rows.values()), 0)
+            terminalreporter.write_line(f"| all | {total} |")

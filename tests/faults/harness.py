@@ -11,7 +11,7 @@ import resource
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.paths import ROOT
 MAX_SECONDS, MAX_BYTES = 1.0, 1 << 30
 MAX_MESSAGE = 3000  # characters
 SHOWN = 12  # defects
-COUNTS: dict[str, Counter[str]] = {}  # by kind: tried, accepted, refused
+COUNTS: dict[str, Counter[str]] = {}  # of this test, by kind: accepted, refused
 # words of a next step
 STEPS = re.compile(
     r"\b(run|restore|correct|fix|delete|save|set|choose|expected|remove|write|rename|raise|lower|"
@@ -83,7 +83,6 @@ class Trials:
         check: Callable[[Bad, Any], None],
     ) -> None:
         """Try one input, and remember what is wrong with the outcome."""
-        self.counts["tried"] += 1
         started = time.process_time()
         try:
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -126,12 +125,3 @@ class Trials:
 def peak_bytes() -> int:
     """Memory of this process at its peak so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def table(counts: dict[str, Counter[str]]) -> Sequence[str]:
-    """The lines of the table of all kinds."""
-    rows = [(kind, c["tried"], c["accepted"], c["refused"]) for kind, c in sorted(counts.items())]
-    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))  # type: ignore[misc]
-    return ["| kind | tried | accepted | refused |", "|---|---|---|---|"] + [
-        "| " + " | ".join(map(str, row)) + " |" for row in rows
-    ]
