@@ -27,7 +27,8 @@ COUNTS: dict[str, Counter[str]] = {}  # of this test, by kind: accepted, refused
 # words of a next step
 STEPS = re.compile(
     r"\b(run|restore|correct|fix|delete|save|set|choose|expected|remove|write|rename|raise|lower|"
-    r"give|add|see|copy|start|repair|wanted|wrong|name|use|spell|unset|convert|did you mean)\b",
+    r"give|add|see|copy|start|repair|wanted|needs|must|wrong|name|use|spell|unset|convert|"
+    r"did you mean)\b",
     re.IGNORECASE,
 )
 Bad = TypeVar("Bad")
