@@ -129,7 +129,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RawServe
 
 def count(kind: str, accepted: bool) -> None:
     counts = COUNTS.setdefault(kind, Counter())
-    counts["tried"] += 1
     counts["accepted" if accepted else "refused"] += 1
 
 
