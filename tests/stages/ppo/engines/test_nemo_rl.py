@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json, read_jsonl
+from stages.lib.core.files import read_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.nemo_rl import NEMO_RL, REWARD
 from stages.ppo.engines.job import EngineMetrics
@@ -220,7 +220,7 @@ def test_prompts_and_what_the_models_files_say(written):
         {"input": "it's", "output": ""},
     ]
     end = AutoTokenizer.from_pretrained(written.reward).eos_token_id
-    assert read_json(written.folder / "rondo_nemo_rl.json", "") == [
+    assert json.loads((written.folder / "rondo_nemo_rl.json").read_text()) == [
         "ppo.reward_scaling.enabled=true",
         "ppo.reward_scaling.source_min=-2.5",  # 1.5 - 2 * 2
         "ppo.reward_scaling.source_max=5.5",
@@ -273,7 +273,7 @@ def test_the_command_runs_that_of_nemo_rl_with_all_overrides_and_has_its_exit_co
     assert os.waitstatus_to_exitcode(status) == 3
     option, recipe, *overrides = json.loads(written.log.read_text())
     assert (option, recipe) == ("--config", str(folder / RECIPE))
-    from_files = read_json(written.folder / "rondo_nemo_rl.json", "")
+    from_files = json.loads((written.folder / "rondo_nemo_rl.json").read_text())
     assert overrides == written.arguments() + from_files
 
 

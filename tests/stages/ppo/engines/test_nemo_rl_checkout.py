@@ -5,6 +5,7 @@ checkout; the tests run in an environment that has Hydra and Ray (`make test-eng
 import __future__
 
 import ast
+import json
 import os
 import re
 import sys
@@ -103,7 +104,7 @@ def test_the_recorded_keys_are_those_of_the_checkout(nemo_rl):
 def test_nemo_rl_reads_the_command_as_it_is_meant(nemo_rl, job):
     made = job(warmup_updates=2, gradient_checkpointing=True)
     made.write_prompts([{"prompt": "a", "id": "1"}], load_tokenizer(made.sft))
-    from_files = read_json(made.driver.with_suffix(".json"), "")
+    from_files = json.loads(made.driver.with_suffix(".json").read_text())
     config = nemo_rl.compose(made.arguments() + from_files)
     for name, value in made.options().items():
         assert read(config, name) == value, name
