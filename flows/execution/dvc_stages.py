@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -252,7 +253,7 @@ def run(
         command = ["dvc", "--wait-for-lock", "repro", *flags, address]
         with around or nullcontext(), keep_other_stages(address):
             code = stream(command, sort_line)
-            if code < 0:  # DVC was killed
+            if was_killed(code):  # and may have emptied dvc.lock
                 raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         if code:
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
@@ -327,6 +328,11 @@ EXIT_CODE = re.compile(r"ERROR: failed to reproduce .* exited with (-?\d+)$")
 
 # Errors whose message the stage has already printed; its exit code tells which one it was.
 ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable, StorageFailed)}
+
+
+def was_killed(code: int) -> bool:
+    """Whether a signal ended the process; its stand-in of fork_server returns 128 + the signal."""
+    return code < 0 or 128 < code <= 128 + signal.NSIG
 
 
 def disk_is_full() -> bool:

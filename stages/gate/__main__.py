@@ -12,7 +12,7 @@ import sys
 
 from stages.gate.thresholds import THRESHOLDS
 from stages.gate.verdict import run_gate
-from stages.lib.core.errors import RondoError
+from stages.lib.core.errors import typed
 from stages.lib.core.params import load_params
 
 
@@ -26,10 +26,12 @@ def main() -> None:
         params = load_params()
         params.check_round(round_)
         run_gate(params, gate, round_)
-    except RondoError as error:
-        message = f"gate_{gate}@{round_}: {type(error).__name__}: {error}"
+    except Exception as error:
+        if (failure := typed(error)) is None:
+            raise
+        message = f"gate_{gate}@{round_}: {type(failure).__name__}: {failure}"
         print(message, file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+        sys.exit(failure.exit_code)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def unsynchronised(points: list[Point]) -> list[Point]:
             "around or nullcontext()",
             DVC_LOCK,
             "EMPTIED",
-            "different",
+            "stopped",
             id="the records of the other stages are lost",
         ),
         pytest.param(

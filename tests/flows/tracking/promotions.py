@@ -38,7 +38,8 @@ def make_round(
 
     policy: its md5 less `.dir`. rival: the round of the champion with which it was compared.
     """
-    write_json(stage_dir(round_, "champion") / "champion.json", {"round": rival or None})
+    champion = {"round": rival, "hashes": {"policy": "ab"}} if rival else {"round": None}
+    write_json(stage_dir(round_, "champion") / "champion.json", champion)
     write_json(stage_dir(round_, "evaluate") / "metrics.json", GOOD | evaluate)
     write_json(stage_dir(round_, "ppo") / "metrics.json", {"dangers": 0, "policy_update": 12})
     write_json(stage_dir(round_, "replay") / "metrics.json", {"regressed": 0})
