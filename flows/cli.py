@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from flows.core import interrupts
 from flows.core.services import HOME
-from stages.lib.core.errors import BadInput, RondoError, typed
+from stages.lib.core.errors import BadInput, RondoError, print_failure
 
 EXIT_CODES = (
     "Exit codes: 0 success, 2 bad input, 3 a gate failed, 4 network or server unreachable, "
@@ -49,10 +49,7 @@ def exit_code(arguments: list[str] | None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return RondoError.exit_code
     except Exception as error:
-        if (failure := typed(error)) is None:
-            raise
-        print(f"rondo: {type(failure).__name__}: {failure}", file=sys.stderr)
-        return failure.exit_code
+        return print_failure(error, "rondo")
 
 
 def parser() -> argparse.ArgumentParser:

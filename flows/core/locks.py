@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from flows.core.addresses import split_address
 from stages.lib.core.ended_rounds import ended_names, has_ended, lock_path
-from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.reading import read_yaml
+from stages.lib.core.validation import check_type
 
 LOCK = Path("dvc.lock")
 
@@ -64,8 +64,5 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     fix = f"restore it, e.g. with `git checkout {path}`"
     values = read_yaml(path, fix)
-    try:
-        LockFile.model_validate(values)
-    except ValidationError as error:
-        raise BadInput(f"{path}: {format_validation_errors(error)}; {fix}") from None
+    check_type(LockFile, values, str(path), fix)
     return dict(values["stages"])

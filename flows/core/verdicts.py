@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from stages.gate.approvals import Approval
 from stages.gate.verdict import decision_message, format_check, values_by_metric
-from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import REPORTS, read_object
 from stages.lib.core.params.gates import Policy
 from stages.lib.core.renamed import current_metrics
+from stages.lib.core.validation import check_type
 
 
 class Check(BaseModel):
@@ -43,10 +43,7 @@ def read_gate(round_: str, gate: str) -> dict[str, Any] | None:
         return None
     fix = f"run `dvc repro -f gate_{gate}@{round_}` again"
     verdict: dict[str, Any] = current_metrics(read_object(path, fix))
-    try:
-        Verdict.model_validate(verdict)
-    except ValidationError as error:
-        raise BadInput(f"{path}: {format_validation_errors(error)}; {fix}") from None
+    check_type(Verdict, verdict, str(path), fix)
     return verdict
 
 

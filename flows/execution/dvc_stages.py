@@ -331,7 +331,9 @@ ERROR_BY_EXIT_CODE = {error.exit_code: error for error in (BadInput, Unreachable
 
 
 def was_killed(code: int) -> bool:
-    """Whether a signal ended the process; its stand-in of fork_server returns 128 + the signal."""
+    """Whether a signal ended the process: its guard, or its stand-in of fork_server, returns 128 +
+    the signal, as a shell does; or the guard itself was killed.
+    """
     return code < 0 or 128 < code <= 128 + signal.NSIG
 
 

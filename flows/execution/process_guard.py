@@ -89,7 +89,8 @@ def main() -> int:
         code = child.wait()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)  # children that the command left behind
-        return code
+        # a negative code would end this process with 256 less the signal
+        return code if code >= 0 else 128 - code
     except Stopped:
         _end(child)
         return 1

@@ -12,7 +12,7 @@ import sys
 
 from stages.gate.thresholds import THRESHOLDS
 from stages.gate.verdict import run_gate
-from stages.lib.core.errors import typed
+from stages.lib.core.errors import print_failure
 from stages.lib.core.params import load_params
 
 
@@ -27,11 +27,7 @@ def main() -> None:
         params.check_round(round_)
         run_gate(params, gate, round_)
     except Exception as error:
-        if (failure := typed(error)) is None:
-            raise
-        message = f"gate_{gate}@{round_}: {type(failure).__name__}: {failure}"
-        print(message, file=sys.stderr, flush=True)
-        sys.exit(failure.exit_code)
+        sys.exit(print_failure(error, f"gate_{gate}@{round_}"))
 
 
 if __name__ == "__main__":

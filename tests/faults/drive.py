@@ -3,12 +3,10 @@
 import sys
 
 from flows.execution import dvc_stages
-from stages.lib.core.errors import typed
+from stages.lib.core.errors import print_failure
 
 if __name__ == "__main__":
     try:
         print(dvc_stages.run(sys.argv[1], lambda line: print(line, flush=True)).value)
     except Exception as error:
-        if (failure := typed(error)) is None:
-            raise
-        sys.exit(f"{type(failure).__name__}: {failure}")
+        sys.exit(print_failure(error, "drive"))

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 
@@ -88,22 +89,8 @@ class Lab:
         return hashes
 
     def run(self, project: Path, address: str, fault: dict[str, object] | None = None) -> Ended:
-        """Bring a stage up to date; returns when all processes of the project have ended."""
-        struck = self.folder / "struck" / project.name
-        struck.parent.mkdir(exist_ok=True)
-        struck.unlink(missing_ok=True)
-        plan = {"RONDO_FAULT": json.dumps(fault | {"struck": str(struck)})} if fault else {}
-        done = subprocess.run(
-            [self.python, "-m", DRIVER, address],
-            cwd=project,
-            env=self.environment | plan,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        wait_for_processes(project)
-        return Ended(done.returncode, done.stdout, struck.read_text() if struck.exists() else "")
+        """Bring a stage up to date."""
+        return run_with([self.python, "-m", DRIVER, address], project, self.environment, fault)
 
     def run_traced(self, project: Path, address: str) -> None:
         """Bring a stage up to date, and record its points and results."""
@@ -112,6 +99,33 @@ class Lab:
         ended = self.run(project, address, {"trace": str(trace)})
         assert ended.code == 0, ended.output
         (self.folder / f"{address}.results").write_text(json.dumps(hashes_of(project)))
+
+
+def run_with(
+    command: list[str],
+    project: Path,
+    environment: dict[str, str],
+    fault: dict[str, object] | None,
+) -> Ended:
+    """Run a command in a project; returns when all processes of the project have ended.
+
+    Args:
+        fault: for RONDO_FAULT, but for the file `struck`.
+    """
+    with TemporaryDirectory() as folder:
+        struck = Path(folder, "struck")
+        plan = {"RONDO_FAULT": json.dumps(fault | {"struck": str(struck)})} if fault else {}
+        ended = subprocess.run(
+            command,
+            cwd=project,
+            env=environment | plan,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        wait_for_processes(project)
+        return Ended(ended.returncode, ended.stdout, struck.read_text() if struck.exists() else "")
 
 
 @contextmanager
@@ -257,15 +271,14 @@ def run_trial(
         for later in then:
             lab.run(project, address, asdict(later) | {"do": do})
         second = lab.run(project, address)
-        differ = differences(lab, address, project)
+        differ = differences(hashes_of(project), lab.results(address))
     finally:
         shutil.rmtree(project, ignore_errors=True)
     struck = point.victim.replace(".", "/") in first.struck
     return Trial(f"{do}, {address}, {point}", struck, first, second, differ)
 
 
-def differences(lab: Lab, address: str, project: Path) -> tuple[str, ...]:
-    """The results of a stage that are not those without a fault."""
-    after, expected = hashes_of(project), lab.results(address)
+def differences(after: dict[str, str], expected: dict[str, str]) -> tuple[str, ...]:
+    """The results that are not those without a fault."""
     names = sorted(after.keys() | expected)
     return tuple(name for name in names if after.get(name) != expected.get(name))

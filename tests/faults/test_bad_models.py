@@ -78,7 +78,7 @@ def same_weights(folder: Path, model: Any) -> None:
         ("base", "config.json", 40, 300),
         ("base", "model.safetensors", 40, 300),
         ("reward", "config.json", 30, 200),
-        ("reward", "model.safetensors", 20, 150),
+        ("reward", "model.safetensors", 40, 150),
         ("adapter", "adapter_config.json", 30, 150),
         ("adapter", "adapter_model.safetensors", 30, 150),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Report
-from tests.faults.lab import Lab, Point, Trial, copy, differences, run_trial
+from tests.faults.lab import Lab, Point, Trial, copy, differences, hashes_of, run_trial
 from tests.faults.scale import FULL
 from tests.faults.test_kills import DVC_LOCK, STAGES
 
@@ -117,7 +117,7 @@ def test_a_real_disk_without_room(
         first = lab.run(project, address)
         make_room()
         second = lab.run(project, address)
-        differ = differences(lab, address, project)
+        differ = differences(hashes_of(project), lab.results(address))
     fault = f"{take.__name__}, {free} left, {address}"
     trial = Trial(fault, first.code != 0, first, second, differ)
     check_errors([trial])

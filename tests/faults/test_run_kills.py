@@ -2,10 +2,8 @@
 the report. The project is the small one of tests/flows, since only the stages are small there.
 """
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.faults.conftest import Report
-from tests.faults.lab import INJECTION, Ended, Trial, copy, hashes_of, wait_for_processes
+from tests.faults.lab import INJECTION, Ended, Trial, copy, differences, hashes_of, run_with
 from tests.faults.scale import FULL
 from tests.flows.conftest import make_project
 from tests.paths import ROOT
@@ -40,24 +38,11 @@ KILLS = [  # operation, path, occurrence
 
 
 def run(project: Path, fault: dict[str, object] | None = None) -> Ended:
-    """`rondo run`; returns when all processes of the project have ended."""
-    struck = project.parent / f"{project.name}.struck"
-    struck.unlink(missing_ok=True)
+    """`rondo run`."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("RONDO_")
     } | {"PYTHONPATH": f"{INJECTION}:{ROOT}"}
-    if fault:
-        environment["RONDO_FAULT"] = json.dumps(fault | {"struck": str(struck)})
-    ended = subprocess.run(
-        [sys.executable, "-m", "flows.cli", *RUN],
-        cwd=project,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    wait_for_processes(project)
-    return Ended(ended.returncode, ended.stdout, struck.read_text() if struck.exists() else "")
+    return run_with([sys.executable, "-m", "flows.cli", *RUN], project, environment, fault)
 
 
 def without_report(hashes: dict[str, str]) -> dict[str, str]:
@@ -113,8 +98,7 @@ def test_a_kill_of_the_run_at_each_of_its_records(
     first = run(project, point | {"victim": "flows.cli", "do": "SIGKILL"})
     second = run(project)
     after, expected = (without_report(hashes_of(at)) for at in (project, finished / "after"))
-    names = sorted(after.keys() | expected)
-    differ = tuple(name for name in names if after.get(name) != expected.get(name))
+    differ = differences(after, expected)
     trial = Trial(f"rondo run, {kill}", "flows/cli" in first.struck, first, second, differ)
     report("SIGKILL of rondo run", [trial], ("identical", "again"))
     check_records(project)

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 from collections.abc import Iterator
 
 from pydantic import ValidationError
@@ -62,6 +63,18 @@ def storage_advice(text: str) -> str | None:
     """The next step after a disk's error in a message of Python or a library; None: it has none."""
     numbers = (int(first or second) for first, second in PRINTED_ERRNO.findall(text))
     return next((STORAGE_ADVICE[number] for number in numbers if number in STORAGE_ADVICE), None)
+
+
+def print_failure(error: Exception, who: str) -> int:
+    """Print a typed error in one line; returns its exit code.
+
+    Raises:
+        Exception: `error` itself, if it has no type (`typed`).
+    """
+    if (failure := typed(error)) is None:
+        raise error
+    print(f"{who}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
+    return failure.exit_code
 
 
 def typed(error: BaseException) -> RondoError | None:

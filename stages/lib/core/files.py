@@ -89,13 +89,16 @@ def read_json(path: Path, made_by: str) -> dict[str, Any]:
 
 def read_object(path: Path, fix: str) -> dict[str, Any]:
     """As `read_json`; `fix` is the next step for the user, for the error message."""
-    text = read_text(path, fix)
+    return _object(read_text(path, fix), str(path), fix)
+
+
+def _object(text: str | bytes, where: str, fix: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise BadInput(f"{path}: not JSON: {error}; {fix}") from None
+        raise BadInput(f"{where}: not JSON: {error}; {fix}") from None
     if not isinstance(value, dict):
-        raise BadInput(f"{path}: expected a JSON object, got {value!r:.60}; {fix}")
+        raise BadInput(f"{where}: expected a JSON object, got {value!r:.60}; {fix}")
     return value
 
 
@@ -117,20 +120,10 @@ def read_jsonl(path: Path, made_by: str, growing: bool = False) -> list[Row]:
     """
     fix = f"run `{made_by}`"
     return [
-        _row(path, number, line, fix)
+        _object(line, f"{path}:{number}", fix)
         for number, line in read_lines(path, fix)
         if not growing or line.endswith(b"\n")
     ]
-
-
-def _row(path: Path, number: int, line: bytes, fix: str) -> Row:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise BadInput(f"{path}:{number}: not JSON: {error}; {fix}") from None
-    if not isinstance(row, dict):
-        raise BadInput(f"{path}:{number}: expected a JSON object, got {row!r:.60}; {fix}")
-    return row
 
 
 def is_placeholder(folder: Path) -> bool:

@@ -8,10 +8,11 @@ import tomllib
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.errors import BadInput
 from stages.lib.core.reading import read_text
+from stages.lib.core.validation import check_type
 
 FILE = Path("pyproject.toml")
 
@@ -46,12 +47,10 @@ def read_limits() -> ProjectLimits:
         return ProjectLimits()
     try:
         document = tomllib.loads(read_text(FILE, "correct the file"))
-        return ToolTable.model_validate(document).tool.rondo
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadInput(f"{FILE}: not TOML: {error}; correct the file") from None
-    except ValidationError as error:
-        problem = format_validation_errors(error)
-        raise BadInput(f"{FILE} [tool.rondo]: {problem}; correct the key") from None
+    table = check_type(ToolTable, document, f"{FILE} [tool.rondo]", "correct the key")
+    return table.tool.rondo
 
 
 def read_api_key(variable: str, server: str) -> str | None:

@@ -19,11 +19,12 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from stages.lib.core.errors import BadInput, format_validation_errors
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.types import Metrics, Prompt
+from stages.lib.core.validation import check_type
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
@@ -223,11 +224,7 @@ def read_rows(
                 f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "
                 f"{kind.__name__} has; run `{made_by}` again"
             )
-        try:
-            model.model_validate(row)
-        except ValidationError as error:
-            problem = format_validation_errors(error)
-            raise BadInput(f"{path}: row {number}: {problem}; run `{made_by}` again") from None
+        check_type(model, row, f"{path}: row {number}", f"run `{made_by}` again")
     return cast(list[AnyRow], rows)
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from stages.lib.core.errors import typed
+from stages.lib.core.errors import print_failure
 from stages.lib.core.launch import is_launched
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.processes import share_out
@@ -41,10 +41,7 @@ def stage_main(name: str, stage: Callable[[Params, str], None]) -> None:
             stage(params, round_)
             print_line(f"[{address}] peak memory: {peak_memory()}")
     except Exception as error:
-        if (failure := typed(error)) is None:
-            raise
-        print(f"{address}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
-        sys.exit(failure.exit_code)
+        sys.exit(print_failure(error, address))
 
 
 def peak_memory() -> str:

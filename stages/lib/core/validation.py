@@ -2,8 +2,9 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 
@@ -63,7 +64,6 @@ def validate_row(kind: type[Model], row: Any, location: str, fix: str) -> Model:
         BadInput: the row is not a valid `kind`.
     """
     try:
-        kind.model_validate(row)
         # JSON has types: "1" is no number, and true is none
         return kind.model_validate_json(json.dumps(row), strict=True)
     except ValidationError as error:
@@ -87,9 +87,28 @@ def read_json_as(kind: type[Value], path: Path, made_by: str) -> Value:
     Raises:
         BadInput: the file is missing or damaged, or its value has another type; names the key.
     """
+    return check_type(kind, read_json(path, made_by), str(path), f"run `{made_by}` again")
+
+
+def check_type(kind: type[Value], value: Any, where: str, fix: str) -> Value:
+    """The value as a `kind`.
+
+    Args:
+        kind: any type that pydantic knows.
+        value: of a file.
+        where: the file, for the error message.
+        fix: the next step for the user, for the error message.
+
+    Raises:
+        BadInput: it has another type; names the key.
+    """
     try:
-        value: Value = TypeAdapter(kind).validate_python(read_json(path, made_by))
+        checked: Value = _adapter(cast(Any, kind)).validate_python(value)
     except ValidationError as error:
-        problem = format_validation_errors(error)
-        raise BadInput(f"{path}: {problem}; run `{made_by}` again") from None
-    return value
+        raise BadInput(f"{where}: {format_validation_errors(error)}; {fix}") from None
+    return checked
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

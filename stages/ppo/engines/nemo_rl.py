@@ -83,7 +83,8 @@ class NemoRlJob(EngineJob):
 
     def score_scale(self) -> Overrides:
         """Calibration and clip: what maps mean -+ clip * std to -+ clip."""
-        model, clip = read_json(self.reward / "config.json", ""), self.params.ppo.score_clip
+        model = read_json(self.reward / "config.json", "dvc repro reward")
+        clip = self.params.ppo.score_clip
         return {
             "ppo.reward_scaling.enabled": True,
             "ppo.reward_scaling.source_min": model["mean"] - clip * model["std"],

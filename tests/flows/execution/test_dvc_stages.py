@@ -16,7 +16,7 @@ import zc.lockfile
 from dvc.lock import DEFAULT_TIMEOUT
 
 from flows.core import config
-from flows.execution import dvc_stages
+from flows.execution import dvc_stages, fork_server, process_guard
 from stages.lib.core import progress
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import write_text
@@ -103,6 +103,27 @@ def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) ->
         assert interrupt_after(before[:cut]) == before
     complete = before + "  sft@r0:\n    cmd: train\n"
     assert interrupt_after(complete) == complete
+
+
+@pytest.mark.parametrize("with_fork_server", [True, False])
+def test_a_dvc_that_is_killed_loses_no_other_stage(
+    project: Path, monkeypatch: pytest.MonkeyPatch, with_fork_server: bool
+) -> None:
+    run_to("prepare@r0")
+    if not with_fork_server:
+        monkeypatch.delenv(fork_server.VARIABLE)
+    lock = project / "dvc.lock"
+    before = lock.read_text()
+
+    def kill_dvc(_: str) -> None:
+        lock.write_text("")  # as DVC leaves it if it is killed while it writes
+        for process in of_project(project, "repro"):
+            if process_guard.__file__ not in process.info["cmdline"]:
+                process.kill()
+
+    with pytest.raises(RondoError, match="ended with exit code 137"):
+        dvc_stages.run("sft@r0", kill_dvc)
+    assert lock.read_text() == before
 
 
 def test_a_failed_stage_keeps_what_others_wrote_to_dvc_lock_meanwhile(project: Path) -> None:

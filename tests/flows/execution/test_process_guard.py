@@ -1,10 +1,12 @@
 """The guard leaves no process behind, whenever it is told to end."""
 
+import signal
 import subprocess
 import sys
 
 import psutil
 
+from flows.execution import process_guard
 from tests.paths import ROOT
 from tests.servers import until
 
@@ -23,6 +25,11 @@ process_guard.subprocess.Popen = Interrupted
 sys.argv = ["guard", str(os.getppid()), "sleep", "60"]
 sys.exit(process_guard.main())
 """
+
+
+def test_a_command_that_a_signal_ends_has_the_code_of_a_shell() -> None:
+    command = ["sh", "-c", "kill -9 $$"]
+    assert process_guard.start(command).wait(60) == 128 + signal.SIGKILL
 
 
 def test_a_signal_while_the_command_starts_ends_it_too() -> None:

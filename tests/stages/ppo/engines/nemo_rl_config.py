@@ -1,11 +1,10 @@
 """The config of a checkout of NeMo RL.
 
-    python tests/stages/ppo/engines/nemo_rl_config.py RL > nemo_rl.json
+    python -m tests.stages.ppo.engines.nemo_rl_config RL > nemo_rl.json
 
 It needs Hydra, but no GPU.
 """
 
-import json
 import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,9 +66,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 if __name__ == "__main__":
+    from tests.stages.ppo.engines.record import print_record
+
     nemo_rl = NemoRl(Path(sys.argv[1]))
-    lines = [
-        f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in nemo_rl.options().items()
-    ]
-    options = ",\n".join(lines)
-    print(f'{{"version": "{nemo_rl.version}", "options": {{\n{options}\n}}}}')
+    print_record(nemo_rl.version, nemo_rl.options())

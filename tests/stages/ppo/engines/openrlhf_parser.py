@@ -1,12 +1,11 @@
 """The parser of a real OpenRLHF wheel, which needs neither OpenRLHF's dependencies nor a GPU: only
 the `__main__` block of its command is run, with the training captured.
 
-    python tests/stages/ppo/engines/openrlhf_parser.py openrlhf-*.whl > openrlhf.json
+    python -m tests.stages.ppo.engines.openrlhf_parser openrlhf-*.whl > openrlhf.json
 """
 
 import argparse
 import ast
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -110,9 +109,7 @@ def described(action: argparse.Action) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    from tests.stages.ppo.engines.record import print_record
+
     openrlhf = OpenRlhf(Path(sys.argv[1]))
-    lines = [
-        f"  {json.dumps(name)}: {json.dumps(kind)}" for name, kind in openrlhf.options().items()
-    ]
-    options = ",\n".join(lines)
-    print(f'{{"version": "{openrlhf.version}", "options": {{\n{options}\n}}}}')
+    print_record(openrlhf.version, openrlhf.options())

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
 )
@@ -27,6 +25,7 @@ from stages.lib.core.params.nemo_rl import NEMO_RL, REWARD
 from stages.ppo.engines.job import EngineMetrics
 from stages.ppo.engines.nemo_rl import NemoRlJob
 from tests import engine_settings
+from tests.stages.ppo.engines.critics import check_critic
 from tests.stages.ppo.engines.stand_in.install import RECIPE, install, recorded_versions
 from tests.stages.ppo.engines.test_openrlhf import DISTINCT
 
@@ -245,12 +244,7 @@ def test_nemo_rl_adds_no_bos_to_what_the_reward_model_reads(written):
 
 
 def test_the_critics_values_are_calibrated_scores(written):
-    reward = AutoModelForSequenceClassification.from_pretrained(written.reward)
-    critic = AutoModelForTokenClassification.from_pretrained(written.critic_start)
-    tokens = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        raw, values = reward(tokens).logits[0], critic(tokens).logits[0, -1]
-    torch.testing.assert_close(values, (raw - 1.5) / 2.0)
+    check_critic(written)
 
 
 def test_a_cluster_without_a_checkout_is_refused(written):

@@ -5,11 +5,8 @@ source of the recorded version.
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     GPTNeoXConfig,
     GPTNeoXForSequenceClassification,
 )
@@ -19,6 +16,7 @@ from stages.lib.core.files import read_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.verl import VERL
 from stages.ppo.engines.critic import write_critic
+from tests.stages.ppo.engines.critics import check_critic
 from tests.stages.ppo.engines.test_openrlhf import DISTINCT
 from tests.stages.ppo.engines.verl_job import TwoEnds, job_of, make
 
@@ -187,13 +185,7 @@ def test_prompts_are_messages_in_the_order_of_the_updates(written):
 
 
 def test_the_critics_values_are_calibrated_scores(written):
-    reward = AutoModelForSequenceClassification.from_pretrained(written.reward)
-    critic = AutoModelForTokenClassification.from_pretrained(written.critic_start)
-    tokens = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        raw, values = reward(tokens).logits[0], critic(tokens).logits[0, -1]
-    torch.testing.assert_close(values, (raw - 1.5) / 2.0)
-    assert raw.abs() > 1e-4
+    check_critic(written)
 
 
 def test_a_model_whose_critic_could_not_start_from_its_rewards_is_refused(tmp_path):

@@ -1,12 +1,11 @@
 """The config of a real verl wheel.
 
-    python tests/stages/ppo/engines/verl_config.py verl-*.whl > verl.json
+    python -m tests.stages.ppo.engines.verl_config verl-*.whl > verl.json
 
 It needs Hydra, and `Verl.validate` what verl imports, but no GPU (`make test-engines` installs
 them).
 """
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,10 +81,8 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 if __name__ == "__main__":
     from tempfile import TemporaryDirectory
 
+    from tests.stages.ppo.engines.record import print_record
+
     with TemporaryDirectory() as folder:
-        verl = Verl(Path(sys.argv[1]), Path(folder))
-        lines = [
-            f"  {json.dumps(name)}: {json.dumps(kind)}" for name, kind in verl.options().items()
-        ]
-    options = ",\n".join(lines)
-    print(f'{{"version": "{verl.version}", "options": {{\n{options}\n}}}}')
+        verl = Verl(Path(sys.argv[1]), Path(folder, "wheel"))
+        print_record(verl.version, verl.options())
