@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import UUID
 
@@ -118,14 +119,16 @@ def services_until_signal(worker: Worker, home: Path) -> Iterator[Services]:
     """The processes of this command, with its environment as it is now. A signal ends the block,
     and the end of the block ends the runs of the worker and all processes.
     """
-    services = Services(home / "logs", service_environment())
-    services.logs.mkdir(parents=True, exist_ok=True)
-    try:
-        yield services
-    except interrupts.Interrupted:
-        pass
-    finally:
-        stop_all(services.processes, worker.cut_off_file(home), worker.pool)
+    # Prefect's workers share one folder in TMPDIR, which the first user of a machine owns
+    with TemporaryDirectory(prefix="rondo-", ignore_cleanup_errors=True) as temporary:
+        services = Services(home / "logs", service_environment() | {"TMPDIR": temporary})
+        services.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            yield services
+        except interrupts.Interrupted:
+            pass
+        finally:
+            stop_all(services.processes, worker.cut_off_file(home), worker.pool)
 
 
 def _check_name(worker: Worker, home: Path) -> None:

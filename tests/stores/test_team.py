@@ -1,14 +1,16 @@
-"""A team: one Prefect server that asks for a string, and a worker in another clone, under another
-home, which shares with the others only git, the DVC remote and the servers.
+"""A team: one Prefect server that asks for a string, and a worker of another user, in another clone
+under another home, which shares with the others only git, the DVC remote and the servers.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -26,7 +28,8 @@ AUTH = "team:s3cret"
 @dataclass
 class Team:
     """person: the clone of somebody who starts runs. machine: the clone of the worker, which has
-    the variables `environment`. git: the bare repository of both. api: Prefect's, with the string.
+    the variables `environment` and belongs to `user` (None: the person). git: the bare repository
+    of both. api: Prefect's, with the string.
     """
 
     stores: Stores
@@ -35,6 +38,7 @@ class Team:
     git: Path
     api: str
     environment: dict[str, str]
+    user: str | None
     worker: "subprocess.Popen[str]" = field(init=False)
 
     def start_worker(self) -> None:
@@ -46,6 +50,7 @@ class Team:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            **as_user(self.user),
         )
 
     def deployment(self, name: str) -> Any:
@@ -69,21 +74,56 @@ class Team:
         return [line.rpartition("refs/heads/")[2] for line in listing.splitlines()]
 
 
-def run_in(folder: Path, environment: dict[str, str], *command: str) -> str:
+def as_user(user: str | None) -> dict[str, Any]:
+    """Arguments of `subprocess`."""
+    return {} if user is None else {"user": user, "group": "nogroup", "extra_groups": []}
+
+
+def other_user(python: str) -> str | None:
+    """Debian's `nobody`, if these tests can start programs as other users, and these can read
+    Python's packages.
+    """
+    if os.geteuid() != 0:
+        return None
+    command = [python, "-c", "import prefect, flows.cli"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": "/nonexistent"}
+    tried = subprocess.run(
+        command, cwd="/", env=environment, capture_output=True, **as_user("nobody")
+    )
+    return "nobody" if tried.returncode == 0 else None
+
+
+def run_in(
+    folder: Path, environment: dict[str, str], *command: str, user: str | None = None
+) -> str:
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        **as_user(user),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def team(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+def folder() -> Iterator[Path]:
+    """Other users can enter it, unlike pytest's."""
+    made = Path(mkdtemp(prefix="rondo-team-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def team(stores: Stores, folder: Path) -> Iterator[Team]:
     """With the commands of docs/scale.md."""
-    folder = tmp_path_factory.mktemp("team")
     person, machine, bare = folder / "person", folder / "machine", folder / "git"
+    user = other_user(stores.python)
     query(f"{stores.postgres}/postgres", "create database team")
-    person.mkdir()
+    person.mkdir(0o700)
     make_project(person)
     (person / "prefect.yaml").write_text((ROOT / "prefect.yaml").read_text())
     (person / "flows").symlink_to(ROOT / "flows")
@@ -94,9 +134,9 @@ def team(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
     run_in(person, of_person, "git", "add", "-A")
     run_in(person, of_person, "git", "commit", "-qm", "a team's project")
     run_in(folder, of_person, "git", "clone", "-q", "--bare", str(person), str(bare))
-    run_in(person, of_person, "git", "remote", "add", "origin", str(bare))
-    run_in(folder, of_person, "git", "clone", "-q", str(bare), str(machine))
-    port = free_port()
+    git_port, port = free_port(), free_port()
+    origin = f"git://127.0.0.1:{git_port}/git"
+    run_in(person, of_person, "git", "remote", "add", "origin", origin)
     server = of_person | {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_SERVER_API_AUTH_STRING": AUTH,
@@ -113,33 +153,53 @@ def team(stores: Stores, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
         "PWD": str(folder),
     }
     del of_worker["PREFECT_SERVER_DATABASE_CONNECTION_URL"]  # only the server's
-    processes: list[subprocess.Popen[bytes]] = []
+    machine.mkdir()
+    if user:
+        for owned in (machine, folder / "machine-home"):
+            shutil.chown(owned, user, "nogroup")
+    daemon = ["git", "daemon", "--export-all", "--enable=receive-pack", "--listen=127.0.0.1"]
+    commands = (
+        [*daemon, f"--port={git_port}", f"--base-path={folder}"],
+        [stores.python, "-m", "prefect", "server", "start", "--port", port],
+    )
     with (folder / "server.log").open("w") as log:
-        command = [stores.python, "-m", "prefect", "server", "start", "--port", port]
-        processes.append(
+        processes = [
             subprocess.Popen(command, env=os.environ | server, stdout=log, stderr=log, cwd=folder)
-        )
+            for command in commands
+        ]
     try:
-        wait_for(f"http://127.0.0.1:{port}/api/health", processes[0])
+        wait_for(f"http://127.0.0.1:{port}/api/health", processes[1])
+        run_in(machine, of_worker, "git", "clone", "-q", origin, ".", user=user)
         refused = subprocess.run(
             [stores.python, "-m", "flows.cli", "worker", "--name", "host-b"],
             cwd=machine,
             env=os.environ | of_worker | {"PREFECT_API_AUTH_STRING": "team:guess"},
             capture_output=True,
             text=True,
+            **as_user(user),
         )
-        assert refused.returncode == 4
+        assert refused.returncode == 4, refused.stderr
         assert "401" in refused.stderr and "PREFECT_API_AUTH_STRING is the string" in refused.stderr
         api = f"http://{AUTH}@127.0.0.1:{port}/api"
-        made = Team(stores, person, machine, bare, api, of_worker)
+        made = Team(stores, person, machine, bare, api, of_worker, user)
         made.start_worker()
         assert "rlhf-pipeline-host-b, next-round-host-b" in read_until(made.worker, "Deployments")
         yield made
         made.worker.send_signal(signal.SIGINT)
         assert made.worker.wait(60) == 0
     finally:
-        processes[0].terminate()
-        processes[0].wait(60)
+        for process in processes:
+            process.terminate()
+            process.wait(60)
+
+
+def test_the_worker_is_another_user(team: Team) -> None:
+    if team.user is None:
+        pytest.skip("needs root, and a Python that other users can read: PYTHON=/usr/bin/python3")
+    users = {process.username() for process in of_project(team.machine, "worker")}
+    assert users == {team.user} != {team.person.owner()}
+    reading = subprocess.run(["ls", team.person], capture_output=True, **as_user(team.user))
+    assert reading.returncode != 0
 
 
 def test_a_run_on_another_machine_is_pushed_and_recorded(team: Team) -> None:

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -109,6 +110,20 @@ def test_the_end_of_a_command_ends_its_processes(
         assert services.processes["pages"].poll() is None
         raise end
     assert services.processes["pages"].wait(10) != 0
+
+
+def test_a_worker_shares_no_temporary_folder_with_other_users(
+    tmp_path: Path, signals: None
+) -> None:
+    """Prefect's worker makes `runner_storage` there, for the first user of the machine."""
+    show = "from prefect.runner import Runner; print(Runner()._tmp_dir.parent.parent)"
+    with worker.services_until_signal(worker.OWN, tmp_path) as services:
+        shown = subprocess.run(
+            [sys.executable, "-c", show], env=services.environment, capture_output=True, text=True
+        )
+        folder = Path(shown.stdout.strip())
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
 
 
 def test_up_and_worker_of_a_folder_remember_their_own_runs(tmp_path: Path) -> None:
