@@ -29,12 +29,10 @@ from flows.execution import disk, fork_server, machine
 from flows.execution.dvc_stages import command_environment
 from flows.execution.machine import Machine
 from flows.execution.memory import Limits
-from flows.orchestration import retries
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
 from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.ended_rounds import params_of
-from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
 from stages.lib.core.params import load_params
 from tests.paths import ROOT
@@ -160,18 +158,6 @@ def test_a_run_that_begins_again_keeps_its_own_params_and_rounds_of_others(
     assert (params.gates.sft.loss_drop, params.seed) == (0.9, 0)
     assert list(params.rounds) == ["r0", "r1"]
     assert re.findall(r"run \S+ in .*", log) == [name]
-
-
-def test_the_delays_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RONDO_NETWORK_WAITS", raising=False)
-    assert retries.retry_delays() == [10, 60, 300]
-    for value, expected in (("", []), ("1, 0.5", [1, 0.5])):
-        monkeypatch.setenv("RONDO_NETWORK_WAITS", value)
-        assert retries.retry_delays() == expected
-    for value in ("soon", "1,-2", "inf"):
-        monkeypatch.setenv("RONDO_NETWORK_WAITS", value)
-        with pytest.raises(BadInput, match=rf"RONDO_NETWORK_WAITS={value}: expected seconds"):
-            retries.retry_delays()
 
 
 def test_only_stages_that_compute_wait_for_a_slot(
