@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from stages.gate.approvals import Approval, approval_path, read_approval, write_approval
+from stages.gate.approvals import (
+    Approval,
+    approval_path,
+    check_reason,
+    read_approval,
+    write_approval,
+)
 from stages.lib.core.errors import BadInput
 
 SEEN = Approval(
@@ -28,6 +34,19 @@ SEEN = Approval(
 )
 def test_valid_for_these_numbers_only(failed, holds):
     assert SEEN.holds_for(failed) is holds
+
+
+def test_numbers_are_the_same_up_to_rounding_at_any_size():
+    for seen in (1e-9, 0.5, 3e6):
+        approval = SEEN.model_copy(update={"failed": {"a": seen}})
+        same = [approval.holds_for({"a": seen * factor}) for factor in (1, 1 + 1e-7, 1 + 1e-5, -1)]
+        assert same == [True, True, False, False]
+
+
+def test_a_decision_needs_a_reason():
+    check_reason("seen by hand", "why")
+    with pytest.raises(BadInput, match=r'--reason is empty: give one, e\.g\. --reason "why"'):
+        check_reason("  ", "why")
 
 
 def test_written_and_read(tmp_path, monkeypatch):

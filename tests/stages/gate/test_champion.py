@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from stages.gate.approvals import Approval, Rollback, rollback_path, write_approval
 from stages.gate.champion import main
@@ -115,13 +116,28 @@ def test_an_approved_policy_is_champion() -> None:
     assert champions("ask") == [None, None, "r1", "r1", "r1"]
 
 
-def test_a_policy_that_was_rolled_back_is_no_champion_but_a_new_one_of_its_round_may_be() -> None:
+def test_an_ended_round_keeps_its_own_thresholds() -> None:
+    write_round("r0", 0.4)
+    write_round("r1", 0.4)
+    own = params_of("block")
+    own.gates.promote.win_rate = 0.3
+    write_text(Path("rounds/r0/params.yaml"), yaml.safe_dump(own.model_dump(mode="json")))
+    assert champions(number=3) == [None, "r0", "r0"]
+    Path("rounds/r0/params.yaml").unlink()
+    assert champions(number=3) == [None, None, None]
+
+
+def test_a_policy_that_was_rolled_back_is_no_champion_but_a_new_one_of_its_round_may_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_round("r0", 0.6)
     write_round("r1", 0.6)
     policy = file_hash(Path("rounds/r1/ppo/policy"))
     rollback = Rollback(by="Ada", reason="one ending for all", policy=policy)
     write_json(rollback_path("r1"), rollback.model_dump())
     assert champions(number=3) == [None, "r0", "r0"]
+    line = "[champion] r1 was rolled back by Ada: one ending for all"
+    assert line in capsys.readouterr().out.splitlines()
     write_text(Path("rounds/r1/ppo/policy/adapter.bin"), "trained anew")
     assert champions(number=3) == [None, "r0", "r1"]
 

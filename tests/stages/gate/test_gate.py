@@ -307,11 +307,19 @@ def test_every_threshold_has_a_failing_case_above():
         ("promote", "capability", {"worst_fall": float("nan")}),
         ("promote", "evaluate", {"human_nll_rise": None}),
         ("promote", "evaluate", {"sft": {}}),
+        ("promote", "evaluate", {"sft": 0.7}),
     ],
 )
 def test_missing_and_nan_never_pass(attempt, gate, stage, change):
     with pytest.raises(GateFailed, match="missing"):
         attempt(gate, changed(gate, stage, change))
+
+
+def test_a_metric_that_may_be_unmeasured_may_not_be_left_out(attempt):
+    """Null says that it was not measured; a missing key is of another version, or a mistake."""
+    battery = {key: value for key, value in BATTERY.items() if key != "worst_flip"}
+    with pytest.raises(GateFailed, match=r"battery\.worst_flip missing, wanted <= 0\.2"):
+        attempt("reward", METRICS["reward"] | {"battery": battery})
 
 
 @pytest.mark.parametrize(
@@ -334,6 +342,7 @@ def test_a_metric_that_was_not_measured_is_reported_and_does_not_fail(
     line = next(check for check in verdict["checks"] if check["metric"] == f"{stage}.{name}")
     assert line["value"] is None
     assert format_check(line) == f"{stage}.{name} not measured, wanted {threshold}"
+    assert line["next_step"] == ""
 
 
 MAY_BE_UNMEASURED = {
@@ -364,6 +373,34 @@ def test_any_other_null_fails(attempt, gate, metric):
         attempt(gate, metrics)
 
 
+def test_each_check_is_printed_and_recorded(attempt, capsys):
+    verdict, _ = attempt("reward", METRICS["reward"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(THRESHOLDS["reward"])
+    assert lines[0] == "[gate_reward@r0] pass  reward.accuracy_low 0.85, wanted >= 0.8"
+    assert "[gate_reward@r0] pass  battery.centre -0.1, wanted within +-0.5" in lines
+    for check, threshold in zip(verdict["checks"], THRESHOLDS["reward"], strict=True):
+        assert check["bound"] == f"gates.reward.{threshold.bound}"
+        assert check["why"] == threshold.why
+
+
+def test_values_have_four_digits():
+    row = {"metric": "ppo.kl", "value": 1234567.0, "threshold": "<= 1", "passed": False}
+    assert format_check(row) == "ppo.kl 1.235e+06, wanted <= 1"
+
+
+def test_all_failures_are_in_one_message_each_with_its_next_step(attempt):
+    with pytest.raises(GateFailed) as failed:
+        attempt("sft", {"sft": SFT | {"loss_after": float("nan"), "memorised": 0.51}})
+    [missing, memorised] = str(failed.value).split("; ")
+    assert missing == (
+        "sft.loss_before - sft.loss_after missing, wanted >= 0.2. Next: sft.loss_before - "
+        "sft.loss_after is missing or not finite: look for NaN in the stage's metrics.jsonl, lower "
+        "its learning rate"
+    )
+    assert memorised.startswith("sft.memorised - sft.memorised_demonstrations 0.5, wanted <= 0.05.")
+
+
 def approve(approved: bool, reason: str) -> None:
     """A decision on the gate `sft` whose metric `memorised` is 0.5 above that of demonstrations."""
     failed: dict[str, float | None] = {"sft.memorised - sft.memorised_demonstrations": 0.5}
@@ -387,8 +424,11 @@ def test_with_ask_an_approval_is_valid_for_its_numbers_and_no_others(attempt, ca
     assert may_continue and not verdict["passed"]
     assert verdict["approval"]["reason"] == "a parrot is wanted"
     assert "approved by Ada: a parrot is wanted" in capsys.readouterr().out
+    assert decision_message(verdict) == ""
     verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.61}}, "ask")
     assert not may_continue and verdict["approval"] is None
+    ignored = "[gate_sft@r0] the approval by Ada is ignored: it was given for other numbers"
+    assert ignored in capsys.readouterr().out.splitlines()
     verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.01}}, "ask")
     assert may_continue and verdict["passed"]
 
@@ -403,6 +443,8 @@ def test_with_block_an_approval_has_no_effect(attempt):
     approve(approved=True, reason="why not")
     with pytest.raises(GateFailed):
         attempt("sft", {"sft": SFT | {"memorised": 0.51}})
+    verdict = json.loads(Path("reports/r0/gate_sft.json").read_text())
+    assert verdict["approval"] is None and decision_message(verdict) == ""
 
 
 def test_a_gate_that_had_passed_can_fail(attempt):

@@ -108,3 +108,7 @@ def test_what_people_add_is_kept_once(tmp_path, monkeypatch):
         BadInput, match=r"badcases/r1\.jsonl:4: no report \(prompt: Field required\); fix the line"
     ):
         read_user_rows("r1")
+    write_jsonl(Path("badcases/r1.jsonl"), [*rows, {"prompt": "It", "note": "why"}])
+    message = r"badcases/r1\.jsonl:4: no mining prompt \(by: Field required\); fix the line"
+    with pytest.raises(BadInput, match=message):
+        read_user_rows("r1")

@@ -18,6 +18,7 @@ def test_hold_out_is_a_share_of_the_distinct_groups() -> None:
     groups = [*"abcdefghij", *"aaaa"]
     assert len(hold_out(groups, 0.3, seed=0)) == 3
     assert len(hold_out(["a"], 0.2, seed=0)) == 1
+    assert len(hold_out(groups, 0.01, seed=0)) == 1  # at least one
     # shares are rounded to the nearest number: 0.29 * 10 is 2.9, and 29 / 100 * 100 is below 29
     assert len(hold_out(groups, 0.29, seed=0)) == 3
     assert len(hold_out(map(str, range(100)), 29 / 100, seed=0)) == 29
@@ -50,7 +51,11 @@ def test_a_changed_evaluation_set_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "r1/prepare/data"
     check_eval_set_unchanged(folder, tmp_path / "r0")
     (folder / "sft_eval.jsonl").write_text(json.dumps({"id": "another"}) + "\n")
-    with pytest.raises(BadInput, match=r"sft_eval\.jsonl differs from .*frozen"):
+    message = (
+        r"sft_eval\.jsonl differs from .*frozen.* the first round\. Undo the change of seed, "
+        r"assets or prepare\.\*, or start again with `dvc repro prepare@r0`"
+    )
+    with pytest.raises(BadInput, match=message):
         check_eval_set_unchanged(folder, tmp_path / "r0")
     (tmp_path / "r0/prepare/data/eval_prompts.jsonl").unlink()
     with pytest.raises(BadInput, match="dvc repro prepare@r0"):

@@ -5,7 +5,7 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.types import Prompt, Row
 from stages.lib.dedup import contamination
-from stages.lib.dedup.contamination import check_no_leaks, find_leaks, leaks_by_set
+from stages.lib.dedup.contamination import Leak, check_no_leaks, find_leaks, leaks_by_set
 from stages.lib.dedup.shingles import batches
 
 TEXT = "the quick brown fox jumps over the lazy dog while seven wizards quietly brew tea in a tower"
@@ -189,3 +189,29 @@ def test_the_refusal_names_each_row_once() -> None:
     ):
         check_no_leaks([(train[leak.row]["id"], leak) for leak in leaks], "fix it")
     check_no_leaks([], "nothing")
+
+
+@pytest.mark.parametrize(
+    ("number", "also"),
+    [
+        (5, ""),
+        (7, "\n  also t:5, t:6"),
+        (100, "\n  also t:5, t:6, "),
+        (101, ", t:99, ..."),
+    ],
+)
+def test_the_refusal_lists_as_many_rows_as_one_can_read(number: int, also: str) -> None:
+    """Five with their words, up to 100 by location."""
+    leaks = [
+        (f"t:{index}", Leak(index, {"id": f"e:{index}", "prompt": "Q"}, "the words"))
+        for index in range(number)
+    ]
+    with pytest.raises(BadInput) as refused:
+        check_no_leaks(leaks, "fix it")
+    message = str(refused.value)
+    assert message.startswith(f"{number} training rows have 13 words in a row")
+    lines = [f"  training t:{index} and held-out e:{index}: “the words”" for index in range(5)]
+    assert "\n".join(lines) + ("" if number == 5 else "\n  also ") in message
+    assert f"{also}" in message and message.endswith("\nfix it")
+    assert ("also" in message) == (number > 5) and ("..." in message) == (number > 100)
+    assert message.count("\n") == (6 if number == 5 else 7)

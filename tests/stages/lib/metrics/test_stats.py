@@ -29,6 +29,12 @@ def test_wilson_at_the_edge_has_a_width():
     assert (low, high) == pytest.approx((0.83887, 1.0), abs=1e-5)
 
 
+def test_wilson_of_one_trial_and_of_another_level():
+    # p = 1, n = 1: 1 / (1 + z^2), with z = 1.96 and z = 1
+    assert wilson_interval(1, 1) == pytest.approx((0.20654, 1.0), abs=1e-5)
+    assert wilson_interval(1, 1, z=1.0) == pytest.approx((0.5, 1.0), abs=1e-9)
+
+
 def test_wilson_needs_trials():
     with pytest.raises(ValueError, match="at least one"):
         wilson_interval(0, 0)
@@ -79,6 +85,7 @@ def test_prompts_needed_by_hand():
     assert prompts_needed(88, 0.47, 0.37, 0.57) == 978  # 977.8
     # just undecided, with an asymmetric interval: never fewer than now
     assert prompts_needed(88, 0.6, 0.5, 0.65) == 89
+    assert prompts_needed(88, 0.4, 0.35, 0.5) == 89
 
 
 @pytest.mark.parametrize(
@@ -110,6 +117,19 @@ def test_bins_of_confidence_are_a_twentieth_wide():
     assert ece == pytest.approx((0.47 + 0.58) / 2)
 
 
+def test_bins_begin_at_confidence_one_half():
+    # with 2 bins, .5 to .75 and .75 to 1: .6, .7 and .9, all right
+    margins = [math.log(p / (1 - p)) for p in (0.6, 0.7, 0.9)]
+    ece, bins = calibration(margins, bins=2)
+    assert bins == [(pytest.approx(0.65), 1.0, 2), (pytest.approx(0.9), 1.0, 1)]
+    assert ece == pytest.approx(2 / 3 * 0.35 + 1 / 3 * 0.1)
+    # by default 10 bins: .945 and .955 are on two sides of the border at .95
+    nearly = [math.log(p / (1 - p)) for p in (0.945, 0.955)]
+    assert [count for _, _, count in calibration(nearly)[1]] == [1, 1]
+    # the last bin takes 1 itself, and no other of its neighbours
+    assert [count for _, _, count in calibration([*nearly, 100.0])[1]] == [1, 2]
+
+
 def test_calibration_counts_ties_half():
     assert calibration([0.0, 0.0]) == (0.0, [(0.5, 0.5, 2)])
 
@@ -123,6 +143,8 @@ def test_pearson():
     assert pearson(x, y) == pytest.approx(stats.pearsonr(x, y).statistic)
     assert pearson(x, [1.0] * 4) is None
     assert pearson([1.0], [1.0]) is None
+    assert pearson([1.0, 2.0], [5.0, 3.0]) == pytest.approx(-1.0)
+    assert pearson([1.0, 1.0], [5.0, 3.0]) is None
 
 
 def test_partial_correlation_equals_that_of_the_inverse_covariance():
@@ -143,7 +165,29 @@ def test_partial_correlation_without_residuals_is_undefined():
     )  # three points, two of them used up
 
 
+def test_partial_correlation_of_as_few_points_as_it_can_have():
+    # four points, one regressor; z = (0, 0, 1, 1) leaves the differences from the mean of each
+    # half: x (-1, 1, -2, 2), y (1, -1, -3, 3): (-1 - 1 + 6 + 6) / sqrt(10 * 20)
+    x, y = [0.0, 2.0, 5.0, 9.0], [4.0, 2.0, 1.0, 7.0]
+    expected = 10 / math.sqrt(200)
+    assert partial_correlation(x, y, [[0.0, 0.0, 1.0, 1.0]]) == pytest.approx(expected)
+
+
+def test_a_small_column_beside_a_large_one_has_residuals():
+    """Each column is compared with rounding of its own size. Residuals: x (-1, 1, -1.5, 1.5) e-6, y
+    (1, -1, -3, 3) e6.
+    """
+    x, z = [1e-6, 3e-6, 2e-6, 5e-6], [0.0, 0.0, 1.0, 1.0]
+    y = [4e6, 2e6, 1e6, 7e6]
+    assert partial_correlation(x, y, [z]) == pytest.approx(7 / math.sqrt(6.5 * 20))
+    # and 2 * z is none but rounding, at any size
+    assert partial_correlation([2e9 * value for value in z], y, [z]) is None
+
+
 def test_connected_links_are_grouped():
     links = [("a", "b"), ("c", "d"), ("b", "e"), ("f", "c"), ("g", "h")]
     assert connected_groups(links) == [[0, 2], [1, 3], [4]]
     assert connected_groups([("a", "a")]) == [[0]]
+    # the direction of a link means nothing
+    assert connected_groups([("a", "b"), ("c", "b"), ("c", "d")]) == [[0, 1, 2]]
+    assert connected_groups([]) == []

@@ -169,3 +169,24 @@ def test_signs_of_missing_metrics_are_left_out_and_the_fix_names_the_kl_key():
         ("kl above budget", "raise rloo.beta, lower ppo.learning_rate")
     ]
     assert monitor.report()["verdict"] == "danger"
+
+
+def test_a_resumed_run_has_the_findings_of_the_steps_before() -> None:
+    steps = [healthy(update) | {"repetition_3": 0.5 * update / UPDATES} for update in range(1, 21)]
+    monitor, resumed = Monitor(PARAMS), Monitor(PARAMS)
+    for number in range(1, len(steps) + 1):
+        monitor.check(steps[:number])
+    resumed.check_history(steps)
+    assert resumed.findings == monitor.findings != []
+
+
+def test_a_finding_has_what_its_sign_says() -> None:
+    """As health.json has it."""
+    monitor = monitor_run(lambda share: {"repetition_3": 0.01 if share < 1 else 0.5})
+    [sign] = [sign for sign in HEALTH_CHECKS if sign.name == "repetition"]
+    report = monitor.report()
+    assert report.keys() == {"verdict", "findings"} and report["verdict"] == monitor.verdict
+    [finding] = report["findings"]
+    assert finding["update"] == UPDATES
+    names = ("metric", "threshold", "cause")
+    assert [finding[name] for name in names] == [getattr(sign, name) for name in names]

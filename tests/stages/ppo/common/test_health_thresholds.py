@@ -3,11 +3,20 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from stages.lib.core.params.policy import PpoParams
-from stages.ppo.common.health import DANGER, HEALTH_CHECKS, WARN, MetricHistory, Monitor
+from stages.ppo.common.health import (
+    DANGER,
+    HEALTH_CHECKS,
+    WARN,
+    MetricHistory,
+    Monitor,
+    worse_above,
+    worse_below,
+)
 from tests.paths import ROOT
 
 PARAMS = PpoParams(
@@ -122,6 +131,13 @@ def test_the_thresholds_are_documented(name: str) -> None:
         assert re.search(rf"(?<![\d.-]){re.escape(number)}(?![\d.]*\d)", cell), (cell, number)
 
 
+@pytest.mark.parametrize(("worse", "sign"), [(worse_above, 1), (worse_below, -1)])
+def test_a_value_at_its_threshold_is_not_beyond_it(worse: Callable[..., Any], sign: int) -> None:
+    values = [sign * value for value in (2.0, 2.5, 4.0, 4.5)]
+    verdicts = [worse(value, sign * 2.0, sign * 4.0) for value in values]
+    assert verdicts == list(zip(("", WARN, WARN, DANGER), values, strict=True))
+
+
 def test_signs_with_a_danger_have_a_case_here() -> None:
     without_danger = {"reward does not move", "clips nothing"}
     of_kl = {"kl above budget", "no movement"}
@@ -233,3 +249,23 @@ def test_a_danger_is_no_warning_on_its_way_back() -> None:
 )
 def test_signs_that_are_warnings_at_most(name: str, columns: Columns, expected: str) -> None:
     assert verdict(name, columns) == expected
+
+
+@pytest.mark.parametrize("name", ["judge prefers SFT", "length hack"])
+def test_a_reward_that_stays_is_not_hacked(name: str) -> None:
+    columns = {
+        "reward_mean": [0.5] * 20,
+        "validation_gain_z": [-9.0] * 20,
+        "response_length": columns_of(10.0, 10.0, 90.0),
+    }
+    assert verdict(name, columns) == ""
+
+
+@pytest.mark.parametrize(
+    ("epochs", "mini_batch_size", "expected"), [(1, 64, ""), (2, 64, WARN), (1, 32, WARN)]
+)
+def test_only_several_steps_per_rollout_can_clip(
+    epochs: int, mini_batch_size: int, expected: str
+) -> None:
+    params = PpoParams(batch_size=64, mini_batch_size=mini_batch_size, num_ppo_epochs=epochs)
+    assert verdict("clips nothing", {"clip_fraction": [0.0] * 20}, params) == expected

@@ -346,6 +346,8 @@ def test_an_earlier_policy_needs_two_standard_errors(to_target, high, low, updat
         (0.094, 0.09, False),  # less KL: more than two
         (0.094, 0.049, True),
         (0.106, 0.01, False),  # more KL
+        (0.105, 0.09, True),  # at the limit it counts as the same
+        (0.1, 0.1, False),  # a gain of just the error
     ],
 )
 def test_at_the_same_kl_an_earlier_policy_needs_one_standard_error(to_target, kl, error, kept):
@@ -354,6 +356,40 @@ def test_at_the_same_kl_an_earlier_policy_needs_one_standard_error(to_target, kl
     scaled = one._replace(judge_scores=(0.0, 0.0), kl_per_token=0.1)
     earlier = one._replace(judge_scores=(0.1 + error, 0.1 - error), kl_per_token=kl)
     assert keeps_earlier(earlier, scaled) == kept
+
+
+def test_a_gain_of_just_two_standard_errors_is_not_clear(to_target):
+    """Numbers that floats hold exactly: gains of 0.25 and 0.75, which have an error of 0.25."""
+    _, one = to_target(0.02, [0.1]).history
+    scaled = one._replace(judge_scores=(0.0, 0.0), kl_per_token=1.0)
+    for gain, kept in ((0.5, False), (0.75, True)):
+        scores = (gain + 0.25, gain - 0.25)
+        assert keeps_earlier(one._replace(judge_scores=scores, kl_per_token=0.5), scaled) == kept
+
+
+def test_the_reference_is_measured_whatever_the_policy_is(selector, shift):
+    before = selector.validate(0)
+    shift(selector.roles.policy, 0.02)
+    moved = trained_weights(selector)
+    again = selector.validate_reference()
+    assert again == before._replace(length=again.length) and again.kl == 0.0
+    weights = trained_weights(selector)
+    assert all(torch.equal(weight, weights[name]) for name, weight in moved.items())
+
+
+def test_a_policy_that_was_not_scaled_is_described_without_a_scale(selector, shift):
+    validate_policies(selector, shift, [(0.0, 0.2), (0.01, 0.5)])
+    selector.select(1, "")
+    kl = f"KL {selector.best.kl:.2f} nats per sequence"
+    words = f"kept the policy after update 1: mine 0.20 -> 0.50 on held-out prompts, {kl}"
+    assert selector.describe() == words
+
+
+def test_the_setting_that_makes_the_training_longer_is_named(to_target):
+    selector = to_target(0.005, [0.1, 0.5])
+    selector.select(1, "")
+    assert "raise ppo.total_episodes, or lower" in selector.describe()
+    assert "raise ppo.dpo.epochs, or lower" in selector.describe("ppo.dpo.epochs")
 
 
 def test_the_champion_is_kept_if_the_trained_policy_is_worse_at_the_same_kl(to_target):

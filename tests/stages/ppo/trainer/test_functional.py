@@ -36,6 +36,12 @@ def test_score_lands_on_the_last_real_token():
     torch.testing.assert_close(rewards, torch.tensor([[-0.05, 4.95, 0.0], [-0.05, -0.05, 6.95]]))
 
 
+def test_an_episode_may_end_before_the_longest_ones():
+    mask = torch.tensor([[True, False, False]])
+    rewards = F.token_rewards(torch.tensor([5.0]), torch.zeros(1, 3), torch.zeros(1, 3), mask, 0.1)
+    assert rewards.tolist() == [[5.0, 0.0, 0.0]]
+
+
 def test_kl_estimators():
     logprobs, ref_logprobs = torch.tensor([[-2.0]]), torch.tensor([[-2.4]])
     assert F.kl_k1(logprobs, ref_logprobs).item() == pytest.approx(0.4)
@@ -90,6 +96,17 @@ def test_whitening_sees_real_tokens_only():
     )
 
 
+def test_whitening_divides_by_the_standard_deviation():
+    # mean 4, variance 9, so +-3 becomes +-1; with the mean left 3 and 5
+    values = torch.tensor([[1.0, 7.0, 100.0]])
+    mask = torch.tensor([[True, True, False]])
+    torch.testing.assert_close(F.whiten(values, mask), torch.tensor([[-1.0, 1.0, 0.0]]))
+    unshifted = F.whiten(values, mask, shift_mean=False)
+    torch.testing.assert_close(unshifted, torch.tensor([[3.0, 5.0, 0.0]]))
+    # a single token has variance 0
+    assert F.whiten(torch.tensor([[2.0]]), torch.tensor([[True]])).tolist() == [[0.0]]
+
+
 def test_policy_loss_of_the_textbook():
     # ratio 1.3, advantage 2, clip 0.2: min(2.6, 2.4) = 2.4 is maximised
     loss, clipped = F.policy_loss(
@@ -106,6 +123,14 @@ def test_policy_loss_is_not_clipped_if_that_would_lower_it():
     )
     assert loss.item() == pytest.approx(2.6)
     assert not clipped.item()
+
+
+def test_the_ratio_is_relative_to_the_policy_that_sampled():
+    # 0.3 / 0.5 = 0.6, clipped to 0.8. Advantage -2: max(1.2, 1.6); advantage 2: max(-1.2, -1.6)
+    now, sampled = torch.tensor([0.3, 0.3]).log(), torch.tensor([0.5, 0.5]).log()
+    loss, clipped = F.policy_loss(now, sampled, torch.tensor([-2.0, 2.0]), 0.2)
+    torch.testing.assert_close(loss, torch.tensor([1.6, -1.2]))
+    assert clipped.tolist() == [True, False]
 
 
 def test_sequence_level_loss_by_hand():
@@ -125,6 +150,15 @@ def test_value_loss_by_hand():
     loss, clipped = F.value_loss(torch.ones(2), torch.zeros(2), torch.tensor([1.0, 0.0]), 0.2)
     torch.testing.assert_close(loss, torch.tensor([0.32, 0.5]))
     assert clipped.tolist() == [True, False]
+
+
+def test_a_value_that_falls_is_clipped_too():
+    # 1 -> -1, clipped to 0.8. Return -1: max(0, 3.24)/2; return 2: max(9, 1.44)/2; and 0.9, which
+    # is within the clip, return 0: 0.81/2 either way, which counts as not clipped
+    values, returns = torch.tensor([-1.0, -1.0, 0.9]), torch.tensor([-1.0, 2.0, 0.0])
+    loss, clipped = F.value_loss(values, torch.ones(3), returns, 0.2)
+    torch.testing.assert_close(loss, torch.tensor([1.62, 4.5, 0.405]))
+    assert clipped.tolist() == [True, False, False]
 
 
 def test_explained_variance_by_hand():
