@@ -8,14 +8,14 @@ PRESET ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-faults test-engines test-stores lint ui lock clean
+.PHONY: help setup run test test-faults mutants test-engines test-stores lint ui lock clean
 
 help:
 	@echo "make run [PRESET=smoke]  two rounds, prepare to replay     make ui    Prefect and MLflow in the browser"
 	@echo "make test                the tests                         make lint  ruff and mypy"
 	@echo "make setup               .venv alone                       make lock  requirements.lock anew"
 	@echo "make test-engines        engines, stages on Ray             make test-stores  S3 and PostgreSQL"
-	@echo "make test-faults         kills, full disks, bad input"
+	@echo "make test-faults         kills, full disks, bad input      make mutants     changes of the code that tests must see"
 	@echo "make clean               caches and tool files; no results, no .venv"
 
 setup: $(STAMP)
@@ -39,6 +39,10 @@ test: setup
 # all faults; `make test` tries some of them
 test-faults: setup
 	RONDO_FAULTS=full $(BIN)/python -m pytest tests/faults --dist load $(ARGS)
+
+# mutmut in an environment of its own, in .rondo/mutants
+mutants: setup
+	sh tests/mutants.sh $(ARGS)
 
 # Ray in an environment of its own, in .rondo/engines (once; a minute)
 test-engines: setup
