@@ -63,6 +63,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     fix = f"restore it, e.g. with `git checkout {path}`"
+    if path == LOCK:
+        fix += ", or delete it: `rondo run` makes it again, from DVC's cache"
     values = read_yaml(path, fix)
     check_type(LockFile, values, str(path), fix)
     return dict(values["stages"])

@@ -19,10 +19,11 @@ from typing import Any
 
 import yaml
 
+from flows.core import locks
 from flows.core.addresses import split_address
 from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
-from flows.execution import fork_server, process_guard, rwlock
+from flows.execution import fork_server, integrity, process_guard, rwlock
 from stages.lib.core.errors import (
     STORAGE_ADVICE,
     BadInput,
@@ -65,6 +66,8 @@ def open_repo() -> Iterator[Any]:
             rwlock.repair(repo)
             yield repo
     except (DvcException, SCMError) as error:
+        # DVC's own message of a damaged dvc.lock has no next step
+        locks.read_locks()
         raise BadInput(f"dvc: {error}") from None
 
 
@@ -230,8 +233,10 @@ def run(
         <Outcome.ran: 'ran'>
     """
     with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
-        if not force and up_to_date(address):
-            return Outcome.unchanged
+        with open_repo() as repo:
+            if not force and address not in repo.status(targets=[address]):
+                return Outcome.unchanged
+            integrity.check_inputs(repo, address)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
         dvc_lines: list[str] = []
 
@@ -253,13 +258,28 @@ def run(
         command = ["dvc", "--wait-for-lock", "repro", *flags, address]
         with around or nullcontext(), keep_other_stages(address):
             code = stream(command, sort_line)
+            if was_restored(dvc_lines) and (damaged := _damaged_cache(address)):
+                on_line(f"{damaged}: damaged in DVC's cache, so {address} runs again")
+                dvc_lines.clear()
+                code = stream([*command, "--force"], sort_line)
             if was_killed(code):  # and may have emptied dvc.lock
                 raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         if code:
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         clear_resume_states(address)
         remove_temporaries(address)
-        return Outcome.restored if any("is cached" in line for line in dvc_lines) else Outcome.ran
+        return Outcome.restored if was_restored(dvc_lines) else Outcome.ran
+
+
+def was_restored(dvc_lines: list[str]) -> bool:
+    """Whether DVC took a stage's outputs from its cache, by the lines that it printed."""
+    return any("is cached" in line for line in dvc_lines)
+
+
+def _damaged_cache(address: str) -> str:
+    """The outputs of a stage that came damaged from DVC's cache, which are now deleted."""
+    with open_repo() as repo:
+        return ", ".join(integrity.drop_damaged_cache(repo, address))
 
 
 def clear_resume_states(address: str) -> None:

@@ -18,6 +18,7 @@ from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, write_param
 from flows.core.locks import LOCK
 from flows.core.verdicts import failed_values, read_gate
 from flows.execution.dvc_stages import open_repo
+from flows.execution.integrity import drop_damaged_cache
 from stages.gate.approvals import read_approval
 from stages.lib.core.ended_rounds import (
     data_path,
@@ -218,6 +219,9 @@ def _track_as_data(ended: list[str], locks: Locks) -> None:
     try:
         with open_repo() as repo:
             repo.checkout(targets=files)
+            damaged = [out for file in files for out in drop_damaged_cache(repo, file)]
+        if damaged:
+            raise BadInput(f"damaged in DVC's cache: {', '.join(damaged)}")
     except BadInput as error:
         raise BadInput(
             f"ended rounds ({', '.join(incomplete)}) lack outputs that are not in DVC's cache "

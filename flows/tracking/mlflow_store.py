@@ -354,9 +354,11 @@ def registry(home: Path) -> Iterator[MlflowClient]:
     try:
         yield connect(uri)
     except FAILURES as error:
+        fix = "start it, or set MLFLOW_TRACKING_URI to one that is running"
+        if uri.startswith(SQLITE):
+            fix = "if it is damaged, restore a copy, or move it away: `rondo run` makes a new one"
         raise RondoError(
-            f"MLflow at {without_credentials(uri)} failed ({cause(error)}): start it, or set "
-            "MLFLOW_TRACKING_URI to one that is running"
+            f"MLflow at {without_credentials(uri)} failed ({cause(error)}): {fix}"
         ) from None
 
 

@@ -7,6 +7,7 @@ restored has the entry of the run that produced it, and outputs from another fol
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from flows.core.locks import read_lock
 from flows.execution.energy import Meter
 from stages.lib.core.files import read_json, work_dir, write_json, write_text
 from stages.lib.core.params import Params
+from stages.lib.core.validation import check_type
 
 PROJECT = "project"  # tag of a run
 
@@ -51,12 +53,13 @@ class StageProvenance(BaseModel):
 
 def project_id(home: Path) -> str:
     """The name of a project on a machine, random and the same for all runs with one .rondo folder.
+    A damaged one is replaced: it only finds the project's runs that were killed.
 
     Args:
         home: the .rondo folder.
     """
     path = home / "project_id"
-    if not path.exists():
+    if not path.exists() or not re.fullmatch(rb"[0-9a-f]{12}", path.read_bytes()):
         write_text(path, uuid4().hex[:12])
     return path.read_text(encoding="utf-8")
 
@@ -103,7 +106,8 @@ def read(address: str, lock: Mapping[str, Any]) -> StageProvenance | None:
     None if they were not produced in this folder, or do not exist yet.
     """
     entry = read_entries(address).get(outputs_hash(lock))
-    return StageProvenance.model_validate(entry) if entry else None
+    path = provenance_path(address)
+    return check_type(StageProvenance, entry, str(path), f"run `rm {path}`") if entry else None
 
 
 def provenance_path(address: str) -> Path:
@@ -115,7 +119,7 @@ def provenance_path(address: str) -> Path:
 def read_entries(address: str) -> dict[str, Any]:
     """All entries of a stage, by the hash of its outputs."""
     path = provenance_path(address)
-    return dict(read_json(path, "rondo run")) if path.exists() else {}
+    return dict(read_json(path, f"rm {path}")) if path.exists() else {}
 
 
 def outputs_hash(lock: Mapping[str, Any]) -> str:

@@ -1,19 +1,23 @@
 """The lab that all faults of a session share, and the table of what was tried."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults import lab as laboratory
+from tests.faults.damage import Found
 from tests.faults.harness import COUNTS
-from tests.faults.lab import Lab, Trial
+from tests.faults.lab import Lab, Trial, copy, rondo
 from tests.faults.scale import FULL
+from tests.flows.conftest import make_project
 
+RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=9")
 LAST = None if FULL else "gate_sft@r0"
-Report = Callable[[str, list[Trial]], None]
+
+Report = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,19 @@ def lab(built_once: Callable[..., Path]) -> Iterator[Lab]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def finished(built_once: Callable[..., Path], copy_tables: Callable[[Path], None]) -> Path:
+    """The folders `before` and `after`, of a project without and with a finished run."""
+
+    def build(folder: Path) -> None:
+        (folder / "before").mkdir()
+        copy_tables(make_project(folder / "before"))
+        ended = rondo(copy(folder / "before", folder / "after"), RUN)
+        assert ended.code == 0, ended.output
+
+    return built_once("finished_runs", build)
+
+
 Record = Callable[[str, Any], None]
 
 
@@ -37,8 +54,11 @@ def report(record_property: Record) -> Report:
     be.
     """
 
-    def count(fault: str, trials: list[Trial], declared: tuple[str, ...] = ("identical",)) -> None:
-        record_property("faults", [fault, dict(Counter(trial.kind for trial in trials))])
+    def count(
+        fault: str, trials: Sequence[Trial | Found], declared: tuple[str, ...] = ("identical",)
+    ) -> None:
+        title = "damage" if isinstance(trials[0], Found) else "faults"
+        record_property(title, [fault, dict(Counter(trial.kind for trial in trials))])
         failures = [str(trial) for trial in trials if trial.kind not in declared]
         assert not failures, f"{len(failures)} of {len(trials)}\n" + "\n\n".join(failures[:5])
 
@@ -60,6 +80,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for title, outcomes in (
         ("faults", ("identical", "again", "stopped", "different", "missed")),
         ("bad input", ("accepted", "refused")),
+        ("damage", ("restored", "refused", "unread", "stopped", "different")),
     ):
         rows: dict[str, Counter[str]] = {}
         for report in reports:

@@ -128,6 +128,14 @@ def run_with(
         return Ended(ended.returncode, ended.stdout, struck.read_text() if struck.exists() else "")
 
 
+def rondo(project: Path, command: Sequence[str], fault: dict[str, object] | None = None) -> Ended:
+    """`rondo COMMAND` in a project."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RONDO_")
+    } | {"PYTHONPATH": f"{INJECTION}:{ROOT}"}
+    return run_with([sys.executable, "-m", "flows.cli", *command], project, environment, fault)
+
+
 @contextmanager
 def server(folder: Path) -> Iterator[Lab]:
     """A lab in `folder` whose processes start from a fork server with the injection."""
@@ -194,6 +202,15 @@ def hashes_of(project: Path) -> dict[str, str]:
         str(file.relative_to(project)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in files
         if file.exists()
+    }
+
+
+def without_report(hashes: dict[str, str]) -> dict[str, str]:
+    """The report has times."""
+    return {
+        name: digest
+        for name, digest in hashes.items()
+        if name not in ("reports/report.html", "reports/summary.md")
     }
 
 

@@ -2,22 +2,16 @@
 the report. The project is the small one of tests/flows, since only the stages are small there.
 """
 
-import os
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from tests.faults.conftest import Report
-from tests.faults.lab import INJECTION, Ended, Trial, copy, differences, hashes_of, run_with
+from tests.faults.conftest import RUN, Report
+from tests.faults.lab import Trial, copy, differences, hashes_of, rondo, without_report
 from tests.faults.scale import FULL
-from tests.flows.conftest import make_project
-from tests.paths import ROOT
 
-RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=9")
 KILLS = [  # operation, path, occurrence
     ("rename", "params.yaml", 1),
     ("rename", ".rondo/outbox/*-*.0.json", 3),  # the record of prepare@r0
@@ -35,36 +29,6 @@ KILLS = [  # operation, path, occurrence
     ("rename", "reports/report.html", 1),
     ("remove", ".rondo/outbox/*-*.0.json", 6),  # the record of the run
 ]
-
-
-def run(project: Path, fault: dict[str, object] | None = None) -> Ended:
-    """`rondo run`."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("RONDO_")
-    } | {"PYTHONPATH": f"{INJECTION}:{ROOT}"}
-    return run_with([sys.executable, "-m", "flows.cli", *RUN], project, environment, fault)
-
-
-def without_report(hashes: dict[str, str]) -> dict[str, str]:
-    """The report has times."""
-    return {
-        name: digest
-        for name, digest in hashes.items()
-        if name not in ("reports/report.html", "reports/summary.md")
-    }
-
-
-@pytest.fixture(scope="session")
-def finished(built_once: Callable[..., Path], copy_tables: Callable[[Path], None]) -> Path:
-    """The folders `before` and `after`, of a project without and with a finished run."""
-
-    def build(folder: Path) -> None:
-        (folder / "before").mkdir()
-        copy_tables(make_project(folder / "before"))
-        ended = run(copy(folder / "before", folder / "after"))
-        assert ended.code == 0, ended.output
-
-    return built_once("finished_runs", build)
 
 
 def check_records(project: Path) -> None:
@@ -95,8 +59,8 @@ def test_a_kill_of_the_run_at_each_of_its_records(
     operation, path, occurrence = kill
     point = {"operation": operation, "path": path, "occurrence": occurrence}
     project = copy(finished / "before", tmp_path / "project")
-    first = run(project, point | {"victim": "flows.cli", "do": "SIGKILL"})
-    second = run(project)
+    first = rondo(project, RUN, point | {"victim": "flows.cli", "do": "SIGKILL"})
+    second = rondo(project, RUN)
     after, expected = (without_report(hashes_of(at)) for at in (project, finished / "after"))
     differ = differences(after, expected)
     trial = Trial(f"rondo run, {kill}", "flows/cli" in first.struck, first, second, differ)

@@ -15,15 +15,20 @@ from pathlib import Path
 import numpy
 import torch
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import RESUME_STATE, file_hash, replacing
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict
 from stages.lib.core.user_inputs import input_hashes
 
+DIGEST_BYTES = hashlib.sha256().digest_size
+
 
 class Resume:
-    """The file `state.pt`, in one folder per `identity` (inputs, params, code)."""
+    """The file `state.pt`, in one folder per `identity` (inputs, params, code): an archive of
+    torch, and behind it its sha256.
+    """
 
     def __init__(self, work: Path, identity: Metrics) -> None:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -35,20 +40,48 @@ class Resume:
 
         mapped: its tensors stay in the file until they are read, for processes that need only parts
         of them.
+
+        Raises:
+            BadInput: the file is damaged.
         """
         if not self.path.exists():
             return None
+        self._check()
         state: StateDict = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         return state
+
+    def _check(self) -> None:
+        """torch compares no checksum: a flipped bit in a weight would be loaded."""
+        size = max(self.path.stat().st_size - DIGEST_BYTES, 0)
+        with self.path.open("rb") as stream:
+            stream.seek(size)
+            recorded = stream.read()
+        if recorded != _sha256(self.path, size):
+            raise BadInput(
+                f"{self.path}: damaged, so that the stage cannot resume from it. Next: "
+                f"`rm -r {self.folder}`, and run the same command again: the stage starts again"
+            )
 
     def save(self, state: StateDict) -> None:
         """Replace the state. A kill at any moment leaves either the old or the new one."""
         with progress(f"saving {self.path}"), replacing(self.path) as stream:
             torch.save(state, stream)
+            stream.flush()
+            stream.write(_sha256(Path(stream.name), stream.tell()))
 
     def clear(self) -> None:
         """Delete the folder of this run."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _sha256(path: Path, size: int) -> bytes:
+    """The digest of the first `size` bytes of a file."""
+    digest = hashlib.sha256()
+    with progress(f"hashing {path}", size, "bytes") as hashing, path.open("rb") as stream:
+        while block := stream.read(min(1 << 20, size - stream.tell())):
+            digest.update(block)
+            hashing.add(len(block))
+    return digest.digest()
 
 
 def run_identity(params: Params, inputs: list[Path]) -> Metrics:
