@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import chdir
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -125,7 +125,7 @@ def rollouts(row: RolloutRow, update: int) -> Iterator[RolloutRow]:
         response = " ".join(draw.choices(words, k=WORDS))
         changes: dict[str, Any] = {"id": f"prompt-{prompt}", "prompt": f"Prompt number {prompt}"}
         changes |= {"update": update, "response": response, "score": draw.gauss(0, 1)}
-        yield row | {**changes, "finish_reason": "stop"}  # type: ignore[typeddict-item, return-value]
+        yield cast(RolloutRow, {**row, **changes, "finish_reason": "stop"})
 
 
 def add_runs() -> None:
