@@ -9,6 +9,7 @@ starts a command as the command's.
 
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -116,7 +117,10 @@ def commands(folder: Path) -> Iterator[Row]:
 def report_page(folder: Path) -> Iterator[Row]:
     size = (folder / REPORT).stat().st_size / 1e6
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(args=["--no-sandbox"])
+        installed = filter(None, map(shutil.which, ("chromium", "chromium-browser")))
+        browser = playwright.chromium.launch(
+            executable_path=next(installed, None), args=["--no-sandbox"]
+        )
         page = browser.new_page()
         name = f"the report in Chromium, {size:.1f} MB"
         yield page_row(name, lambda: page.goto((folder / REPORT).as_uri()))
