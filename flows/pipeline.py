@@ -274,8 +274,7 @@ def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
         RondoError: there is no room for their models, on disk or in memory.
     """
     with progress(dvc_stages.DVC_COMPARES):
-        addresses = dvc_stages.stage_order(list(params.rounds))
-        todo = dvc_stages.not_up_to_date(addresses)
+        addresses, todo = dvc_stages.order_and_changes(list(params.rounds))
     needs.check(params, addresses, todo, log)
     return addresses, todo
 

@@ -81,8 +81,7 @@ def stages_that_would_run(params: Params, addresses: list[str]) -> set[str]:
     All stages of a round that params.yaml does not have are among them, and of the rounds after it:
     a new one, and an ended one that runs again, though DVC may then find some of them unchanged.
     """
-    with dvc_stages.open_repo() as repo:
-        status, graph = repo.status(), dvc_stages.order_graph(repo)
+    graph, status = dvc_stages.graph_and_changes()
     entries, values = read_entries(LOCK), params.model_dump(mode="json")
     new_inputs = {
         str(INPUTS / f"{kind}.json")

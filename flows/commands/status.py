@@ -26,13 +26,13 @@ def text(home: Path) -> str:
     have a workspace.
     """
     rounds = list(load_params().rounds)
-    addresses, current = dvc_stages.stage_order(rounds), running_stage()
+    current = running_stage()
+    addresses = dvc_stages.stage_order(rounds) if current else []
     # `dvc status` fails while DVC runs: then all stages after the running one count as to do
-    todo = (
-        set(addresses[addresses.index(current) :])
-        if current in addresses
-        else dvc_stages.not_up_to_date(addresses)
-    )
+    if current in addresses:
+        todo = set(addresses[addresses.index(current) :])
+    else:
+        addresses, todo = dvc_stages.order_and_changes(rounds)
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)

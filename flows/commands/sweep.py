@@ -77,7 +77,7 @@ def sweep(
             log(f"{name} failed:\n{point_error}")
         with chdir(folder):
             names = list(load_params().rounds)
-            todo = dvc_stages.not_up_to_date(dvc_stages.stage_order(names))
+            _, todo = dvc_stages.order_and_changes(names)
             rows += [row(name, point, round_, todo, error) for round_ in names]
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"

@@ -99,11 +99,32 @@ def _other_stages(text: str, address: str) -> dict[str, Any] | None:
         return None
 
 
-def order_graph(repo: Any) -> Any:
+def stages_of(repo: Any) -> Any:
+    """DVC's index of the stages of dvc.yaml; the data of ended rounds, which no stage makes, would
+    add to its time with each round.
+    """
+    from dvc.repo.index import Index
+
+    return Index.from_file(repo, "dvc.yaml")
+
+
+def order_graph(index: Any) -> Any:
     """A networkx graph of addresses, with an edge from each stage to those that depend on it."""
     import networkx
 
-    return networkx.relabel_nodes(repo.index.graph, lambda stage: stage.addressing).reverse()
+    return networkx.relabel_nodes(index.graph, lambda stage: stage.addressing).reverse()
+
+
+def changes(index: Any) -> dict[str, Any]:
+    """What `dvc status` reports of the stages in an index, by address; without INPUTS.
+
+    A stage that reads changed data of an ended round is among them itself.
+    """
+    by_address: dict[str, Any] = {}
+    for stage in index.stages:
+        by_address |= stage.status(check_updates=True)
+    by_address.pop(INPUTS, None)
+    return by_address
 
 
 def stage_order(rounds: list[str]) -> list[str]:
@@ -111,12 +132,15 @@ def stage_order(rounds: list[str]) -> list[str]:
 
     Independent stages are sorted by round, then by their order in dvc.yaml.
     """
+    with open_repo() as repo:
+        graph = order_graph(stages_of(repo))
+    return _in_order(graph, rounds)
+
+
+def _in_order(graph: Any, rounds: list[str]) -> list[str]:
     import networkx
 
     listed = list(yaml.safe_load(Path("dvc.yaml").read_text())["stages"])
-    with open_repo() as repo:
-        graph = order_graph(repo)
-
     known_rounds = ["", *rounds]  # `assets` has the round ``
 
     def sort_key(address: str) -> tuple[int, int]:
@@ -126,34 +150,39 @@ def stage_order(rounds: list[str]) -> list[str]:
     subgraph = graph.subgraph(
         address
         for address in graph
-        if address != INPUTS
-        and split_address(address)[0] in listed  # no data of an ended round
-        and split_address(address)[1] in known_rounds
+        if address != INPUTS and split_address(address)[1] in known_rounds
     )
     return list(networkx.lexicographical_topological_sort(subgraph, sort_key))
 
 
-def not_up_to_date(addresses: list[str]) -> set[str]:
-    """The stages that are not up to date, or that depend on one that is not.
+def order_and_changes(rounds: list[str]) -> tuple[list[str], set[str]]:
+    """The `stage_order` of these rounds, and those of the stages that are not up to date, or that
+    depend on one that is not.
 
     A dependent stage may be skipped later: if the stage before it reproduces equal outputs, it has
     nothing to do.
     """
-    with open_repo() as repo:
-        # with targets, DVC would read dvc.yaml and dvc.lock once per target
-        changed, graph = set(repo.status()) - {INPUTS}, order_graph(repo)
-    return with_dependents(addresses, changed, graph)
+    graph, changed = graph_and_changes()
+    addresses = _in_order(graph, rounds)
+    return addresses, with_dependents(addresses, set(changed), graph)
+
+
+def graph_and_changes() -> tuple[Any, dict[str, Any]]:
+    """`order_graph` and `changes`, for which DVC reads dvc.yaml and dvc.lock once."""
+    with open_repo() as repo, repo.lock:
+        index = stages_of(repo)
+        return order_graph(index), changes(index)
 
 
 def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[str]:
     """Those of `addresses` that are in `changed`, or that depend on one that is (`order_graph`)."""
     import networkx
 
-    return {
-        address
-        for address in addresses
-        if address in changed or networkx.ancestors(graph, address) & changed
-    }
+    dependents: set[str] = set()
+    for address in networkx.topological_sort(graph):
+        if address in changed or not dependents.isdisjoint(graph.pred[address]):
+            dependents.add(address)
+    return {address for address in addresses if address in changed | dependents}
 
 
 def up_to_date(address: str) -> bool:

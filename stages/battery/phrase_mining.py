@@ -26,9 +26,11 @@ def phrases_to_try(previous: Path, samples: ScoredSamples, listed: Sequence[str]
     """
     mined: list[str] = []
     if not is_placeholder(previous / "ppo/rollouts"):
-        rollouts = read_rollouts(previous / "ppo/rollouts", f"dvc repro ppo@{previous.name}")
-        responses = [row["response"] for row in rollouts]
-        mined += mine_phrases(responses, [row["score"] for row in rollouts], MAX_PHRASES)
+        responses, scores = [], []
+        for row in read_rollouts(previous / "ppo/rollouts", f"dvc repro ppo@{previous.name}"):
+            responses.append(row["response"])
+            scores.append(row["score"])
+        mined += mine_phrases(responses, scores, MAX_PHRASES)
     mined += mine_phrases(samples.texts, samples.scores, MAX_PHRASES)
     return [phrase for phrase in dict.fromkeys(mined) if phrase not in listed]
 

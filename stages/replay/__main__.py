@@ -63,7 +63,7 @@ def main(params: Params, round_: str) -> None:
     check_unchanged("judges", params)
     config, seed, previous = params.replay, params.seed, Path(params.rounds[round_].previous)
     recorder = MetricLogger("replay", round_, 6, writes=world.is_main())
-    inputs, sampler = read_inputs(round_), Sampler(params, round_)
+    inputs, sampler = read_inputs(round_, config.best_of), Sampler(params, round_)
     tokenizer, scorer = sampler.tokenizer, sampler.scorer
     for stage in ("sft", "reward", "ppo"):
         manifest = stage_dir(round_, stage) / "manifest.json"

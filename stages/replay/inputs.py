@@ -1,6 +1,7 @@
 """The rows that replay reads."""
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from stages.lib.data.splits import (
     DataSets,
     check_prompts_not_in_eval_set,
     dedupe_prompts,
+    prompt_key,
     shuffled,
 )
 from stages.replay.badcases import Report
@@ -35,7 +37,7 @@ MAX_HELD_OUT_PAIRS = 512
 class ReplayInputs:
     """Rows by kind.
 
-    prompts: distinct training prompts. rollouts: of all of PPO's updates. human: the numbers of
+    prompts: distinct training prompts. rollouts: those of `needed_rollouts`. human: the numbers of
     training rows from the data, by the names of replay's files. earlier: the training rows that
     replay made in earlier rounds, likewise. revised: responses that annotate revised by
     a constitution. evaluation: all held-out rows by file name. reports, mining_prompts: from
@@ -66,8 +68,11 @@ class ReplayInputs:
         return human, shuffled(held_out, params.seed)[:MAX_HELD_OUT_PAIRS]
 
 
-def read_inputs(round_: str) -> ReplayInputs:
+def read_inputs(round_: str, per_prompt: int) -> ReplayInputs:
     """Read all rows.
+
+    Args:
+        per_prompt: see `needed_rollouts`.
 
     Raises:
         BadInput: a file is missing, or a prompt is an evaluation prompt: rows made from it would be
@@ -89,7 +94,9 @@ def read_inputs(round_: str) -> ReplayInputs:
         "prompts": train_prompts,
     }
     prompts = dedupe_prompts(train_prompts)
-    rollouts = read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}")
+    rollouts, rollout_prompts = needed_rollouts(
+        read_rollouts(stage_dir(round_, "ppo") / "rollouts", f"dvc repro ppo@{round_}"), per_prompt
+    )
     held_out_pairs = read(PreferencePair, HELD_OUT["pairs"])
     evaluation: DataSets = {
         HELD_OUT["prompts"]: read(PromptRow, HELD_OUT["prompts"]),
@@ -98,7 +105,9 @@ def read_inputs(round_: str) -> ReplayInputs:
     }
     revised_path = stage_dir(round_, "annotate") / REVISED
     revised = read_rows(RevisedResponse, revised_path, f"dvc repro annotate@{round_}")
-    check_prompts_not_in_eval_set([*prompts, *rollouts, *revised], evaluation["eval_prompts"])
+    check_prompts_not_in_eval_set(
+        [*prompts, *rollout_prompts, *revised], evaluation["eval_prompts"]
+    )
     reports, mining_prompts = read_user_reports(round_, evaluation["eval_prompts"])
     return ReplayInputs(
         prompts=prompts,
@@ -117,6 +126,36 @@ def read_inputs(round_: str) -> ReplayInputs:
 def is_human(row: TrainingPrompt) -> bool:
     """Whether a training row is from the data, not made by replay in an earlier round."""
     return "badcase" not in row
+
+
+def needed_rollouts(
+    rollouts: Iterable[RolloutRow], per_prompt: int
+) -> tuple[list[RolloutRow], list[RolloutRow]]:
+    """The rollouts that replay uses, since all of a long run do not fit into memory.
+
+    Args:
+        rollouts: of all of PPO's updates.
+        per_prompt: how many responses of PPO's updates `policy_pairs.finished_responses` takes.
+
+    Returns:
+        Those of the last third of the updates, and for each prompt the last `per_prompt` that
+        ended, in their order; and the first one of each prompt.
+    """
+    first: dict[str, RolloutRow] = {}
+    ended: dict[str, deque[tuple[int, RolloutRow]]] = {}
+    late: deque[tuple[int, RolloutRow]] = deque()
+    last = 0
+    for numbered in enumerate(rollouts):
+        _, row = numbered
+        key, last = prompt_key(row["prompt"]), max(last, row["update"])
+        first.setdefault(key, row)
+        if row["update"] and row["finish_reason"] == "stop":
+            ended.setdefault(key, deque(maxlen=per_prompt)).append(numbered)
+        late.append(numbered)
+        while late and late[0][1]["update"] <= 2 / 3 * last:
+            late.popleft()
+    kept = dict(late) | {number: row for rows in ended.values() for number, row in rows}
+    return [kept[number] for number in sorted(kept)], list(first.values())
 
 
 def last_third(rollouts: list[RolloutRow]) -> list[RolloutRow]:

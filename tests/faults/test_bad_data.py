@@ -311,7 +311,7 @@ def test_logs_of_rollouts(folder: Path) -> None:
     Trials("rollouts", r"00001\.jsonl\.gz").run(
         trials(150, 500),
         make,
-        writing(log.path, lambda: read_rollouts(Path("rollouts"), "dvc repro ppo")),
+        writing(log.path, lambda: list(read_rollouts(Path("rollouts"), "dvc repro ppo"))),
         lambda content, rows: same_rows(gzip.decompress(content), rows),
     )
 

@@ -107,7 +107,12 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, made_by: str, growing: bool = False) -> list[Row]:
-    """Read the rows of a .jsonl or .jsonl.gz file. Blank lines are skipped.
+    """`iter_jsonl` as a list."""
+    return list(iter_jsonl(path, made_by, growing))
+
+
+def iter_jsonl(path: Path, made_by: str, growing: bool = False) -> Iterator[Row]:
+    """Read the rows of a .jsonl or .jsonl.gz file, one at a time. Blank lines are skipped.
 
     Args:
         path: the file.
@@ -119,11 +124,9 @@ def read_jsonl(path: Path, made_by: str, growing: bool = False) -> list[Row]:
         BadInput: the file is missing or damaged, or a line is no JSON object; names the line.
     """
     fix = f"run `{made_by}`"
-    return [
-        _object(line, f"{path}:{number}", fix)
-        for number, line in read_lines(path, fix)
-        if not growing or line.endswith(b"\n")
-    ]
+    for number, line in read_lines(path, fix):
+        if not growing or line.endswith(b"\n"):
+            yield _object(line, f"{path}:{number}", fix)
 
 
 def is_placeholder(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 All are JSON Lines. Numbers of one file, such as metrics, have no row type.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import (
@@ -22,7 +22,7 @@ from typing import (
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_jsonl
+from stages.lib.core.files import iter_jsonl
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.core.validation import check_type
 
@@ -213,19 +213,29 @@ def read_rows(
         BadInput: the file is missing or damaged, a row lacks a required key, or a value has
             another type.
     """
+    return list(iter_rows(kind, path, made_by, renamed, growing))
+
+
+def iter_rows(
+    kind: type[AnyRow],
+    path: Path,
+    made_by: str,
+    renamed: Mapping[str, str] | None = None,
+    growing: bool = False,
+) -> Iterator[AnyRow]:
+    """`read_rows`, one row at a time."""
     required: frozenset[str] = vars(kind)["__required_keys__"]
     model = _model(kind)
-    rows = read_jsonl(path, made_by, growing)
-    if renamed:
-        rows = [{renamed.get(key, key): value for key, value in row.items()} for row in rows]
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(iter_jsonl(path, made_by, growing), 1):
+        if renamed:
+            row = {renamed.get(key, key): value for key, value in row.items()}
         if missing := required - row.keys():
             raise BadInput(
                 f"{path}: row {number} has no {', '.join(sorted(missing))}, which every "
                 f"{kind.__name__} has; run `{made_by}` again"
             )
         check_type(model, row, f"{path}: row {number}", f"run `{made_by}` again")
-    return cast(list[AnyRow], rows)
+        yield cast(AnyRow, row)
 
 
 @cache

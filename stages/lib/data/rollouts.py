@@ -7,11 +7,11 @@ read the log.
 import gzip
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stages.lib.core.renamed import ROLLOUTS
-from stages.lib.core.rows import RolloutRow, read_rows
+from stages.lib.core.rows import RolloutRow, iter_rows
 
 FULL = 64 << 20  # bytes of a file from which the next one is started
 
@@ -76,8 +76,9 @@ class RolloutLog:
             os.fsync(stream.fileno())  # before the resume state that refers to these rows
 
 
-def read_rollouts(folder: Path, made_by: str) -> list[RolloutRow]:
-    """Read all rows, in the order in which they were appended.
+def read_rollouts(folder: Path, made_by: str) -> Iterator[RolloutRow]:
+    """Read all rows one at a time, in the order in which they were appended: a long run has
+    millions.
 
     Args:
         folder: the folder of the log.
@@ -87,4 +88,5 @@ def read_rollouts(folder: Path, made_by: str) -> list[RolloutRow]:
         BadInput: there is no log.
     """
     paths = sorted(folder.glob("*.jsonl.gz")) or [folder / "00001.jsonl.gz"]
-    return [row for path in paths for row in read_rows(RolloutRow, path, made_by, ROLLOUTS)]
+    for path in paths:
+        yield from iter_rows(RolloutRow, path, made_by, ROLLOUTS)

@@ -76,8 +76,8 @@ def test_it_names_the_stages_that_the_run_finds(
     # what the pipeline does
     history.write(params, [])
     inputs.refresh(params, finished_project / ".rondo", print)
-    addresses = dvc_stages.stage_order(list(params.rounds))
-    assert named == dvc_stages.not_up_to_date(addresses)
+    addresses, todo = dvc_stages.order_and_changes(list(params.rounds))
+    assert named == todo
     assert addresses == addresses_of(params)
 
 

@@ -158,9 +158,10 @@ def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path)
         dvc_stages.run("evaluate@r0", print)
     set_params("gates.sft.loss_drop=0.4")
     addresses = dvc_stages.stage_order(["r0"])
-    assert dvc_stages.not_up_to_date(addresses) == {"gate_sft@r0", "evaluate@r0"}
+    todo = {"gate_sft@r0", "evaluate@r0"}
+    assert dvc_stages.order_and_changes(["r0"]) == (addresses, todo)
     assert run_to("evaluate@r0") == dvc_stages.Outcome.ran
-    assert not dvc_stages.not_up_to_date(addresses)
+    assert dvc_stages.order_and_changes(["r0"]) == (addresses, set())
     # an older threshold: its gate comes from DVC's cache, with the verdict of that time
     with pytest.raises(GateFailed):
         set_params("gates.sft.loss_drop=0.9")
@@ -171,7 +172,7 @@ def test_a_failed_gate_reports_its_numbers_and_stops_later_stages(project: Path)
     assert run_to("gate_sft@r0") == dvc_stages.Outcome.restored
     assert mark.read_text() == "passed\n" and json.loads(verdict.read_text())["passed"]
     set_params("seed=1")
-    assert dvc_stages.not_up_to_date(addresses) == {*addresses} - {"assets"}
+    assert dvc_stages.order_and_changes(["r0"]) == (addresses, {*addresses} - {"assets"})
 
 
 def test_a_failed_stage_keeps_its_kind_of_error_and_last_lines(project: Path) -> None:

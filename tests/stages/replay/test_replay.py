@@ -150,7 +150,7 @@ def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
     monkeypatch.setattr(replay, "policy_pairs", policy_pairs)
     main(params, "r0")
     # of the first five of the shuffled training prompts
-    drawn = shuffled(read_inputs("r0").prompts, params.seed)[:5]
+    drawn = shuffled(read_inputs("r0", 2).prompts, params.seed)[:5]
     [(prompts, seed, fresh)] = calls
     assert prompts == [row["prompt"] for row in drawn for _ in range(60)]
     assert seed == params.seed + 4
@@ -175,7 +175,9 @@ def test_rows_of_earlier_rounds_follow_the_new_ones(make_round):
     assert read_metrics("r0")["earlier_pairs"] == 0 and all(new.values())
 
     failed = {one["prompt"] for one in new["prompts"]}
-    unused = next(one["prompt"] for one in read_inputs("r0").prompts if one["prompt"] not in failed)
+    unused = next(
+        one["prompt"] for one in read_inputs("r0", 2).prompts if one["prompt"] not in failed
+    )
 
     # the rows of an earlier round; prepare has added them to the data's own, twice if replay.weight
     # is 2. The texts of one pair are those of a new row, whose exploit was found again
@@ -261,7 +263,7 @@ def test_revised_responses_are_no_rows_of_people(make_round):
     path = Path("rounds/r0/prepare/data/sft_train.jsonl")
     [row] = demonstrations_of([revised("The walk", " was kind.")], "r0")
     write_jsonl(path, [*read_jsonl(path, ""), row])
-    assert read_inputs("r0").human["sft"] == 18
+    assert read_inputs("r0", 2).human["sft"] == 18
 
 
 def test_a_revised_evaluation_prompt_is_refused(make_round):
@@ -340,7 +342,7 @@ def test_a_policy_of_all_weights_is_mined_like_its_adapter(make_round, adapter_a
 def test_each_fresh_response_is_compared_with_sfts_response_to_its_prompt(make_round):
     params = make_round("r0", 1.0)
     main(params, "r0")
-    prompts = [row["prompt"] for row in shuffled(read_inputs("r0").prompts, params.seed)]
+    prompts = [row["prompt"] for row in shuffled(read_inputs("r0", 2).prompts, params.seed)]
     texts = [response.text for response in Sampler(params, "r0").sft(prompts, params.seed)]
     by_prompt = dict(zip(prompts, texts, strict=True))
     rows = [row for row in read_jsonl(DATA / "badcases.jsonl", "") if row["origin"] == "fresh"]

@@ -115,7 +115,9 @@ def test_old_rollouts_are_read(tmp_path: Path) -> None:
     row = {"update": 1, "id": "a", "prompt": "p", "response": "r", "score": 1.0, "reward": 1.0}
     row |= {"kl": 0.1, "finish_reason": "stop", "length": 3}
     RolloutLog(tmp_path).append([row | {"judge": 0.5}, row | {"sentiment": 0.25}])
-    assert read_rollouts(tmp_path, "make it") == [row | {"judge_score": n} for n in (0.5, 0.25)]
+    assert list(read_rollouts(tmp_path, "make it")) == [
+        row | {"judge_score": n} for n in (0.5, 0.25)
+    ]
 
 
 def test_an_unsent_promotion_of_an_older_version_keeps_its_verdict() -> None:

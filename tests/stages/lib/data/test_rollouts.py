@@ -32,7 +32,7 @@ def test_appends_make_one_file_until_it_is_full(tmp_path):
     log.append(rows(1, 2))
     log.append(rows(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00001.jsonl.gz", "00002.jsonl.gz"]
-    assert read_rollouts(tmp_path, "") == rows(1, 2, 3)
+    assert list(read_rollouts(tmp_path, "")) == rows(1, 2, 3)
     with gzip.open(tmp_path / "00001.jsonl.gz", "rt") as lines:
         assert [json.loads(line) for line in lines] == rows(1, 2)
 
@@ -58,4 +58,14 @@ def test_a_log_opened_at_an_earlier_position_continues_from_there(tmp_path, full
 
 def test_a_missing_log_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(BadInput, match="dvc repro ppo@r0"):
-        read_rollouts(tmp_path, "dvc repro ppo@r0")
+        list(read_rollouts(tmp_path, "dvc repro ppo@r0"))
+
+
+def test_rows_are_read_one_at_a_time(tmp_path):
+    log = RolloutLog(tmp_path, full=1)
+    log.append(rows(1))
+    log.append([{"update": 2}])
+    reading = read_rollouts(tmp_path, "dvc repro ppo@r0")
+    assert next(reading) == rows(1)[0]
+    with pytest.raises(BadInput, match=r"00002\.jsonl\.gz: row 1 has no finish_reason"):
+        next(reading)

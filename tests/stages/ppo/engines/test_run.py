@@ -106,7 +106,7 @@ def test_the_stage_has_the_outputs_of_ppo(make_params, ray, capsys, engine):
         assert file_hash(FOLDER / "critic") == file_hash(folder / "final_critic")
     else:
         assert (FOLDER / "critic/EMPTY").read_text() == f"{engine} has left no critic\n"
-    assert {row["update"] for row in read_rollouts(FOLDER / "rollouts", "")} == {0, 5}
+    assert {row["update"] for row in list(read_rollouts(FOLDER / "rollouts", ""))} == {0, 5}
     assert load_tokenizer(FOLDER / "policy").vocab_size
     assert jobs() == ["SUCCEEDED"]
     output = capsys.readouterr().out
