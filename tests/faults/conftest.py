@@ -9,8 +9,10 @@ import pytest
 
 from tests.faults import lab as laboratory
 from tests.faults.harness import COUNTS
-from tests.faults.lab import Lab, Trial
+from tests.faults.lab import Lab, Trial, copy
 from tests.faults.scale import FULL
+from tests.faults.servers import RUN, start
+from tests.flows.conftest import make_project
 
 LAST = None if FULL else "gate_sft@r0"
 Report = Callable[[str, list[Trial]], None]
@@ -26,6 +28,21 @@ def lab(built_once: Callable[..., Path]) -> Iterator[Lab]:
 
     with laboratory.server(built_once("lab", build)) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def undisturbed(built_once: Callable[..., Path], copy_tables: Callable[[Path], None]) -> Path:
+    """The folders `before` and `after`, of a project without and with a finished run."""
+
+    def build(folder: Path) -> None:
+        (folder / "before").mkdir()
+        copy_tables(make_project(folder / "before"))
+        project = copy(folder / "before", folder / "after")
+        (project / "go").touch()
+        ended = start(project, *RUN, MLFLOW_TRACKING_URI="off").ended()
+        assert ended.code == 0, ended.output
+
+    return built_once("undisturbed_runs", build)
 
 
 Record = Callable[[str, Any], None]
