@@ -3,6 +3,8 @@ end with the results of one.
 """
 
 import multiprocessing
+import subprocess
+import sys
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from flows.commands.badcases import keep
 from stages.replay.badcases import Report as Badcase
 from stages.replay.badcases import read_user_rows
 from tests.faults.conftest import Report
-from tests.faults.lab import copy
+from tests.faults.lab import Ended, copy
 from tests.faults.scale import FULL
 from tests.faults.servers import RUN, in_sft, rondo_up, start, trial_of
 from tests.flows.test_up import finished, with_the_flow
@@ -76,6 +78,26 @@ def test_no_report_is_lost_if_several_are_added_at_once(
         person.join(120)
     assert [person.exitcode for person in people] == [0] * 4
     assert len(list(read_user_rows("r0"))) == 80
+
+
+@full
+def test_two_clones_with_one_cache_of_dvc(
+    undisturbed: Path, tmp_path: Path, report: Report
+) -> None:
+    projects = [copy(undisturbed / "before", tmp_path / name) for name in ("one", "other")]
+    for project in projects:
+        command = [sys.executable, "-m", "dvc", "cache", "dir", "--local", str(tmp_path / "cache")]
+        subprocess.run(command, cwd=project, check=True)
+        (project / "go").touch()
+    runs = [start(project, *RUN, **OFF) for project in projects]
+    for run in runs:
+        none = Ended(0, "", "two runs")  # neither follows the other
+        trial = trial_of("two clones", none, run.ended(), run.project, undisturbed / "after")
+        report("two runs at once: two clones with one cache", [trial])
+    assert (tmp_path / "cache/files/md5").exists()
+    for project in projects:
+        status = rondo(project, "status", **OFF)
+        assert "to do" not in status.stdout, status
 
 
 @full
