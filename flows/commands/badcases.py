@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from filelock import FileLock
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from flows.core.config import all_rounds
 from flows.core.git import person
+from flows.core.services import HOME
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
@@ -179,7 +181,9 @@ def keep(reports: Sequence[tuple[str, UserInput]], round_: str | None) -> int:
                 "nothing was kept. Report the policy's response to another prompt",
             )
     check_not_in_slices(prompts)
-    added = add_user_rows(name, [report for _, report in reports])
+    HOME.mkdir(exist_ok=True)
+    with FileLock(HOME / "badcases.lock"):  # who writes at the same time would lose rows
+        added = add_user_rows(name, [report for _, report in reports])
     print(
         f"{report_path(name)}: {added} added, {len(reports) - added} known already. "
         f"Commit it; `rondo run` retests and replays them in {name}"

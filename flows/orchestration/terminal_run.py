@@ -9,7 +9,10 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from contextvars import copy_context
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from prefect import flow_engine
@@ -19,14 +22,35 @@ from prefect.settings import get_current_settings
 from flows.execution import process_guard
 from stages.lib.core.errors import RondoError
 
+MAX_RESTART_SECONDS = 60.0  # before a server that ended starts again
+
 
 class GuardedServer(SubprocessASGIServer):
-    """Prefect's temporary server in a session of its own. It ends with this process.
+    """Prefect's temporary server in a session of its own. It ends with this process, and starts
+    again if it ends before: without it, Prefect's client would try for minutes at each request.
 
     Prefect keeps one server per process: where it needs one, it uses this one if there is one.
     """
 
     log: Path
+    stopped: Event
+
+    def start(self, timeout: int | None = None) -> None:
+        if self.running:
+            return
+        self.stopped = Event()
+        super().start(timeout)
+        # Prefect's settings are in the context
+        Thread(target=copy_context().run, args=[self._keep], daemon=True).start()
+
+    def _keep(self) -> None:
+        """Start the server again whenever it ends, on the same port and database."""
+        for restarts in count():
+            if process := self.server_process:
+                process.wait()
+            if self.stopped.wait(min(2.0**restarts, MAX_RESTART_SECONDS)):
+                return
+            self.server_process = self._run_uvicorn_command()
 
     def _run_uvicorn_command(self) -> "subprocess.Popen[Any]":
         """The command and the variables are those of the method that this one replaces."""
@@ -44,6 +68,7 @@ class GuardedServer(SubprocessASGIServer):
             return process_guard.start(command, env=environment, stdout=log, stderr=log)
 
     def stop(self) -> None:
+        self.stopped.set()
         if self.server_process:
             process_guard.stop(self.server_process)
         super().stop()

@@ -89,7 +89,8 @@ def stage_seconds(results: RoundResults, stage: str) -> Amount:
     clock = work_dir(results.name, stage) / "clock.jsonl"
     rows = read_rows(ClockRow, clock, f"rm {clock}") if clock.exists() else []
     times = [row["time"] for row in rows]
-    return times[-1] - times[0] if len(times) > 1 else None
+    # the clock may have been set back in between
+    return times[-1] - times[0] if len(times) > 1 and times[0] <= times[-1] else None
 
 
 def sft_tokens(results: RoundResults) -> Amount:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -199,10 +200,12 @@ class MlflowStore:
         return uploads
 
     def _set_status(self, run_id: str, record: Record) -> None:
-        if record.status in ("FINISHED", "FAILED"):
-            self.client.set_terminated(run_id, record.status, record.ended)
-            return
         info = self.client.get_run(run_id).info
+        if record.status in ("FINISHED", "FAILED"):
+            # the clock may have been set back since the start
+            ended = max(record.ended, info.start_time)
+            self.client.set_terminated(run_id, record.status, ended)
+            return
         is_late = (info.end_time or 0) > record.ended  # it has ended since
         if info.status != record.status and not is_late:
             self.client.update_run(run_id, record.status)
@@ -372,6 +375,15 @@ def experiment_of(client: MlflowClient) -> str:
     if experiment is None:
         raise BadInput("MLflow has no run of Rondo's: `rondo run` records one")
     return str(experiment.experiment_id)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether MLflow itself failed, e.g. its disk is full; else it rejected what it was sent."""
+    if isinstance(error, MlflowException):
+        return bool(error.get_http_status_code() >= HTTPStatus.INTERNAL_SERVER_ERROR)
+    if isinstance(error, RequestException) and error.response is not None:
+        return error.response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return isinstance(error, FAILURES)
 
 
 def cause(error: Exception) -> str:

@@ -27,6 +27,7 @@ from flows.tracking.mlflow_store import (
     OFF,
     MlflowStore,
     cause,
+    may_pass,
     store_uri,
 )
 from flows.tracking.model_upload import ModelUpload
@@ -176,7 +177,7 @@ class MlflowTracker(NullTracker):
                 for item in store.send(record):
                     self.uploads.add(item)
 
-            for message in self.outbox.send(send, store.is_reachable):
+            for message in self.outbox.send(send, store.is_reachable, may_pass):
                 self.log(message)
             if self.uploads.waiting() and self.upload_jobs.empty():
                 self.upload_jobs.put(self._upload_waiting)
@@ -184,7 +185,7 @@ class MlflowTracker(NullTracker):
     def _upload_waiting(self) -> None:
         store = self._open_store()
         if time.monotonic() >= self.paused_until:
-            for message in self.uploads.send(store.upload, store.is_reachable):
+            for message in self.uploads.send(store.upload, store.is_reachable, may_pass):
                 self.log(message)
 
     def _send_steps(self, address: str) -> None:

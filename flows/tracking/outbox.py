@@ -2,8 +2,9 @@
 
 Records are sent in the order in which they were added, also those of earlier runs. A record that
 cannot be read, or that MLflow rejects three times, moves to `.rondo/outbox/rejected` with its
-reason, so that it holds up no other record. `.rondo/outbox/models` is a second outbox: the uploads
-of models' files, which take longer and hold up no record.
+reason, so that it holds up no other record. If the server itself failed, e.g. since its disk is
+full, this does not count. `.rondo/outbox/models` is a second outbox: the uploads of models' files,
+which take longer and hold up no record.
 """
 
 import time
@@ -55,19 +56,27 @@ class Outbox(Generic[Item]):
         """The files of the records, oldest first."""
         return sorted(self.folder.glob("*.json"))
 
-    def send(self, send: Callable[[Item], None], is_reachable: Callable[[], bool]) -> Iterator[str]:
+    def send(
+        self,
+        send: Callable[[Item], None],
+        is_reachable: Callable[[], bool],
+        may_pass: Callable[[Exception], bool],
+    ) -> Iterator[str]:
         """Send each waiting record once, and delete those that were sent.
 
         Args:
             send: sends a record; it raises an exception if it failed.
             is_reachable: tells a rejection from an outage, after `send` failed.
+            may_pass: whether the server itself failed; then the record stays as it is.
 
         Yields:
             A message for each record that was moved to `rejected`.
 
         Raises:
-            Exception: what `send` raised, if MLflow is not reachable. The records stay.
+            Exception: what `send` raised, if MLflow is not reachable or failed itself. The records
+                stay.
         """
+        failure: Exception | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):  # concurrent runs would send the same record twice
             for path in self.waiting():
@@ -81,6 +90,11 @@ class Outbox(Generic[Item]):
                 except Exception as error:
                     if not is_reachable():
                         raise
+                    if may_pass(error):
+                        if failure:  # a second record: it is the server's fault
+                            raise
+                        failure = error
+                        continue
                     name, rejections, _ = path.name.rsplit(".", 2)
                     if int(rejections) + 1 < TRIES:
                         path.rename(path.with_name(f"{name}.{int(rejections) + 1}.json"))
@@ -89,9 +103,15 @@ class Outbox(Generic[Item]):
                         yield self._reject(path, without_credentials(reason))
                 else:
                     path.unlink()
+        if failure:
+            raise failure
 
     def _add_text(self, text: str) -> None:
-        write_text(self.folder / f"{time.time_ns()}-{uuid4().hex[:8]}.0.json", text)
+        starts = [path.name.partition("-")[0] for path in self.waiting()]
+        # the clock may have been set back since the last record
+        last = max((int(start) for start in starts if start.isdecimal()), default=0)
+        now = max(time.time_ns(), last + 1)
+        write_text(self.folder / f"{now}-{uuid4().hex[:8]}.0.json", text)
 
     def _reject(self, path: Path, reason: str) -> str:
         self.rejected.mkdir(exist_ok=True)

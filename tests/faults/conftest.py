@@ -12,6 +12,7 @@ from tests.faults.damage import Found
 from tests.faults.harness import COUNTS
 from tests.faults.lab import Lab, Trial, copy, rondo
 from tests.faults.scale import FULL
+from tests.faults.servers import WAITING_RUN, start
 from tests.flows.conftest import make_project
 
 RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=9")
@@ -43,6 +44,21 @@ def finished(built_once: Callable[..., Path], copy_tables: Callable[[Path], None
         assert ended.code == 0, ended.output
 
     return built_once("finished_runs", build)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(built_once: Callable[..., Path], copy_tables: Callable[[Path], None]) -> Path:
+    """As `finished`, of a run that waits for the file `go`."""
+
+    def build(folder: Path) -> None:
+        (folder / "before").mkdir()
+        copy_tables(make_project(folder / "before"))
+        project = copy(folder / "before", folder / "after")
+        (project / "go").touch()
+        ended = start(project, *WAITING_RUN, MLFLOW_TRACKING_URI="off").ended()
+        assert ended.code == 0, ended.output
+
+    return built_once("undisturbed_runs", build)
 
 
 Record = Callable[[str, Any], None]

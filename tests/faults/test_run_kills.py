@@ -31,9 +31,13 @@ KILLS = [  # operation, path, occurrence
 ]
 
 
-def check_records(project: Path) -> None:
-    """MLflow has the whole curve of each stage, no run that seems to go on, and nothing waits."""
-    client = MlflowClient(f"sqlite:///{project / '.rondo/mlflow.db'}")
+def check_records(project: Path, database: Path | None = None) -> None:
+    """MLflow has the whole curve of each stage, no run that seems to go on, and nothing waits.
+
+    Args:
+        database: MLflow's; None for that of the project.
+    """
+    client = MlflowClient(f"sqlite:///{database or project / '.rondo/mlflow.db'}")
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments)
     names = {run.info.run_name for run in runs}
@@ -47,7 +51,8 @@ def check_records(project: Path) -> None:
     last = max(runs, key=lambda run: run.info.start_time)
     parent = last.data.tags.get("mlflow.parentRunId", last.info.run_id)
     assert client.get_run(parent).info.status == "FINISHED"
-    assert not [path.name for path in (project / ".rondo/outbox").glob("*.json")]
+    outbox = project / ".rondo/outbox"
+    assert not [path.name for path in (*outbox.glob("*.json"), *outbox.glob("rejected/*"))]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ class MetricLogger:
     ) -> None:
         self.folder, self.work = stage_dir(round_, stage), work_dir(round_, stage)
         self.round, self.label = round_, f"{stage}@{round_}"
-        self.total_steps, self.started = total_steps, time.time()
+        self.total_steps = total_steps
+        self.started = time.monotonic()  # no clock that somebody sets
         self.steps, self.resumed_steps = list(logged_steps), len(logged_steps)
         self.writes = writes
         if writes:
@@ -108,7 +109,7 @@ class MetricLogger:
         times = (
             read_jsonl(clock, f"rm -r {self.work}")
             if logged_steps and clock.exists()
-            else [{"step": -1, "time": self.started}]
+            else [{"step": -1, "time": time.time()}]
         )
         write_jsonl(clock, times[: len(logged_steps) + 1])
 
@@ -139,7 +140,7 @@ class MetricLogger:
         """Print a progress line: stage, step, ETA (minutes:seconds), text."""
         steps_run = step - self.resumed_steps
         eta = (
-            (time.time() - self.started) / steps_run * (self.total_steps - step)
+            (time.monotonic() - self.started) / steps_run * (self.total_steps - step)
             if steps_run and self.total_steps
             else 0.0
         )

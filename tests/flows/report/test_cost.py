@@ -110,6 +110,10 @@ def test_minutes_and_energy_of_the_run_that_made_it(project: Path) -> None:
     assert minutes.total == "13.5"
     assert (energy.cell("ppo"), energy.total) == ("-", "not readable")
 
+    back = [{"step": -1, "time": 1000.0}, {"step": 1, "time": 880.0}]  # the clock was set back
+    write_jsonl(work_dir("r0", "reward") / "clock.jsonl", back)
+    assert rows()["minutes"].cell("reward") == "-"
+
     counter = project / "package"
     write_text(counter / "max_energy_range_uj", "99000000000")
     write_text(counter / "energy_uj", "0")

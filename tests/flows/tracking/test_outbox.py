@@ -1,6 +1,7 @@
 """Records that wait for MLflow: order, rejections, outages, and files of older versions."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -19,24 +20,32 @@ def record(run: str, steps: list[Step] | None = None) -> Record:
 
 
 class Mlflow:
-    """Takes records, but for those of the runs in `rejects`, and none while it is down."""
+    """Takes records, but for those of the runs in `rejects`, none while it is down, and none of the
+    runs in `fails`, on which it fails itself.
+    """
 
-    def __init__(self, *rejects: str, down: bool = False) -> None:
-        self.rejects, self.down, self.runs = rejects, down, list[str]()
+    def __init__(self, *rejects: str, down: bool = False, fails: tuple[str, ...] = ()) -> None:
+        self.rejects, self.down, self.fails = rejects, down, fails
+        self.runs = list[str]()
 
     def send(self, record: Record) -> None:
         if self.down:
             raise ConnectionError("no answer")
         if record.run in self.rejects:
             raise ValueError(f"{record.run} is refused")
+        if record.run in self.fails:
+            raise BrokenPipeError(f"no room for {record.run}")
         self.runs.append(record.run)
 
     def is_reachable(self) -> bool:
         return not self.down
 
+    def may_pass(self, error: Exception) -> bool:
+        return isinstance(error, BrokenPipeError)
+
 
 def send(outbox: Outbox[Record], mlflow: Mlflow) -> list[str]:
-    return list(outbox.send(mlflow.send, mlflow.is_reachable))
+    return list(outbox.send(mlflow.send, mlflow.is_reachable, mlflow.may_pass))
 
 
 def test_records_are_sent_once_in_the_order_in_which_they_were_added(
@@ -54,7 +63,7 @@ def test_values_that_are_no_numbers_come_back_as_they_were(outbox: Outbox[Record
     steps = [Step(key="grad_norm", value=value, time=1, step=1) for value in values]
     outbox.add(record("diverged", steps))
     sent: list[Record] = []
-    assert list(outbox.send(sent.append, lambda: True)) == []
+    assert list(outbox.send(sent.append, lambda: True, lambda _: False)) == []
     assert [str(step.value) for step in sent[0].steps] == ["nan", "inf", "-inf", "0.1"]
 
 
@@ -67,6 +76,33 @@ def test_during_an_outage_all_records_stay(outbox: Outbox[Record]) -> None:
     mlflow = Mlflow()
     send(outbox, mlflow)
     assert mlflow.runs == ["a", "b"]
+
+
+def test_a_record_on_which_the_server_fails_stays_and_two_of_them_end_the_try(
+    outbox: Outbox[Record],
+) -> None:
+    """E.g. since its disk is full. The first may be a record that no server takes."""
+    for run in ("large", "a", "huge", "b"):
+        outbox.add(record(run))
+    mlflow = Mlflow(fails=("large", "huge"))
+    for _ in range(TRIES + 1):
+        with pytest.raises(BrokenPipeError):
+            send(outbox, mlflow)
+    assert mlflow.runs == ["a"]
+    mlflow = Mlflow()
+    assert send(outbox, mlflow) == [] and mlflow.runs == ["large", "huge", "b"]
+
+
+def test_records_keep_their_order_if_the_clock_is_set_back(
+    outbox: Outbox[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time_ns()
+    for run, hours in (("a", 0), ("b", -24), ("c", -48), ("d", 1)):
+        monkeypatch.setattr(time, "time_ns", lambda hours=hours: now + hours * 3600 * 10**9)
+        outbox.add(record(run))
+    mlflow = Mlflow()
+    send(outbox, mlflow)
+    assert mlflow.runs == ["a", "b", "c", "d"]
 
 
 def test_a_record_that_is_rejected_holds_up_no_other_and_is_kept_with_the_reason(

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_hash_of_a_file_is_sha256_and_of_a_folder_depends_on_names(tmp_path: Pat
     before = file_hash(tmp_path / "a")
     (tmp_path / "a/x").rename(tmp_path / "a/y")
     assert file_hash(tmp_path / "a") != before
+
+
+def test_the_eta_is_not_negative_if_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder, now = MetricLogger("sft", "r0", total_steps=2), time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 24 * 3600)
+    recorder.log(1, {"loss": 2.0}, ["loss"])
+    assert "step 1/2  eta 0:00  loss 2" in capsys.readouterr().out
 
 
 def test_recorder_keeps_the_clock_in_a_file_of_its_own(

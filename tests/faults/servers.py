@@ -1,0 +1,174 @@
+"""Runs whose servers fail: the small project of tests/flows, whose stage `sft` waits in the middle
+for the file `go`, and MLflow's server as a process of its own.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from flows.core.services import is_up
+from tests.faults.lab import INJECTION, Ended, Trial, differences, hashes_of, wait_for_processes
+from tests.flows.test_up import up
+from tests.paths import ROOT
+from tests.servers import free_port, read_until, until
+
+WAITING_RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=51")  # sft waits for the file `go`
+Process = subprocess.Popen[str]
+WITH_TIMES = ("reports/report.html", "reports/summary.md")
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command in a project, whose output goes to a file."""
+
+    project: Path
+    process: "subprocess.Popen[bytes]"
+    output: Path
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def reaches(self, line: str) -> None:
+        """Wait for a line of its output.
+
+        Raises:
+            AssertionError: it ends without it.
+        """
+        until(lambda: line in self.text() or self.process.poll() is not None)
+        assert line in self.text(), self.text()
+
+    def ended(self, struck: str = "") -> Ended:
+        """Wait until it has ended, and all processes of the project."""
+        code = self.process.wait(600)
+        wait_for_processes(self.project)
+        return Ended(code, self.text(), struck)
+
+
+def start(project: Path, *arguments: str, **environment: str) -> Started:
+    """Start the command `rondo`; its processes have the injection, but no fault."""
+    inherited = {name: value for name, value in os.environ.items() if name != "RONDO_FAULT"}
+    names = iter(project.parent / f"{project.name}.{number}.log" for number in range(100))
+    output = next(name for name in names if not name.exists())
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            cwd=project,
+            env=inherited | {"PYTHONPATH": f"{INJECTION}:{ROOT}"} | environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    return Started(project, process, output)
+
+
+def results_of(project: Path) -> dict[str, str]:
+    """The hashes of all results but the report, which has times."""
+    return {name: sha for name, sha in hashes_of(project).items() if name not in WITH_TIMES}
+
+
+def trial_of(fault: str, first: Ended, second: Ended, project: Path, undisturbed: Path) -> Trial:
+    """The results after `second`, compared with those of a run without fault."""
+    differ = differences(results_of(project), results_of(undisturbed))
+    return Trial(fault, bool(first.struck), first, second, differ)
+
+
+def kill(*processes: psutil.Process) -> str:
+    """SIGKILL; returns the command lines of the victims, which all lived until then."""
+    commands = [" ".join(process.cmdline()) for process in processes]
+    assert commands and all(commands), "no victim"
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, 60)
+    assert not any(map(psutil.Process.is_running, processes))
+    return "; ".join(commands)
+
+
+def is_guard(process: psutil.Process) -> bool:
+    """Whether it waits for another process and does nothing itself (process_guard.py)."""
+    return any("process_guard" in word for word in process.cmdline())
+
+
+class MlflowServer:
+    """MLflow's server, on a port that it keeps."""
+
+    def __init__(self, folder: Path, tables: Path) -> None:
+        """
+        Args:
+            folder: of its database and its artifacts.
+            tables: a database without runs.
+        """
+        self.folder, self.port = folder, free_port()
+        self.url, self.database = f"http://127.0.0.1:{self.port}", folder / "mlflow.db"
+        self.processes: list[psutil.Process] = []
+        shutil.copy(tables, self.database)
+
+    def start(self) -> None:
+        options = {
+            "--backend-store-uri": f"sqlite:///{self.database}",
+            "--artifacts-destination": str(self.folder / "artifacts"),
+            "--host": "127.0.0.1",
+            "--port": self.port,
+            "--workers": "1",
+        }
+        command = [sys.executable, "-m", "mlflow", "server"]
+        started = psutil.Popen(
+            [*command, *(word for pair in options.items() for word in pair)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            start_new_session=True,
+        )
+        self.processes.append(started)
+        until(lambda: is_up(f"{self.url}/health"))
+        self.processes += started.children(recursive=True)
+
+    def kill(self) -> str:
+        """SIGKILL of all its processes."""
+        processes, self.processes = self.processes, []
+        return kill(*processes)
+
+
+@contextmanager
+def mlflow_server(folder: Path, tables: Path) -> Iterator[MlflowServer]:
+    """A server that is not started yet, and has ended after the block."""
+    server = MlflowServer(folder, tables)
+    try:
+        yield server
+    finally:
+        for process in server.processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+class Up(NamedTuple):
+    """output: until it was ready."""
+
+    process: Process
+    output: str
+
+
+@contextmanager
+def rondo_up(project: Path, environment: dict[str, str]) -> Iterator[Up]:
+    """`rondo up` that is ready; after the block it and all its processes have ended."""
+    server = up(project, environment)
+    try:
+        yield Up(server, read_until(server, "Ctrl-C"))
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGINT)
+        server.wait(60)
+        wait_for_processes(project)
+
+
+def in_sft(project: Path) -> bool:
+    """Whether `sft` waits for the file `go`."""
+    steps = project / "rounds/r0/sft/metrics.jsonl"
+    return steps.exists() and len(steps.read_text().splitlines()) == 3
