@@ -16,14 +16,21 @@ from typing import NamedTuple
 import psutil
 
 from flows.core.services import is_up
-from tests.faults.lab import INJECTION, Ended, Trial, differences, hashes_of, wait_for_processes
+from tests.faults.lab import (
+    INJECTION,
+    Ended,
+    Trial,
+    differences,
+    hashes_of,
+    wait_for_processes,
+    without_report,
+)
 from tests.flows.test_up import up
 from tests.paths import ROOT
 from tests.servers import free_port, read_until, until
 
 WAITING_RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=51")  # sft waits for the file `go`
 Process = subprocess.Popen[str]
-WITH_TIMES = ("reports/report.html", "reports/summary.md")
 
 
 @dataclass(frozen=True)
@@ -69,14 +76,9 @@ def start(project: Path, *arguments: str, **environment: str) -> Started:
     return Started(project, process, output)
 
 
-def results_of(project: Path) -> dict[str, str]:
-    """The hashes of all results but the report, which has times."""
-    return {name: sha for name, sha in hashes_of(project).items() if name not in WITH_TIMES}
-
-
 def trial_of(fault: str, first: Ended, second: Ended, project: Path, undisturbed: Path) -> Trial:
     """The results after `second`, compared with those of a run without fault."""
-    differ = differences(results_of(project), results_of(undisturbed))
+    differ = differences(*(without_report(hashes_of(at)) for at in (project, undisturbed)))
     return Trial(fault, bool(first.struck), first, second, differ)
 
 
