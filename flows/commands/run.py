@@ -19,7 +19,7 @@ from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
 from flows.execution.history import rounds_to_end
 from flows.execution.worktree import folder_of_run
-from stages.lib.core.errors import BadInput, GateFailed, RondoError
+from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.progress import progress, reporting
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
 
     Raises:
         GateFailed: a gate failed.
+        Unreachable: Prefect's server went away.
         RondoError: any other error of Rondo.
     """
     kept = "the run ends; stages that are done and saved resume states are kept"
@@ -113,7 +114,15 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
             from flows.orchestration import terminal_run
 
             terminal_run.prepare(HOME.resolve())
-        state = start()
+        from httpx import TransportError
+
+        try:
+            state = start()
+        except TransportError as failure:
+            raise Unreachable(
+                f"Prefect's server at {services.prefect_pages()} does not answer ({failure}): the "
+                "stages that are done are kept; start it, and run the same command again"
+            ) from None
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():
         return 0

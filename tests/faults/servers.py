@@ -150,6 +150,26 @@ def mlflow_server(folder: Path, tables: Path) -> Iterator[MlflowServer]:
                 process.kill()
 
 
+@contextmanager
+def prefect_server(home: Path, tables: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """A Prefect server and the address of its API; it has ended after the block."""
+    home.mkdir()
+    shutil.copy(tables, home)
+    port = free_port()
+    server = psutil.Popen(
+        [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", port],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PREFECT_HOME": str(home)},
+    )
+    try:
+        until(lambda: is_up(f"http://127.0.0.1:{port}/api/health"))
+        yield server, f"http://127.0.0.1:{port}/api"
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            server.kill()
+
+
 class Up(NamedTuple):
     """output: until it was ready."""
 

@@ -19,6 +19,7 @@ from tests.faults.servers import (
     is_guard,
     kill,
     mlflow_server,
+    prefect_server,
     start,
     trial_of,
 )
@@ -97,6 +98,26 @@ def test_the_disk_of_mlflow_is_full(
         report("MLflow's server in a run: its disk is full", [trial])
         check_records(project, server.database)
         server.kill()
+
+
+def test_a_prefect_server_of_a_team_is_killed_and_stays_away(
+    undisturbed: Path, tmp_path: Path, prefect_tables: Path, report: Report
+) -> None:
+    project = copy(undisturbed / "before", tmp_path / "project")
+    # else the client tries for minutes at each request
+    environment = {"MLFLOW_TRACKING_URI": "off", "PREFECT_CLIENT_MAX_RETRIES": "1"}
+    with prefect_server(tmp_path / "prefect", prefect_tables) as (server, api):
+        run = start(project, *RUN, PREFECT_API_URL=api, **environment)
+        run.reaches("[sft@r0] step 3/3")
+        struck = kill(server, *server.children(recursive=True))
+        (project / "go").touch()
+        first = run.ended(struck)
+    assert first.code == 4, first.output
+    assert "rondo: Unreachable: Prefect's server at http" in first.output, first.output
+    assert "[evaluate@r0] ran" in first.output
+    second = start(project, *RUN, **environment).ended()
+    trial = trial_of("Prefect's server", first, second, project, undisturbed / "after")
+    report("SIGKILL of a team's Prefect server in a run", [trial])
 
 
 def test_the_temporary_server_of_prefect_is_killed(
