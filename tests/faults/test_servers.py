@@ -107,7 +107,7 @@ def test_a_prefect_server_of_a_team_is_killed_and_stays_away(
     # else the client tries for minutes at each request
     environment = {"MLFLOW_TRACKING_URI": "off", "PREFECT_CLIENT_MAX_RETRIES": "1"}
     with prefect_server(tmp_path / "prefect", prefect_tables) as (server, api):
-        run = start(project, *RUN, PREFECT_API_URL=api, **environment)
+        run = start(project, *WAITING_RUN, PREFECT_API_URL=api, **environment)
         run.reaches("[sft@r0] step 3/3")
         struck = kill(server, *server.children(recursive=True))
         (project / "go").touch()
@@ -115,7 +115,7 @@ def test_a_prefect_server_of_a_team_is_killed_and_stays_away(
     assert first.code == 4, first.output
     assert "rondo: Unreachable: Prefect's server at http" in first.output, first.output
     assert "[evaluate@r0] ran" in first.output
-    second = start(project, *RUN, **environment).ended()
+    second = start(project, *WAITING_RUN, **environment).ended()
     trial = trial_of("Prefect's server", first, second, project, undisturbed / "after")
     report("SIGKILL of a team's Prefect server in a run", [trial])
 
