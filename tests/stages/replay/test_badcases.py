@@ -108,6 +108,9 @@ def test_what_people_add_is_kept_once(tmp_path, monkeypatch):
         BadInput, match=r"badcases/r1\.jsonl:4: no report \(prompt: Field required\); fix the line"
     ):
         read_user_rows("r1")
+    Path("badcases/r1.jsonl").write_text("{\n")
+    with pytest.raises(BadInput, match=r"badcases/r1\.jsonl:1: .*fix the line"):
+        read_user_rows("r1")
     write_jsonl(Path("badcases/r1.jsonl"), [*rows, {"prompt": "It", "note": "why"}])
     message = r"badcases/r1\.jsonl:4: no mining prompt \(by: Field required\); fix the line"
     with pytest.raises(BadInput, match=message):

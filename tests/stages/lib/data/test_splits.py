@@ -9,8 +9,14 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_jsonl
 from stages.lib.data.splits import (
     PromptIndex,
+    calibration_sample,
     check_eval_set_unchanged,
+    check_not_in_eval_set,
+    check_prompts_not_in_eval_set,
+    dedupe_prompts,
+    evaluation_hash,
     hold_out,
+    shuffled,
 )
 
 
@@ -60,3 +66,45 @@ def test_a_changed_evaluation_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r0/prepare/data/eval_prompts.jsonl").unlink()
     with pytest.raises(BadInput, match="dvc repro prepare@r0"):
         check_eval_set_unchanged(folder, tmp_path / "r0")
+
+
+EVALUATION = [{"id": "e.jsonl:1", "prompt": "The sky"}, {"id": "e.jsonl:2", "prompt": "The sea"}]
+
+
+def test_no_prompt_of_the_evaluation_set_is_trained_on() -> None:
+    check_not_in_eval_set([("report 1", "The sky is"), ("report 2", "A sea")], EVALUATION, "wait")
+    message = r"^report 2 is evaluation prompt e\.jsonl:2, which no round may train on; wait$"
+    with pytest.raises(BadInput, match=message):
+        check_not_in_eval_set([("report 1", "A"), ("report 2", "the  SEA")], EVALUATION, "wait")
+    rows = [{"id": "t.jsonl:1", "prompt": "A"}, {"id": "t.jsonl:2", "prompt": "The sky"}]
+    check_prompts_not_in_eval_set(rows[:1], EVALUATION)
+    message = (
+        r"^training prompt t\.jsonl:2 is evaluation prompt e\.jsonl:1, which no round may train "
+        r"on; run `dvc repro prepare` again$"
+    )
+    with pytest.raises(BadInput, match=message):
+        check_prompts_not_in_eval_set(rows, EVALUATION)
+
+
+def test_the_hash_is_that_of_all_held_out_files(tmp_path: Path) -> None:
+    for name, text in {"eval_prompts": "a", "sft_eval": "b", "pairs_eval": "c"}.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    # printf abc | sha256sum
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert evaluation_hash(tmp_path) == expected
+
+
+def test_a_prompt_is_kept_once() -> None:
+    prompts = ["The sky", "A sea", "the  SKY", "A hill"]
+    rows = [{"id": str(number), "prompt": prompt} for number, prompt in enumerate(prompts)]
+    # the last occurrences, from the end: hill, sky, sea; of each the first row
+    assert [row["id"] for row in dedupe_prompts(rows)] == ["3", "0", "1"]
+
+
+def test_rows_are_drawn_by_their_seed() -> None:
+    rows = [{"id": str(number), "prompt": "A"} for number in range(300)]
+    mixed = shuffled(rows, 1)
+    assert mixed != rows and sorted(map(str, mixed)) == sorted(map(str, rows))
+    assert mixed == shuffled(rows, 1) != shuffled(rows, 2)
+    assert calibration_sample(rows, 1) == mixed[:256]
+    assert len(calibration_sample(rows[:20], 1)) == 20

@@ -172,12 +172,20 @@ def test_signs_of_missing_metrics_are_left_out_and_the_fix_names_the_kl_key():
 
 
 def test_a_resumed_run_has_the_findings_of_the_steps_before() -> None:
-    steps = [healthy(update) | {"repetition_3": 0.5 * update / UPDATES} for update in range(1, 21)]
+    """Each at its own update: clips too much from the tenth, the earliest, and from the 20th."""
+    steps = [
+        healthy(update) | {"clip_fraction": 0.5, "repetition_3": 0.01 if update < 20 else 1.0}
+        for update in range(1, 21)
+    ]
     monitor, resumed = Monitor(PARAMS), Monitor(PARAMS)
     for number in range(1, len(steps) + 1):
         monitor.check(steps[:number])
     resumed.check_history(steps)
-    assert resumed.findings == monitor.findings != []
+    assert resumed.findings == monitor.findings
+    assert [(finding.sign, finding.update) for finding in resumed.findings] == [
+        ("clips too much", 10),
+        ("repetition", 20),
+    ]
 
 
 def test_a_finding_has_what_its_sign_says() -> None:
