@@ -161,11 +161,12 @@ class RunArtifacts:
                 key=self.key, table=table(rows), description=f"Metrics of {self.address}"
             )
         if (path := folder / "samples.jsonl").exists():
+            restore = summary.restore(path)
             shown: Sequence[Mapping[str, object]]
             if self.stage == "evaluate":
-                shown = extreme_samples(read_rows(EvaluationSample, path, "rondo run"))
+                shown = extreme_samples(read_rows(EvaluationSample, path, restore))
             else:
-                shown = read_jsonl(path, "rondo run")[:SHOWN]
+                shown = read_jsonl(path, restore)[:SHOWN]
             yield TableArtifact(
                 key=f"samples-{self.key}",
                 table=table(shown),

@@ -87,7 +87,9 @@ def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> RoundResult
         curves={
             stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
         },
-        samples=extreme_samples(read_rows(EvaluationSample, samples, "rondo run", SAMPLES))
+        samples=extreme_samples(
+            read_rows(EvaluationSample, samples, summary.restore(samples), SAMPLES)
+        )
         if samples.exists()
         else [],
         findings=health.get("findings", []),
