@@ -21,9 +21,9 @@ import yaml
 
 from flows.core import locks
 from flows.core.addresses import split_address
-from flows.core.locks import LOCK
 from flows.core.verdicts import gate_message
 from flows.execution import fork_server, integrity, process_guard, rwlock
+from flows.execution.lock_file import keep_other_stages
 from stages.lib.core.errors import (
     STORAGE_ADVICE,
     BadInput,
@@ -33,7 +33,7 @@ from stages.lib.core.errors import (
     Unreachable,
     storage_advice,
 )
-from stages.lib.core.files import GATES, REPORTS, RESUME_STATE, stage_dir, work_dir, write_text
+from stages.lib.core.files import GATES, REPORTS, RESUME_STATE, stage_dir, work_dir
 from stages.lib.core.progress import progress, reporting
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
@@ -69,34 +69,6 @@ def open_repo() -> Iterator[Any]:
         # DVC's own message of a damaged dvc.lock has no next step
         locks.read_locks()
         raise BadInput(f"dvc: {error}") from None
-
-
-@contextmanager
-def keep_other_stages(address: str) -> Iterator[None]:
-    """Restore dvc.lock if DVC is cut off in the block and leaves other stages than this one changed
-    in it.
-
-    DVC empties the file before it writes it: if it is cut off then, the records of all stages are
-    lost.
-    """
-    before = LOCK.read_text(encoding="utf-8") if LOCK.exists() else ""
-    try:
-        yield
-    except BaseException:
-        if LOCK.exists():
-            after = LOCK.read_text(encoding="utf-8")
-            if after != before and _other_stages(after, address) != _other_stages(before, address):
-                write_text(LOCK, before) if before else LOCK.unlink()
-        raise
-
-
-def _other_stages(text: str, address: str) -> dict[str, Any] | None:
-    """All stages of a dvc.lock but one; None if it is not valid YAML."""
-    try:
-        stages = yaml.load(text, yaml.CSafeLoader)["stages"] if text else {}
-        return {name: stage for name, stage in stages.items() if name != address}
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
-        return None
 
 
 def stages_of(repo: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from flows.core.locks import digests
 from flows.core.tables import interval
@@ -140,7 +141,8 @@ def _register(
     if not models:
         raise MlflowException(
             f"{promotion.evidence['path']} cannot be registered yet: "
-            "the record of its evaluation has not been sent"
+            "the record of its evaluation has not been sent",
+            RESOURCE_DOES_NOT_EXIST,  # not the server's failure: other records are sent first
         )
     # one whose files are there, else one whose files follow
     model = max(models, key=lambda model: (STORED in model.tags, DIGEST in model.tags)).model_id

@@ -17,6 +17,7 @@ from dvc.lock import DEFAULT_TIMEOUT
 
 from flows.core import config
 from flows.execution import dvc_stages, fork_server, process_guard
+from flows.execution.lock_file import keep_other_stages
 from stages.lib.core import progress
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.files import write_text
@@ -92,7 +93,7 @@ def test_an_interrupted_write_of_dvc_lock_loses_no_other_stage(project: Path) ->
     before = lock.read_text()
 
     def interrupt_after(text: str) -> str:
-        with pytest.raises(KeyboardInterrupt), dvc_stages.keep_other_stages("sft@r0"):
+        with pytest.raises(KeyboardInterrupt), keep_other_stages("sft@r0"):
             lock.write_text(text)
             raise KeyboardInterrupt
         return lock.read_text()

@@ -66,7 +66,9 @@ def test_another_reference_than_that_of_the_state_is_refused(make_params, monkey
     params = make_params("dpo", SECTIONS["dpo"])
     run_killed(params, (2, Resume, "save"), monkeypatch)
     [path] = Path(".rondo/work/r0/ppo").glob("*/state.pt")
-    torch.save(torch.load(path) | {"reference": "of another machine"}, path)
+    resume = Resume(path.parent.parent, {})
+    resume.path = path
+    resume.save(torch.load(path) | {"reference": "of another machine"})
     with pytest.raises(RondoError, match="after the resume, the weights of the reference"):
         main(params, "r0")
 
