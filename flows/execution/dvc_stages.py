@@ -150,17 +150,21 @@ def with_dependents(addresses: list[str], changed: set[str], graph: Any) -> set[
     """Those of `addresses` that are in `changed`, or that depend on one that is (`order_graph`)."""
     import networkx
 
-    dependents: set[str] = set()
+    todo = set(changed)
     for address in networkx.topological_sort(graph):
-        if address in changed or not dependents.isdisjoint(graph.pred[address]):
-            dependents.add(address)
-    return {address for address in addresses if address in changed | dependents}
+        if not todo.isdisjoint(graph.pred[address]):
+            todo.add(address)
+    return todo & set(addresses)
 
 
 def up_to_date(address: str) -> bool:
     """Whether `dvc status` reports no change of a stage."""
     with open_repo() as repo:
-        return address not in repo.status(targets=[address])
+        return _is_unchanged(repo, address)
+
+
+def _is_unchanged(repo: Any, address: str) -> bool:
+    return address not in repo.status(targets=[address])
 
 
 # By default glibc returns a freed tensor to the kernel, which then clears the pages of the next
@@ -235,7 +239,7 @@ def run(
     """
     with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
         with open_repo() as repo:
-            if not force and address not in repo.status(targets=[address]):
+            if not force and _is_unchanged(repo, address):
                 return Outcome.unchanged
             integrity.check_inputs(repo, address)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.faults import lab as laboratory
-from tests.faults.damage import Found
+from tests.faults.damage import Outcome
 from tests.faults.harness import COUNTS
-from tests.faults.lab import Lab, Trial, copy, rondo
+from tests.faults.lab import Ended, Lab, Trial, copy, rondo
 from tests.faults.scale import FULL
 from tests.faults.servers import WAITING_RUN, start
 from tests.flows.conftest import make_project
@@ -38,10 +38,7 @@ def finished(built_once: Callable[..., Path], copy_tables: Callable[[Path], None
     """The folders `before` and `after`, of a project without and with a finished run."""
 
     def build(folder: Path) -> None:
-        (folder / "before").mkdir()
-        copy_tables(make_project(folder / "before"))
-        ended = rondo(copy(folder / "before", folder / "after"), RUN)
-        assert ended.code == 0, ended.output
+        check_ended(rondo(before_and_after(folder, copy_tables), RUN))
 
     return built_once("finished_runs", build)
 
@@ -51,14 +48,22 @@ def undisturbed(built_once: Callable[..., Path], copy_tables: Callable[[Path], N
     """As `finished`, of a run that waits for the file `go`."""
 
     def build(folder: Path) -> None:
-        (folder / "before").mkdir()
-        copy_tables(make_project(folder / "before"))
-        project = copy(folder / "before", folder / "after")
+        project = before_and_after(folder, copy_tables)
         (project / "go").touch()
-        ended = start(project, *WAITING_RUN, MLFLOW_TRACKING_URI="off").ended()
-        assert ended.code == 0, ended.output
+        check_ended(start(project, *WAITING_RUN, MLFLOW_TRACKING_URI="off").ended())
 
     return built_once("undisturbed_runs", build)
+
+
+def before_and_after(folder: Path, copy_tables: Callable[[Path], None]) -> Path:
+    """Make both folders; returns `after`, in which nothing has run yet."""
+    (folder / "before").mkdir()
+    copy_tables(make_project(folder / "before"))
+    return copy(folder / "before", folder / "after")
+
+
+def check_ended(ended: Ended) -> None:
+    assert ended.code == 0, ended.output
 
 
 Record = Callable[[str, Any], None]
@@ -71,9 +76,9 @@ def report(record_property: Record) -> Report:
     """
 
     def count(
-        fault: str, trials: Sequence[Trial | Found], declared: tuple[str, ...] = ("identical",)
+        fault: str, trials: Sequence[Trial | Outcome], declared: tuple[str, ...] = ("identical",)
     ) -> None:
-        title = "damage" if isinstance(trials[0], Found) else "faults"
+        title = "damage" if isinstance(trials[0], Outcome) else "faults"
         record_property(title, [fault, dict(Counter(trial.kind for trial in trials))])
         failures = [str(trial) for trial in trials if trial.kind not in declared]
         assert not failures, f"{len(failures)} of {len(trials)}\n" + "\n\n".join(failures[:5])

@@ -45,7 +45,7 @@ def damage_file(path: Path, damage: Damage) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """What came of a damage.
 
     ended: the command that was run next. name: of the file, as an error has to name it. differ: the

@@ -18,7 +18,7 @@ import yaml
 from stages.lib.core.errors import BadInput
 from stages.ppo.common.resume import Resume
 from tests.faults.conftest import RUN, Report
-from tests.faults.damage import DAMAGES, Damage, Found, cut_to_half, damage_file, flip_a_bit
+from tests.faults.damage import DAMAGES, Damage, Outcome, cut_to_half, damage_file, flip_a_bit
 from tests.faults.lab import Ended, Lab, copy, differences, hashes_of, rondo, without_report
 from tests.faults.scale import FULL
 from tests.faults.test_kills import THIRD_UPDATE
@@ -69,7 +69,7 @@ def test_a_file_that_the_next_stage_reads(
             again = run_all(lab, project, [maker, reader])
             lost = differences(hashes_of(project), lab.results(reader))
             assert not again.code, again.output
-    outcome = Found(damage.__name__, name, ended, differ, lost)
+    outcome = Outcome(damage.__name__, name, ended, differ, lost)
     report(f"damaged: {kind}", [outcome], ("restored", "refused"))
 
 
@@ -106,7 +106,7 @@ def test_an_object_of_the_cache(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         ended = lab.run(project, address)
         differ = differences(hashes_of(project), lab.results(address))
-    outcome = Found(damage.__name__, output, ended, differ)
+    outcome = Outcome(damage.__name__, output, ended, differ)
     report(f"damaged in DVC's cache: {kind}", [outcome], ("restored",))
 
 
@@ -127,7 +127,7 @@ def test_the_state_from_which_a_killed_policy_stage_resumes(
             again = lab.run(project, "ppo@r0")
             lost = differences(hashes_of(project), lab.results("ppo@r0"))
             assert not again.code, again.output
-    outcome = Found(damage.__name__, str(state.relative_to(project)), ended, differ, lost)
+    outcome = Outcome(damage.__name__, str(state.relative_to(project)), ended, differ, lost)
     report("damaged: PPO's resume state", [outcome], ("restored", "refused"))
 
 
@@ -185,7 +185,7 @@ def test_a_record_of_a_finished_run(
             shutil.copy2(finished / "after" / name, project / name)
         assert not rondo(project, command).code
         lost = differences(without_report(hashes_of(project)), expected)
-    outcome = Found(damage.__name__, name, ended, differ, lost, unread)
+    outcome = Outcome(damage.__name__, name, ended, differ, lost, unread)
     report(f"damaged: {kind}", [outcome], ("restored", "refused", "unread"))
     shutil.rmtree(project)
 
