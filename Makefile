@@ -68,5 +68,5 @@ lock:
 	rm -rf .rondo/lock build rondo.egg-info
 
 clean:
-	rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache mutants build *.egg-info
 	find flows stages tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,11 +5,11 @@
 set -eu
 cd "$(dirname "$0")/.."
 work=$PWD/.rondo/mutants
+. tests/environments.sh
 if [ ! -e "$work/made" ]; then
-    rm -rf "$work"
-    .venv/bin/python -m venv --without-pip "$work/env"
-    .venv/bin/python -m pip --disable-pip-version-check --python "$work/env/bin/python" install --quiet 'mutmut==3.8.1'
-    .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > "$(ls -d "$work"/env/lib/python*/site-packages)/project.pth"
+    new_environment "$work/env"
+    install "$work/env" 'mutmut==3.8.1'
+    see_project "$work/env"
     touch "$work/made"
 fi
 "$work/env/bin/mutmut" run "$@"

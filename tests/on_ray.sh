@@ -7,12 +7,13 @@ code=0
 cd "$(dirname "$0")/.."
 work=$PWD/.rondo/engines
 mkdir -p "$work"
+. tests/environments.sh
 if [ ! -e "$work/ray/complete" ]; then
     .venv/bin/python -m venv --clear "$work/ray"
     "$work/ray/bin/pip" install --quiet 'ray[default]==2.55.0' hydra-core==1.3.8 # Ray: OpenRLHF's pin; Hydra: of verl
     # what verl imports, without a second PyTorch
     "$work/ray/bin/pip" install --quiet --no-deps tensordict==0.10.0 torchdata==0.11.0 codetiming==1.4.0 pyvers==0.2.3 orjson cloudpickle
-    .venv/bin/python -c 'import site; print(site.getsitepackages()[0])' > "$(ls -d "$work"/ray/lib/python*/site-packages)/project.pth"
+    see_project "$work/ray"
     touch "$work/ray/complete"
 fi
 wheel() { # of an engine, in the recorded version
