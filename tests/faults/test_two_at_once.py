@@ -69,7 +69,7 @@ def test_no_report_is_lost_if_several_are_added_at_once(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(copy(undisturbed / "before", tmp_path / "project"))
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # pytest has threads: no fork
     ready = context.Barrier(4)
     people = [context.Process(target=add_rows, args=(number, ready)) for number in range(4)]
     for person in people:
