@@ -30,8 +30,8 @@ from stages.lib.core.ended_rounds import (
     settings_path,
 )
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import ROUNDS, write_text
-from stages.lib.core.params import Params, check_params, load_params
+from stages.lib.core.files import ROUNDS, remove_unfinished, write_text
+from stages.lib.core.params import PARAMS_FILE, Params, check_params, load_params
 
 METRICS = "metrics.json"
 Output = Mapping[str, Any]  # of an entry: path and md5
@@ -132,6 +132,9 @@ def write(params: Params, ended: list[str]) -> list[str]:
         A line per change of params.yaml.
     """
     before, locks = ended_rounds(), _read_locks()
+    history = [path for name in {*before, *ended} for path in files_of(name)]
+    for path in (PARAMS_FILE, LOCK, *history):
+        remove_unfinished(path)
     _check_model(params, ended, locks)
     for name in ended:
         if name not in before:
@@ -147,7 +150,8 @@ def write(params: Params, ended: list[str]) -> list[str]:
         for name in again:
             data_path(name).unlink(missing_ok=True)
     changes = write_params(params)
-    for name in again:
+    # an interrupted call may have left files of a round that has begun again
+    for name in {*again, *params.rounds}:
         for path in files_of(name):
             path.unlink(missing_ok=True)
     _track_as_data(ended, locks)

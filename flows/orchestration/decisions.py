@@ -11,6 +11,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from flows.core.run_locks import RUNS, hold_run_lock, locks_of
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json, write_json
 from stages.lib.core.params import Params, check_params, load_params
 
@@ -40,11 +41,19 @@ def take_over(home: Path, run: str) -> None:
 
     Args:
         run: the name of a run.
+
+    Raises:
+        BadInput: it ended before it had recorded its settings.
     """
     values: dict[str, Any] = {}
     for lock in locks_of(home, run):
         hold_run_lock(lock)
         values |= read_json(lock.with_suffix(".json"), "rondo run")
+    if _key(run) not in values:
+        raise BadInput(
+            f"run {run} ended before it had recorded its settings, and no stage has run: start it "
+            "again with the command, or the form, that started it"
+        )
     write_json(decisions_path(home), values | {"run": run})
 
 

@@ -137,6 +137,19 @@ class MlflowServer:
         processes, self.processes = self.processes, []
         return kill(*processes)
 
+    def hang(self) -> str:
+        """It accepts connections, and answers none until `go_on`."""
+        assert is_up(f"{self.url}/health")
+        for process in self.processes:
+            process.suspend()
+        assert not is_up(f"{self.url}/health")
+        return f"{len(self.processes)} processes hang"
+
+    def go_on(self) -> None:
+        for process in self.processes:
+            process.resume()
+        until(lambda: is_up(f"{self.url}/health"))
+
 
 @contextmanager
 def mlflow_server(folder: Path, tables: Path) -> Iterator[MlflowServer]:

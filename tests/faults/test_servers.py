@@ -1,5 +1,5 @@
-"""MLflow's server killed or full, Prefect's killed, in the middle of `rondo run`: the results are
-those of a run without fault, and MLflow gets all records when it is back.
+"""MLflow's server killed, hanging or full, Prefect's killed, in the middle of `rondo run`: the
+results are those of a run without fault, and MLflow gets all records when it is back.
 
 The servers of `rondo up`, killed one by one during a run of its API: test_up_kills.py.
 """
@@ -52,7 +52,11 @@ def killed_and_back(server: MlflowServer) -> str:
     return victims
 
 
-@pytest.mark.parametrize("strike", [killed, killed_and_back])
+def hanging(server: MlflowServer) -> str:
+    return server.hang()
+
+
+@pytest.mark.parametrize("strike", [killed, killed_and_back, hanging])
 def test_mlflow_in_the_middle_of_a_run(
     undisturbed: Path, tmp_path: Path, server: MlflowServer, strike: Strike, report: Report
 ) -> None:
@@ -67,8 +71,10 @@ def test_mlflow_in_the_middle_of_a_run(
     back = strike is killed_and_back
     waiting = list((project / ".rondo/outbox").glob("*.json"))
     assert bool(waiting) != back and ("MLflow is missing" in first.output) != back, first.output
-    if not back:
+    if strike is killed:
         server.start()
+    if strike is hanging:
+        server.go_on()
     second = start(project, *WAITING_RUN, MLFLOW_TRACKING_URI=server.url).ended()
     trial = trial_of(f"MLflow {strike.__name__}", first, second, project, undisturbed / "after")
     report(f"MLflow's server in a run: {strike.__name__}", [trial])

@@ -17,6 +17,7 @@ from tests.faults.conftest import Report
 from tests.faults.lab import Ended, copy
 from tests.faults.scale import FULL
 from tests.faults.servers import WAITING_RUN, in_sft, rondo_up, start, trial_of
+from tests.faults.test_run_kills import check_records
 from tests.flows.test_up import finished, with_the_flow
 from tests.flows.test_up import start as start_from_the_form
 from tests.servers import prefect_api, request, rondo, until
@@ -120,3 +121,19 @@ def test_a_run_of_the_terminal_beside_one_of_the_worker(
     assert "[sft@r0] unchanged" in second.output, second.output
     trial = trial_of("terminal and worker", second, second, project, undisturbed / "after")
     report("two runs at once: terminal and worker", [trial])
+
+
+@full
+def test_ten_queued_runs(undisturbed: Path, tmp_path: Path, report: Report) -> None:
+    """One of them computes, and the others find its results."""
+    project = copy(undisturbed / "before", tmp_path / "project")
+    with rondo_up(project, with_the_flow(project)):
+        api = prefect_api(project)
+        pipeline = request(f"{api}/deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
+        runs = [start_from_the_form(api, pipeline, "sft.max_steps=51") for _ in range(10)]
+        until(lambda: in_sft(project))
+        (project / "go").touch()
+        assert [finished(api, run) for run in runs] == ["Completed"] * len(runs)
+    none = Ended(0, "", "ten runs")
+    report("ten queued runs", [trial_of("ten runs", none, none, project, undisturbed / "after")])
+    check_records(project)

@@ -64,6 +64,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.close(folder)
 
 
+def remove_unfinished(path: Path) -> None:
+    """Delete what killed processes had not finished writing of a file (`replacing`). No other
+    process may be writing it.
+    """
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all, even if the power fails."""
     with replacing(path) as stream:

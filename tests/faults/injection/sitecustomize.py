@@ -35,7 +35,7 @@ TARGETS = {  # events of sys.addaudithook, and which of their arguments is the p
 # names that differ from run to run: of temporary files, and of DVC's cache by content
 RANDOM = re.compile(
     r"(?<=md5/)[0-9a-f]{2}(/[0-9a-f]{30}(\.dir)?)?|(?<=runs/).*|(?<=/\.)[\w-]{22}(?=\.tmp)"
-    r"|(?<=uploading\.)\w{8}|(?<=-)[0-9a-f]{8}(?=\.)|[0-9a-f]{32}|(?<=/)[0-9a-f]{12}(?=/|$)|\d{6,}"
+    r"|(?<=uploading\.)\w{8}|(?<=-)[0-9a-f]{8}(?=[./])|[0-9a-f]{32}|(?<=/)[0-9a-f]{12}(?=/|$)|\d{6,}"
 )
 busy = threading.local()
 counts: "Counter[tuple[int, str, str]]" = Counter()

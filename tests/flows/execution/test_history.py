@@ -2,6 +2,7 @@
 one before.
 """
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from stages.lib.core.ended_rounds import data_path, ended_rounds, params_of, set
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_json
 from stages.lib.core.params import load_params
+from tests.faults.damage import damage_file, flip_a_bit
 
 START = (
     "import pathlib; data = pathlib.Path('assets/start/evaluate/data'); "
@@ -111,6 +113,30 @@ def test_an_ended_round_is_history_until_somebody_names_it(rounds: Path) -> None
     assert not ended_rounds() and not data_path("r0").exists()
     with pytest.raises(BadInput, match="--rerun r9: no such round; expected one of r0, r1, r2"):
         run(rerun=("r9",))
+
+
+def test_changed_data_of_an_ended_round_concerns_those_that_read_it(rounds: Path) -> None:
+    run(number=2)
+    (stage_dir("r0", "evaluate") / "data/rows.jsonl").write_text("{}\n")
+    (stage_dir("r0", "sft") / "data/rows.jsonl").write_text("{}\n")  # no stage of r1 reads it
+    assert list(dvc_stages.graph_and_changes()[1]) == ["prepare@r1"]
+    addresses, todo = dvc_stages.order_and_changes(["r1"])
+    assert todo == set(addresses) - {"assets"}
+
+
+def test_a_damaged_object_of_an_ended_round_is_named_and_made_again(rounds: Path) -> None:
+    run(number=2)
+    data = stage_dir("r0", "evaluate") / "data"
+    result = (data / "rows.jsonl").read_text()
+    [md5] = [out["md5"] for out in read_lock("evaluate@r0")["outs"] if out["path"] == str(data)]
+    folder = Path(".dvc/cache/files/md5")
+    [row] = json.loads((folder / md5[:2] / md5[2:]).read_text())
+    damage_file(folder / row["md5"][:2] / row["md5"][2:], flip_a_bit)
+    shutil.rmtree(data)
+    with pytest.raises(BadInput, match=rf"`rondo run --rerun r0`.*damaged in DVC.s cache: {data}"):
+        run()
+    assert of_round(run(rerun=("r0",))) == {"r0"}
+    assert (data / "rows.jsonl").read_text() == result
 
 
 def test_a_round_that_has_not_run_does_not_end(project: Path) -> None:

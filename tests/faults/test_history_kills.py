@@ -1,0 +1,150 @@
+"""SIGKILL while a round ends or begins again, of an isolated run, and of a decision on a gate."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import RUN, Report, check_ended
+from tests.faults.lab import Ended, Trial, copy, differences, hashes_of, rondo, without_report
+from tests.faults.scale import FULL
+from tests.faults.test_run_kills import check_records
+
+Kill = tuple[str, str, int]  # operation, path, occurrence
+TWO_ROUNDS = ("run", "--rounds", "2", "--set", "sft.max_steps=9")
+BEGIN_AGAIN = (*TWO_ROUNDS, "--rerun", "r0")
+ISOLATED = (*RUN, "--isolated")
+ASKING = (*RUN, "--set", "gates.sft.loss_drop=0.9", "--set", "gates.sft.policy=ask")
+APPROVE = ("approve", "sft", "r0", "--by", "Ada", "--reason", "enough")
+HISTORY: list[tuple[str, tuple[str, ...], Kill]] = [  # project before, command, point
+    ("one round", TWO_ROUNDS, ("rename", "rounds/r0/stages.lock", 1)),
+    ("one round", TWO_ROUNDS, ("rename", "rounds/r0/params.yaml", 1)),
+    ("one round", TWO_ROUNDS, ("rename", "params.yaml", 1)),
+    ("one round", TWO_ROUNDS, ("rename", "rounds/r0/dvc.yaml", 1)),
+    ("one round", TWO_ROUNDS, ("rename", "rounds/r0.dvc", 1)),
+    ("one round", TWO_ROUNDS, ("rename", "dvc.lock", 1)),
+    ("two rounds", BEGIN_AGAIN, ("rename", "dvc.lock", 1)),
+    ("two rounds", BEGIN_AGAIN, ("remove", "rounds/r0.dvc", 1)),
+    ("two rounds", BEGIN_AGAIN, ("rename", "params.yaml", 1)),
+    ("two rounds", BEGIN_AGAIN, ("remove", "rounds/r0/params.yaml", 1)),
+    ("two rounds", BEGIN_AGAIN, ("remove", "rounds/r0/stages.lock", 1)),
+    ("two rounds", BEGIN_AGAIN, ("remove", "rounds/r0/dvc.yaml", 1)),
+]
+WITHOUT_SETTINGS: list[Kill] = [  # the run has not recorded them yet
+    ("open", ".rondo/workspaces/*-*-*/params.yaml", 1),
+    ("open", ".rondo/workspaces/*-*-*/.rondo/made", 1),
+]
+ISOLATED_KILLS: list[Kill] = [
+    ("rename", "params.yaml", 1),
+    ("rename", ".rondo/work/r0/sft/made.json", 1),
+    ("open", "records/*-*-*/summary.md", 1),
+    ("open", ".rondo/ended", 1),
+]
+full = pytest.mark.skipif(not FULL, reason="minutes: make test-faults")
+
+
+@pytest.fixture(scope="session")
+def history(finished: Path, built_once: Callable[..., Path]) -> dict[str, Path]:
+    """The projects `one round`, `two rounds` and `begun again`; the workspace `isolated`."""
+
+    def build(folder: Path) -> None:
+        project = copy(finished / "after", folder / "project")
+        for name, command in (("two rounds", TWO_ROUNDS), ("begun again", BEGIN_AGAIN)):
+            check_ended(rondo(project, command))
+            copy(project, folder / name)
+        project = copy(finished / "before", folder / "with a workspace")
+        check_ended(rondo(project, ISOLATED))
+        (workspace,) = (project / ".rondo/workspaces").iterdir()
+        copy(workspace, folder / "isolated")
+
+    built = built_once("history", build)
+    names = ("two rounds", "begun again", "isolated")
+    return {"one round": finished / "after"} | {name: built / name for name in names}
+
+
+def kill_at(project: Path, command: tuple[str, ...], kill: Kill) -> Ended:
+    operation, path, occurrence = kill
+    point = {"operation": operation, "path": path, "occurrence": occurrence}
+    return rondo(project, command, point | {"victim": "flows.cli", "do": "SIGKILL"})
+
+
+def trial_of(fault: str, first: Ended, second: Ended, results: Path, after: Path) -> Trial:
+    """The results, compared with those of a project without the fault."""
+    differ = differences(*(without_report(hashes_of(folder)) for folder in (results, after)))
+    return Trial(fault, "flows/cli" in first.struck, first, second, differ)
+
+
+@full
+@pytest.mark.parametrize(("before", "command", "kill"), HISTORY, ids=str)
+def test_a_kill_while_a_round_ends_or_begins_again(
+    history: dict[str, Path],
+    tmp_path: Path,
+    before: str,
+    command: tuple[str, ...],
+    kill: Kill,
+    report: Report,
+) -> None:
+    project = copy(history[before], tmp_path / "project")
+    first = kill_at(project, command, kill)
+    second = rondo(project, command)
+    after = history["two rounds" if command == TWO_ROUNDS else "begun again"]
+    trial = trial_of(f"{command}, {kill}", first, second, project, after)
+    report("SIGKILL of rondo run: a round ends or begins again", [trial], ("identical", "again"))
+    check_records(project)
+    shutil.rmtree(project)
+
+
+@full
+@pytest.mark.parametrize("kill", ISOLATED_KILLS, ids=str)
+def test_a_kill_of_an_isolated_run(
+    finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
+) -> None:
+    """Its results are also on its branch."""
+    project = copy(finished / "before", tmp_path / "project")
+    first = kill_at(project, ISOLATED, kill)
+    (folder,) = (project / ".rondo/workspaces").iterdir()
+    second = rondo(project, ("run", "--continue", folder.name))
+    trial = trial_of(f"isolated, {kill}", first, second, folder, history["isolated"])
+    report("SIGKILL of an isolated run", [trial], ("identical", "again"))
+    for name in ("params.yaml", "dvc.lock", "rounds/r0/evaluate/metrics.json"):
+        command = ["git", "show", f"runs/{folder.name}:{name}"]
+        branch = subprocess.run(command, cwd=project, capture_output=True, check=True)
+        assert branch.stdout == (history["isolated"] / name).read_bytes()
+    check_records(project)
+    shutil.rmtree(project)
+
+
+@full
+@pytest.mark.parametrize("kill", WITHOUT_SETTINGS, ids=str)
+def test_a_kill_of_an_isolated_run_before_it_has_settings(
+    finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
+) -> None:
+    """It cannot go on, since the settings of the command are lost: the same command runs again."""
+    project = copy(finished / "before", tmp_path / "project")
+    first = kill_at(project, ISOLATED, kill)
+    (killed,) = (project / ".rondo/workspaces").iterdir()
+    refused = rondo(project, ("run", "--continue", killed.name))
+    assert refused.code == 2 and "before it had recorded its settings" in refused.output, refused
+    second = rondo(project, ISOLATED)
+    (folder,) = set((project / ".rondo/workspaces").iterdir()) - {killed}
+    trial = trial_of(f"isolated, {kill}", first, second, folder, history["isolated"])
+    report("SIGKILL of an isolated run that has no settings yet", [trial])
+    check_records(project)
+    shutil.rmtree(project)
+
+
+@full
+def test_a_kill_of_a_decision(finished: Path, tmp_path: Path, report: Report) -> None:
+    waiting = copy(finished / "before", tmp_path / "waiting")
+    assert "rondo approve sft r0" in rondo(waiting, ASKING).output
+    undisturbed, project = (copy(waiting, tmp_path / name) for name in ("undisturbed", "project"))
+    check_ended(rondo(undisturbed, APPROVE))
+    check_ended(rondo(undisturbed, ASKING))
+    first = kill_at(project, APPROVE, ("rename", "approvals/r0/sft.json", 1))
+    assert not list((project / "approvals").rglob("*.json"))
+    check_ended(rondo(project, APPROVE))
+    trial = trial_of("rondo approve", first, rondo(project, ASKING), project, undisturbed)
+    report("SIGKILL of rondo approve", [trial])
+    check_records(project)
