@@ -224,3 +224,18 @@ def test_an_interruption_is_completed_by_the_next_run(rounds: Path, moment: str)
     assert of_round(run()) == {"r1"}
     assert list(ended_rounds()) == ["r0"] and list(load_params().rounds) == ["r1"]
     assert data_path("r0").exists() and "sft@r0" not in Path("dvc.lock").read_text()
+
+
+def test_what_an_interruption_left_is_removed(rounds: Path) -> None:
+    run(number=2)
+    ended = [Path("rounds/r0") / name for name in ("stages.lock", "dvc.yaml")]
+    files = {path: path.read_text() for path in ended}
+    paths = [*ended, data_path("r0"), Path("params.yaml"), Path("dvc.lock")]
+    unfinished = [path.with_name(f".{path.name}.{'0' * 32}.tmp") for path in paths]
+    for path in unfinished:
+        path.write_text("half of i")
+    assert run() == [] and not any(map(Path.exists, unfinished))
+    assert run(rerun=("r0",)) == [] and not any(map(Path.exists, ended))
+    for path, text in files.items():  # killed after `settings_path`, which makes the round begun
+        path.write_text(text)
+    assert run(rerun=("r0",)) == [] and not any(map(Path.exists, ended))

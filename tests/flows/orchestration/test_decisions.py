@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from flows.core.run_locks import hold_run_lock
 from flows.orchestration import decisions
+from stages.lib.core.errors import BadInput
+from stages.lib.core.files import write_json
 from stages.lib.core.params import Params
 
 
@@ -29,3 +32,21 @@ def test_an_isolated_run_that_begins_again_finds_its_params(
     assert decisions.decided_params(home, "another") is None
     monkeypatch.chdir(workspace)
     assert decisions.own_params(home, "one", lambda: Params(seed=6)).seed == 5
+
+
+def test_only_a_run_with_settings_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would go on with those of params.yaml."""
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "another-run")
+    record, run = tmp_path / "runs/0a1b2c3d.json", "20261127-120000-0a1b2c3d"
+    hold_run_lock(record)
+    write_json(record, {"run": run})
+    with pytest.raises(BadInput, match=f"run {run} ended before it had recorded its settings"):
+        decisions.take_over(tmp_path, run)
+    assert not decisions.decisions(tmp_path)
+    write_json(record, {"run": run, f"params of {run}": Params(seed=5).model_dump(mode="json")})
+    decisions.take_over(tmp_path, run)
+    taken = decisions.decided_params(tmp_path, run)
+    assert taken is not None and taken.seed == 5
+    assert decisions.decisions(tmp_path)["run"] == run
