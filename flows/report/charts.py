@@ -41,6 +41,7 @@ PAPER = {
 }
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans"],  # each text repeats the list
     "font.size": 9,
     "axes.edgecolor": LINE,
     "axes.labelcolor": INK,
@@ -180,6 +181,7 @@ def _svg(title: str, size: tuple[float, float], draw: Callable[[Axes], None]) ->
     # Ids without a reference, such as axes_1, are in every picture and would clash on one page
     referenced = set(re.findall(r"#([\w-]+)", svg))
     svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referenced else "", svg)
+    svg = re.sub(r"(?<=>)\s+(?=<)", "", svg)
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, variable)
     return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))
