@@ -148,7 +148,7 @@ def test_the_roles_of_a_conversation_are_not_words() -> None:
 def test_leaks_do_not_depend_on_what_is_in_memory_at_once(
     monkeypatch: pytest.MonkeyPatch, rows: int, words: int
 ) -> None:
-    """Rows 0, 4 and 6 of one set and 1 of another leak: by runs, and one by a near duplicate."""
+    """Rows 0, 4 and 6 of one set and one of two others leak: by runs, and a near duplicate."""
     monkeypatch.setattr(contamination, "TRAIN_ROWS", rows)
     monkeypatch.setattr(batches, "__defaults__", (words,))
 
@@ -164,6 +164,7 @@ def test_leaks_do_not_depend_on_what_is_in_memory_at_once(
     held_out = [*(other(f"h{i}") for i in range(5)), row("near", "Go.", " " + " ".join(held))]
     held_out += [*(other(f"g{i}") for i in range(5)), row("run", "Tell.", f" {TEXT}")]
     sets = {"many": train, "few": [other("f"), row("f1", "Write.", f" {RUN}")], "none": []}
+    sets["last"] = [row("l0", "Write.", f" {RUN}")]
     leaks_of = leaks_by_set(sets, held_out, 0.4)
     assert {
         name: [(leak.row, leak.held_out["id"], leak.shared.split()[0]) for leak in leaks]
@@ -172,7 +173,9 @@ def test_leaks_do_not_depend_on_what_is_in_memory_at_once(
         "many": [(0, "run", "brown"), (4, "near", "go"), (6, "run", "brown")],
         "few": [(1, "run", "brown")],
         "none": [],
+        "last": [(0, "run", "brown")],
     }
+    assert leaks_by_set({}, held_out, 0.4) == {}
 
 
 def test_the_refusal_names_each_row_once() -> None:

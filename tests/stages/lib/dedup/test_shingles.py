@@ -10,6 +10,7 @@ from stages.lib.dedup.shingles import (
     batches,
     hash_shingles,
     pad_to_length,
+    splitmix64,
     words_of,
 )
 
@@ -20,6 +21,12 @@ def test_words_and_symbols_are_numbered_without_case() -> None:
     assert words.spell(np.array([1, 4, 5, 0])) == "don't 你 好"
     assert words_of(words.read("Don't, you")).tolist() == [1, 7]
     assert words_of(words.read(", —")).tolist() == [-2, -3]
+
+
+def test_splitmix64_of_the_first_numbers() -> None:
+    """The first outputs of the reference generator (Vigna, splitmix64.c) with the seed 0."""
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert splitmix64(np.arange(3, dtype=np.int32)).tolist() == expected
 
 
 def test_runs_do_not_cross_texts() -> None:

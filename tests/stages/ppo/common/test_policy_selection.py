@@ -98,6 +98,17 @@ def test_the_budget_holds_for_a_kl_of_one_standard_error_more(selector, shift):
         assert (1 if selector.is_better(better, near) else 0) == update
 
 
+def test_a_policy_beyond_the_budget_loses_to_one_within_it_whatever_their_kl(selector):
+    """The budget is 0.2 with the standard error."""
+    measured = selector.measure(0)
+    within = measured._replace(kl_per_token=0.18, kl_per_token_se=0.01)
+    beyond = measured._replace(kl_per_token=0.17, kl_per_token_se=0.05)
+    assert selector.is_better(within, beyond) and not selector.is_better(beyond, within)
+    further = beyond._replace(kl_per_token=0.19)
+    assert selector.is_better(beyond, further) and not selector.is_better(further, beyond)
+    assert not selector.is_better(beyond, beyond)
+
+
 def test_a_gain_within_its_standard_error_keeps_the_earlier_policy(selector, shift):
     """24 gains with the mean 0.1: half are 0.6 and half -0.4, so their error is 0.104; and half are
     0.59 and half -0.39, error 0.102; the others are 0.5 and -0.3, error 0.083.
