@@ -150,6 +150,7 @@ def configure_prefect() -> None:
         os.environ[services.API_URL] = f"{servers.prefect}/api"
         os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
     else:  # the temporary server of this process
+        services.check_database(home / services.PREFECT_DATABASE)
         os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
 
 

@@ -9,9 +9,10 @@ import json
 import os
 import re
 import secrets
+import sqlite3
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,7 @@ API_URL = "PREFECT_API_URL"  # Prefect's own variable
 # What `rondo worker` tells its runs: its name, and the git remote that gets the branches of runs
 WORKER, PUSH_TO = "RONDO_WORKER", "RONDO_PUSH_TO"
 MLFLOW_DATABASE, MLFLOW_ARTIFACTS = "mlflow.db", "mlartifacts"  # in HOME
+PREFECT_DATABASE = "prefect/prefect.db"  # in HOME
 START_SECONDS = 120.0  # for a server to answer
 
 
@@ -178,6 +180,28 @@ def prefect_environment(home: Path) -> dict[str, str]:
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
     }
+
+
+def check_database(path: Path) -> None:
+    """Check that SQLite can read the database of a server, if there is one.
+
+    Raises:
+        BadInput: it is damaged.
+    """
+    if not path.exists():
+        return
+    try:
+        with closing(sqlite3.connect(path, timeout=1)) as database:
+            [answer] = database.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:  # another process has locked it: it is in use
+        return
+    except sqlite3.DatabaseError as error:
+        answer = str(error)
+    if answer != "ok":
+        raise BadInput(
+            f"{path}: damaged ({answer}). Next: restore a copy, or delete it: the pages of earlier "
+            "runs are lost then, the results are not"
+        )
 
 
 def server_environment(auth: str, *origins: str) -> dict[str, str]:

@@ -14,10 +14,12 @@ from flows.core.services import (
     MLFLOW_ARTIFACTS,
     MLFLOW_DATABASE,
     MLFLOW_PORT,
+    PREFECT_DATABASE,
     PREFECT_PORT,
     WORKFLOW,
     LogLine,
     Servers,
+    check_database,
     is_up,
     last_servers,
     new_auth,
@@ -46,7 +48,7 @@ def serve(home: Path, log: LogLine = print) -> None:
 
     Raises:
         BadInput: `rondo up` runs already in this folder, a port that the user set is in use, or
-            RONDO_NOTIFY_URL is not an address.
+            RONDO_NOTIFY_URL is not an address, or a database is damaged.
         RondoError: a service did not answer in time, or Prefect's server ended; the message
             contains the end of its log.
     """
@@ -56,6 +58,8 @@ def serve(home: Path, log: LogLine = print) -> None:
         _check_webhook(notify)
     os.environ.update(prefect_environment(home))
     lock = lock_folder(home)  # noqa: F841 - held while this function runs
+    for name in (PREFECT_DATABASE, MLFLOW_DATABASE):
+        check_database(home / name)
     servers = _new_servers(home)
     own_pages = (f"http://{name}:{servers.prefect_port}" for name in (HOST, "localhost"))
     os.environ.update(server_environment(servers.auth, *own_pages))
