@@ -136,6 +136,16 @@ def rondo(project: Path, command: Sequence[str], fault: dict[str, object] | None
     return run_with([sys.executable, "-m", "flows.cli", *command], project, environment, fault)
 
 
+Kill = tuple[str, str, int]  # operation, path, occurrence
+
+
+def kill_at(project: Path, command: Sequence[str], kill: Kill) -> Ended:
+    """`rondo COMMAND`, whose own process is killed at a point."""
+    operation, path, occurrence = kill
+    point = {"operation": operation, "path": path, "occurrence": occurrence}
+    return rondo(project, command, point | {"victim": "flows.cli", "do": "SIGKILL"})
+
+
 @contextmanager
 def server(folder: Path) -> Iterator[Lab]:
     """A lab in `folder` whose processes start from a fork server with the injection."""

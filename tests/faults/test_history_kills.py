@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import RUN, Report, check_ended
-from tests.faults.lab import Ended, Trial, copy, differences, hashes_of, rondo, without_report
+from tests.faults.lab import Kill, copy, kill_at, rondo
 from tests.faults.scale import FULL
+from tests.faults.servers import trial_of
 from tests.faults.test_run_kills import check_records
 
-Kill = tuple[str, str, int]  # operation, path, occurrence
 TWO_ROUNDS = ("run", "--rounds", "2", "--set", "sft.max_steps=9")
 BEGIN_AGAIN = (*TWO_ROUNDS, "--rerun", "r0")
 ISOLATED = (*RUN, "--isolated")
@@ -62,18 +62,6 @@ def history(finished: Path, built_once: Callable[..., Path]) -> dict[str, Path]:
     built = built_once("history", build)
     names = ("two rounds", "begun again", "isolated")
     return {"one round": finished / "after"} | {name: built / name for name in names}
-
-
-def kill_at(project: Path, command: tuple[str, ...], kill: Kill) -> Ended:
-    operation, path, occurrence = kill
-    point = {"operation": operation, "path": path, "occurrence": occurrence}
-    return rondo(project, command, point | {"victim": "flows.cli", "do": "SIGKILL"})
-
-
-def trial_of(fault: str, first: Ended, second: Ended, results: Path, after: Path) -> Trial:
-    """The results, compared with those of a project without the fault."""
-    differ = differences(*(without_report(hashes_of(folder)) for folder in (results, after)))
-    return Trial(fault, "flows/cli" in first.struck, first, second, differ)
 
 
 @full

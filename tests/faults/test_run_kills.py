@@ -9,10 +9,11 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.faults.conftest import RUN, Report
-from tests.faults.lab import Trial, copy, differences, hashes_of, rondo, without_report
+from tests.faults.lab import Kill, copy, kill_at, rondo
 from tests.faults.scale import FULL
+from tests.faults.servers import trial_of
 
-KILLS = [  # operation, path, occurrence
+KILLS: list[Kill] = [
     ("rename", "params.yaml", 1),
     ("rename", ".rondo/outbox/*-*.0.json", 3),  # the record of prepare@r0
     ("rename", ".rondo/runs/*", 1),
@@ -59,16 +60,12 @@ def check_records(project: Path, database: Path | None = None) -> None:
     "kill", KILLS if FULL else KILLS[:1], ids=lambda kill: " ".join(map(str, kill))
 )
 def test_a_kill_of_the_run_at_each_of_its_records(
-    finished: Path, tmp_path: Path, kill: tuple[str, str, int], report: Report
+    finished: Path, tmp_path: Path, kill: Kill, report: Report
 ) -> None:
-    operation, path, occurrence = kill
-    point = {"operation": operation, "path": path, "occurrence": occurrence}
     project = copy(finished / "before", tmp_path / "project")
-    first = rondo(project, RUN, point | {"victim": "flows.cli", "do": "SIGKILL"})
+    first = kill_at(project, RUN, kill)
     second = rondo(project, RUN)
-    after, expected = (without_report(hashes_of(at)) for at in (project, finished / "after"))
-    differ = differences(after, expected)
-    trial = Trial(f"rondo run, {kill}", "flows/cli" in first.struck, first, second, differ)
+    trial = trial_of(f"rondo run, {kill}", first, second, project, finished / "after")
     report("SIGKILL of rondo run", [trial], ("identical", "again"))
     check_records(project)
     shutil.rmtree(project)
