@@ -12,7 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from stages.lib.core.errors import BadInput, format_validation_errors
-from stages.lib.core.files import read_object, write_json
+from stages.lib.core.files import read_object, remove_unfinished, write_json
 from stages.lib.core.renamed import current_metrics
 
 APPROVALS = Path("approvals")
@@ -106,5 +106,6 @@ def _read(path: Path, kind: type[Decision], command: str) -> Decision | None:
 
 def write_approval(round_: str, gate: str, approval: Approval) -> Path:
     path = approval_path(round_, gate)
+    remove_unfinished(path)  # the gate depends on the folder
     write_json(path, approval.model_dump())
     return path

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from stages.lib.core.files import stage_dir, write_jsonl
+from stages.lib.core.files import remove_unfinished, stage_dir, write_jsonl
 from stages.lib.core.types import NonEmptyPrompt, Prompt
 from stages.lib.core.validation import (
     Text,
@@ -203,11 +203,13 @@ def read_user_rows(round_: str) -> list[tuple[str, UserInput]]:
 
 
 def add_user_rows(round_: str, rows: Iterable[UserInput]) -> int:
-    """Append the rows that are not in the file yet; returns their number."""
+    """Append the rows that are not in the file yet; returns their number. No other process may be
+    doing this.
+    """
     known = {row.id: row for _, row in read_user_rows(round_)}
     new = {row.id: row for row in rows if row.id not in known}
     all_rows = [*known.values(), *new.values()]
-    write_jsonl(
-        report_path(round_), [row.model_dump(mode="json", exclude_none=True) for row in all_rows]
-    )
+    path = report_path(round_)
+    remove_unfinished(path)
+    write_jsonl(path, [row.model_dump(mode="json", exclude_none=True) for row in all_rows])
     return len(new)

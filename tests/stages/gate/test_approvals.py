@@ -56,6 +56,16 @@ def test_written_and_read(tmp_path, monkeypatch):
     assert read_approval("r0", "reward") == SEEN
 
 
+def test_what_a_killed_decision_left_does_not_stay(tmp_path, monkeypatch):
+    """The gate depends on the folder."""
+    monkeypatch.chdir(tmp_path)
+    path = approval_path("r0", "reward")
+    path.parent.mkdir(parents=True)
+    path.with_name(f".{path.name}.{'0' * 32}.tmp").write_text("{")
+    write_approval("r0", "reward", SEEN)
+    assert list(path.parent.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     "text",
     [

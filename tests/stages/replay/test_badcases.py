@@ -92,12 +92,14 @@ def test_what_people_add_is_kept_once(tmp_path, monkeypatch):
     )
     prompt = MiningPrompt(prompt="It", by="bob")
     assert add_user_rows("r1", [one, one, prompt]) == 2
+    Path(f"badcases/.r1.jsonl.{'0' * 32}.tmp").write_text("half of i")  # of a killed process
     assert add_user_rows("r1", [one, other, prompt]) == 1
     assert read_user_rows("r1") == [
         ("badcases/r1.jsonl:1", one),
         ("badcases/r1.jsonl:2", prompt),
         ("badcases/r1.jsonl:3", other),
     ]
+    assert list(Path("badcases").iterdir()) == [Path("badcases/r1.jsonl")]
     rows = [json.loads(line) for line in Path("badcases/r1.jsonl").read_text().splitlines()]
     assert rows[1:] == [
         {"prompt": "It", "by": "bob"},
