@@ -31,7 +31,8 @@ class EngineJob(ABC):
         settings: of the engine.
         package: of the engine, as pip names it. module: its command.
         tags: the engine's names of metrics; Rondo's names.
-        last_tag: what the engine writes after all metrics of an update; "": it writes them at once.
+        last_tag: what the engine writes some time after the other metrics of an update; "": it
+            writes all of them one after the other.
         next_run: what the run after a failed job does.
         record: the jobs of this run. log: the engine's output.
         states: checkpoints, from which the engine resumes. events: folder of TensorBoard's files.
@@ -169,9 +170,15 @@ class EngineMetrics:
         self.job = job
         self.events: Any = None  # the reader fails without its folder
 
-    def read(self) -> list[StepMetrics]:
-        """All updates so far, in order. Of an update that was made twice, since a job was resumed,
-        the later one.
+    def read(self, ended: bool = False) -> list[StepMetrics]:
+        """All complete updates so far, in order. Of an update that was made twice, since a job was
+        resumed, the later one.
+
+        The writer's buffer may end in the middle of an update. So without a `last_tag` the newest
+        one counts as complete if it has all metrics of the one before, or the job has succeeded.
+
+        Args:
+            ended: whether the job has succeeded.
         """
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -191,6 +198,10 @@ class EngineMetrics:
         if job.last_tag:
             last = self.events.Scalars(job.last_tag) if job.last_tag in written else []
             complete &= {event.step for event in last}
+        elif complete and not ended:
+            *earlier, newest = sorted(complete)
+            if not (earlier and steps[newest].keys() >= steps[earlier[-1]].keys()):
+                complete.remove(newest)
         return [{"step": step, **job.metrics(steps[step])} for step in sorted(complete)]
 
 

@@ -118,10 +118,10 @@ def train(
     recorder = MetricLogger("ppo", round_, total_steps=planned_updates(params.ppo))
     metrics = EngineMetrics(job)
 
-    def look() -> bool:
-        """Log new updates; whether a danger ends the run."""
+    def look(ended: bool = False) -> bool:
+        """Log new updates; whether a danger ends the run. ended: the job has succeeded."""
         logged = {row["step"] for row in recorder.steps}
-        for step in metrics.read():
+        for step in metrics.read(ended):
             if (number := int(step["step"])) in logged:
                 continue
             if bad := [name for name, value in step.items() if not math.isfinite(value)]:
@@ -141,6 +141,8 @@ def train(
     ray_job.start(next_command)
     result = ray_job.follow(look)
     succeeded = result.status == "SUCCEEDED"
+    if succeeded:
+        look(ended=True)
     if not succeeded and not monitor.stopped:
         raise RondoError(
             f"the job {ray_job.id} of {job.settings.title} ended as {result.status}: "
@@ -152,7 +154,7 @@ def train(
             f"the job {ray_job.id} of {job.settings.title} has succeeded, but left no metrics in "
             f"{job.events}: can the cluster write to this folder? Its output is in {job.log}"
         )
-    return metrics.read(), succeeded
+    return metrics.read(succeeded), succeeded
 
 
 def validate(run: PolicyRun, update: int, folder: Path, sft: Path, last: bool) -> str:

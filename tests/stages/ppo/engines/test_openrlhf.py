@@ -242,6 +242,26 @@ def test_metrics_have_our_names_and_of_an_update_made_twice_the_later_one_counts
     assert [row["kl_per_token"] for row in metrics.read()] == [0.5, 1.0, 2.5, 3.0]
 
 
+def test_an_update_of_which_a_part_is_written_waits_for_the_rest(tmp_path):
+    """The writer's buffer is written to the file whenever it is full."""
+    job = job_of(make(), tmp_path)
+    metrics, writer = EngineMetrics(job), SummaryWriter(log_dir=f"{job.folder}/tensorboard/rondo")
+
+    def write(step: int, *tags: str) -> list[float]:
+        for tag in tags:
+            writer.add_scalar(f"train/{tag}", 0.5, step)
+        writer.flush()
+        return [row["step"] for row in metrics.read()]
+
+    assert write(1, "kl") == [] and write(1, "entropy_loss") == []
+    assert write(2, "entropy_loss") == [1]
+    assert write(2, "kl") == [1, 2]
+    assert write(3, "kl") == [1, 2]
+    writer.close()
+    assert [row["step"] for row in metrics.read()] == [1, 2]  # the job has failed, or goes on
+    assert [row["step"] for row in metrics.read(ended=True)] == [1, 2, 3]
+
+
 @needs_wheel
 def test_the_recorded_options_are_those_of_the_wheel():
     real = OpenRlhf(Path(WHEEL))
