@@ -162,6 +162,17 @@ def test_a_failed_job_goes_on_from_its_checkpoint(make_params, ray, capsys, engi
     assert log.count(RESUMES[engine].format(states=engine_folder().resolve() / "states")) == 1
 
 
+def test_a_job_of_a_single_update_has_its_metrics(make_params, ray):
+    """No update before it tells whether it is complete: the end of the job does."""
+    params = make_params(ray.address)
+    params.ppo.total_episodes = params.ppo.batch_size
+    ppo(params, "r0")
+    steps = read_jsonl(FOLDER / "metrics.jsonl", "")
+    assert [row["step"] for row in steps] == [1, 1]  # of the update, and of its validation
+    assert set(steps[0]) - {"step"} == SCALARS | FURTHER["openrlhf"]
+    assert read_json(FOLDER / "metrics.json", "")["updates"] == 1
+
+
 def test_metrics_that_were_lost_shift_no_policy(make_params, ray):
     """Those of update 3, e.g. since the job was killed before it wrote them."""
     ppo(make_params(ray.address, {"logger.wandb.group": "LOST=3"}), "r0")
