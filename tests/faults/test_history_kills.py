@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import RUN, Report, check_ended
-from tests.faults.lab import Kill, copy, kill_at, rondo
+from tests.faults.lab import Ended, Kill, copy, kill_at, rondo
 from tests.faults.scale import FULL
 from tests.faults.servers import trial_of
 from tests.faults.test_run_kills import check_records
@@ -84,22 +84,32 @@ def test_a_kill_while_a_round_ends_or_begins_again(
     shutil.rmtree(project)
 
 
+def kill_isolated(before: Path, project: Path, kill: Kill) -> tuple[Ended, Path]:
+    """A killed isolated run in a copy of a project, and its workspace."""
+    first = kill_at(copy(before, project), ISOLATED, kill)
+    (workspace,) = (project / ".rondo/workspaces").iterdir()
+    return first, workspace
+
+
+def check_branch(project: Path, workspace: Path, isolated: Path) -> None:
+    """The results of an undisturbed run, `isolated`, are also on the branch of the workspace."""
+    for name in ("params.yaml", "dvc.lock", "rounds/r0/evaluate/metrics.json"):
+        command = ["git", "show", f"runs/{workspace.name}:{name}"]
+        branch = subprocess.run(command, cwd=project, capture_output=True, check=True)
+        assert branch.stdout == (isolated / name).read_bytes()
+
+
 @full
 @pytest.mark.parametrize("kill", ISOLATED_KILLS, ids=str)
 def test_a_kill_of_an_isolated_run(
     finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
 ) -> None:
-    """Its results are also on its branch."""
-    project = copy(finished / "before", tmp_path / "project")
-    first = kill_at(project, ISOLATED, kill)
-    (folder,) = (project / ".rondo/workspaces").iterdir()
-    second = rondo(project, ("run", "--continue", folder.name))
-    trial = trial_of(f"isolated, {kill}", first, second, folder, history["isolated"])
+    project, isolated = tmp_path / "project", history["isolated"]
+    first, workspace = kill_isolated(finished / "before", project, kill)
+    second = rondo(project, ("run", "--continue", workspace.name))
+    trial = trial_of(f"isolated, {kill}", first, second, workspace, isolated)
     report("SIGKILL of an isolated run", [trial], ("identical", "again"))
-    for name in ("params.yaml", "dvc.lock", "rounds/r0/evaluate/metrics.json"):
-        command = ["git", "show", f"runs/{folder.name}:{name}"]
-        branch = subprocess.run(command, cwd=project, capture_output=True, check=True)
-        assert branch.stdout == (history["isolated"] / name).read_bytes()
+    check_branch(project, workspace, isolated)
     check_records(project)
     shutil.rmtree(project)
 
@@ -110,15 +120,15 @@ def test_a_kill_of_an_isolated_run_before_it_has_settings(
     finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
 ) -> None:
     """It cannot go on, since the settings of the command are lost: the same command runs again."""
-    project = copy(finished / "before", tmp_path / "project")
-    first = kill_at(project, ISOLATED, kill)
-    (killed,) = (project / ".rondo/workspaces").iterdir()
+    project, isolated = tmp_path / "project", history["isolated"]
+    first, killed = kill_isolated(finished / "before", project, kill)
     refused = rondo(project, ("run", "--continue", killed.name))
     assert refused.code == 2 and "before it had recorded its settings" in refused.output, refused
     second = rondo(project, ISOLATED)
-    (folder,) = set((project / ".rondo/workspaces").iterdir()) - {killed}
-    trial = trial_of(f"isolated, {kill}", first, second, folder, history["isolated"])
+    (workspace,) = set((project / ".rondo/workspaces").iterdir()) - {killed}
+    trial = trial_of(f"isolated, {kill}", first, second, workspace, isolated)
     report("SIGKILL of an isolated run that has no settings yet", [trial])
+    check_branch(project, workspace, isolated)
     check_records(project)
     shutil.rmtree(project)
 
