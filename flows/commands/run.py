@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.core import interrupts, services
 from flows.core.config import KEEP, one_more_round, resolve
+from flows.core.databases import check_database, make_database
 from flows.core.run_locks import is_alive
 from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
@@ -150,8 +151,12 @@ def configure_prefect() -> None:
         os.environ[services.API_URL] = f"{servers.prefect}/api"
         os.environ["PREFECT_API_AUTH_STRING"] = servers.auth
     else:  # the temporary server of this process
-        services.check_database(home / services.PREFECT_DATABASE)
         os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
+        check_database(database := home / services.PREFECT_DATABASE)
+        if not database.exists():
+            from flows.orchestration import prefect_server
+
+            make_database(database, prefect_server.make_tables)
 
 
 def configure_console() -> None:

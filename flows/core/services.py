@@ -9,10 +9,9 @@ import json
 import os
 import re
 import secrets
-import sqlite3
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -180,28 +179,6 @@ def prefect_environment(home: Path) -> dict[str, str]:
             "prefect.server.concurrency.lease_storage.filesystem"
         ),
     }
-
-
-def check_database(path: Path) -> None:
-    """Check that SQLite can read the database of a server, if there is one.
-
-    Raises:
-        BadInput: it is damaged.
-    """
-    if not path.exists():
-        return
-    try:
-        with closing(sqlite3.connect(path, timeout=1)) as database:
-            [answer] = database.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.OperationalError:  # another process has locked it: it is in use
-        return
-    except sqlite3.DatabaseError as error:
-        answer = str(error)
-    if answer != "ok":
-        raise BadInput(
-            f"{path}: damaged ({answer}). Next: restore a copy, or delete it: the pages of earlier "
-            "runs are lost then, the results are not"
-        )
 
 
 def server_environment(auth: str, *origins: str) -> dict[str, str]:

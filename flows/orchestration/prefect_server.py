@@ -1,5 +1,6 @@
 """`python -m flows.orchestration.prefect_server server start ...`: Prefect's command line, for a
-server whose SQLite transactions wait for each other, and with a link that logs a browser in.
+server whose SQLite transactions wait for each other, whose database is made completely or not at
+all, and with a link that logs a browser in.
 
 Prefect 3.8.8 begins most transactions with BEGIN DEFERRED. Such a transaction reads, and asks for
 the write lock with its first INSERT. If another connection has committed in between, SQLite
@@ -15,14 +16,21 @@ local storage. The page /rondo#STRING puts it there. A browser sends what follow
 server, and the page leaves no entry in the browser's history.
 """
 
+import asyncio
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 from prefect.server.api import server
+from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
+from prefect.server.database.dependencies import temporary_database_config
+from prefect.settings import PREFECT_HOME
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
+
+from flows.core.databases import make_database
 
 _begin_transaction = AioSqliteConfiguration.begin_transaction
 _create_ui_app = server.create_ui_app
@@ -54,9 +62,16 @@ def login_page() -> HTMLResponse:
     return HTMLResponse(LOGIN_PAGE)
 
 
+def make_tables(database: Path) -> None:
+    """Make Prefect's tables in a new SQLite database."""
+    with temporary_database_config(AioSqliteConfiguration(f"sqlite+aiosqlite:///{database}")):
+        asyncio.run(provide_database_interface().create_db())
+
+
 def main() -> None:
     from prefect.cli import app
 
+    make_database(PREFECT_HOME.value() / "prefect.db", make_tables)
     configuration: Any = AioSqliteConfiguration
     configuration.begin_transaction = begin_immediate
     server.create_ui_app = ui_app_with_login

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from flows.core.databases import check_database
 from flows.core.services import (
     API_URL,
     HOST,
@@ -19,7 +20,6 @@ from flows.core.services import (
     WORKFLOW,
     LogLine,
     Servers,
-    check_database,
     is_up,
     last_servers,
     new_auth,
@@ -152,9 +152,11 @@ def _start_servers(services: Services, servers: Servers, home: Path, log: LogLin
     mlflow_address = ("--host", HOST, "--port", str(servers.mlflow_port), "--workers", "1")
     # No page of another host, not even one whose name resolves to this machine
     pages = ("--allowed-hosts", f"{HOST}:*,localhost:*", "--cors-allowed-origins", servers.mlflow)
-    database = ("--backend-store-uri", f"sqlite:///{home / MLFLOW_DATABASE}")
+    database = home / MLFLOW_DATABASE
+    records = ("--backend-store-uri", f"sqlite:///{database}")
     artifacts = ("--artifacts-destination", str(home / MLFLOW_ARTIFACTS))
-    services.start("mlflow", "mlflow", "server", *database, *artifacts, *mlflow_address, *pages)
+    mlflow = ("flows.tracking.mlflow_server", str(database), "server")
+    services.start("mlflow", *mlflow, *records, *artifacts, *mlflow_address, *pages)
     write_servers(home, servers)
     log(f"starting Prefect and MLflow (logs in {services.logs}) ...")
     import flows.orchestration.prefect_requests  # noqa: F401 - takes 2 s, in which they start

@@ -38,8 +38,10 @@ from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from requests.exceptions import RequestException
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
+from flows.core.databases import make_database
 from flows.core.services import (
     MLFLOW_ARTIFACTS,
     MLFLOW_DATABASE,
@@ -48,6 +50,7 @@ from flows.core.services import (
     without_credentials,
 )
 from flows.tracking import model_registry
+from flows.tracking.mlflow_server import make_tables
 from flows.tracking.model_upload import DIGEST, ModelUpload, upload
 from flows.tracking.models import Checkpoint
 from flows.tracking.provenance import PROJECT
@@ -90,6 +93,8 @@ def connect(uri: str) -> MlflowClient:
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     _artifact_repository_registry.register("mlflow-artifacts", artifact_repository)
+    if uri.startswith(SQLITE) and (database := make_url(uri).database):
+        make_database(Path(database), make_tables)
     user_uri = os.environ.get(TRACKING_URI)
     mlflow.set_tracking_uri(uri)
     # MLflow also sets the environment variable. The next run in this process, and its child

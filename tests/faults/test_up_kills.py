@@ -17,7 +17,7 @@ from tests.flows.test_up import finished, guards, start, with_the_flow
 from tests.servers import prefect_api, read_until, request, until
 
 SERVICES = {  # words of their command lines
-    "mlflow": {"mlflow", "server"},
+    "mlflow": {"flows.tracking.mlflow_server"},
     "worker": {"worker", "start"},
     "prefect": {"server", "start", "flows.orchestration.prefect_server"},
 }

@@ -185,7 +185,7 @@ def its_artifacts(api: str, flow_run: str) -> None:
 
 def services_that_end(server: subprocess.Popen[str], mlflow: str) -> None:
     """MLflow and the worker are started again, and the runs after this use them."""
-    services = {"mlflow": {"mlflow", "server"}, "worker": {"worker", "start"}}
+    services = {"mlflow": {"flows.tracking.mlflow_server"}, "worker": {"worker", "start"}}
     for words in services.values():
         [guard] = guards(server, words)
         for process in guard.children():

@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +15,8 @@ from prefect.settings.models.worker import WorkerSettings
 
 from flows.core.services import (
     CLOCK_SECONDS,
-    PREFECT_DATABASE,
     SERVERS,
     Servers,
-    check_database,
     last_servers,
     new_auth,
     prefect_environment,
@@ -32,7 +28,7 @@ from flows.core.services import (
 from flows.orchestration.server import _new_servers
 from flows.orchestration.service_processes import service_environment
 from stages.lib.core.errors import BadInput
-from tests.servers import read_until, rondo
+from tests.servers import read_until
 
 SERVER = """
 import http.server
@@ -149,36 +145,3 @@ def test_the_worker_looks_for_runs_every_2_seconds_unless_the_user_set_others(
     for name, value in service_environment().items():
         monkeypatch.setenv(name, value)
     assert WorkerSettings().query_seconds == seconds
-
-
-def test_a_database_is_checked_before_a_server_uses_it(tmp_path: Path) -> None:
-    path = tmp_path / "prefect.db"
-    check_database(path)  # there is none yet
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("create table runs (name)")
-        names = [[f"run {number}"] for number in range(2000)]
-        database.executemany("insert into runs values (?)", names)
-        database.commit()
-        check_database(path)
-        database.execute("begin exclusive")
-        check_database(path)  # in use
-        database.rollback()
-    content = path.read_bytes()
-    for damaged in (content[: len(content) // 2], b"no database" + content[11:]):
-        path.write_bytes(damaged)
-        with pytest.raises(BadInput, match=rf"^{path}: damaged \(.*Next: restore a copy, or"):
-            check_database(path)
-
-
-@pytest.mark.parametrize(
-    ("command", "name"), [("run", PREFECT_DATABASE), ("up", PREFECT_DATABASE), ("up", "mlflow.db")]
-)
-def test_a_damaged_database_stops_a_command_before_it_starts_anything(
-    project: Path, command: str, name: str
-) -> None:
-    path = project / ".rondo" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("no database" * 100)
-    stopped = rondo(project, command)
-    assert stopped.returncode == 2 and f"BadInput: {path}: damaged" in stopped.stderr, stopped
-    assert not list(project.glob(".rondo/logs/*"))

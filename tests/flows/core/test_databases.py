@@ -1,0 +1,101 @@
+"""SQLite databases of the servers: made completely or not at all, and checked."""
+
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from flows.core.databases import check_database, make_database
+from flows.core.services import PREFECT_DATABASE
+from stages.lib.core.errors import BadInput
+from tests.servers import rondo
+
+# Its end leaves the row in SQLite's journal
+MAKER = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+database.execute("PRAGMA journal_mode = WAL")
+database.execute("create table runs (name)")
+database.execute("insert into runs values ('r0')")
+database.commit()
+os._exit(0)
+"""
+
+
+def make_runs(path: Path) -> None:
+    with path.with_name("made").open("a") as made:
+        made.write("x")
+    subprocess.run([sys.executable, "-c", MAKER, path], check=True)
+    assert path.with_name(f"{path.name}-wal").stat().st_size
+
+
+def runs(path: Path) -> list[tuple[str]]:
+    with closing(sqlite3.connect(path)) as database:
+        return database.execute("select * from runs").fetchall()
+
+
+def test_a_database_is_made_once_and_without_a_journal(tmp_path: Path) -> None:
+    path = tmp_path / "prefect.db"
+    (tmp_path / "prefect.db.unfinished").write_text("of a killed process")
+    (tmp_path / "prefect.db.unfinished-wal").write_text("of a killed process")
+    make_database(path, make_runs)
+    assert {file.name for file in tmp_path.iterdir()} == {"prefect.db", "prefect.db.lock", "made"}
+    assert runs(path) == [("r0",)]
+    make_database(path, make_runs)
+    assert (tmp_path / "made").read_text() == "x"
+
+
+def test_a_database_that_was_not_made_completely_is_none(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        make_runs(path)
+        raise KeyboardInterrupt
+
+    path = tmp_path / "mlflow.db"
+    with pytest.raises(KeyboardInterrupt):
+        make_database(path, fail)
+    assert not path.exists()
+    make_database(path, make_runs)
+    assert runs(path) == [("r0",)]
+
+
+def test_of_processes_that_start_at_once_one_makes_the_database(tmp_path: Path) -> None:
+    with get_context("spawn").Pool(4) as pool:
+        pool.starmap(make_database, [(tmp_path / "mlflow.db", make_runs)] * 4, chunksize=1)
+    assert (tmp_path / "made").read_text() == "x"
+
+
+def test_a_database_is_checked_before_a_server_uses_it(tmp_path: Path) -> None:
+    path = tmp_path / "prefect.db"
+    check_database(path)  # there is none yet
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("create table runs (name)")
+        names = [[f"run {number}"] for number in range(2000)]
+        database.executemany("insert into runs values (?)", names)
+        database.commit()
+        check_database(path)
+        database.execute("begin exclusive")
+        check_database(path)  # in use
+        database.rollback()
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], b"no database" + content[11:]):
+        path.write_bytes(damaged)
+        with pytest.raises(BadInput, match=rf"^{path}: damaged \(.*Next: restore a copy, or"):
+            check_database(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("run", PREFECT_DATABASE), ("up", PREFECT_DATABASE), ("up", "mlflow.db")]
+)
+def test_a_damaged_database_stops_a_command_before_it_starts_anything(
+    project: Path, command: str, name: str
+) -> None:
+    path = project / ".rondo" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("no database" * 100)
+    stopped = rondo(project, command)
+    assert stopped.returncode == 2 and f"BadInput: {path}: damaged" in stopped.stderr, stopped
+    assert not list(project.glob(".rondo/logs/*"))
