@@ -23,6 +23,7 @@ from flows.core.locks import LOCK
 from flows.core.services import HOME
 from flows.execution import history
 from flows.tracking.mlflow_store import MlflowStore, store_uri
+from flows.tracking.provenance import PROJECT, project_id
 from flows.tracking.records import Record, milliseconds, read_record
 from stages.lib.core.ended_rounds import lock_path
 from stages.lib.core.files import (
@@ -132,10 +133,10 @@ def add_runs() -> None:
     """Runs in MLflow, each with all stages of an ended round; the newest has LAST, with its
     checkpoints.
     """
-    store = MlflowStore(store_uri(HOME.resolve()), True)
-    ended = f"r{ROUND_COUNT - 2}"
-    records = [read_record("load", address, "ran", {}) for address in entries_of(lock_path(ended))]
-    last = [read_record("load", address, "ran", {}) for address in entries_of(LOCK)]
+    home, ended = HOME.resolve(), lock_path(f"r{ROUND_COUNT - 2}")
+    store, tags = MlflowStore(store_uri(home), True), {PROJECT: project_id(home)}
+    records = [read_record("load", address, "ran", tags) for address in entries_of(ended)]
+    last = [read_record("load", address, "ran", tags) for address in entries_of(LOCK)]
     for number in range(RUNS):
         run, now = f"load-{number:03d}", milliseconds()
         store.send(Record(run=run, status="FINISHED", started=now, ended=now))

@@ -23,7 +23,6 @@ from mlflow.entities import (
     InputTag,
     LoggedModel,
     LoggedModelInput,
-    LoggedModelOutput,
     LoggedModelStatus,
     Metric,
     Param,
@@ -36,7 +35,7 @@ from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import _artifact_repository_registry
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID
 from requests.exceptions import RequestException
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
@@ -50,8 +49,9 @@ from flows.core.services import (
     without_credentials,
 )
 from flows.tracking import model_registry
+from flows.tracking.logged_models import EVALUATION, create_model, earlier_model, model_of_run
 from flows.tracking.mlflow_server import make_tables
-from flows.tracking.model_upload import DIGEST, ModelUpload, upload
+from flows.tracking.model_upload import ModelUpload, upload
 from flows.tracking.models import Checkpoint
 from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Data, Record, Step, health
@@ -61,8 +61,6 @@ EXPERIMENT = "rondo"
 # Data set of a model's metrics. MLflow's charts have it in their titles, by which they join models:
 # it is short, and the same in all rounds.
 HELD_OUT = "eval"
-EVALUATION = ("evaluation_id", "lineage")  # tags of a record
-MODEL_TAGS = ("round", "seed", "revision", "preset")  # of a record, for its models
 MAX_METRICS, MAX_PARAMS, MAX_TAGS = 1000, 100, 100  # per request, limits of MLflow
 SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -251,47 +249,41 @@ class MlflowStore:
             self.client.log_table(run_id, pandas.DataFrame(rows), "samples.json")
 
     def _send_models(self, run_id: str, record: Record) -> list[ModelUpload]:
-        """LoggedModels: outputs of the run of the stage that made them, inputs of other runs."""
+        """LoggedModels: outputs of the run of the stage that made them, inputs of other runs.
+
+        Returns:
+            The models whose files are to be uploaded.
+        """
         uploads = []
         data = next((data for data in record.inputs if data.path.endswith("prepare/data")), None)
         if data and any(checkpoint.metrics for checkpoint in record.checkpoints):
             self.client.log_inputs(run_id, [_data_set(data, HELD_OUT, "eval")])
+        used = []
         for checkpoint in record.checkpoints:
-            made_by = checkpoint.made_by or record.address
-            owner = self._existing_run(record.run, made_by) or run_id
-            model = self._model(owner, checkpoint) or self._create_model(owner, record, checkpoint)
-            self._send_metrics(run_id, record, checkpoint, model.model_id, data)
-            if owner != run_id:
-                self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
+            model = earlier_model(self.client, self.experiment, record, checkpoint)
+            if model:
+                used.append(LoggedModelInput(model.model_id))
+            else:
+                model = self._send_model(run_id, record, checkpoint, data)
             if checkpoint.files and model.status == LoggedModelStatus.PENDING:
                 uploads.append(
                     ModelUpload(
                         model_id=model.model_id, name=checkpoint.name, files=checkpoint.files
                     )
                 )
+        if used:
+            self.client.log_inputs(run_id, models=used)
         return uploads
 
-    def _model(self, run_id: str, checkpoint: Checkpoint) -> LoggedModel | None:
-        """The LoggedModel that a run already has of a model."""
-        query = f"name = '{checkpoint.name}' AND source_run_id = '{run_id}'"
-        models = self.client.search_logged_models([self.experiment], query)
-        return next(iter(models), None)
-
-    def _create_model(self, run_id: str, record: Record, checkpoint: Checkpoint) -> LoggedModel:
-        """A LoggedModel: PENDING if its files follow, else one whose files MLflow does not have."""
-        tags = {"md5": checkpoint.digest, "stage": checkpoint.stage, "rondo.run": record.run}
-        tags |= {name: record.tags[name] for name in MODEL_TAGS if name in record.tags}
-        tags |= {f"data {data.path}": data.digest for data in record.inputs}
-        if checkpoint.no_files:
-            tags[MLFLOW_RUN_NOTE] = f"MLflow does not have the files: {checkpoint.no_files}"
-        params = {"path": checkpoint.path, "step": str(checkpoint.step)}
-        if checkpoint.files:
-            create = mlflow.initialize_logged_model
-            tags[DIGEST] = checkpoint.files.digest
-        else:
-            create = mlflow.create_external_model
-        model = create(checkpoint.name, run_id, tags, params, checkpoint.stage, self.experiment)
-        self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
+    def _send_model(
+        self, run_id: str, record: Record, checkpoint: Checkpoint, data: Data | None
+    ) -> LoggedModel:
+        owner = self._existing_run(record.run, checkpoint.made_by or record.address) or run_id
+        model = model_of_run(self.client, self.experiment, owner, checkpoint.name)
+        model = model or create_model(self.client, self.experiment, owner, record, checkpoint)
+        self._send_metrics(run_id, record, checkpoint, model.model_id, data)
+        if owner != run_id:
+            self.client.log_inputs(run_id, models=[LoggedModelInput(model.model_id)])
         return model
 
     def _send_metrics(
