@@ -4,7 +4,9 @@ After a crash, a retry or a suspension at a gate, the flow starts again from the
 the same values.
 """
 
-from collections.abc import Callable, Collection
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from prefect.runtime import flow_run
 
 from flows.core.run_locks import RUNS, hold_run_lock, locks_of
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_json, write_json
+from stages.lib.core.files import read_object, write_json
 from stages.lib.core.params import Params, check_params, load_params
+
+DIGEST = "sha256"  # of the decisions, in their file: a flipped bit may leave other settings
 
 
 def decisions_path(home: Path) -> Path:
@@ -24,7 +28,7 @@ def decisions_path(home: Path) -> Path:
 def decisions(home: Path) -> dict[str, Any]:
     """The decisions of this flow run so far, by name."""
     path = decisions_path(home)
-    return dict(read_json(path, "rondo run")) if path.exists() else {}
+    return _read(path) if path.exists() else {}
 
 
 def decide_once(home: Path, name: str, decide: Callable[[], Any]) -> Any:
@@ -32,7 +36,7 @@ def decide_once(home: Path, name: str, decide: Callable[[], Any]) -> Any:
     decided = decisions(home)
     if name not in decided:
         decided[name] = decide()
-        write_json(decisions_path(home), decided)
+        _write(home, decided)
     return decided[name]
 
 
@@ -48,13 +52,13 @@ def take_over(home: Path, run: str) -> None:
     values: dict[str, Any] = {}
     for lock in locks_of(home, run):
         hold_run_lock(lock)
-        values |= read_json(lock.with_suffix(".json"), "rondo run")
+        values |= _read(lock.with_suffix(".json"))
     if _key(run) not in values:
         raise BadInput(
             f"run {run} ended before it had recorded its settings, and no stage has run: start it "
             "again with the command, or the form, that started it"
         )
-    write_json(decisions_path(home), values | {"run": run})
+    _write(home, values | {"run": run})
 
 
 def decided_params(home: Path, run: str) -> Params | None:
@@ -83,3 +87,24 @@ def own_params(
 
 def _key(run: str) -> str:
     return f"params of {run}"
+
+
+def _write(home: Path, values: Mapping[str, Any]) -> None:
+    write_json(decisions_path(home), {**values, DIGEST: _digest(values)})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        BadInput: the file is damaged.
+    """
+    fix = f"delete {path}, and start the run again with the command, or the form, that started it"
+    values = read_object(path, fix)
+    recorded = values.pop(DIGEST, None)  # older versions recorded none
+    if recorded not in (None, _digest(values)):
+        raise BadInput(f"{path}: damaged: its {DIGEST} is not that of its content; {fix}")
+    return values
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

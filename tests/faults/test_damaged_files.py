@@ -29,6 +29,8 @@ READ = [  # kind, file, the stage that made it, a stage that reads it
     ("a model's weights", "rounds/r0/sft/model/model.safetensors", "sft@r0", "annotate@r0"),
     ("an adapter", "rounds/r0/ppo/policy/adapter_model.safetensors", "ppo@r0", "capability@r0"),
     ("prepared data", "rounds/r0/prepare/data/sft_train.jsonl", "prepare@r0", "sft@r0"),
+    ("imported data", "assets/data/tweets.tsv", "assets", "prepare@r0"),
+    ("the base model", "assets/model/model.safetensors", "assets", "sft@r0"),
     ("a champion's record", "rounds/r0/champion/start.json", "champion@r0", "ppo@r0"),
 ]
 FAST_READ = READ[:1]
