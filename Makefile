@@ -38,7 +38,7 @@ test: setup
 
 # all faults; `make test` tries some of them
 test-faults: setup
-	RONDO_FAULTS=full $(BIN)/python -m pytest tests/faults --dist load $(ARGS)
+	RONDO_FAULTS=full $(BIN)/python -m pytest tests/faults --dist worksteal $(ARGS)
 
 # mutmut in an environment of its own, in .rondo/mutants
 mutants: setup

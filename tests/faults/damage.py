@@ -2,11 +2,12 @@
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.lab import Ended
+from tests.faults.scale import ALL, FULL
 
 SEED = 20261127
 
@@ -29,6 +30,17 @@ def empty(content: bytes) -> bytes:
 
 Damage = Callable[[bytes], bytes]
 DAMAGES: list[Damage] = [flip_a_bit, cut_to_half, empty]
+
+
+def with_damages(kinds: Sequence[tuple[object, ...]], first: Damage) -> list[tuple[object, ...]]:
+    """Each kind of file with one of the damages in turn, with RONDO_FAULTS=all with all of them; in
+    `make test` only the first kind, with `first`.
+    """
+    if ALL:
+        return [(*kind, damage) for kind in kinds for damage in DAMAGES]
+    if FULL:
+        return [(*kind, DAMAGES[number % 3]) for number, kind in enumerate(kinds)]
+    return [(*kinds[0], first)]
 
 
 def damage_file(path: Path, damage: Damage) -> None:

@@ -18,9 +18,17 @@ import yaml
 from stages.lib.core.errors import BadInput
 from stages.ppo.common.resume import Resume
 from tests.faults.conftest import RUN, Report
-from tests.faults.damage import DAMAGES, Damage, Outcome, cut_to_half, damage_file, flip_a_bit
+from tests.faults.damage import (
+    DAMAGES,
+    Damage,
+    Outcome,
+    cut_to_half,
+    damage_file,
+    flip_a_bit,
+    with_damages,
+)
 from tests.faults.lab import Ended, Lab, copy, differences, hashes_of, rondo, without_report
-from tests.faults.scale import FULL
+from tests.faults.scale import FULL, sample
 from tests.faults.test_kills import THIRD_UPDATE
 
 READ = [  # kind, file, the stage that made it, a stage that reads it
@@ -33,7 +41,6 @@ READ = [  # kind, file, the stage that made it, a stage that reads it
     ("the base model", "assets/model/model.safetensors", "assets", "sft@r0"),
     ("a champion's record", "rounds/r0/champion/start.json", "champion@r0", "ppo@r0"),
 ]
-FAST_READ = READ[:1]
 
 
 @contextmanager
@@ -53,8 +60,9 @@ def run_all(lab: Lab, project: Path, addresses: list[str]) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("damage", DAMAGES if FULL else [flip_a_bit])
-@pytest.mark.parametrize(("kind", "name", "maker", "reader"), READ if FULL else FAST_READ)
+@pytest.mark.parametrize(
+    ("kind", "name", "maker", "reader", "damage"), with_damages(READ, flip_a_bit)
+)
 def test_a_file_that_the_next_stage_reads(
     lab: Lab, kind: str, name: str, maker: str, reader: str, damage: Damage, report: Report
 ) -> None:
@@ -81,7 +89,6 @@ CACHED = [  # kind, the stage that made it, its output, the file in this folder
     ("the list of a folder's files", "sft@r0", "rounds/r0/sft/model", ""),
     ("a manifest", "sft@r0", "rounds/r0/sft/manifest.json", ""),
 ]
-FAST_CACHED = CACHED[:1]
 
 
 def object_of(project: Path, address: str, output: str, file: str) -> Path:
@@ -95,8 +102,9 @@ def object_of(project: Path, address: str, output: str, file: str) -> Path:
     return cache / md5[:2] / md5[2:]
 
 
-@pytest.mark.parametrize("damage", DAMAGES if FULL else [flip_a_bit])
-@pytest.mark.parametrize(("kind", "address", "output", "file"), CACHED if FULL else FAST_CACHED)
+@pytest.mark.parametrize(
+    ("kind", "address", "output", "file", "damage"), with_damages(CACHED, flip_a_bit)
+)
 def test_an_object_of_the_cache(
     lab: Lab, kind: str, address: str, output: str, file: str, damage: Damage, report: Report
 ) -> None:
@@ -113,7 +121,7 @@ def test_an_object_of_the_cache(
 
 
 @pytest.mark.skipif(not FULL, reason="minutes: make test-faults")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", sample(DAMAGES, 1))
 def test_the_state_from_which_a_killed_policy_stage_resumes(
     lab: Lab, damage: Damage, report: Report
 ) -> None:
@@ -156,11 +164,11 @@ RECORDS = [  # kind, file, the command that reads it, why its damage changes no 
     ("project_id", ".rondo/project_id", RUN, ""),
     ("inputs.json", ".rondo/inputs.json", RUN, ""),
 ]
-FAST_RECORDS = RECORDS[:1]
 
 
-@pytest.mark.parametrize("damage", DAMAGES if FULL else [cut_to_half])
-@pytest.mark.parametrize(("kind", "name", "command", "unread"), RECORDS if FULL else FAST_RECORDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "command", "unread", "damage"), with_damages(RECORDS, cut_to_half)
+)
 def test_a_record_of_a_finished_run(
     finished: Path,
     tmp_path: Path,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.conftest import RUN, Report, check_ended
 from tests.faults.lab import Ended, Kill, copy, kill_at, rondo
-from tests.faults.scale import FULL
+from tests.faults.scale import FULL, sample
 from tests.faults.servers import trial_of
 from tests.faults.test_run_kills import check_records
 
@@ -65,7 +65,7 @@ def history(finished: Path, built_once: Callable[..., Path]) -> dict[str, Path]:
 
 
 @full
-@pytest.mark.parametrize(("before", "command", "kill"), HISTORY, ids=str)
+@pytest.mark.parametrize(("before", "command", "kill"), sample(HISTORY, 5), ids=str)
 def test_a_kill_while_a_round_ends_or_begins_again(
     history: dict[str, Path],
     tmp_path: Path,
@@ -100,7 +100,7 @@ def check_branch(project: Path, workspace: Path, isolated: Path) -> None:
 
 
 @full
-@pytest.mark.parametrize("kill", ISOLATED_KILLS, ids=str)
+@pytest.mark.parametrize("kill", sample(ISOLATED_KILLS, 2), ids=str)
 def test_a_kill_of_an_isolated_run(
     finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_kill_of_an_isolated_run(
 
 
 @full
-@pytest.mark.parametrize("kill", WITHOUT_SETTINGS, ids=str)
+@pytest.mark.parametrize("kill", sample(WITHOUT_SETTINGS, 1), ids=str)
 def test_a_kill_of_an_isolated_run_before_it_has_settings(
     finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
 ) -> None:

@@ -5,12 +5,13 @@ end with the results of one.
 import multiprocessing
 import subprocess
 import sys
+from contextlib import chdir, nullcontext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from flows.commands.badcases import keep
+from flows.commands import badcases
 from stages.replay.badcases import Report as Badcase
 from stages.replay.badcases import read_user_rows
 from tests.faults.conftest import Report
@@ -58,27 +59,39 @@ def test_two_runs_and_other_commands_in_one_folder(
     report("two runs at once: one folder", [trial])
 
 
-def add_rows(number: int, ready: Barrier) -> None:
-    """Add rows one by one, at the same time as others do."""
+def add_rows(number: int, ready: Barrier, locks: bool) -> None:
+    """Add rows one by one, at the same time as others do. No locks: the planted bug."""
+    if not locks:
+        badcases.FileLock = nullcontext  # type: ignore[assignment, misc]
     for row in range(20):
         ready.wait(60)
         text = f"{number}-{row}"
-        keep([("the prompt", Badcase(prompt=text, response=text, by="Ada"))], "r0")
+        badcases.keep([("the prompt", Badcase(prompt=text, response=text, by="Ada"))], "r0")
 
 
-def test_no_report_is_lost_if_several_are_added_at_once(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(copy(undisturbed / "before", tmp_path / "project"))
-    context = multiprocessing.get_context("spawn")  # pytest has threads: no fork
-    ready = context.Barrier(4)
-    people = [context.Process(target=add_rows, args=(number, ready)) for number in range(4)]
-    for person in people:
-        person.start()
-    for person in people:
-        person.join(120)
-    assert [person.exitcode for person in people] == [0] * 4
-    assert len(list(read_user_rows("r0"))) == 80
+def rows_of_four(project: Path, locks: bool) -> int:
+    """How many rows are there after four people have added 20 each."""
+    with chdir(project):
+        context = multiprocessing.get_context("spawn")  # pytest has threads: no fork
+        ready = context.Barrier(4)
+        people = [
+            context.Process(target=add_rows, args=(number, ready, locks)) for number in range(4)
+        ]
+        for person in people:
+            person.start()
+        for person in people:
+            person.join(120)
+        assert [person.exitcode for person in people] == [0] * 4
+        return len(list(read_user_rows("r0")))
+
+
+def test_no_report_is_lost_if_several_are_added_at_once(undisturbed: Path, tmp_path: Path) -> None:
+    assert rows_of_four(copy(undisturbed / "before", tmp_path / "project"), True) == 80
+
+
+@full
+def test_a_skipped_lock_is_seen(undisturbed: Path, tmp_path: Path) -> None:
+    assert rows_of_four(copy(undisturbed / "before", tmp_path / "project"), False) < 80
 
 
 @full
