@@ -31,7 +31,7 @@ def earlier_model(
 ) -> LoggedModel | None:
     """The newest LoggedModel that this project has of an unchanged model and its evaluation.
 
-    None if the model's stage ran, or if MLflow has to store files that no LoggedModel has.
+    None if the model's stage ran, or if MLflow has to store files that this LoggedModel lacks.
     """
     tags = {name: record.tags[name] for name in (PROJECT, "round") if name in record.tags}
     if record.tags.get("dvc") != "unchanged" or len(tags) < 2:
@@ -40,13 +40,13 @@ def earlier_model(
     tags["md5"] = checkpoint.digest
     if checkpoint.files:
         tags[DIGEST] = checkpoint.files.digest
-    query = [f"name = '{checkpoint.name}'", f"status != '{LoggedModelStatus.FAILED}'"]
+    query = [f"name = '{checkpoint.name}'"]
     query += [f"tags.`{name}` = '{value}'" for name, value in tags.items()]
     newest = [{"field_name": "creation_timestamp", "ascending": False}]
     found = client.search_logged_models(
         [experiment], " AND ".join(query), max_results=1, order_by=newest
     )
-    return next(iter(found), None)
+    return next((model for model in found if model.status != LoggedModelStatus.FAILED), None)
 
 
 def create_model(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import LoggedModelStatus
 
 from flows.tracking.mlflow_store import MlflowStore
 from flows.tracking.model_files import ModelFiles
@@ -111,3 +112,11 @@ def test_files_that_mlflow_lacks_need_a_model_of_their_own(database: str, send: 
     [again, _] = send("not uploaded yet", "unchanged", files=files)
     assert made_by(database) == ["without files", "with files"]
     assert again.model_id == upload.model_id
+
+
+def test_a_model_whose_upload_failed_is_not_shared(database: str, send: Send) -> None:
+    files = ModelFiles(task="generate", files=[], settings={}, examples=[])
+    [upload, _] = send("first", "ran", files=files)
+    MlflowClient(database).finalize_logged_model(upload.model_id, LoggedModelStatus.FAILED)
+    send("second", "unchanged", files=files)
+    assert made_by(database) == ["first", "second"]
