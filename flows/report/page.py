@@ -15,7 +15,7 @@ from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
 from stages.lib.core.ended_rounds import has_ended, params_of
-from stages.lib.core.files import REPORTS, write_text
+from stages.lib.core.files import REPORTS
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params
 from stages.lib.data.prompts import transcript
@@ -54,7 +54,7 @@ def write(rounds: Sequence[str]) -> Path:
         mlflow=mlflow_pages(),
         workflow=WORKFLOW,
     )
-    write_text(REPORT, page)
+    summary.replace_text(REPORT, page)
     return REPORT
 
 

@@ -8,14 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.table import Table
 
+from flows.core.services import HOME
 from flows.core.tables import render_text
 from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
 from stages.gate.verdict import format_check, passed_or_approved
-from stages.lib.core.files import REPORTS, ROUNDS, read_json, stage_dir, write_text
+from stages.lib.core.files import (
+    REPORTS,
+    ROUNDS,
+    read_json,
+    remove_unfinished,
+    stage_dir,
+    write_text,
+)
 from stages.lib.core.renamed import current_metrics
 
 SUMMARY = REPORTS / "summary.md"
@@ -313,4 +322,11 @@ def text(rounds: list[str]) -> str:
 
 
 def write(rounds: list[str]) -> None:
-    write_text(SUMMARY, markdown(rounds))
+    replace_text(SUMMARY, markdown(rounds))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of the report, and remove what killed commands had not finished of it."""
+    with FileLock(HOME / "report.lock"):  # a run and a person may write it at once
+        remove_unfinished(path)
+        write_text(path, text)

@@ -208,8 +208,8 @@ def copy(project: Path, folder: Path) -> Path:
 
 
 def hashes_of(project: Path) -> dict[str, str]:
-    """sha256 of each result by its path in the project."""
-    files = [project / name for name in FILES]
+    """sha256 of each result, and of what was not finished, by its path in the project."""
+    files = [project / name for name in FILES] + list(project.glob(".*.tmp"))
     for name in RESULTS:
         files += (file for file in (project / name).rglob("*") if file.is_file())
     return {

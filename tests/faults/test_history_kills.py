@@ -65,7 +65,7 @@ def history(finished: Path, built_once: Callable[..., Path]) -> dict[str, Path]:
 
 
 @full
-@pytest.mark.parametrize(("before", "command", "kill"), sample(HISTORY, 5), ids=str)
+@pytest.mark.parametrize(("before", "command", "kill"), sample(HISTORY, 4), ids=str)
 def test_a_kill_while_a_round_ends_or_begins_again(
     history: dict[str, Path],
     tmp_path: Path,
@@ -100,7 +100,7 @@ def check_branch(project: Path, workspace: Path, isolated: Path) -> None:
 
 
 @full
-@pytest.mark.parametrize("kill", sample(ISOLATED_KILLS, 2), ids=str)
+@pytest.mark.parametrize("kill", sample(ISOLATED_KILLS, 1), ids=str)
 def test_a_kill_of_an_isolated_run(
     finished: Path, history: dict[str, Path], tmp_path: Path, kill: Kill, report: Report
 ) -> None:

@@ -57,7 +57,7 @@ def declared(address: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("address", STAGES if FULL else FEW)
 def test_a_kill_at_each_point(lab: Lab, address: str, report: Report) -> None:
-    trials = [run_trial(lab, address, point) for point in sample(points_of(lab, address), 3)]
+    trials = [run_trial(lab, address, point) for point in sample(points_of(lab, address), 2)]
     assert trials
     report("SIGKILL at a change of a file", trials, declared(address))
 
@@ -66,7 +66,7 @@ def test_a_kill_at_each_point(lab: Lab, address: str, report: Report) -> None:
 def test_a_kill_after_a_file_was_emptied(lab: Lab, address: str, report: Report) -> None:
     """What a program that writes a file in place leaves behind."""
     points = [point for point in points_of(lab, address) if point.operation == "open"]
-    trials = [run_trial(lab, address, point, "EMPTIED") for point in sample(points, 4)]
+    trials = [run_trial(lab, address, point, "EMPTIED") for point in sample(points, 3)]
     assert trials
     report("SIGKILL after a file was emptied", trials, declared(address))
 
@@ -80,7 +80,8 @@ def test_the_stages_are_those_of_the_round(lab: Lab) -> None:
 def test_a_kill_and_another_during_the_run_after_it(lab: Lab, address: str, report: Report) -> None:
     points = points_of(lab, address)
     drawn = random.Random(SEED)
-    pairs = [(point, drawn.choice(points)) for point in sample(drawn.sample(points, 12), 3)]
+    chosen = drawn.sample(points, min(12, len(points)))
+    pairs = [(point, drawn.choice(points)) for point in sample(chosen, 2)]
     trials = [run_trial(lab, address, point, then=[later]) for point, later in pairs]
     # a second fault may be at a point that the run after the first does not reach again
     report("SIGKILL, and again in the run after it", trials, declared(address))

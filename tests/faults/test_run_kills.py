@@ -57,7 +57,7 @@ def check_records(project: Path, database: Path | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "kill", sample(KILLS, 6) if FULL else KILLS[:1], ids=lambda kill: " ".join(map(str, kill))
+    "kill", sample(KILLS, 4) if FULL else KILLS[:1], ids=lambda kill: " ".join(map(str, kill))
 )
 def test_a_kill_of_the_run_at_each_of_its_records(
     finished: Path, tmp_path: Path, kill: Kill, report: Report
