@@ -42,11 +42,11 @@ def earlier_model(
         tags[DIGEST] = checkpoint.files.digest
     query = [f"name = '{checkpoint.name}'"]
     query += [f"tags.`{name}` = '{value}'" for name, value in tags.items()]
-    newest = [{"field_name": "creation_timestamp", "ascending": False}]
-    found = client.search_logged_models(
-        [experiment], " AND ".join(query), max_results=1, order_by=newest
+    newest_first = [{"field_name": "creation_timestamp", "ascending": False}]
+    newest = client.search_logged_models(
+        [experiment], " AND ".join(query), max_results=1, order_by=newest_first
     )
-    return next((model for model in found if model.status != LoggedModelStatus.FAILED), None)
+    return next((model for model in newest if model.status != LoggedModelStatus.FAILED), None)
 
 
 def create_model(

@@ -65,8 +65,8 @@ def inputs(database: str, run: str, address: str) -> set[str]:
     """The names of the models that are inputs of a stage's run."""
     client = MlflowClient(database)
     query = f"tags.`rondo.run` = '{run}' and tags.`rondo.address` = '{address}'"
-    [found] = client.search_runs(["1"], query)
-    used = client.get_run(found.info.run_id).inputs.model_inputs
+    [of_stage] = client.search_runs(["1"], query)
+    used = client.get_run(of_stage.info.run_id).inputs.model_inputs
     return {client.get_logged_model(model.model_id).name for model in used}
 
 
