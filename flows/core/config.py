@@ -17,7 +17,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from stages.lib.core.ended_rounds import ended_rounds
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import remove_unfinished, stage_dir, write_text
+from stages.lib.core.files import stage_dir, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, load_params
 from stages.lib.core.params.data import START, AssetsParams, PrepareParams, RoundParams, rounds
 from stages.lib.core.params.evaluation import (
@@ -244,8 +244,7 @@ def one_more_round() -> int:
 
 
 def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
-    """Write the changed values into params.yaml; its comments and key order stay. No other process
-    may be writing it.
+    """Write the changed values into params.yaml; its comments and key order stay.
 
     Returns:
         One line per change: `ppo.gamma 1.0 -> 0.9`, or `key removed`.
@@ -259,7 +258,6 @@ def write_params(params: Params, path: Path = PARAMS_FILE) -> list[str]:
         text = io.StringIO()
         _yaml().dump(document, text)
         check_params(parse_yaml(text.getvalue()), str(path))
-        remove_unfinished(path)
         write_text(path, text.getvalue())
     # DVC fails if a dependency is missing, so each round gets its badcase file, even an empty one.
     for file in map(report_path, params.rounds):
