@@ -5,14 +5,23 @@ Both servers make the tables of a new database in about a hundred migrations, so
 commits. Neither can open a database in which it was killed between two of them.
 """
 
+import errno
+import os
 import sqlite3
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from filelock import FileLock
 
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, chain_of, print_failure
+
+ERRNO = {  # of the disk's errors that SQLite reports by numbers of its own
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+}
 
 
 def make_database(path: Path, make: Callable[[Path], None]) -> None:
@@ -21,6 +30,9 @@ def make_database(path: Path, make: Callable[[Path], None]) -> None:
     Args:
         path: of the database.
         make: makes it at the path that it gets, and closes it.
+
+    Raises:
+        OSError: the disk is full, read-only or failing.
     """
     if path.exists():
         return
@@ -30,10 +42,29 @@ def make_database(path: Path, make: Callable[[Path], None]) -> None:
         unfinished = path.with_name(f"{path.name}.unfinished")
         for file in path.parent.glob(f"{unfinished.name}*"):  # with SQLite's journals
             file.unlink()
-        make(unfinished)
+        try:
+            make(unfinished)
+        except Exception as error:
+            if number := _errno(error):
+                raise OSError(number, os.strerror(number), str(path)) from error
+            raise
         with closing(sqlite3.connect(unfinished)) as database:  # so that no journal is left
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         unfinished.rename(path)
+
+
+def _errno(error: Exception) -> int | None:
+    """Of an error of the disk that SQLite met; None for other errors."""
+    codes = (getattr(cause, "sqlite_errorcode", 0) & 0xFF for cause in chain_of(error))
+    return next((ERRNO[code] for code in codes if code in ERRNO), None)
+
+
+def make_or_exit(path: Path, make: Callable[[Path], None], server: str) -> None:
+    """As `make_database`, for the process of a server: it prints a typed error in one line."""
+    try:
+        make_database(path, make)
+    except Exception as error:
+        sys.exit(print_failure(error, server))
 
 
 def check_database(path: Path) -> None:

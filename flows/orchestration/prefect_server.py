@@ -30,7 +30,7 @@ from prefect.server.database.dependencies import temporary_database_config
 from prefect.settings import PREFECT_HOME
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
-from flows.core.databases import make_database
+from flows.core.databases import make_or_exit
 
 _begin_transaction = AioSqliteConfiguration.begin_transaction
 _create_ui_app = server.create_ui_app
@@ -71,7 +71,7 @@ def make_tables(database: Path) -> None:
 def main() -> None:
     from prefect.cli import app
 
-    make_database(PREFECT_HOME.value() / "prefect.db", make_tables)
+    make_or_exit(PREFECT_HOME.value() / "prefect.db", make_tables, "prefect")
     configuration: Any = AioSqliteConfiguration
     configuration.begin_transaction = begin_immediate
     server.create_ui_app = ui_app_with_login

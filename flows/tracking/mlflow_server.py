@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
 
-from flows.core.databases import make_database
+from flows.core.databases import make_or_exit
 
 
 def make_tables(database: Path) -> None:
@@ -18,7 +18,7 @@ def make_tables(database: Path) -> None:
 def main() -> None:
     from mlflow.cli import cli
 
-    make_database(Path(sys.argv.pop(1)), make_tables)
+    make_or_exit(Path(sys.argv.pop(1)), make_tables, "mlflow")
     cli()
 
 

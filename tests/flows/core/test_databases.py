@@ -1,5 +1,9 @@
 """SQLite databases of the servers: made completely or not at all, and checked."""
 
+import errno
+import os
+import re
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -8,10 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine
 
 from flows.core.databases import check_database, make_database
 from flows.core.services import PREFECT_DATABASE
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, StorageFailed
+from tests.paths import ROOT
 from tests.servers import rondo
 
 # Its end leaves the row in SQLite's journal
@@ -66,6 +72,48 @@ def test_of_processes_that_start_at_once_one_makes_the_database(tmp_path: Path) 
     with get_context("spawn").Pool(4) as pool:
         pool.starmap(make_database, [(tmp_path / "mlflow.db", make_runs)] * 4, chunksize=1)
     assert (tmp_path / "made").read_text() == "x"
+
+
+def fill(path: Path) -> None:
+    """A disk without room for more than ten pages, as SQLAlchemy reports it."""
+    with create_engine(f"sqlite:///{path}").connect() as connection:
+        connection.exec_driver_sql("PRAGMA max_page_count = 10")
+        connection.exec_driver_sql("create table runs (name)")
+        connection.exec_driver_sql("insert into runs values (zeroblob(100000))")
+
+
+def test_an_error_of_the_disk_names_the_database(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.db"
+    with pytest.raises(OSError) as full:
+        make_database(path, fill)
+    assert full.value.errno == errno.ENOSPC and full.value.filename == str(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("prefect", ["flows.orchestration.prefect_server", "version"]),
+        ("mlflow", ["flows.tracking.mlflow_server", "prefect.db", "--version"]),
+    ],
+)
+def test_a_server_reports_an_error_of_the_disk_in_one_line(
+    tmp_path: Path, name: str, arguments: list[str]
+) -> None:
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    server = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        preexec_fn=limit_files,
+    )
+    assert server.returncode == StorageFailed.exit_code
+    [line] = [line for line in server.stderr.splitlines() if "INFO" not in line]
+    assert re.fullmatch(rf"{name}: StorageFailed: \[Errno 5\] .*prefect\.db'\. Next: look .*", line)
 
 
 def test_a_database_is_checked_before_a_server_uses_it(tmp_path: Path) -> None:
