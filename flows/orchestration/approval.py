@@ -3,8 +3,6 @@
 A person approves or refuses, in the Prefect UI or with `rondo approve`, and gives a reason.
 """
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from flows.core.verdicts import failed_checks, failed_values, read_gate
 from stages.gate.approvals import Approval, check_reason, write_approval
 from stages.lib.core.ended_rounds import has_ended
 from stages.lib.core.errors import BadInput
+from stages.lib.core.files import json_hash
 from stages.lib.core.params.gates import Policy
 
 WAIT_SECONDS = 7 * 24 * 3600
@@ -89,8 +88,7 @@ def key_of(verdict: dict[str, Any]) -> str:
 
     It contains a hash of the failed numbers, because a decision is valid for these numbers only.
     """
-    numbers = json.dumps(failed_values(verdict), sort_keys=True)
-    digest = hashlib.sha256(numbers.encode()).hexdigest()[:8]
+    digest = json_hash(failed_values(verdict))[:8]
     return slug(f"{Path.cwd().name}-{verdict['gate']}-{verdict['round']}-{digest}".lower())
 
 

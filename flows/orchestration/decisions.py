@@ -4,8 +4,6 @@ After a crash, a retry or a suspension at a gate, the flow starts again from the
 the same values.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from prefect.runtime import flow_run
 
 from flows.core.run_locks import RUNS, hold_run_lock, locks_of
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import read_object, write_json
+from stages.lib.core.files import json_hash, read_object, write_json
 from stages.lib.core.params import Params, check_params, load_params
 
 DIGEST = "sha256"  # of the decisions, in their file: a flipped bit may leave other settings
@@ -90,7 +88,7 @@ def _key(run: str) -> str:
 
 
 def _write(home: Path, values: Mapping[str, Any]) -> None:
-    write_json(decisions_path(home), {**values, DIGEST: _digest(values)})
+    write_json(decisions_path(home), {**values, DIGEST: json_hash(values)})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -101,10 +99,6 @@ def _read(path: Path) -> dict[str, Any]:
     fix = f"delete {path}, and start the run again with the command, or the form, that started it"
     values = read_object(path, fix)
     recorded = values.pop(DIGEST, None)  # older versions recorded none
-    if recorded not in (None, _digest(values)):
+    if recorded not in (None, json_hash(values)):
         raise BadInput(f"{path}: damaged: its {DIGEST} is not that of its content; {fix}")
     return values
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

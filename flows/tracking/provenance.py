@@ -5,8 +5,6 @@ in each run. The key of an entry is a hash of the outputs' md5s in dvc.lock. So 
 restored has the entry of the run that produced it, and outputs from another folder have none.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,7 +18,7 @@ from pydantic import BaseModel
 from flows.core.addresses import split_address
 from flows.core.locks import read_lock
 from flows.execution.energy import Meter
-from stages.lib.core.files import read_json, work_dir, write_json, write_text
+from stages.lib.core.files import json_hash, read_json, work_dir, write_json, write_text
 from stages.lib.core.params import Params
 from stages.lib.core.validation import check_type
 
@@ -125,4 +123,4 @@ def read_entries(address: str) -> dict[str, Any]:
 def outputs_hash(lock: Mapping[str, Any]) -> str:
     """A hash of the paths and md5s of the outputs in a stage's entry of dvc.lock."""
     outs = {out["path"]: out["md5"] for out in lock.get("outs", [])}
-    return hashlib.sha256(json.dumps(outs, sort_keys=True).encode()).hexdigest()[:12]
+    return json_hash(outs)[:12]

@@ -5,7 +5,6 @@ keeps it, so that it can be sent later even if the stage's files have changed si
 `flows/tracking/mlflow_store.py` sends records; this module does not import MLflow.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,6 +32,7 @@ from stages.lib.core.champion import read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
+    json_hash,
     metric_name,
     read_json,
     read_jsonl,
@@ -211,7 +211,7 @@ def read_record(
             samples = read_jsonl(folder / "samples.jsonl", f"dvc repro {address}")
     steps, now = read_steps(address), milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
-    params_hash = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:12]
+    params_hash = json_hash(params)[:12]
     times = [step.time for step in steps]
     return Record(
         run=run,
@@ -326,8 +326,7 @@ def lineage(round_: str, evaluation_id: str | None) -> str:
     origins = {
         file["path"]: file["md5"] for files in locks for file in files if file["path"] in ORIGINS
     }
-    text = json.dumps([origins, evaluation_id], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return json_hash([origins, evaluation_id])[:12]
 
 
 def read_checkpoint(

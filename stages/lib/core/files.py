@@ -154,6 +154,11 @@ def metric_name(text: str) -> str:
     return re.sub(r"[^\w-]+", "_", text).strip("_")
 
 
+def json_hash(value: Any) -> str:
+    """sha256 of a value of JSON; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def file_hash(path: Path) -> str:
     """sha256 of a file, or of a folder's relative file names and contents in name order."""
     digest = hashlib.sha256()

@@ -7,7 +7,6 @@ not be recorded has nothing to compute again.
 """
 
 import hashlib
-import json
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy
 import torch
 
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import RESUME_STATE, file_hash, replacing
+from stages.lib.core.files import RESUME_STATE, file_hash, json_hash, replacing
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict
@@ -31,8 +30,7 @@ class Resume:
     """
 
     def __init__(self, work: Path, identity: Metrics) -> None:
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self.folder = work / digest[:12]
+        self.folder = work / json_hash(identity)[:12]
         self.path = self.folder / RESUME_STATE
 
     def load(self, mapped: bool = False) -> StateDict | None:
