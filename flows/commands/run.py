@@ -153,7 +153,7 @@ def configure_prefect() -> None:
     else:  # the temporary server of this process
         os.environ.update(services.server_environment(services.new_auth(), "http://127.0.0.1"))
         check_database(database := home / services.PREFECT_DATABASE)
-        if not database.exists():
+        if not database.exists():  # the import takes seconds
             from flows.orchestration import prefect_server
 
             make_database(database, prefect_server.make_tables)

@@ -33,10 +33,10 @@ def earlier_model(
 
     None if the model's stage ran, or if MLflow has to store files that this LoggedModel lacks.
     """
-    tags = {name: record.tags[name] for name in (PROJECT, "round") if name in record.tags}
-    if record.tags.get("dvc") != "unchanged" or len(tags) < 2:
+    if record.tags.get("dvc") != "unchanged" or PROJECT not in record.tags:
         return None
-    tags |= {name: record.tags[name] for name in EVALUATION if name in record.tags}
+    names = (PROJECT, "round", *EVALUATION)
+    tags = {name: record.tags[name] for name in names if name in record.tags}
     tags["md5"] = checkpoint.digest
     if checkpoint.files:
         tags[DIGEST] = checkpoint.files.digest

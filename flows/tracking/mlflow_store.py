@@ -278,6 +278,7 @@ class MlflowStore:
     def _send_model(
         self, run_id: str, record: Record, checkpoint: Checkpoint, data: Data | None
     ) -> LoggedModel:
+        """The LoggedModel of this pipeline run, created if it does not exist, and its metrics."""
         owner = self._existing_run(record.run, checkpoint.made_by or record.address) or run_id
         model = model_of_run(self.client, self.experiment, owner, checkpoint.name)
         model = model or create_model(self.client, self.experiment, owner, record, checkpoint)

@@ -89,7 +89,7 @@ def test_models(
     folder: str,
     name: str,
     fast: int,
-    full: int,
+    all_: int,
 ) -> None:
     read: dict[str, Read] = {
         "base": lambda path: load_causal_lm(path, params.model),
@@ -109,7 +109,7 @@ def test_models(
             assert torch.isfinite(calibrate_scores(torch.zeros(1), model)).all()
 
     Trials(f"models: {name}", rf"{folder}").run(
-        trials(fast, full),
+        trials(fast, all_),
         lambda rng: damaged(rng, content, name),
         load,
         check,

@@ -1,8 +1,6 @@
 """Which LoggedModels the records of a run make, and which of earlier runs they share."""
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -19,14 +17,8 @@ Send = Callable[..., list[ModelUpload]]
 
 
 @pytest.fixture
-def database(empty_tables: Path, tmp_path: Path) -> str:
-    return f"sqlite:///{shutil.copy(empty_tables, tmp_path / 'mlflow.db')}"
-
-
-@pytest.fixture
-def send(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Send:
+def send(database: str) -> Send:
     """A function that sends the records of `ppo` and `evaluate`; returns the uploads of `ppo`."""
-    monkeypatch.chdir(tmp_path)
     store = MlflowStore(database, True)
 
     def send(
