@@ -73,7 +73,7 @@ def same_weights(folder: Path, model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "fast", "full"),
+    ("folder", "name", "fast", "all_"),
     [
         ("base", "config.json", 40, 300),
         ("base", "model.safetensors", 40, 300),
