@@ -107,17 +107,19 @@ def test_a_module_gets_arguments_folder_and_environment_and_is_read_again(python
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "message"),
+    ("code", "exit_code", "last_line"),
     [
-        ("", 0, ""),
-        ("import sys; sys.exit('no')", 1, "no"),
-        ("1 / 0", 1, "ZeroDivisionError"),
-        ("import os; os.kill(os.getpid(), 9)", 137, ""),
+        ("", 0, []),
+        ("import sys; sys.exit('no')", 1, ["no"]),
+        ("1 / 0", 1, ["ZeroDivisionError: division by zero"]),
+        ("import os; os.kill(os.getpid(), 9)", 137, []),
     ],
 )
-def test_it_ends_with_the_exit_code_and_errors_of_the_module(python, job, code, exit_code, message):
+def test_it_ends_with_the_exit_code_and_errors_of_the_module(
+    python, job, code, exit_code, last_line
+):
     done = run_job(python, job(code))
-    assert done.returncode == exit_code and message in done.stderr
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (exit_code, last_line)
 
 
 def test_without_a_module_the_real_interpreter_runs(python):
@@ -161,6 +163,17 @@ def test_threads_and_exit_handlers_are_waited_for(python, job):
     )
     done = run_job(python, job(code), check=True)
     assert done.stdout == "thread\nlast\n"
+
+
+def test_what_a_module_has_written_is_complete(python, job):
+    """Also a file that it has not closed."""
+    folder = job(
+        "import sys; file = open('file', 'w'); file.write('all'); print('words')\n"
+        "print('error', file=sys.stderr, end=''); sys.exit(3)"
+    )
+    done = run_job(python, folder)
+    assert (done.stdout, done.stderr, done.returncode) == ("words\n", "error", 3)
+    assert (folder / "file").read_text() == "all"
 
 
 def test_a_signal_before_the_server_is_ready_is_not_lost(job):
