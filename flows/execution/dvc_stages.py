@@ -362,10 +362,13 @@ def was_killed(code: int) -> bool:
     return code < 0 or 128 < code <= 128 + signal.NSIG
 
 
-def disk_is_full() -> bool:
-    """Whether the file system of the project has no space or no inodes left."""
+def disk_advice(output: str) -> str | None:
+    """The next step if a program that failed printed an error of the disk, or if the disk of the
+    project is full: then it may also have failed on a file that it could not complete.
+    """
     disk = os.statvfs(".")
-    return disk.f_bavail * disk.f_frsize < 1 << 16 or (disk.f_files > 0 and disk.f_favail == 0)
+    full = disk.f_bavail * disk.f_frsize < 1 << 16 or (disk.f_files > 0 and disk.f_favail == 0)
+    return storage_advice(output) or (STORAGE_ADVICE[errno.ENOSPC] if full else None)
 
 
 def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> RondoError:
@@ -383,10 +386,7 @@ def _failure(address: str, code: int, dvc_lines: list[str], message: str) -> Ron
         # The stage's own line begins with address and error; they would be there twice.
         message = message.replace(f"{address}: {error.__name__}: ", "")
         return error(f"{address}: {message}")
-    # DVC's own errors; on a full disk it also fails on files that it could not complete
-    if advice := storage_advice(message) or (
-        STORAGE_ADVICE[errno.ENOSPC] if disk_is_full() else None
-    ):
+    if advice := disk_advice(message):  # of DVC's own errors
         return StorageFailed(f"{address}: {message}. Next: {advice}")
     return RondoError(
         f"{address} ended with exit code {code}:\n{message}\n"

@@ -17,8 +17,8 @@ from filelock import FileLock, Timeout
 from flows.core import interrupts
 from flows.core.services import START_SECONDS, LogLine
 from flows.execution import process_guard
-from flows.execution.dvc_stages import command_environment
-from stages.lib.core.errors import BadInput, RondoError
+from flows.execution.dvc_stages import command_environment, disk_advice
+from stages.lib.core.errors import BadInput, RondoError, StorageFailed
 from stages.lib.core.files import write_json
 
 RUN_SECONDS = 3.0  # for a flow run to end its stage and report its state
@@ -60,7 +60,7 @@ class Services:
         except subprocess.TimeoutExpired:
             failure = f"has not ended after {START_SECONDS:.0f} s"
         if failure:
-            raise RondoError(f"prefect {name} {failure}:\n{_tail(self.log_file(name))}")
+            raise self.failure(name, f"prefect {name} {failure}")
         del self.processes[name]
 
     def wait_until(self, name: str, ready: Callable[[], bool]) -> None:
@@ -72,8 +72,7 @@ class Services:
         while not ready():
             self.check_alive()
             if time.monotonic() > end:
-                tail = _tail(self.log_file(name))
-                raise RondoError(f"{name} does not answer after {START_SECONDS:.0f} s:\n{tail}")
+                raise self.failure(name, f"{name} does not answer after {START_SECONDS:.0f} s")
             time.sleep(0.2)
 
     def check_alive(self) -> None:
@@ -83,9 +82,7 @@ class Services:
         """
         for name, process in self.processes.items():
             if process.poll() is not None:
-                raise RondoError(
-                    f"{name} ended with {process.returncode}:\n{_tail(self.log_file(name))}"
-                )
+                raise self.failure(name, f"{name} ended with {process.returncode}")
 
     def restart_ended(self, log: LogLine) -> None:
         """Start MLflow and the worker again if they ended; after each end, wait twice as long.
@@ -110,6 +107,14 @@ class Services:
 
     def log_file(self, name: str) -> Path:
         return self.logs / f"{name}.log"
+
+    def failure(self, name: str, message: str) -> RondoError:
+        """The error of a service, with the end of its log: it may be empty on a full disk."""
+        log = self.log_file(name)
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        if advice := disk_advice(tail):
+            return StorageFailed(f"{message}, see {log}. Next: {advice}")
+        return RondoError(f"{message}:\n{tail}")
 
 
 def lock_folder(home: Path) -> FileLock:
@@ -139,10 +144,6 @@ def service_environment() -> dict[str, str]:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def _children(pid: int) -> list[psutil.Process]:

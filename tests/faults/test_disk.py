@@ -3,20 +3,36 @@ inodes, or read-only. The command ends with a typed error, and goes on when ther
 """
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from flows.orchestration.service_processes import Services
+from stages.lib.core.errors import RondoError, StorageFailed
 from tests.faults.conftest import Report
-from tests.faults.lab import Lab, Point, Trial, copy, differences, hashes_of, run_trial
+from tests.faults.lab import (
+    Ended,
+    Lab,
+    Point,
+    Trial,
+    copy,
+    differences,
+    hashes_of,
+    run_trial,
+    run_with,
+)
 from tests.faults.scale import FULL, sample
+from tests.faults.servers import rondo_up
 from tests.faults.test_kills import DVC_LOCK, STAGES
+from tests.flows.test_up import with_the_flow
 
-MEGABYTE = 1 << 20
+SMALL = "size=128m,nr_inodes=8192"
 FEW = {
     "gate_sft@r0": [Point("stages.gate", "rename", "gates/r0/sft.ok", 1), DVC_LOCK],
 }
@@ -27,7 +43,7 @@ def check_errors(trials: list[Trial]) -> None:
     for trial in trials:
         output = trial.first.output
         assert trial.first.code, trial
-        assert "StorageFailed" in output and "run the same command again" in output, trial
+        assert re.search("StorageFailed: .*/.*run the same command again", output), trial
         assert "Traceback" not in output, trial
 
 
@@ -113,7 +129,7 @@ def test_a_real_disk_without_room(
 ) -> None:
     if address not in lab.addresses():
         pytest.skip("minutes: make test-faults")
-    with small_disk(tmp_path / "disk", "size=128m,nr_inodes=8192") as disk:
+    with small_disk(tmp_path / "disk", SMALL) as disk:
         project = copy(lab.before(address), disk / "project")
         make_room = take(disk, free)
         first = lab.run(project, address)
@@ -124,3 +140,39 @@ def test_a_real_disk_without_room(
     trial = Trial(fault, first.code != 0, first, second, differ)
     check_errors([trial])
     report(f"a real file system: {take.__name__}", [trial], ("identical", "again"))
+
+
+def test_a_service_that_ends_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log may be empty, so that the disk itself is asked."""
+    with small_disk(tmp_path / "disk", SMALL) as disk:
+        monkeypatch.chdir(disk)
+        services = Services(disk, dict(os.environ))
+        make_room = fill(disk, 0)
+        with pytest.raises(StorageFailed, match=r"ends failed, see .*ends\.log\. Next: free disk"):
+            services.run("ends", "no_such_module")
+        make_room()
+        with pytest.raises(RondoError, match=r"ends failed:\n.*No module named no_such_module"):
+            services.run("ends", "no_such_module")
+        monkeypatch.undo()
+
+
+@pytest.mark.skipif(not FULL, reason="minutes: make test-faults")
+@pytest.mark.parametrize("free", [0, 40_000])
+def test_rondo_up_on_a_full_disk(
+    undisturbed: Path, tmp_path: Path, free: int, report: Report
+) -> None:
+    with small_disk(tmp_path / "disk", SMALL) as disk:
+        project = copy(undisturbed / "before", disk / "project")
+        environment = with_the_flow(project)
+        make_room = fill(disk, free)
+        command = [sys.executable, "-m", "flows.cli", "up"]
+        first = run_with(command, project, os.environ | environment, None)
+        make_room()
+        with rondo_up(project, environment) as (_, ready):
+            second = Ended(0, ready, "")
+        differ = differences(hashes_of(project), hashes_of(undisturbed / "before"))
+    trial = Trial(f"rondo up, {free} left", first.code != 0, first, second, differ)
+    check_errors([trial])
+    report("a real file system: fill", [trial])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import STORAGE_ADVICE, BadInput
 from stages.lib.core.progress import progress
 from stages.lib.core.reading import parse_json, read_lines, read_text
 from stages.lib.core.types import Row
@@ -54,6 +54,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno in STORAGE_ADVICE and error.filename is None:  # as that of a write
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     # fsync of the folder makes the rename itself durable
