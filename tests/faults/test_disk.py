@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
@@ -142,12 +142,9 @@ def test_a_real_disk_without_room(
     report(f"a real file system: {take.__name__}", [trial], ("identical", "again"))
 
 
-def test_a_service_that_ends_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its log may be empty, so that the disk itself is asked."""
-    with small_disk(tmp_path / "disk", SMALL) as disk:
-        monkeypatch.chdir(disk)
+def test_a_service_that_ends_on_a_full_disk(tmp_path: Path) -> None:
+    """Its log may be empty, so that the disk itself is looked at."""
+    with small_disk(tmp_path / "disk", SMALL) as disk, chdir(disk):
         services = Services(disk, dict(os.environ))
         make_room = fill(disk, 0)
         with pytest.raises(StorageFailed, match=r"ends failed, see .*ends\.log\. Next: free disk"):
@@ -155,7 +152,6 @@ def test_a_service_that_ends_on_a_full_disk(
         make_room()
         with pytest.raises(RondoError, match=r"ends failed:\n.*No module named no_such_module"):
             services.run("ends", "no_such_module")
-        monkeypatch.undo()
 
 
 @pytest.mark.skipif(not FULL, reason="minutes: make test-faults")

@@ -86,8 +86,8 @@ def approximately(value: Any) -> Any:
         return {key: approximately(item) for key, item in value.items()}
     if isinstance(value, list):
         return [approximately(item) for item in value]
-    # files have four digits: the last one may differ
-    return pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value
+    # files have four digits; the last one of a KL of 0.0437 differs by 1e-5 and an error of floats
+    return pytest.approx(value, rel=1e-4, abs=1.01e-5) if isinstance(value, float) else value
 
 
 def test_two_processes_have_the_results_of_one(make_round, monkeypatch):
