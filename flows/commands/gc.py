@@ -1,7 +1,6 @@
 """`rondo gc`: give disk back."""
 
 import logging
-import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from rich.filesize import decimal
 
 from flows.core.run_locks import RUNS, is_free
 from flows.execution.dvc_stages import open_repo
+from flows.execution.leftovers import remove_state
 from flows.execution.worktree import (
     WORKING_TREE_LOCK,
     WORKSPACES_LOCK,
@@ -54,10 +54,10 @@ def collect_garbage(home: Path, days: float, cache: bool) -> Iterator[str]:
             except RondoError as error:
                 yield f"{folder} stays, since its results cannot be committed: {error}"
     if is_free(home / WORKING_TREE_LOCK):
-        states = [path.parent for path in WORK.glob(f"*/*/*/{RESUME_STATE}") if _age(path) > days]
-        freed = freed_bytes(states)
-        for folder in states:
-            shutil.rmtree(folder)
+        states = [path for path in WORK.glob(f"*/*/*/{RESUME_STATE}") if _age(path) > days]
+        freed = freed_bytes(path.parent for path in states)
+        for path in states:
+            remove_state(path)
         yield f"{decimal(freed)}: {len(states)} resume states of stages that were interrupted"
     else:
         yield "the resume states stay: a run is using this folder"

@@ -6,7 +6,6 @@ An address is DVC's name of a stage: `assets`, `sft@r0`.
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import yaml
 from flows.core import locks
 from flows.core.addresses import split_address
 from flows.core.verdicts import gate_message
-from flows.execution import fork_server, integrity, process_guard, rwlock
+from flows.execution import fork_server, integrity, leftovers, process_guard, rwlock
 from flows.execution.lock_file import keep_other_stages
 from stages.lib.core.errors import (
     STORAGE_ADVICE,
@@ -33,7 +32,6 @@ from stages.lib.core.errors import (
     Unreachable,
     storage_advice,
 )
-from stages.lib.core.files import GATES, REPORTS, RESUME_STATE, stage_dir, work_dir
 from stages.lib.core.progress import progress, reporting
 
 INPUTS = "inputs"  # always changed for DVC: a run calls it first if a file of the user has changed
@@ -239,9 +237,11 @@ def run(
     """
     with reporting(address, on_line, QUIET_SECONDS) as reporter, progress(DVC_COMPARES) as step:
         with open_repo() as repo:
+            leftovers.remove_temporaries(repo, address)
             if not force and _is_unchanged(repo, address):
                 return Outcome.unchanged
             integrity.check_inputs(repo, address)
+            leftovers.repair_run_cache(repo)
         stage_lines: deque[str] = deque(maxlen=ERROR_LINES)
         dvc_lines: list[str] = []
 
@@ -271,8 +271,7 @@ def run(
                 raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
         if code:
             raise _failure(address, code, dvc_lines, "\n".join(stage_lines))
-        clear_resume_states(address)
-        remove_temporaries(address)
+        leftovers.clear_resume_states(address)
         return Outcome.restored if was_restored(dvc_lines) else Outcome.ran
 
 
@@ -285,32 +284,6 @@ def _damaged_cache(address: str) -> str:
     """The outputs of a stage that came damaged from DVC's cache, which are now deleted."""
     with open_repo() as repo:
         return ", ".join(integrity.drop_damaged_cache(repo, address))
-
-
-def clear_resume_states(address: str) -> None:
-    """Delete the states from which a killed stage resumes, after DVC has recorded its outputs.
-
-    The stage cannot do this itself: if DVC fails to record the outputs, the stage must resume.
-    """
-    stage, round_ = split_address(address)
-    for state in work_dir(round_, stage).glob(f"*/{RESUME_STATE}"):
-        shutil.rmtree(state.parent)
-
-
-def remove_temporaries(address: str) -> None:
-    """Delete what a killed process of this stage, or of DVC, had not finished writing: files under
-    the names that `replacing` and DVC give them until they are complete.
-    """
-    stage, round_ = split_address(address)
-    for folder in (
-        stage_dir(round_, stage),
-        work_dir(round_, stage),
-        GATES / round_,
-        REPORTS / round_,
-    ):
-        for path in folder.rglob(".*.tmp"):
-            if path.is_file():
-                path.unlink()
 
 
 def stream(module: list[str], on_line: Callable[[str], None]) -> int:

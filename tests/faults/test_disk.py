@@ -53,7 +53,8 @@ def points_of(lab: Lab, address: str) -> list[Point]:
         return FEW.get(address, [])
     first: dict[tuple[str, str], Point] = {}
     for point in lab.points(address):
-        if point.operation in ("open", "fsync", "rename") and point.victim.startswith("stages."):
+        may_fail = point.operation in ("open", "append", "fsync", "rename")
+        if may_fail and point.victim.startswith("stages."):
             first.setdefault((point.operation, point.path), point)
     return [*first.values(), DVC_LOCK]
 

@@ -87,6 +87,22 @@ def test_a_kill_and_another_during_the_run_after_it(lab: Lab, address: str, repo
     report("SIGKILL, and again in the run after it", trials, declared(address))
 
 
+def test_a_kill_as_dvc_fills_a_folder_of_its_run_cache(lab: Lab, report: Report) -> None:
+    """DVC alone would fail at the empty folder from then on."""
+    trial = run_trial(lab, "gate_sft@r0", Point("dvc", "open", ".dvc/cache/runs/*", 1))
+    report("SIGKILL at a change of a file", [trial])
+
+
+@pytest.mark.skipif(not FULL, reason="minutes: make test-faults")
+def test_a_second_kill_after_dvc_has_recorded_the_outputs(lab: Lab, report: Report) -> None:
+    """The run after it finds the stage unchanged, and a file that the first kill left."""
+    first = Point("stages.ppo", "rename", "rounds/r0/ppo/metrics.jsonl", 1)
+    second = Point("tests.faults.drive", "remove", "adapter_config.json", 1)
+    trial = run_trial(lab, "ppo@r0", first, then=[second])
+    assert trial.second.output == "unchanged\n", trial
+    report("SIGKILL, and again in the run after it", [trial])
+
+
 @pytest.mark.skipif(not FULL, reason="minutes: make test-faults")
 @pytest.mark.parametrize("part", range(4))
 def test_kills_at_random(lab: Lab, part: int, report: Report) -> None:
@@ -140,7 +156,7 @@ def unsynchronised(points: list[Point]) -> list[Point]:
         pytest.param(
             "sft@r0",
             "flows/execution/dvc_stages.py",
-            "        remove_temporaries(address)\n",
+            "            leftovers.remove_temporaries(repo, address)\n",
             "",
             FEW["sft@r0"][1],
             "SIGKILL",
@@ -171,7 +187,7 @@ def unsynchronised(points: list[Point]) -> list[Point]:
             "ppo@r0",
             "flows/execution/dvc_stages.py",
             "        with around or nullcontext(), keep_other_stages(address):\n",
-            "        clear_resume_states(address)\n"
+            "        leftovers.clear_resume_states(address)\n"
             "        with around or nullcontext(), keep_other_stages(address):\n",
             THIRD_UPDATE,
             "SIGKILL",

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stages.lib.core.errors import BadInput
 from stages.lib.core.renamed import ROLLOUTS
 from stages.lib.core.rows import RolloutRow, iter_rows
 
@@ -43,12 +44,22 @@ class RolloutLog:
             self._open()
 
     def _open(self) -> None:
-        """Remove what was written after the start."""
+        """Remove what was written after the start.
+
+        Raises:
+            BadInput: less was written: the file is damaged.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.folder.glob("*.jsonl.gz")):
             if int(path.name.split(".")[0]) > self.part:
                 path.unlink()
         with self.path.open("ab") as stream:
+            if (size := stream.tell()) < self.size:
+                raise BadInput(
+                    f"{self.path}: {size} bytes, expected at least {self.size} from before the run "
+                    f"was interrupted: damaged. Next: `rm -r {self.folder.parent}`, and run the "
+                    "same command again: the stage starts again"
+                )
             stream.truncate(self.size)
 
     @property

@@ -2,12 +2,12 @@
 it starts if its folder is on PYTHONPATH.
 
 A point is a change of a file, before it happens: (operation, path, how often this process has done
-it, from 1). RONDO_FAULT is JSON: `{"trace": FILE}` appends every point to FILE, as JSON lines;
-with `victim`, `operation`, `path`, `occurrence` and `do`, the process of that name is killed at
-that point (`SIGKILL`), or just after a file was opened and emptied (`EMPTIED`), or the operation
-fails once with an error of errno (`EIO`). `struck`, a
-file, is made before that. Changes by libraries in C and Rust, e.g. of safetensors, are not seen;
-the next change by Python is.
+it, from 1); `open` that only appends is `append`. RONDO_FAULT is JSON: `{"trace": FILE}` appends
+every point to FILE, as JSON lines; with `victim`, `operation`, `path`, `occurrence` and `do`, the
+process of that name is killed at that point (`SIGKILL`), or just after a file was opened and
+emptied (`EMPTIED`), or the operation fails once with an error of errno (`EIO`). `struck`, a file,
+is made before that. Changes by libraries in C and Rust, e.g. of safetensors, are not seen; the next
+change by Python is.
 
 RONDO_CLOCK names a file with seconds, which may change at any time: `time.time` is that much later.
 """
@@ -34,7 +34,7 @@ TARGETS = {  # events of sys.addaudithook, and which of their arguments is the p
 }
 # names that differ from run to run: of temporary files, and of DVC's cache by content
 RANDOM = re.compile(
-    r"(?<=md5/)[0-9a-f]{2}(/[0-9a-f]{30}(\.dir)?)?|(?<=runs/).*|(?<=/\.)[\w-]{22}(?=\.tmp)"
+    r"(?<=md5/)[0-9a-f]{2}(/[0-9a-f]{30}(\.dir)?)?|(?<=runs/).*|(?<=\.)[\w-]{22}(?=\.tmp)"
     r"|(?<=uploading\.)\w{8}|(?<=-)[0-9a-f]{8}(?=[./])|[0-9a-f]{32}|(?<=/)[0-9a-f]{12}(?=/|$)|\d{6,}"
 )
 busy = threading.local()
@@ -101,7 +101,8 @@ def hook(event: str, arguments: tuple[object, ...]) -> None:
         return
     path = changed_path(event, arguments)
     if isinstance(path, (str, bytes, os.PathLike)):
-        guarded(event, path)
+        appends = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_APPEND
+        guarded("append" if appends else event, path)
 
 
 def fsync(descriptor: int, real=os.fsync) -> None:  # type: ignore[no-untyped-def]

@@ -56,6 +56,17 @@ def test_a_log_opened_at_an_earlier_position_continues_from_there(tmp_path, full
     }
 
 
+def test_a_log_that_is_shorter_than_its_saved_position_is_refused(tmp_path):
+    """Not filled with zeros: a disk lost bytes that the saved state refers to."""
+    log = RolloutLog(tmp_path / "ppo/rollouts")
+    log.append(rows(1))
+    number, size = log.position
+    log.path.write_bytes(log.path.read_bytes()[:-1])
+    with pytest.raises(BadInput, match=rf"jsonl\.gz: {size - 1} bytes, .* {size} .*rm -r .*/ppo`"):
+        RolloutLog(log.folder, (number, size))
+    assert log.path.stat().st_size == size - 1
+
+
 def test_a_missing_log_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(BadInput, match="dvc repro ppo@r0"):
         list(read_rollouts(tmp_path, "dvc repro ppo@r0"))
