@@ -37,8 +37,8 @@ def remove_temporaries(repo: Any, address: str) -> None:
     """Delete what a killed process of this stage, or of DVC, had not finished writing: files under
     the names that `replacing` and DVC give them until they are complete.
 
-    Also of an unchanged stage: a second kill may come after DVC has recorded its outputs. Other
-    commands write beside outputs, e.g. into reports/: their files stay.
+    Also of an unchanged stage, since `dvc repro` by hand removes none. Other commands write beside
+    outputs, e.g. into reports/: their files stay.
 
     Args:
         repo: the opened repository of the working directory.

@@ -95,7 +95,9 @@ def test_a_kill_as_dvc_fills_a_folder_of_its_run_cache(lab: Lab, report: Report)
 
 @pytest.mark.skipif(not FULL, reason="minutes: make test-faults")
 def test_a_second_kill_after_dvc_has_recorded_the_outputs(lab: Lab, report: Report) -> None:
-    """The run after it finds the stage unchanged, and a file that the first kill left."""
+    """The last run finds the stage unchanged, so the second one has removed what the first kill
+    left.
+    """
     first = Point("stages.ppo", "rename", "rounds/r0/ppo/metrics.jsonl", 1)
     second = Point("tests.faults.drive", "remove", "adapter_config.json", 1)
     trial = run_trial(lab, "ppo@r0", first, then=[second])
