@@ -9,13 +9,17 @@ import errno
 import os
 import sqlite3
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from stages.lib.core.errors import BadInput, chain_of, print_failure
+from stages.lib.core.files import rename
 
 ERRNO = {  # of the disk's errors that SQLite reports by numbers of its own
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -43,14 +47,36 @@ def make_database(path: Path, make: Callable[[Path], None]) -> None:
         for file in path.parent.glob(f"{unfinished.name}*"):  # with SQLite's journals
             file.unlink()
         try:
-            make(unfinished)
+            with without_fsync(unfinished):
+                make(unfinished)
         except Exception as error:
             if number := _errno(error):
                 raise OSError(number, os.strerror(number), str(path)) from error
             raise
         with closing(sqlite3.connect(unfinished)) as database:  # so that no journal is left
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        unfinished.rename(path)
+        rename(unfinished, path)
+
+
+@contextmanager
+def without_fsync(path: Path) -> Iterator[None]:
+    """SQLAlchemy does not wait for the disk while it writes this database: MLflow's migrations
+    would wait a thousand times.
+    """
+
+    def set_pragma(connection: Any, _: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA database_list")
+        [(_, _, file), *_] = cursor.fetchall()
+        if Path(file) == path.resolve():
+            cursor.execute("PRAGMA synchronous = OFF")
+        cursor.close()
+
+    event.listen(Engine, "connect", set_pragma)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", set_pragma)
 
 
 def _errno(error: Exception) -> int | None:

@@ -51,15 +51,20 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with temporary.open("xb") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        rename(temporary, path)
     except OSError as error:
         if error.errno in STORAGE_ADVICE and error.filename is None:  # as that of a write
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Give a file that is written completely its name, even if the power fails."""
+    with temporary.open("rb") as stream:
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
     # fsync of the folder makes the rename itself durable
     folder = os.open(path.parent, os.O_RDONLY)
     try:

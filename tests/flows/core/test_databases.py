@@ -74,6 +74,23 @@ def test_of_processes_that_start_at_once_one_makes_the_database(tmp_path: Path) 
     assert (tmp_path / "made").read_text() == "x"
 
 
+def synchronous(path: Path) -> int:
+    """0: SQLite does not wait for the disk; 2: at each commit, its default."""
+    with closing(create_engine(f"sqlite:///{path}").connect()) as connection:
+        return int(connection.exec_driver_sql("PRAGMA synchronous").scalar_one())
+
+
+def test_only_a_database_that_is_being_made_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    seen = []
+
+    def make(unfinished: Path) -> None:
+        seen.extend(map(synchronous, [unfinished, tmp_path / "other.db"]))
+
+    make_database(tmp_path / "mlflow.db", make)
+    seen.extend(map(synchronous, [tmp_path / "mlflow.db", tmp_path / "mlflow.db.unfinished"]))
+    assert seen == [0, 2, 2, 2]
+
+
 def fill(path: Path) -> None:
     """A disk without room for more than ten pages, as SQLAlchemy reports it."""
     with create_engine(f"sqlite:///{path}").connect() as connection:
