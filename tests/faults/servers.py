@@ -2,11 +2,14 @@
 for the file `go`, and MLflow's server as a process of its own.
 """
 
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -181,6 +184,50 @@ def prefect_server(home: Path, tables: Path) -> Iterator[tuple[psutil.Process, s
     finally:
         with suppress(psutil.NoSuchProcess):
             server.kill()
+
+
+class SlowProxy:
+    """A port whose answers come from another one, each part of them `seconds` later."""
+
+    def __init__(self, port: str, seconds: float) -> None:
+        self.target, self.seconds = int(port), seconds
+        self.port, self.delayed = free_port(), 0
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def serve(self) -> None:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", int(self.port))
+        await server.serve_forever()
+
+    async def _connected(self, client: StreamReader, answer: StreamWriter) -> None:
+        server, request = await asyncio.open_connection("127.0.0.1", self.target)
+        await asyncio.gather(
+            self._copy(client, request, 0), self._copy(server, answer, self.seconds)
+        )
+
+    async def _copy(self, source: StreamReader, target: StreamWriter, seconds: float) -> None:
+        with suppress(ConnectionError):
+            while part := await source.read(1 << 16):
+                if seconds:
+                    self.delayed += 1
+                    await asyncio.sleep(seconds)
+                target.write(part)
+                await target.drain()
+        target.close()
+
+
+@contextmanager
+def slow_proxy(port: str, seconds: float) -> Iterator[SlowProxy]:
+    """A proxy that has ended after the block."""
+    proxy, loop = SlowProxy(port, seconds), asyncio.new_event_loop()
+    serving = loop.create_task(proxy.serve())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(serving.cancel)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
 
 
 class Up(NamedTuple):
