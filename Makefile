@@ -37,9 +37,9 @@ run: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-# all faults; `make test` tries some of them
+# a sample of all faults; `make test` tries some of them. One process more than cores, since some tests wait for servers
 test-faults: setup
-	RONDO_FAULTS=full $(BIN)/python -m pytest tests/faults --dist worksteal $(ARGS)
+	RONDO_FAULTS=full $(BIN)/python -m pytest tests/faults --dist worksteal -n $$(($$(nproc) + 1)) $(ARGS)
 
 # mutmut in an environment of its own, in .rondo/mutants
 mutants: setup

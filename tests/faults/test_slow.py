@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def test_a_slow_disk(finished: Path, tmp_path: Path, report: Report) -> None:
-    """Each fsync takes 50 ms longer, of SQLite as well."""
+    """Each fsync takes 20 ms longer, of SQLite as well."""
     compiler = shutil.which("cc")
     if not compiler:
         pytest.skip("a slow disk needs a C compiler, `cc`")
@@ -44,7 +44,7 @@ def test_mlflow_answers_late(
     (tmp_path / "mlflow").mkdir()
     with (
         mlflow_server(tmp_path / "mlflow", empty_tables) as server,
-        slow_proxy(server.port, 0.2) as proxy,
+        slow_proxy(server.port, 0.1) as proxy,
     ):
         server.start()
         first = start(project, *RUN, MLFLOW_TRACKING_URI=proxy.url).ended()
@@ -58,7 +58,7 @@ def test_prefect_answers_late(
     project = copy(finished / "before", tmp_path / "project")
     with (
         prefect_server(tmp_path / "prefect", prefect_tables) as (_, api),
-        slow_proxy(str(urlsplit(api).port), 0.2) as proxy,
+        slow_proxy(str(urlsplit(api).port), 0.1) as proxy,
     ):
         environment = {"PREFECT_API_URL": f"{proxy.url}/api", "MLFLOW_TRACKING_URI": "off"}
         first = start(project, *RUN, **environment).ended()

@@ -1,4 +1,4 @@
-/* LD_PRELOAD: each fsync takes 50 ms longer, and adds a byte to the file SLOW_DISK. */
+/* LD_PRELOAD: each fsync takes 20 ms longer, and adds a byte to the file SLOW_DISK. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -11,7 +11,7 @@ static int slow(const char *name, int file)
     int log = open(getenv("SLOW_DISK"), O_WRONLY | O_APPEND);
     if (log >= 0) {
         if (write(log, "x", 1) == 1)
-            usleep(50000);
+            usleep(20000);
         close(log);
     }
     return real(file);
