@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
 
 from stages.lib.core.errors import BadInput, chain_of, print_failure
 from stages.lib.core.files import rename
@@ -63,6 +61,9 @@ def without_fsync(path: Path) -> Iterator[None]:
     """SQLAlchemy does not wait for the disk while it writes this database: MLflow's migrations
     would wait a thousand times.
     """
+    # 0.2 s, for a new database only
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
 
     def set_pragma(connection: Any, _: object) -> None:
         cursor = connection.cursor()

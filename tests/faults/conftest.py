@@ -12,7 +12,7 @@ from tests.faults.damage import Outcome
 from tests.faults.harness import COUNTS
 from tests.faults.lab import Ended, Lab, Trial, copy, rondo
 from tests.faults.scale import FULL
-from tests.faults.servers import WAITING_RUN, start
+from tests.faults.servers import WAITING_RUN, MlflowServer, mlflow_server, start
 from tests.flows.conftest import make_project
 
 RUN = ("run", "--rounds", "1", "--set", "sft.max_steps=9")
@@ -53,6 +53,15 @@ def undisturbed(built_once: Callable[..., Path], copy_tables: Callable[[Path], N
         check_ended(start(project, *WAITING_RUN, MLFLOW_TRACKING_URI="off").ended())
 
     return built_once("undisturbed_runs", build)
+
+
+@pytest.fixture
+def server(tmp_path: Path, empty_tables: Path) -> Iterator[MlflowServer]:
+    """MLflow's server, not started yet."""
+    folder = tmp_path / "mlflow"
+    folder.mkdir()
+    with mlflow_server(folder, empty_tables) as made:
+        yield made
 
 
 def before_and_after(folder: Path, copy_tables: Callable[[Path], None]) -> Path:

@@ -189,22 +189,19 @@ def prefect_server(home: Path, tables: Path) -> Iterator[tuple[psutil.Process, s
 class SlowProxy:
     """A port whose answers come from another one, each part of them `seconds` later."""
 
-    def __init__(self, port: str, seconds: float) -> None:
-        self.target, self.seconds = int(port), seconds
-        self.port, self.delayed = free_port(), 0
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, target: str, seconds: float) -> None:
+        self.target, self.seconds = int(target), seconds
+        self.delayed, self.url = 0, ""
 
-    async def serve(self) -> None:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", int(self.port))
-        await server.serve_forever()
+    async def listen(self) -> None:
+        server = await asyncio.start_server(self.connected, "127.0.0.1")
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
-    async def _connected(self, client: StreamReader, answer: StreamWriter) -> None:
+    async def connected(self, client: StreamReader, answer: StreamWriter) -> None:
         server, request = await asyncio.open_connection("127.0.0.1", self.target)
-        await asyncio.gather(
-            self._copy(client, request, 0), self._copy(server, answer, self.seconds)
-        )
+        await asyncio.gather(self.copy(client, request, 0), self.copy(server, answer, self.seconds))
 
-    async def _copy(self, source: StreamReader, target: StreamWriter, seconds: float) -> None:
+    async def copy(self, source: StreamReader, target: StreamWriter, seconds: float) -> None:
         with suppress(ConnectionError):
             while part := await source.read(1 << 16):
                 if seconds:
@@ -216,18 +213,18 @@ class SlowProxy:
 
 
 @contextmanager
-def slow_proxy(port: str, seconds: float) -> Iterator[SlowProxy]:
-    """A proxy that has ended after the block."""
-    proxy, loop = SlowProxy(port, seconds), asyncio.new_event_loop()
-    serving = loop.create_task(proxy.serve())
+def slow_proxy(target: str, seconds: float) -> Iterator[SlowProxy]:
+    """A proxy that listens, and has ended after the block."""
+    proxy, loop = SlowProxy(target, seconds), asyncio.new_event_loop()
+    loop.run_until_complete(proxy.listen())
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
         yield proxy
     finally:
-        loop.call_soon_threadsafe(serving.cancel)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 class Up(NamedTuple):

@@ -5,7 +5,7 @@ The servers of `rondo up`, killed one by one during a run of its API: test_up_ki
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,14 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("fast_processes"),
     pytest.mark.skipif(not FULL, reason="minutes: make test-faults"),
 ]
-
-
-@pytest.fixture
-def server(tmp_path: Path, empty_tables: Path) -> Iterator[MlflowServer]:
-    folder = tmp_path / "mlflow"
-    folder.mkdir()
-    with mlflow_server(folder, empty_tables) as made:
-        yield made
 
 
 def killed(server: MlflowServer) -> str:

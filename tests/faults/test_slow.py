@@ -13,7 +13,7 @@ import pytest
 from tests.faults.conftest import RUN, Report
 from tests.faults.lab import INJECTION, Ended, copy
 from tests.faults.scale import FULL
-from tests.faults.servers import mlflow_server, prefect_server, slow_proxy, start, trial_of
+from tests.faults.servers import MlflowServer, prefect_server, slow_proxy, start, trial_of
 from tests.faults.test_run_kills import check_records
 
 pytestmark = [
@@ -22,7 +22,12 @@ pytestmark = [
 ]
 
 
-def test_a_slow_disk(finished: Path, tmp_path: Path, report: Report) -> None:
+@pytest.fixture
+def project(finished: Path, tmp_path: Path) -> Path:
+    return copy(finished / "before", tmp_path / "project")
+
+
+def test_a_slow_disk(project: Path, finished: Path, tmp_path: Path, report: Report) -> None:
     """Each fsync takes 20 ms longer, of SQLite as well."""
     compiler = shutil.which("cc")
     if not compiler:
@@ -31,31 +36,24 @@ def test_a_slow_disk(finished: Path, tmp_path: Path, report: Report) -> None:
     source = INJECTION / "slow_disk.c"
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library, "-ldl"], check=True)
     fsyncs.touch()
-    project = copy(finished / "before", tmp_path / "project")
     first = start(project, *RUN, LD_PRELOAD=str(library), SLOW_DISK=str(fsyncs)).ended()
     check_slow(first, project, finished, fsyncs.stat().st_size, report)
     check_records(project)
 
 
 def test_mlflow_answers_late(
-    finished: Path, tmp_path: Path, empty_tables: Path, report: Report
+    project: Path, finished: Path, server: MlflowServer, report: Report
 ) -> None:
-    project = copy(finished / "before", tmp_path / "project")
-    (tmp_path / "mlflow").mkdir()
-    with (
-        mlflow_server(tmp_path / "mlflow", empty_tables) as server,
-        slow_proxy(server.port, 0.1) as proxy,
-    ):
-        server.start()
+    server.start()
+    with slow_proxy(server.port, 0.1) as proxy:
         first = start(project, *RUN, MLFLOW_TRACKING_URI=proxy.url).ended()
-        check_slow(first, project, finished, proxy.delayed, report)
-        check_records(project, server.database)
+    check_slow(first, project, finished, proxy.delayed, report)
+    check_records(project, server.database)
 
 
 def test_prefect_answers_late(
-    finished: Path, tmp_path: Path, prefect_tables: Path, report: Report
+    project: Path, finished: Path, tmp_path: Path, prefect_tables: Path, report: Report
 ) -> None:
-    project = copy(finished / "before", tmp_path / "project")
     with (
         prefect_server(tmp_path / "prefect", prefect_tables) as (_, api),
         slow_proxy(str(urlsplit(api).port), 0.1) as proxy,

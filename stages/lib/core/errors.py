@@ -4,6 +4,7 @@ import errno
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -63,6 +64,11 @@ def storage_advice(text: str) -> str | None:
     """The next step after a disk's error in a message of Python or a library; None: it has none."""
     numbers = (int(first or second) for first, second in PRINTED_ERRNO.findall(text))
     return next((STORAGE_ADVICE[number] for number in numbers if number in STORAGE_ADVICE), None)
+
+
+def start_again(folder: Path) -> str:
+    """The next step, in an error message, of a stage that cannot resume from its folder."""
+    return f"Next: `rm -r {folder}`, and run the same command again: the stage starts again"
 
 
 def print_failure(error: Exception, who: str) -> int:

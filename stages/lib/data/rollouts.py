@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, start_again
 from stages.lib.core.renamed import ROLLOUTS
 from stages.lib.core.rows import RolloutRow, iter_rows
 
@@ -57,8 +57,7 @@ class RolloutLog:
             if (size := stream.tell()) < self.size:
                 raise BadInput(
                     f"{self.path}: {size} bytes, expected at least {self.size} from before the run "
-                    f"was interrupted: damaged. Next: `rm -r {self.folder.parent}`, and run the "
-                    "same command again: the stage starts again"
+                    f"was interrupted: damaged. {start_again(self.folder.parent)}"
                 )
             stream.truncate(self.size)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from stages.lib.core.errors import BadInput
+from stages.lib.core.errors import BadInput, start_again
 from stages.lib.core.files import RESUME_STATE, file_hash, json_hash, replacing
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
@@ -56,8 +56,8 @@ class Resume:
             recorded = stream.read()
         if recorded != _sha256(self.path, size):
             raise BadInput(
-                f"{self.path}: damaged, so that the stage cannot resume from it. Next: "
-                f"`rm -r {self.folder}`, and run the same command again: the stage starts again"
+                f"{self.path}: damaged, so that the stage cannot resume from it. "
+                f"{start_again(self.folder)}"
             )
 
     def save(self, state: StateDict) -> None:

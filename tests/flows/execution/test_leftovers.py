@@ -14,7 +14,7 @@ HASH = "0123456789abcdef" * 4
 
 
 def entries() -> set[Path]:
-    return {path for path in RUN_CACHE.glob("*/*/*")}
+    return set(RUN_CACHE.glob("*/*/*"))
 
 
 def test_dvc_runs_after_another_was_killed_as_it_made_a_folder_of_its_run_cache(
@@ -49,21 +49,15 @@ def test_entries_of_the_run_cache_stay_and_unfinished_ones_go(project: Path) -> 
 
 def test_temporary_files_of_an_unchanged_stage_are_removed(finished_project: Path) -> None:
     unfinished = [
-        Path(name)
-        for name in (
-            "rounds/r0/evaluate/data/.rows.jsonl.0123.tmp",
-            ".rondo/work/r0/evaluate/.clock.jsonl.0123.tmp",
-            "gates/r0/.sft.ok.0123.tmp",
-            "reports/r0/.gate_sft.json.0123.tmp",
-            "reports/r0/.hvvMjYl97_HJ-hQoT0KDkw.tmp",
-        )
+        Path("rounds/r0/evaluate/data/.rows.jsonl.0123.tmp"),
+        Path(".rondo/work/r0/evaluate/.clock.jsonl.0123.tmp"),
+        Path("gates/r0/.sft.ok.0123.tmp"),
+        Path("reports/r0/.gate_sft.json.0123.tmp"),
+        Path("reports/r0/.hvvMjYl97_HJ-hQoT0KDkw.tmp"),
     ]
     of_others = [
-        Path(name)
-        for name in (
-            "reports/.report.html.0123.tmp",
-            "reports/r0/.checkpoint_step_00009_01234567.json.0123.tmp",
-        )
+        Path("reports/.report.html.0123.tmp"),
+        Path("reports/r0/.checkpoint_step_00009_01234567.json.0123.tmp"),
     ]
     for path in unfinished + of_others:
         write_text(path, "half")
