@@ -9,6 +9,7 @@ starts a command as the command's.
 
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -22,8 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
+from flows.core.services import last_servers
 from tests.servers import free_port, prefect_api, read_until, request
 
 TRIES = 3
@@ -32,6 +34,7 @@ LAST = "r29"
 PAGE_SECONDS, STATUS_SECONDS = 1.0, 2.0
 READ_MIB = 1024  # for a million rollouts
 READ = f"from stages.replay.inputs import read_inputs; read_inputs({LAST!r}, 4)"
+WORKFLOW = "workflowType=machine_learning"  # as in the link of `rondo up`
 REPORT = Path("reports/report.html")
 
 
@@ -114,22 +117,27 @@ def commands(folder: Path) -> Iterator[Row]:
     yield command_row(folder, "`rondo run`, nothing to do", [*rondo, "run"])
 
 
-def report_page(folder: Path) -> Iterator[Row]:
-    size = (folder / REPORT).stat().st_size / 1e6
+@contextmanager
+def chromium() -> Iterator[Page]:
     with sync_playwright() as playwright:
         installed = filter(None, map(shutil.which, ("chromium", "chromium-browser")))
         browser = playwright.chromium.launch(
             executable_path=next(installed, None), args=["--no-sandbox"]
         )
-        page = browser.new_page()
-        name = f"the report in Chromium, {size:.1f} MB"
-        yield page_row(name, lambda: page.goto((folder / REPORT).as_uri()))
+        yield browser.new_page(viewport={"width": 1400, "height": 1000})
         browser.close()
 
 
+def report_page(folder: Path) -> Iterator[Row]:
+    size = (folder / REPORT).stat().st_size / 1e6
+    with chromium() as page:
+        name = f"the report in Chromium, {size:.1f} MB"
+        yield page_row(name, lambda: page.goto((folder / REPORT).as_uri()))
+
+
 @contextmanager
-def servers(folder: Path) -> Iterator[tuple[str, str]]:
-    """The APIs of Prefect and of MLflow from `rondo up`."""
+def servers(folder: Path) -> Iterator[str]:
+    """The link of `rondo up` that opens Prefect."""
     ports = {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port()}
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "up"],
@@ -139,8 +147,7 @@ def servers(folder: Path) -> Iterator[tuple[str, str]]:
         text=True,
     )
     try:
-        read_until(process, "Ctrl-C")
-        yield prefect_api(folder), f"http://127.0.0.1:{ports['MLFLOW_PORT']}/api/2.0/mlflow"
+        yield re.findall(r"http://\S+#\S+", read_until(process, "Ctrl-C"))[0]
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
@@ -158,27 +165,54 @@ def add_flow_runs(api: str) -> None:
             request(f"{api}/task_runs/", task | {"state": done})
 
 
-def server_pages(folder: Path) -> Iterator[Row]:
-    """The requests with which the pages list runs."""
-    with servers(folder) as (prefect, mlflow):
-        add_flow_runs(prefect)
-        newest = {"sort": "START_TIME_DESC", "limit": RUNS}
-        yield page_row(
-            "Prefect: a page of 100 runs",
-            lambda: request(f"{prefect}/flow_runs/paginate", newest),
-        )
-        url = f"{mlflow}/experiments/get-by-name?experiment_name=rondo"
-        experiments = [request(url)["experiment"]["experiment_id"]]
-        search = {"experiment_ids": experiments, "max_results": RUNS}
-        search |= {"filter": "tags.`rondo.address` = 'pipeline'"}
-        yield page_row(
-            "MLflow: a page of 100 runs", lambda: request(f"{mlflow}/runs/search", search)
-        )
-        models = {"experiment_ids": experiments, "max_results": 50}
-        yield page_row(
-            "MLflow: a page of 50 models",
-            lambda: request(f"{mlflow}/logged-models/search", models),
-        )
+def server_rows(folder: Path) -> Iterator[Row]:
+    """The requests with which pages list runs and models, then these pages in a browser."""
+    with servers(folder) as link:
+        last = last_servers(folder / ".rondo")
+        add_flow_runs(prefect_api(folder))
+        mlflow = f"{last.mlflow}/api/2.0/mlflow"
+        rondo = request(f"{mlflow}/experiments/get-by-name?experiment_name=rondo")["experiment"]
+        experiment = rondo["experiment_id"]
+        yield from api_rows(prefect_api(folder), mlflow, experiment)
+        with chromium() as page:
+            page.goto(link)
+            page.wait_for_url(f"{last.prefect}/deployments")
+            pages = f"{last.mlflow}/#/experiments/{experiment}"
+            for name, url, text in (
+                ("Prefect's page of runs", f"{last.prefect}/runs", "load 99"),
+                ("MLflow's page of runs", f"{pages}/runs?{WORKFLOW}", "load-099"),
+                ("MLflow's page of models", f"{pages}/models?{WORKFLOW}", f"{LAST}-step_01000"),
+            ):
+                yield browser_row(f"{name} in Chromium", page, url, text)
+
+
+def api_rows(prefect: str, mlflow: str, experiment: str) -> Iterator[Row]:
+    newest = {"sort": "START_TIME_DESC", "limit": RUNS}
+    yield page_row(
+        "Prefect's API: a page of 100 runs",
+        lambda: request(f"{prefect}/flow_runs/paginate", newest),
+    )
+    search = {"experiment_ids": [experiment], "max_results": RUNS}
+    search |= {"filter": "tags.`rondo.address` = 'pipeline'"}
+    yield page_row(
+        "MLflow's API: a page of 100 runs", lambda: request(f"{mlflow}/runs/search", search)
+    )
+    models = {"experiment_ids": [experiment], "max_results": 50}
+    yield page_row(
+        "MLflow's API: a page of 50 models",
+        lambda: request(f"{mlflow}/logged-models/search", models),
+    )
+
+
+def browser_row(name: str, page: Page, url: str, text: str) -> Row:
+    """Until a text of the list is visible. The first try fills the browser's cache."""
+
+    def load() -> None:
+        page.goto("about:blank")  # MLflow's pages have one address but for what follows "#"
+        page.goto(url, wait_until="commit")
+        page.get_by_text(text).first.wait_for()
+
+    return page_row(name, load)
 
 
 def main(folder: Path) -> int:
@@ -186,7 +220,7 @@ def main(folder: Path) -> int:
         subprocess.run([sys.executable, "-m", "bench.load_project", str(folder)], check=True)
     print(f"\n{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}\n")
     print("| | seconds | MiB | at most |\n|---|---:|---:|---|", flush=True)
-    rows = [*commands(folder), *report_page(folder), *server_pages(folder)]
+    rows = [*commands(folder), *report_page(folder), *server_rows(folder)]
     return int(any(row.missed for row in rows))
 
 

@@ -236,7 +236,8 @@ def read_record(
             **{f"md5 {out['path']}": out["md5"] for out in lock.get("outs", [])},
         },
         steps=steps,
-        final=numbers(metrics),
+        # a checkpoint is a model with metrics of its own; the run's are columns of MLflow's page
+        final=numbers({key: value for key, value in metrics.items() if key != "checkpoints"}),
         inputs=[
             Data(path=dep["path"], digest=dep["md5"])
             for dep in lock.get("deps", [])

@@ -68,6 +68,8 @@ def test_a_run_is_mirrored_with_its_times_data_samples_and_checkpoints(
         (3, 1 / 3, 1003000),
     ]
     assert sft.data.metrics["final/loss_after"] == 4.67
+    assert "final/ppo/judge_score" in evaluate.data.metrics
+    assert not [key for key in evaluate.data.metrics if "step_" in key]
     (data,) = [entry.dataset for entry in sft.inputs.dataset_inputs]
     outs = {out["path"]: out["md5"] for out in read_lock("prepare@r0")["outs"]}
     assert data.name == "rounds/r0/prepare/data" and data.digest == outs[data.name]
