@@ -9,8 +9,6 @@ starts a command as the command's.
 
 import os
 import platform
-import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -25,7 +23,8 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from flows.core.services import last_servers
+from flows.core.services import WORKFLOW, Servers, last_servers
+from tests.chromium import launch
 from tests.servers import free_port, prefect_api, read_until, request
 
 TRIES = 3
@@ -34,7 +33,6 @@ LAST = "r29"
 PAGE_SECONDS, STATUS_SECONDS = 1.0, 2.0
 READ_MIB = 1024  # for a million rollouts
 READ = f"from stages.replay.inputs import read_inputs; read_inputs({LAST!r}, 4)"
-WORKFLOW = "workflowType=machine_learning"  # as in the link of `rondo up`
 REPORT = Path("reports/report.html")
 
 
@@ -120,10 +118,7 @@ def commands(folder: Path) -> Iterator[Row]:
 @contextmanager
 def chromium() -> Iterator[Page]:
     with sync_playwright() as playwright:
-        installed = filter(None, map(shutil.which, ("chromium", "chromium-browser")))
-        browser = playwright.chromium.launch(
-            executable_path=next(installed, None), args=["--no-sandbox"]
-        )
+        browser = launch(playwright)
         yield browser.new_page(viewport={"width": 1400, "height": 1000})
         browser.close()
 
@@ -136,8 +131,8 @@ def report_page(folder: Path) -> Iterator[Row]:
 
 
 @contextmanager
-def servers(folder: Path) -> Iterator[str]:
-    """The link of `rondo up` that opens Prefect."""
+def servers(folder: Path) -> Iterator[Servers]:
+    """`rondo up`, ready."""
     ports = {"PREFECT_SERVER_API_PORT": free_port(), "MLFLOW_PORT": free_port()}
     process = subprocess.Popen(
         [sys.executable, "-m", "flows.cli", "up"],
@@ -147,7 +142,8 @@ def servers(folder: Path) -> Iterator[str]:
         text=True,
     )
     try:
-        yield re.findall(r"http://\S+#\S+", read_until(process, "Ctrl-C"))[0]
+        read_until(process, "Ctrl-C")
+        yield last_servers(folder / ".rondo")
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
@@ -167,19 +163,18 @@ def add_flow_runs(api: str) -> None:
 
 def server_rows(folder: Path) -> Iterator[Row]:
     """The requests with which pages list runs and models, then these pages in a browser."""
-    with servers(folder) as link:
-        last = last_servers(folder / ".rondo")
-        add_flow_runs(prefect_api(folder))
-        mlflow = f"{last.mlflow}/api/2.0/mlflow"
+    with servers(folder) as up:
+        prefect, mlflow = prefect_api(folder), f"{up.mlflow}/api/2.0/mlflow"
+        add_flow_runs(prefect)
         rondo = request(f"{mlflow}/experiments/get-by-name?experiment_name=rondo")["experiment"]
         experiment = rondo["experiment_id"]
-        yield from api_rows(prefect_api(folder), mlflow, experiment)
+        yield from api_rows(prefect, mlflow, experiment)
         with chromium() as page:
-            page.goto(link)
-            page.wait_for_url(f"{last.prefect}/deployments")
-            pages = f"{last.mlflow}/#/experiments/{experiment}"
+            page.goto(up.login)
+            page.wait_for_url(f"{up.prefect}/deployments")
+            pages = f"{up.mlflow}/#/experiments/{experiment}"
             for name, url, text in (
-                ("Prefect's page of runs", f"{last.prefect}/runs", "load 99"),
+                ("Prefect's page of runs", f"{up.prefect}/runs", "load 99"),
                 ("MLflow's page of runs", f"{pages}/runs?{WORKFLOW}", "load-099"),
                 ("MLflow's page of models", f"{pages}/models?{WORKFLOW}", f"{LAST}-step_01000"),
             ):

@@ -62,6 +62,11 @@ class Servers:
         return f"http://{HOST}:{self.prefect_port}"
 
     @property
+    def login(self) -> str:
+        """The page that logs a browser in."""
+        return f"{self.prefect}/rondo#{self.auth}"
+
+    @property
     def mlflow(self) -> str:
         return f"http://{HOST}:{self.mlflow_port}"
 

@@ -70,7 +70,7 @@ def serve(home: Path, log: LogLine = print) -> None:
         start_worker(services, OWN, home, log)
         services.wait_until("mlflow", lambda: is_up(f"{servers.mlflow}/health"))
         log(
-            f"Prefect  {servers.prefect}/rondo#{servers.auth}\n"
+            f"Prefect  {servers.login}\n"
             "         This link logs your browser in. Start a run at Deployments: rlhf-pipeline, "
             "next-round, sweep, evaluate-checkpoint\n"
             f"MLflow   {servers.mlflow}/#/experiments?{WORKFLOW}\nCtrl-C ends both."

@@ -4,7 +4,6 @@ Chromium, on the tiny model.
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +19,13 @@ from flows.core.services import last_servers
 from flows.execution import fork_server
 from flows.execution.dvc_stages import command_environment
 from flows.tracking.records import HEALTH
+from tests.chromium import CHROMIUM, launch
 from tests.clones import clone_of_working_tree
 from tests.paths import ROOT
 from tests.servers import free_port, of_project, prefect_api, read_until, request, until
 
 SCREENSHOTS = ROOT / ".rondo/screenshots"
 WORKSPACES = ".rondo/workspaces"  # of a clone
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 CHANGES = re.compile(r"/(create_flow_run|resume)$")  # the requests of the forms' Submit
 RUN_SECONDS = 600.0  # generous: the question is whether it ends, not how fast
 PAGE_SECONDS = 90.0
@@ -42,7 +39,7 @@ def browser() -> Iterator[Browser]:
             pytest.skip(
                 "no browser: install Debian's chromium, or run `playwright install chromium`"
             )
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        running = launch(playwright)
         yield running
         running.close()
 
