@@ -28,7 +28,7 @@ FILES = sorted(
 STAGES = sorted(
     {path.parts[1] for path in FILES if path.parts[0] == "stages"} - {"lib", "__init__.py"}
 )
-MAX_LINES, MAX_FUNCTION_LINES, MAX_DOORS, MAX_FOLDERS = 400, 80, 12, 6
+MAX_LINES, MAX_FUNCTION_LINES, MAX_DOORS, MAX_FOLDERS = 600, 80, 12, 6
 
 
 def room(path: Path) -> str:
