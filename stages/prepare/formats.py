@@ -16,6 +16,7 @@ from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import Columns, HasPrompt, PairTexts, responses_of
 from stages.lib.core.types import ROLES, Prompt, Row
 from stages.lib.data.prompts import transcript
+from stages.lib.metrics.text import words
 
 Messages = list[dict[str, str]]
 TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -316,9 +317,10 @@ def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
     """
     if chosen == rejected:
         raise Tie(SAME)
-    words = [re.findall(r"\s*\S+", text) for text in (chosen, rejected)]
-    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*words, strict=False))))
-    return "".join(words[0][:same]), ["".join(rest[same:]) for rest in words]
+    shared = len([*takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))])
+    ends = [{word.end() for word in words(text)} for text in (chosen, rejected)]
+    end = max((end for end in ends[0] & ends[1] if end <= shared), default=0)
+    return chosen[:end], [chosen[end:].rstrip(), rejected[end:].rstrip()]
 
 
 def source_texts(row: HasPrompt) -> Iterator[str]:

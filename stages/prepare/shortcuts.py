@@ -22,7 +22,7 @@ from stages.lib.metrics.preference_baselines import (
     word_model,
 )
 from stages.lib.metrics.stats import wilson_interval
-from stages.lib.metrics.text import EMOJI
+from stages.lib.metrics.text import EMOJI, words
 from stages.prepare.formats import source_texts
 
 PERCENTILES = (5, 50, 95)
@@ -103,7 +103,7 @@ def lengths(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, 
         ]
         if texts:
             counts = {
-                "words": [len(text.split()) for text in texts],
+                "words": [sum(1 for _ in words(text)) for text in texts],
                 "characters": [len(text) for text in texts],
             }
             statistics[field] = {unit: spread(values) for unit, values in counts.items()}
@@ -163,7 +163,7 @@ def shortcuts(
         that predict each}}. A fixed rule is judged on all pairs together; TF-IDF, which is trained
         on one side, on the held-out pairs.
     """
-    words = word_model(train, held_out, seed)
+    model = word_model(train, held_out, seed)
     train, held_out = subsample(train, MAX_PAIRS, seed), subsample(held_out, MAX_PAIRS, seed)
     all_pairs = [*train, *held_out]
     rules: list[dict[str, Any]] = [
@@ -175,19 +175,19 @@ def shortcuts(
         }
         for shortcut in SHORTCUTS
     ]
-    pays = is_predictive(words.accuracy, len(held_out)) and words.accuracy > 0.5
+    pays = is_predictive(model.accuracy, len(held_out)) and model.accuracy > 0.5
     meaning = WORDS_MEANING if pays else "words alone predict little"
     rules.append(
         {
             "rule": WORDS_RULE,
             "train": None,
-            "held_out": words.accuracy,
+            "held_out": model.accuracy,
             "pays": pays,
-            "meaning": f"{WORDS_RULE} {words.accuracy:.2f}: {meaning}",
+            "meaning": f"{WORDS_RULE} {model.accuracy:.2f}: {meaning}",
         }
     )
     counts = {"train_pairs": len(train), "held_out_pairs": len(held_out)}
-    return {**counts, "rules": rules, "words": {"chosen": words.chosen, "rejected": words.rejected}}
+    return {**counts, "rules": rules, "words": {"chosen": model.chosen, "rejected": model.rejected}}
 
 
 def assess(shortcut: Shortcut, accuracy: float, pairs: int) -> dict[str, Any]:

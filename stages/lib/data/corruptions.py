@@ -4,13 +4,11 @@ They keep the leading space, and the spacing of the words that stay in place.
 """
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 
 from stages.lib.core.types import Prompt
-from stages.lib.metrics.text import tokens
+from stages.lib.metrics.text import is_unspaced, tokens, words
 
-WORD = re.compile(r"\S+")
 PromptResponse = tuple[Prompt, str]  # a prompt and its response
 
 
@@ -51,11 +49,11 @@ def corruptions(
 
 def word_salad(text: str, generator: random.Random) -> str:
     """The words in random order, different from the original one."""
-    words = text.split()
-    mixed = generator.sample(words, len(words))
-    if mixed == words:  # with two words this is every second draw
-        mixed = [*words[1:], *words[:1]]
-    return _leading_space(text) + " ".join(mixed)
+    written = [word[0] for word in words(text)]
+    mixed = generator.sample(written, len(written))
+    if mixed == written:  # with two words this is every second draw
+        mixed = [*written[1:], *written[:1]]
+    return _leading_space(text) + _joined(mixed)
 
 
 def repeated_word(text: str, worth: Mapping[str, float]) -> str:
@@ -63,15 +61,15 @@ def repeated_word(text: str, worth: Mapping[str, float]) -> str:
 
     A word without a known worth counts 0. A text without words is returned as it is.
     """
-    words = sorted(word for word in tokens(text) if word[0].isalnum())
-    best = max(words, key=lambda word: worth.get(word, 0.0), default="")
-    return _leading_space(text) + " ".join([best] * len(text.split())) if best else text
+    candidates = sorted(word for word in tokens(text) if word[0].isalnum())
+    best = max(candidates, key=lambda word: worth.get(word, 0.0), default="")
+    return _leading_space(text) + _joined([best] * len(list(words(text)))) if best else text
 
 
 def truncated(text: str) -> str:
     """The first half of the words, rounded down."""
-    words = list(WORD.finditer(text))
-    return text[: words[len(words) // 2 - 1].end()] if len(words) > 1 else ""
+    written = list(words(text))
+    return text[: written[len(written) // 2 - 1].end()] if len(written) > 1 else ""
 
 
 def word_score_uplift(texts: Sequence[str], scores: Sequence[float]) -> dict[str, float]:
@@ -94,6 +92,11 @@ def word_score_uplift(texts: Sequence[str], scores: Sequence[float]) -> dict[str
         for word in set(tokens(text)):
             above.setdefault(word, []).append(score - mean)
     return {word: sum(values) / (len(values) + 1) for word, values in above.items()}
+
+
+def _joined(written: Sequence[str]) -> str:
+    """Words with a space before each one that is not of a script without spaces."""
+    return "".join(word if is_unspaced(word) else f" {word}" for word in written).removeprefix(" ")
 
 
 def _leading_space(text: str) -> str:

@@ -7,9 +7,11 @@ from typing import NamedTuple
 from stages.lib.core.progress import progress, tracked
 from stages.lib.core.rows import SIDES, AnyRow, PairTexts
 from stages.lib.core.types import Prompt
+from stages.lib.metrics.text import UNSPACED
 
 TFIDF_PAIRS = 20_000  # pairs per side at most: more hardly change the accuracy of a word model
 TOP_WORDS = 10
+TOKEN_PATTERN = rf"[^\W{UNSPACED}]{{2,}}|[{UNSPACED}]"  # scikit-learn's, and characters
 
 
 class WordModel(NamedTuple):
@@ -65,7 +67,7 @@ def word_model(train: Sequence[PairTexts], held_out: Sequence[PairTexts], seed: 
         listed = [prompt_text(pair["prompt"]) + pair[side] for side in SIDES for pair in pairs]
         return tracked("TF-IDF", listed, len(listed), "texts")
 
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True)
+    vectorizer = TfidfVectorizer(token_pattern=TOKEN_PATTERN, ngram_range=(1, 2), sublinear_tf=True)
     try:
         features = vectorizer.fit_transform(texts(train))
     except ValueError:  # empty vocabulary: no text contains a word

@@ -1,12 +1,13 @@
 """Statistics of texts: repetition, diversity, suffixes and phrases.
 
 Tokens here are words, emoji, emoticons and runs of one punctuation mark, in lower case; they are
-not the tokens of a language model.
+not the tokens of a language model. In scripts without spaces, each character is a word.
 """
 
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 
 import numpy as np
@@ -27,7 +28,23 @@ PICTURE = (
 MODIFIER = "[\ufe0f\ufe0e\u20e3\U0001f3fb-\U0001f3ff]"
 EMOJI = re.compile(f"{PICTURE}{MODIFIER}*(?:\u200d{PICTURE}{MODIFIER}*)*")
 EMOTICON = re.compile(r"[:;=][-'o^]?(?:[)(\]\[*]+|[DPpOo3](?!\w))|<3+")
-TOKEN = re.compile(rf"{EMOJI.pattern}|{EMOTICON.pattern}|\w+(?:['\u2019]\w+)*|([^\w\s])\1*")
+# Thai and Lao; Tibetan; Myanmar; Khmer; kana; Han: written without spaces between words
+UNSPACED = (
+    "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff"
+    "\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f"
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+# Vowel signs and accents (not the modifiers of emoji): of the letter before them, but not in \w
+MARKS = "".join(
+    chr(code) for code in range(0x300, 0x2000) if unicodedata.category(chr(code))[0] == "M"
+)
+LETTERS = rf"[^\W{UNSPACED}]+(?:[{MARKS}]+[^\W{UNSPACED}]*)*"
+TOKEN = re.compile(
+    rf"{EMOJI.pattern}|{EMOTICON.pattern}|{LETTERS}(?:['\u2019]{LETTERS})*"
+    rf"|(?=\w)[{UNSPACED}][{MARKS}]*|([^\w\s])\1*"
+)
+# As `str.split`, with the marks and punctuation after a character of UNSPACED
+WORD = re.compile(rf"[{UNSPACED}][^\w\s]*|[^\s{UNSPACED}]+")
 
 
 def alike_in_length(a: str, b: str) -> bool:
@@ -46,6 +63,20 @@ def tokens(text: str) -> list[str]:
     ["don't", 'stop', '!!!', ':)']
     """
     return [match.group().casefold() for match in TOKEN.finditer(text)]
+
+
+def words(text: str) -> Iterator[re.Match[str]]:
+    """The words of a text as written, with their punctuation.
+
+    >>> [word[0] for word in words("Oh, well. \u6211\u6765\u3002")]
+    ['Oh,', 'well.', '\u6211', '\u6765\u3002']
+    """
+    return WORD.finditer(text)
+
+
+def is_unspaced(text: str) -> bool:
+    """Whether a text begins with a character that is a word."""
+    return re.match(f"[{UNSPACED}]", text) is not None
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
@@ -108,7 +139,8 @@ def suffixes(text: str, longest: int = 3) -> list[str]:
 def phrases(text: str, longest: int = 3) -> set[str]:
     """The n-grams of a text, of 1 to `longest` tokens, as written.
 
-    Each word has a leading space, also the first one, so that a phrase can follow another text.
+    Each word has a leading space, also the first one, so that a phrase can follow another text; in
+    a script without spaces none has one.
 
     >>> sorted(phrases("So fun!", longest=2))
     [' So', ' So fun', ' fun', ' fun!', '!']
@@ -117,7 +149,8 @@ def phrases(text: str, longest: int = 3) -> set[str]:
     texts = set()
     for n in range(1, longest + 1):
         for (start, _), (_, end) in zip(spans, spans[n - 1 :], strict=False):
-            texts.add((" " if start == 0 or text[start - 1].isspace() else "") + text[start:end])
+            follows_space = text[start - 1].isspace() if start else not is_unspaced(text)
+            texts.add((" " if follows_space else "") + text[start:end])
     return texts
 
 

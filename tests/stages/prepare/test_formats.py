@@ -60,6 +60,11 @@ TALK_CHAT = {"prompt": TALK, "chosen": "Blue.", "rejected": "Green."}
             id="the implicit prompt ends with a word",
         ),
         pytest.param(
+            {"chosen": "天空是蓝的。", "rejected": "天空是绿的。"},
+            {"prompt": "天空是", "chosen": "蓝的。", "rejected": "绿的。"},
+            id="the implicit prompt of a language without spaces",
+        ),
+        pytest.param(
             {"prompt": "The sky is", "completion": " blue."},
             {"prompt": "The sky is", "completion": " blue."},
             id="completion",

@@ -43,6 +43,18 @@ def test_lengths_by_hand() -> None:
     assert spread([3]) == {"p5": 3, "p50": 3, "p95": 3, "max": 3, "mean": 3}
 
 
+def test_characters_are_words_in_a_script_without_spaces() -> None:
+    assert lengths([{"prompt": "你好吗。", "completion": " 很好。"}])["prompt"]["words"]["max"] == 3
+    # 好 is in each chosen text and 坏 in each rejected one, always in another clause
+    train, held_out = (
+        [pair(f"很{name}的好", f"很{name}的坏", prompt="") for name in names]
+        for names in ("甲乙丙丁戊", "己庚辛壬癸")
+    )
+    model = word_model(train, held_out, 0)
+    assert model.accuracy == 1.0
+    assert {*model.chosen[:2]} == {"好", "的 好"} and {*model.rejected[:2]} == {"坏", "的 坏"}
+
+
 def test_languages_are_shares_of_rows() -> None:
     english, german = (
         "The weather is fine today and we are going for a walk.",

@@ -31,6 +31,15 @@ def test_the_first_half_as_written(text, half):
     assert truncated(text) == half
 
 
+def test_texts_without_spaces_are_corrupted_by_characters():
+    text = " 我喜欢你。谢谢。"  # 我 喜 欢 你。 谢 谢。
+    assert truncated(text) == " 我喜欢"
+    mixed = word_salad(text, random.Random("0"))
+    assert mixed != text and sorted(mixed) == sorted(text) and mixed.startswith(" ")
+    assert repeated_word(text, {"谢": 1.0}) == " 谢谢谢谢谢谢"
+    assert {word_salad("用 iPhone", random.Random(seed)) for seed in range(9)} == {"iPhone用"}
+
+
 def test_uplift_is_shrunk_towards_the_mean():
     # the mean is 2; "great" is 3 and 1 above it, with one more text at 0: 4 / 3; "so": 3 / 2;
     # "bad": 2 below it, twice: -4 / 3

@@ -12,6 +12,7 @@ from stages.lib.metrics.text import (
     suffix_counts,
     suffixes,
     tokens,
+    words,
 )
 
 
@@ -22,6 +23,30 @@ def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("iPhone手机。", ["iphone", "手", "机", "。"]),  # Chinese
+        ("スキ。。", ["ス", "キ", "。。"]),  # Japanese
+        ("ที่นี่", ["ที่", "นี่"]),  # Thai: vowel and tone stay with their letter
+        ("나는 좋다", ["나는", "좋다"]),  # Korean has spaces
+        ("नमस्ते दुनिया", ["नमस्ते", "दुनिया"]),  # Hindi has spaces, and vowel signs
+        ("cafe\u0301", ["cafe\u0301"]),
+    ],
+)
+def test_in_scripts_without_spaces_each_character_is_a_word(text, expected):
+    assert tokens(text) == expected
+
+
+def test_words_are_as_written():
+    assert [word[0] for word in words("Well,  don't\nstop (now)!")] == [
+        *("Well,", "don't", "stop", "(now)!")
+    ]
+    assert [word[0] for word in words("用iPhone。好。ที่นี่")] == [
+        *("用", "iPhone。", "好。", "ที่", "นี่")
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "n", "share"),
     [
         ("a b a b a b", 3, 0.5),  # aba bab aba bab
@@ -29,16 +54,20 @@ def test_tokens_are_words_runs_of_punctuation_and_whole_emoji_and_emoticons():
         ("a b c d", 3, 0.0),
         ("a b", 3, 0.0),
         ("", 3, 0.0),
+        ("我喜欢你" * 6, 3, 18 / 22),  # 24 characters: 22 3-grams, 4 of them distinct
+        ("我喜欢你", 3, 0.0),
     ],
 )
 def test_repetition(text, n, share):
-    assert repetition_n(text, n) == share
+    assert repetition_n(text, n) == pytest.approx(share)
 
 
 def test_distinct_is_counted_across_texts():
     # 2-grams: (a b) (b c) | (a b) (b d): three of four
     assert distinct_n(["a b c", "A b d"], 2) == 0.75
     assert distinct_n(["a"], 2) == 0.0
+    # 我喜 喜欢 | 我喜 喜你: three of four
+    assert distinct_n(["我喜欢", "我喜你"], 2) == 0.75
 
 
 def test_distinct_is_the_share_among_200_drawn():
@@ -76,6 +105,7 @@ def test_phrases_are_as_written_and_can_follow_a_text():
     expected = {" So", " fun", "!", " 😃", " So fun", " fun!", "! 😃"}
     assert phrases("So fun! 😃", longest=2) == expected
     assert phrases("") == set()
+    assert phrases("好吗。", longest=2) == {"好", "吗", "。", "好吗", "吗。"}
 
 
 def test_suffix_counts_are_of_texts():
