@@ -49,3 +49,8 @@ class AnswerCache:
         with self.lock:
             self.table.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (key, *answer))
         return self.get(key) or answer
+
+    def remove(self, key: str) -> None:
+        """Remove the answer to a key, if there is one."""
+        with self.lock:
+            self.table.execute("DELETE FROM answers WHERE key = ?", (key,))

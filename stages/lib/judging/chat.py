@@ -1,4 +1,4 @@
-"""A client of OpenAI's chat completions protocol, with a cache of all answers.
+"""A client of OpenAI's chat completions protocol, with a cache of all answers that can be read.
 
 OpenAI, vLLM, Ollama, llama.cpp and others support the protocol. The API key is read from the
 environment and sent only to the servers that pyproject.toml lists for it; it is never written to a
@@ -34,7 +34,10 @@ from stages.lib.judging.answer_cache import Answer, AnswerCache
 from stages.lib.judging.limited_transport import UNCOMPRESSED, LimitedTransport
 
 UNREADABLE_RETRIES = 2  # further requests at most if an answer cannot be read
-SHOWN = 300  # characters of a server's error in a message
+# A question without a readable answer is a tie: if most are, ties outweigh the judge's verdicts
+MAX_UNREADABLE = 0.5
+UNREADABLE_BEFORE_STOP = 16  # so many at least, to stop before all questions are asked
+SHOWN = 300  # characters of a server's error or answer in a message
 NO_KEY = "no-key"  # the client requires a key, local servers do not
 # AGAIN is part of the cache's keys: another wording means new requests.
 AGAIN = "That cannot be read: {fault}. Answer with one JSON object and nothing else: {form}"
@@ -105,6 +108,7 @@ class ChatClient:
         self.params, self.params_key = params, key
         self.answers = AnswerCache(cache)
         self.counts, self.lock = Usage(), Lock()
+        self.questions, self.unreadable = 0, 0
         self.api_key = read_api_key(params.api_key_env, params.base_url or "") or NO_KEY
         self.client = openai.OpenAI(
             base_url=params.base_url,
@@ -120,8 +124,10 @@ class ChatClient:
 
         Raises:
             BadInput, Unreachable, RondoError: see `read`; no further item is started.
+            BadInput: most questions so far have no readable answer.
         """
         pool = ThreadPoolExecutor(self.params.concurrency)
+        unreadable_before = self.unreadable
         with progress(f"asking {self.params.model}", len(items), "questions") as asking:
 
             def counted(item: Item) -> Read:
@@ -130,15 +136,19 @@ class ChatClient:
                 return result
 
             try:
-                return list(pool.map(counted, items))
+                results = list(pool.map(counted, items))
             finally:
                 pool.shutdown(cancel_futures=True)
+        if self.unreadable > unreadable_before:
+            self._check_readable(0)
+            print(self._unreadable_share(), flush=True)
+        return results
 
     def read(self, messages: Messages, parse: Callable[[str], Read], form: str) -> Read | None:
         """The parsed answer to messages.
 
         If the answer cannot be read, the request is repeated with the error appended; None if that
-        does not help.
+        does not help. Then no answer is kept, and those from the cache are requested again.
 
         Args:
             messages: the conversation so far, which ends with a question.
@@ -146,21 +156,56 @@ class ChatClient:
             form: the JSON object that an answer must contain.
 
         Raises:
-            BadInput: the server refuses the key or the request, or does not have the model.
+            BadInput: the server refuses the key or the request, or does not have the model; or most
+                questions so far have no readable answer.
             Unreachable: the server does not answer now; the answers so far are kept.
             RondoError: the server's answer is not a chat completion.
         """
-        for _ in range(1 + UNREADABLE_RETRIES):
-            text = self._answer(messages)
-            try:
-                return parse(text)
-            except ValueError as fault:
-                messages = [
-                    *messages,
-                    {"role": "assistant", "content": text or "(nothing)"},
-                    {"role": "user", "content": AGAIN.format(fault=fault, form=form)},
-                ]
+        with self.lock:
+            self.questions += 1
+        for _ in range(2):
+            conversation, from_cache = messages, False
+            for _ in range(1 + UNREADABLE_RETRIES):
+                text, is_cached = self._answer(conversation)
+                from_cache = from_cache or is_cached
+                try:
+                    return parse(text)
+                except ValueError as fault:
+                    conversation = [
+                        *conversation,
+                        {"role": "assistant", "content": text or "(nothing)"},
+                        {"role": "user", "content": AGAIN.format(fault=fault, form=form)},
+                    ]
+            for end in range(len(messages), len(conversation), 2):
+                self.answers.remove(self._key(conversation[:end]))
+            if not from_cache:
+                break
+        with self.lock:
+            self.unreadable += 1
+            answer = conversation[len(messages)]["content"].replace(self.api_key, "***")
+            self.unreadable_answer, self.form = answer[:SHOWN], form
+        self._check_readable(UNREADABLE_BEFORE_STOP)
         return None
+
+    def _unreadable_share(self) -> str:
+        return (
+            f"{self.params_key}: {self.unreadable} of {self.questions} questions so far have no"
+            f" readable answer, e.g. {self.unreadable_answer!r}"
+        )
+
+    def _check_readable(self, least: int) -> None:
+        """Check that at most `least`, or at most MAX_UNREADABLE of all questions, are unreadable.
+
+        Raises:
+            BadInput: there are more.
+        """
+        if self.unreadable > max(least, MAX_UNREADABLE * self.questions):
+            raise BadInput(
+                f"{self._unreadable_share()}; expected one JSON object: {self.form}. Choose a model"
+                f" that can answer so ({self.params_key}.model), or raise"
+                f" {self.params_key}.max_completion_tokens if the answer was cut, and run the stage"
+                " again: unreadable answers are not kept"
+            )
 
     def cost(self) -> Metrics:
         """All answers so far, with those from the cache, so that reruns are equal."""
@@ -185,23 +230,30 @@ class ChatClient:
             return None
         return (tokens_in * price_in + tokens_out * price_out) / 1e6
 
-    def _answer(self, messages: Messages) -> str:
-        """The answer to messages, from the cache or the server."""
-        request = {
+    def _request(self, messages: Messages) -> dict[str, Any]:
+        return {
             "model": self.params.model,
             "messages": messages,
             "temperature": 0,
             "max_completion_tokens": self.params.max_completion_tokens,
         }
-        # The server is part of the key: two servers may have different models of the same name.
-        key = hashlib.sha256(
-            json.dumps({**request, "server": self.params.base_url}, sort_keys=True).encode()
-        ).hexdigest()
+
+    def _key(self, messages: Messages) -> str:
+        """The cache's key of the answer to messages.
+
+        It contains the server: two servers may have different models of the same name.
+        """
+        request = {**self._request(messages), "server": self.params.base_url}
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+    def _answer(self, messages: Messages) -> tuple[str, bool]:
+        """The answer to messages, and whether it is from the cache."""
+        key = self._key(messages)
         cached = self.answers.get(key)
-        answer = cached or self.answers.put(key, self._call(request))
+        answer = cached or self.answers.put(key, self._call(self._request(messages)))
         with self.lock:
             self.counts.add(answer, paid=cached is None)
-        return answer.text
+        return answer.text, cached is not None
 
     def _call(self, request: dict[str, Any]) -> Answer:
         """Send a request to the server.

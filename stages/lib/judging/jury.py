@@ -66,13 +66,19 @@ class Jury:
         """Reliability of the judges on all comparisons so far.
 
         Returns:
-            `alone`: per judge, its agreement with itself in the other order, and its cost; `pairs`:
+            `alone`: per judge, its agreement with itself in the other order, the number of
+            comparisons, those without two readable answers (`unparsable`), and its cost; `pairs`:
             per pair of judges, their agreement.
         """
         verdicts = self.verdicts
         return {
             "alone": {
-                name: between_orders(verdicts[name]) | judge.cost()
+                name: {
+                    **between_orders(verdicts[name]),
+                    "comparisons": len(verdicts[name]),
+                    "unparsable": sum(not verdict.readable for verdict in verdicts[name]),
+                    **judge.cost(),
+                }
                 for name, judge in self.judges.items()
             },
             "pairs": {

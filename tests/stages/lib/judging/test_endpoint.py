@@ -7,6 +7,7 @@ import pytest
 
 from stages.lib.core.errors import BadInput, RondoError, Unreachable
 from stages.lib.core.params.judging import EndpointParams
+from stages.lib.judging.answer_cache import Answer
 from stages.lib.judging.endpoint import EndpointJudge
 from stages.lib.judging.pairwise import (
     Comparison,
@@ -93,12 +94,72 @@ def test_an_unreadable_answer_is_requested_again_with_its_error(endpoint, chat_s
     assert judge.usage()["calls"] == 3
 
 
-def test_only_unreadable_answers_give_no_verdict(endpoint, chat_server):
-    chat_server.answer = lambda _: ""
-    [judgement] = judge_both_orders(endpoint(), [PAIR])
+OTHER = Comparison("The night", " was good.", " was bad.")
+
+
+def unreadable_of_days(request: dict) -> str:
+    return "" if "The day" in request["messages"][1]["content"] else likes_good(request)
+
+
+def test_only_unreadable_answers_give_no_verdict(endpoint, chat_server, capsys):
+    chat_server.answer = unreadable_of_days
+    judgement, other = judge_both_orders(endpoint(), [PAIR, OTHER])
     assert judgement == TwoOrderVerdict(None, None)
     assert judgement.preference is Preference.tie and not judgement.readable
-    assert len(chat_server.seen) == 2 * 3
+    assert other.preference is Preference.a
+    assert len(chat_server.seen) == 2 * 3 + 2
+    printed = "annotate.endpoint: 2 of 4 questions so far have no readable answer, e.g. '(nothing)'"
+    assert printed in capsys.readouterr().out
+
+
+def test_unreadable_answers_are_not_kept(endpoint, chat_server):
+    """Not by this client, and not those that are in the cache already."""
+    chat_server.answer = unreadable_of_days
+    judge_both_orders(endpoint(), [PAIR, OTHER])
+    chat_server.seen.clear()
+    chat_server.answer = likes_good
+    mended = endpoint()
+    verdicts = judge_both_orders(mended, [PAIR, OTHER])
+    assert [verdict.preference for verdict in verdicts] == [Preference.a, Preference.a]
+    assert len(chat_server.seen) == 2 and mended.usage()["cached"] == 2
+
+    messages = chat_server.seen[0]["messages"]
+    for _ in range(3):
+        key = mended.chat._key(messages)
+        mended.chat.answers.remove(key)
+        mended.chat.answers.put(key, Answer("A", 1, 1))
+        messages = [
+            *messages,
+            {"role": "assistant", "content": "A"},
+            {
+                "role": "user",
+                "content": "That cannot be read: no JSON object in it. Answer with one JSON object"
+                ' and nothing else: {"reason": "one sentence", "preference": "A" or "B" or "tie"}',
+            },
+        ]
+    chat_server.seen.clear()
+    verdicts = judge_both_orders(endpoint(), [PAIR, OTHER])
+    assert [verdict.preference for verdict in verdicts] == [Preference.a, Preference.a]
+    assert len(chat_server.seen) == 1
+    assert judge_both_orders(endpoint(), [PAIR, OTHER]) == verdicts
+    assert len(chat_server.seen) == 1
+
+
+def test_a_judge_whose_answers_are_mostly_unreadable_ends_the_stage(endpoint, chat_server):
+    chat_server.answer = lambda _: f"A is good, says {KEY}"
+    message = (
+        "annotate.endpoint: 2 of 2 questions so far have no readable answer, e.g. 'A is good, says "
+        """***'; expected one JSON object: {"reason": "one sentence", "preference": "A" or "B" """
+        'or "tie"}. Choose a model that can answer so (annotate.endpoint.model)'
+    )
+    with pytest.raises(BadInput, match=re.escape(message)):
+        judge_both_orders(endpoint(), [PAIR])
+    # of many questions, no more than needed are asked: 17, and those that were under way
+    chat_server.seen.clear()
+    many = [Comparison(f"The day {number}", " was good.", " was bad.") for number in range(50)]
+    with pytest.raises(BadInput, match="17 of 17 questions"):
+        endpoint(concurrency=1).compare(many)
+    assert len(chat_server.seen) <= 18 * 3
 
 
 def test_a_second_run_sends_no_request_and_gets_the_same(endpoint, chat_server):

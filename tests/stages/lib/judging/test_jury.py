@@ -41,7 +41,10 @@ def test_agreement_of_judges():
     # a prefers A B B A, b prefers tie tie A B: never the same; by chance 2/4 1/4 + 2/4 1/4 = 1/4,
     # so kappa is (0 - 1/4) / (1 - 1/4)
     assert jury.report() == {
-        "alone": {letter: {"position_consistency": 1.0, "kappa": 1.0} for letter in "ab"},
+        "alone": {
+            letter: {"position_consistency": 1.0, "kappa": 1.0, "comparisons": 4, "unparsable": 0}
+            for letter in "ab"
+        },
         "pairs": {"a-b": {"agreement": 0.0, "kappa": pytest.approx(-1 / 3)}},
     }
 
