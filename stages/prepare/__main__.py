@@ -8,7 +8,7 @@ metrics.json, manifest.json; reports/<round>/data.json and data.html.
 Run: `python -m stages.prepare --round r0`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from stages.lib.core.files import (
 )
 from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
+from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.recorder import write_manifest
 from stages.lib.core.rows import PreferencePair, PromptRow
 from stages.lib.core.stage import stage_main
@@ -45,6 +46,7 @@ from stages.prepare.audit import (
     EXACT,
     LEAK,
     NEAR,
+    SHOWN_COLUMNS,
     TIE,
     Audit,
 )
@@ -73,6 +75,9 @@ def main(params: Params, round_: str) -> None:
         if TWEETS.exists()
         else source_sets(params, tokenizer, audit)
     )
+
+    for note in notes(audit, tokenizer, params.prepare.prompt_format):
+        print(f"[prepare@{round_}] {note}", flush=True)
 
     # 2. drop training rows that contain held-out texts
     clear_leaks(sets, declared_files(params), params.prepare.near_duplicate, audit)
@@ -129,6 +134,20 @@ def main(params: Params, round_: str) -> None:
         f" {dropped} rows dropped",
         flush=True,
     )
+
+
+def notes(audit: Audit, tokenizer: Any, prompt_format: PromptFormat) -> Iterator[str]:
+    """What of the data and of the model is not used, though it may have a meaning."""
+    if audit.ignored_columns:
+        names = (name for name, _ in audit.ignored_columns.most_common(SHOWN_COLUMNS))
+        yield (
+            f"ignored columns: {', '.join(names)} (a reward gets those that prepare.columns names)"
+        )
+    if audit.conversations and tokenizer.chat_template and prompt_format is PromptFormat.plain:
+        yield (
+            f"{audit.conversations} rows are conversations, and the model's chat template is not"
+            " used: to use it, set prepare.prompt_format: chat"
+        )
 
 
 def read_tokenizer() -> Any:

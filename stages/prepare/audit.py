@@ -16,6 +16,7 @@ from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
 from stages.prepare.formats import Located, SourceRow, excerpt, row_excerpt
 
+SHOWN_COLUMNS = 50
 SHOWN = 5  # rows per cause whose text is kept, and rows in an error message
 TOKENIZER_BATCH_SIZE = 1000  # prompts per call of the tokenizer
 BAD, TIE, CONTRADICTION, LEAK = "bad row", "tie", "contradiction", "leak"
@@ -32,12 +33,16 @@ class Audit:
     """Counts of rows read, and the list of dropped rows.
 
     rows_read: by source. rows_kept: rows left before the split.
+    ignored_columns: by column, the number of rows that have a value there which nothing reads.
+    conversations: rows with messages or a transcript.
     dropped: by cause, rows with `where` (file:line of a source), and if they apply `of` (the row
     that this one duplicates, contradicts or leaks), `reason`, and `text` (first rows only).
     """
 
     rows_read: Counter[str] = field(default_factory=Counter)
     rows_kept: int = 0
+    ignored_columns: Counter[str] = field(default_factory=Counter)
+    conversations: int = 0
     dropped: dict[str, list[dict[str, str]]] = field(default_factory=lambda: defaultdict(list))
 
     def record_drop(self, cause: str, location: str, text: str = "", **details: str) -> None:
@@ -127,6 +132,7 @@ class Audit:
         return {
             "rows_read": dict(self.rows_read),
             "rows_kept": self.rows_kept,
+            "ignored_columns": dict(self.ignored_columns.most_common(SHOWN_COLUMNS)),
             "by_cause": self.by_cause(),
             "bad_reasons": dict(Counter(row["reason"] for row in self.dropped.get(BAD, []))),
             "dropped": dict(self.dropped),

@@ -13,8 +13,16 @@ from stages.lib.core.params.data import PrepareParams, SourceParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.splits import hold_out
 from stages.lib.dedup.duplicates import find_duplicates
-from stages.prepare.audit import contradictions
-from stages.prepare.formats import Defect, Messages, SourcePair, SourceRow, form, normalise
+from stages.prepare.audit import SHOWN_COLUMNS, contradictions
+from stages.prepare.formats import (
+    Defect,
+    Messages,
+    SourcePair,
+    SourceRow,
+    form,
+    ignored_columns,
+    normalise,
+)
 from stages.prepare.shortcuts import languages, lengths, shortcuts
 from stages.prepare.sources import SUFFIXES, prompt_groups, prompts_and_responses, read_source
 
@@ -46,6 +54,14 @@ def check_file(file: str) -> int:
     ]
     print(f"{file}: {len(raw_rows)} rows, {len(raw_rows) - len(bad)} of them can be used")
     print(f"  {'form':<11}{count_forms(raw for _, raw in raw_rows)}")
+    ignored = Counter(
+        name for _, raw in raw_rows if isinstance(raw, dict) for name in ignored_columns(raw, ())
+    )
+    if ignored:
+        print(
+            f"  {'ignored':<11}columns "
+            + ", ".join(f"{name} ({count})" for name, count in ignored.most_common(SHOWN_COLUMNS))
+        )
     for name, text in describe_rows(rows) if rows else ():
         print(f"  {name:<11}{text}")
     if not bad:

@@ -7,12 +7,13 @@ explicit prompt or with one that chosen and rejected share; and Anthropic's tran
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NotRequired, TypedDict, final
 
 from stages.lib.core.params.data import SpeakerMarkers
 from stages.lib.core.params.shared import PromptFormat
+from stages.lib.core.reading import parse_json
 from stages.lib.core.rows import Columns, HasPrompt, PairTexts, responses_of
 from stages.lib.core.types import ROLES, Prompt, Row
 from stages.lib.data.prompts import transcript
@@ -34,6 +35,32 @@ SPEAKER_MARKER = re.compile(r"^[ \t]*((?:Human|Assistant|User|System|AI|Bot)[ \t
 # only the names of Anthropic's transcripts show that the next turn was not cut off.
 TRANSCRIPT_MARKER = re.compile(r"^[ \t]*((?:Human|Assistant)[ \t]*:)", re.MULTILINE)
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+# A transcript in one text, without the blank lines by which Anthropic's is recognised
+DIALOGUE = re.compile(r"\s*(Human|User)\s*:.*\b(Assistant|AI|Bot)\s*:", re.DOTALL)
+READ_COLUMNS = {"prompt", "completion", "chosen", "rejected", "margin"}
+# Columns that belong to what a model is shown
+CONTEXT = re.compile(
+    r"system(_?(prompt|message))?|history|tools|functions|(image|video|audio)s?", re.IGNORECASE
+)
+# Columns that say where a row is from, so that their text is no prompt
+ORIGIN = re.compile(
+    r"(^|[^a-z])(id|idx|index|hash|source|origin|dataset|subset|split|category|topic|domain|tags?"
+    r"|type|lang|language|model|annotator|worker|date|time|timestamp|url|license|version)$"
+    r"|chosen|rejected",
+    re.IGNORECASE,
+)
+SCORE = re.compile("score|rating|reward", re.IGNORECASE)  # of a response
+MIN_REPEATED_WORDS = 4  # a response may begin with a shorter prompt by chance
+# Forms that are recognised only to name the next step, by the keys that they have
+OTHER_FORMS = {
+    ("instruction", "output"): "Alpaca: write instruction and input as `prompt`, and output as"
+    " `completion`",
+    ("conversations",): "ShareGPT: write the turns as messages with role and content, the last one"
+    " as `completion`, those before it as `prompt`",
+    ("messages",): "TRL's messages: write the last message as `completion`, those before it as"
+    " `prompt`",
+    ("question", "answer"): "a question and its answer: write them as `prompt` and `completion`",
+}
 EXCERPT_CHARACTERS = 200
 SAME = "chosen and rejected are the same"
 
@@ -73,6 +100,14 @@ class Tie(Defect):
     """A pair in which neither text is better."""
 
 
+def is_conversation(raw: Mapping[str, Any]) -> bool:
+    """Whether a row has messages or a transcript."""
+    return any(
+        isinstance(value, list) or (isinstance(value, str) and value.startswith("\n\nHuman:"))
+        for value in (raw.get("prompt"), raw.get("chosen"), raw.get("completion"))
+    )
+
+
 def form(raw: Any) -> str:
     """The name of a row's form, as in TRL's documentation; `unknown` for any other value.
 
@@ -101,6 +136,7 @@ def normalise(
     prompt_format: PromptFormat,
     special_tokens: frozenset[str] = frozenset(),
     speaker_markers: SpeakerMarkers = SpeakerMarkers.drop,
+    columns: Sequence[str] = (),
 ) -> Row:
     """Normalise a source row to {prompt, completion} or {prompt, chosen, rejected}.
 
@@ -109,6 +145,7 @@ def normalise(
         prompt_format: decides the shape of the texts (see `shape`).
         special_tokens: of the tokenizer; no text may contain one.
         speaker_markers: whether a turn may contain the marker of another speaker.
+        columns: prepare.columns, which are used elsewhere.
 
     Returns:
         The normalised row, with `margin` if the source row has one.
@@ -128,15 +165,17 @@ def normalise(
     elif "prompt" in raw and "completion" in raw:
         names = ("completion",)
     else:
+        form_name = next((OTHER_FORMS[keys] for keys in OTHER_FORMS if raw.keys() >= {*keys}), "")
         raise Defect(
             "expected the keys prompt and completion, or chosen and rejected (with or without"
-            " prompt)"
+            f" prompt){form_name and '; this is ' + form_name}"
         )
     explicit_prompt = parse(raw["prompt"], "prompt") if raw.get("prompt") is not None else None
-    prompt, responses = split_prompt(
-        explicit_prompt, [parse(raw[name], name) for name in names], names
-    )
+    values = [parse(raw[name], name) for name in names]
+    check_columns(ignored_columns(raw, columns), explicit_prompt, values)
+    prompt, responses = split_prompt(explicit_prompt, values, names)
     check_prompt(prompt)
+    check_dialogue(prompt, responses, explicit_prompt is None, prompt_format)
     for name, response in zip(names, responses, strict=True):
         if not response.strip():
             raise Defect(f"`{name}` is empty")
@@ -147,12 +186,121 @@ def normalise(
         if token in all_text:
             raise Defect(f"contains the tokenizer's special token {token}")
     margin = read_margin(raw) if "chosen" in names else {}
+    if "chosen" in names and not margin:
+        check_scores(raw)
     if len({" ".join(response.split()) for response in responses}) < len(responses):
         raise Tie(SAME)
     if speaker_markers is SpeakerMarkers.drop:
         check_speakers(prompt, dict(zip(names, responses, strict=True)))
     prompt, *responses = shape(prompt, *responses, prompt_format=prompt_format)
     return {"prompt": prompt, **dict(zip(names, responses, strict=True)), **margin}
+
+
+def ignored_columns(raw: Mapping[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """The columns of a row that are neither read nor in prepare.columns, and have a value; a long
+    name is cut.
+    """
+    return {
+        excerpt(name, 40): value
+        for name, value in raw.items()
+        if name not in READ_COLUMNS
+        and name not in columns
+        and value not in (None, "", [], {}, "[]", "{}")
+    }
+
+
+def check_columns(
+    ignored: Mapping[str, Any], prompt: str | Messages | None, values: list[str | Messages]
+) -> None:
+    """Check that no ignored column has a part of the prompt, or the label of the response.
+
+    Args:
+        ignored: the columns that are not read.
+        prompt: the explicit prompt.
+        values: chosen and rejected, or the completion.
+    """
+    if not ignored:
+        return
+    shown = " ".join(as_text(value) for value in (prompt or "", *values))
+    lost = [
+        name
+        for name, value in ignored.items()
+        if CONTEXT.fullmatch(name) and not (isinstance(value, str) and value.strip() in shown)
+    ]
+    if lost:
+        raise Defect(
+            f"{quoted(lost)} would not be shown to the model: write it into `prompt` (a system"
+            " prompt and earlier turns as messages), or remove the column"
+        )
+    texts = [value.strip() for value in values if isinstance(value, str)]
+    if prompt is None and len(texts) == len(values):
+        candidates = [
+            name
+            for name, value in ignored.items()
+            if has_text(value)
+            and not ORIGIN.search(name)
+            and not all(isinstance(value, str) and text.startswith(value.strip()) for text in texts)
+        ]
+        if candidates:
+            raise Defect(
+                f"no `prompt`, and {quoted(candidates)} may be the prompt: rename its column to"
+                " `prompt`; remove other columns, or name them in prepare.columns"
+            )
+    if len(values) == 1 and any(ignored.get(name) in (0, 1) for name in ("label", "kto_tag")):
+        raise Defect(
+            "unpaired preference: `label` says whether the completion is good. Keep the good ones"
+            " without the column, or write pairs; a label for rewards belongs into prepare.columns"
+        )
+
+
+def has_text(value: Any) -> bool:
+    """Whether the value of a column is text, or a list of texts or messages."""
+    if isinstance(value, list):
+        return any(isinstance(item, str | dict) for item in value)
+    return isinstance(value, str) and bool(value.strip())
+
+
+def as_text(value: str | Messages) -> str:
+    return value if isinstance(value, str) else transcript(value)
+
+
+def quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def check_dialogue(
+    prompt: Prompt, responses: Sequence[str], is_implicit: bool, prompt_format: PromptFormat
+) -> None:
+    """Check that a prompt that is one text is no transcript that is taken as one turn, and that no
+    pair repeats the prompt.
+    """
+    is_one_turn = is_implicit or prompt_format is PromptFormat.chat
+    if is_one_turn and isinstance(prompt, str) and DIALOGUE.match(prompt):
+        raise Defect(
+            "the prompt is a transcript in one text: begin each turn with a blank line and Human:"
+            " or Assistant:, or write messages"
+            + ("" if is_implicit else "; or set prepare.prompt_format: plain")
+        )
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    repeats = all(response.strip().startswith(text.strip()) for response in responses)
+    if repeats and len(responses) > 1 and len(list(words(text))) >= MIN_REPEATED_WORDS:
+        raise Defect("chosen and rejected repeat the prompt: remove it there, or remove `prompt`")
+
+
+def check_scores(raw: Mapping[str, Any]) -> None:
+    """Check that the scores of chosen and rejected, if there are any, are not all equal.
+
+    Example:
+        >>> check_scores({"score_chosen": 5, "score_rejected": 3})
+    """
+    scores = [
+        (name, value, raw.get(name.replace("chosen", "rejected")))
+        for name, value in raw.items()
+        if "chosen" in name and SCORE.search(name) and isinstance(value, int | float)
+    ]
+    if scores and all(chosen == rejected for _, chosen, rejected in scores):
+        name, value, _ = scores[0]
+        raise Tie(f"`{name}` and `{name.replace('chosen', 'rejected')}` are both {value:g}")
 
 
 def read_margin(raw: dict[str, Any]) -> dict[str, float]:
@@ -252,6 +400,7 @@ def parse(value: Any, name: str) -> str | Messages:
     transcript.
     """
     if isinstance(value, str):
+        check_not_json(value, name)
         return parse_transcript(value, name) if value.startswith("\n\nHuman:") else value
     if not isinstance(value, list):
         raise Defect(f"`{name}` is {type(value).__name__}; expected text or a list of messages")
@@ -261,13 +410,29 @@ def parse(value: Any, name: str) -> str | Messages:
             or not isinstance(message.get("content"), str)
             or message.get("role") not in [*ROLES]  # a role may be a list, too
         ):
+            present = (
+                f"the keys {excerpt(', '.join(message), 80)}, role {message.get('role')!r:.40} and"
+                f" content of {type(message.get('content')).__name__}"
+                if isinstance(message, dict)
+                else type(message).__name__
+            )
             raise Defect(
                 f"message {number} of `{name}`: expected a role ({', '.join(ROLES)}) and a content"
-                " that is text"
+                f" that is text, and it has {present}"
             )
         if not message["content"].strip() and number < len(value):
             raise Defect(f"message {number} of `{name}` is empty")
     return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def check_not_json(text: str, name: str) -> None:
+    """Check that a text is not a list of messages in JSON, as some Parquet files have it."""
+    if re.match(r'\s*\[\s*\{\s*"(role|content|from|value)"', text):
+        try:
+            parse_json(text)
+        except ValueError:
+            return
+        raise Defect(f"`{name}` is a text with messages in JSON; write them as a list of messages")
 
 
 def parse_transcript(text: str, name: str) -> Messages:
@@ -300,14 +465,25 @@ def split_prompt(
             raise Defect(f"`{name}` does not end with an assistant turn")
     repeats_prompt = [len(conversation) > 1 for conversation in conversations]
     if all(repeats_prompt):  # as in UltraFeedback
-        prompt = conversations[0][:-1]
-        if any(conversation[:-1] != prompt for conversation in conversations):
+        repeated = conversations[0][:-1]
+        if any(conversation[:-1] != repeated for conversation in conversations):
             raise Defect("chosen and rejected differ before the last assistant turn")
+        prompt = longer_prompt(prompt, repeated)
     elif any(repeats_prompt):
         raise Defect("one of chosen and rejected has several turns, the other only one")
     if prompt is None:
         raise Defect("no prompt, and the responses do not begin with one")
     return prompt, [conversation[-1]["content"] for conversation in conversations]
+
+
+def longer_prompt(prompt: str | Messages | None, repeated: Messages) -> Messages:
+    """The explicit prompt, or what the responses begin with: the one that contains the other."""
+    if isinstance(prompt, list) and prompt[-len(repeated) :] == repeated:
+        return prompt
+    explicit, whole = (" ".join(as_text(value).split()) for value in (prompt or "", repeated))
+    if explicit not in whole:
+        raise Defect("`prompt` differs from the turns with which the responses begin")
+    return repeated
 
 
 def common_text(chosen: str, rejected: str) -> tuple[str, list[str]]:

@@ -34,6 +34,8 @@ from stages.prepare.formats import (
     SourcePair,
     SourceRow,
     Tie,
+    ignored_columns,
+    is_conversation,
     normalise,
     source_texts,
 )
@@ -111,10 +113,18 @@ def read_rows(
             try:
                 if isinstance(raw, Defect):
                     raise raw
-                texts = normalise(raw, config.prompt_format, special_tokens, config.speaker_markers)
+                texts = normalise(
+                    raw,
+                    config.prompt_format,
+                    special_tokens,
+                    config.speaker_markers,
+                    config.columns,
+                )
                 origin = {"where": location, "source": source.path, "use": source.use}
                 columns = read_columns(raw, config.columns)
                 rows.append(cast(SourceRow, texts | origin | columns))
+                audit.ignored_columns.update(ignored_columns(raw, config.columns).keys())
+                audit.conversations += is_conversation(raw)
             except Defect as defect:
                 audit.record_drop(cause_of(defect), location, raw_text(raw), reason=str(defect))
     share_columns(rows, config.columns)
@@ -181,6 +191,11 @@ def read_source(source: SourceParams, max_rows: int | None) -> Iterator[tuple[st
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of a .jsonl file; blank lines are skipped."""
     for number, line in read_lines(path, "correct or remove the line"):
+        if line.strip() == b"[" or line.lstrip().startswith(b"[{"):
+            raise BadInput(
+                f"{path}:{number}: a JSON array; expected one JSON object per line: `jq -c '.[]'"
+                f" {path} > new.jsonl` writes it so"
+            )
         try:
             # halves of surrogate pairs are a Defect of the text that has them
             yield number, parse_json(line, surrogates=True)

@@ -98,6 +98,19 @@ def test_parquet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "60 rows, 60 of them can be used" in capsys.readouterr().out
 
 
+def test_ignored_columns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**PAIRS[0], "answer": "42", "note": None}, {**PAIRS[1], "answer": "41", "\ud83d": 3}]
+    assert check_file(write(tmp_path / "mine.jsonl", rows)) == 0
+    assert "ignored    columns answer (2), ? (1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [json.dumps(PAIRS), json.dumps(PAIRS, indent=1)])
+def test_a_json_array_is_named_once(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.jsonl").write_text(text)
+    with pytest.raises(BadInput, match=r"mine\.jsonl:1: a JSON array; .*jq -c"):
+        check_file(str(tmp_path / "mine.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

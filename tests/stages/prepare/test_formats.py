@@ -271,6 +271,102 @@ def test_defects(raw: Any, reason: str) -> None:
         normalise(raw, PLAIN, frozenset({"<eos>"}))
 
 
+ASKED = {"chosen": "Tea is a plant.", "rejected": "Tea is what I drink."}
+LONG = {"prompt": "What is tea made of?", "chosen": "Leaves.", "rejected": "Water."}
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({**ASKED, "instruction": "Explain tea."}, "no `prompt`, and `instruction` may be"),
+        ({**ASKED, "question": "Tea?", "answer": "A plant"}, "`question`, `answer` may be"),
+        ({**ASKED, "conversations": [{"from": "human", "value": "Tea?"}]}, "`conversations` may"),
+        ({**ASKED, "prompt": None, "query": "Tea?"}, "`query` may be the prompt"),
+        ({**LONG, "system": "Be a pirate."}, "`system` would not be shown to the model"),
+        ({**LONG, "history": [["Hi", "Hello"]]}, "`history` would not"),
+        ({**LONG, "images": [{"bytes": "x"}]}, "`images` would not"),
+        ({"prompt": TALK, "completion": "Blue.", "tools": [{"name": "f"}]}, "`tools` would not"),
+        ({"prompt": "a", "completion": "b", "label": False}, "unpaired preference"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "unpaired preference"),
+        (
+            {
+                **LONG,
+                "chosen": "What is tea made of? Leaves.",
+                "rejected": "What is tea made of? x",
+            },
+            "chosen and rejected repeat the prompt",
+        ),
+        (
+            {
+                "prompt": [system("Be brief."), user("Other?")],
+                "chosen": [user("Sky?"), assistant("Blue.")],
+                "rejected": [user("Sky?"), assistant("Red.")],
+            },
+            "`prompt` differs from the turns",
+        ),
+        (
+            {"chosen": "Human: a\n\nAssistant: b c", "rejected": "Human: a\n\nAssistant: b d"},
+            "the prompt is a transcript in one text",
+        ),
+        ({"prompt": '[{"role": "user", "content": "a"}]', "completion": "b"}, "messages in JSON"),
+        ({"instruction": "a", "input": "", "output": "b"}, "this is Alpaca"),
+        ({"conversations": []}, "this is ShareGPT"),
+        ({"messages": [user("a"), assistant("b")]}, "this is TRL's messages"),
+        (
+            {"prompt": [{"from": "human", "value": "a"}], "completion": "b"},
+            "it has the keys from, value, role None",
+        ),
+    ],
+)
+def test_no_part_of_a_row_is_lost_without_a_word(raw: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Defect, match=reason) as caught:
+        normalise(raw, PLAIN)
+    assert not isinstance(caught.value, Tie)
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns"),
+    [
+        ({**LONG, "answer": "leaves", "rating": 3, "messages": [user("a")]}, ()),
+        ({**ASKED, "id": "x1", "source": "web", "prompt_id": "p", "chosen_model": "m"}, ()),
+        ({**ASKED, "n": 3, "instruction": "", "tags": ["a"]}, ()),
+        ({**ASKED, "instruction": "Tea is"}, ()),  # the responses begin with it
+        ({**ASKED, "answer": "a plant"}, ("answer",)),
+        ({"prompt": "2 + 2 =", "completion": "4", "label": 1}, ("label",)),
+        ({"prompt": "2 + 2 =", "completion": "4", "label": "4"}, ()),
+        ({**LONG, "system": "", "history": [], "tools": "[]"}, ()),
+        (
+            {"prompt": [system("Be brief."), user("a")], "completion": "b", "system": "Be brief."},
+            (),
+        ),
+    ],
+)
+def test_columns_that_are_no_part_of_the_prompt(
+    raw: dict[str, Any], columns: tuple[str, ...]
+) -> None:
+    assert normalise(raw, PLAIN, columns=columns)
+
+
+def test_of_two_prompts_the_one_with_more_turns_is_read() -> None:
+    """A system prompt may be only in `prompt`, or only in the responses."""
+    short, whole = [user("Sky?")], [system("Be brief."), user("Sky?")]
+    for explicit, repeated in ((whole, short), (short, whole)):
+        raw = {
+            "prompt": explicit,
+            "chosen": [*repeated, assistant("Blue.")],
+            "rejected": [*repeated, assistant("Red.")],
+        }
+        expected = {"prompt": whole, "chosen": "Blue.", "rejected": "Red."}
+        assert normalise(raw, CHAT) == expected
+
+
+def test_a_transcript_in_one_text_is_no_turn_of_a_user() -> None:
+    raw = {"prompt": "Human: Sky? Assistant:", "completion": " Blue."}
+    with pytest.raises(Defect, match=r"transcript in one text.*prompt_format: plain"):
+        normalise(raw, CHAT)
+    assert normalise(raw, PLAIN) == raw
+
+
 SPEAKERS = [
     ({**SKY, "chosen": " Human: And you?"}, "`chosen` has a line that begins with Human:"),
     ({**SKY, "rejected": " red.\nUser : Why?"}, "`rejected` has a line that begins with User :"),
@@ -304,6 +400,9 @@ def test_markers_inside_a_line_and_in_a_prompt_that_is_one_text_are_no_speakers(
     "raw",
     [
         {**SKY, "margin": 0.0},
+        {**SKY, "score_chosen": 8.0, "score_rejected": 8},
+        {**SKY, "chosen-rating": 4, "rejected-rating": 4},
+        {"chosen_score": 1.5, "rejected_score": 1.5, **SKY},
         {**SKY, "rejected": "blue.\n"},
         {"chosen": "The sky", "rejected": "The sky"},
     ],
@@ -311,6 +410,20 @@ def test_markers_inside_a_line_and_in_a_prompt_that_is_one_text_are_no_speakers(
 def test_a_pair_without_a_better_text_is_a_tie(raw: dict[str, Any]) -> None:
     with pytest.raises(Tie):
         normalise(raw, PLAIN)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"score_chosen": 8, "score_rejected": 6},
+        {"score_chosen": 8, "score_rejected": 8, "reward_chosen": 1, "reward_rejected": 0},
+        {"score_chosen": 8, "score_rejected": 8, "margin": 1},
+        {"chosen_length": 3, "rejected_length": 3},
+        {"score_chosen": None, "score_rejected": None},
+    ],
+)
+def test_scores_that_are_no_tie(scores: dict[str, Any]) -> None:
+    assert normalise({**SKY, **scores}, PLAIN)["chosen"] == " blue."
 
 
 def test_a_user_may_quote_a_dialogue() -> None:

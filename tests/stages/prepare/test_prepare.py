@@ -371,6 +371,33 @@ def test_no_column_is_kept_unless_it_is_named(tiny_params: MakeParams) -> None:
     assert all(row.keys() == {"id", "prompt", "source"} for row in rows_of("r0", "prompts_train"))
 
 
+def test_what_is_not_used_is_named(
+    tiny_params: MakeParams, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Columns without a reader, and a chat template beside conversations."""
+    rows = [pair_with(f"Prompt {n}", answer=n, topic="sums") for n in range(20)]
+    main(tiny_params({"own.jsonl": rows}, columns=["answer"]), "r0")
+    audit = read("rounds/r0/prepare/data/audit.json")
+    assert audit["ignored_columns"] == {"topic": 20}
+    printed = capsys.readouterr().out
+    assert "[prepare@r0] ignored columns: topic (" in printed and "conversations" not in printed
+
+    talks = [
+        {
+            "prompt": [{"role": "user", "content": f"Prompt {n}"}],
+            "chosen": [{"role": "assistant", "content": "good"}],
+            "rejected": [{"role": "assistant", "content": "bad"}],
+        }
+        for n in range(20)
+    ]
+    for prompt_format, is_named in (("plain", True), ("chat", False)):
+        main(tiny_params({"own.jsonl": talks}, prompt_format=prompt_format), "r0")
+        printed = capsys.readouterr().out
+        assert ("20 rows are conversations, and the model's chat template is not" in printed) == (
+            is_named
+        )
+
+
 def test_a_column_that_no_row_has_is_named(tiny_params: MakeParams) -> None:
     rows = [pair_with(f"Prompt {n}", answer=n) for n in range(20)]
     with pytest.raises(
