@@ -299,8 +299,8 @@ def check_scores(raw: Mapping[str, Any]) -> None:
         if "chosen" in name and SCORE.search(name) and isinstance(value, int | float)
     ]
     if scores and all(chosen == rejected for _, chosen, rejected in scores):
-        name, value, _ = scores[0]
-        raise Tie(f"`{name}` and `{name.replace('chosen', 'rejected')}` are both {value:g}")
+        name = scores[0][0]
+        raise Tie(f"`{name}` and `{name.replace('chosen', 'rejected')}` are equal")
 
 
 def read_margin(raw: dict[str, Any]) -> dict[str, float]:

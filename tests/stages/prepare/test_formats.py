@@ -401,7 +401,7 @@ def test_markers_inside_a_line_and_in_a_prompt_that_is_one_text_are_no_speakers(
     [
         {**SKY, "margin": 0.0},
         {**SKY, "score_chosen": 8.0, "score_rejected": 8},
-        {**SKY, "chosen-rating": 4, "rejected-rating": 4},
+        {**SKY, "chosen-rating": 10**400, "rejected-rating": 10**400},
         {"chosen_score": 1.5, "rejected_score": 1.5, **SKY},
         {**SKY, "rejected": "blue.\n"},
         {"chosen": "The sky", "rejected": "The sky"},
