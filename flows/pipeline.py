@@ -50,6 +50,7 @@ from flows.report import page, summary
 from flows.tracking import provenance
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.null_tracker import NullTracker
+from flows.tracking.records import Status
 from stages.lib.core.errors import GateFailed, Unreachable
 from stages.lib.core.params import Params, load_params
 from stages.lib.core.progress import progress, reporting
@@ -104,19 +105,21 @@ def run_stage(address: str, run_ref: provenance.RunRef, tracker: NullTracker) ->
         tracker.progress()
         run_artifacts.line(line)
 
-    tracker.start(address)
-    result, meter = "failed", energy.Meter(energy.counters_of(address, load_params()))
+    result, meter = "cancelled", energy.Meter(energy.counters_of(address, load_params()))
+    tracker.start(address, meter)
     try:
         outcome = dvc_stages.run(address, on_line, around=computing(address, meter, log))
         result = outcome.value
         log(f"[{address}] {result}")
         return outcome
-    except Unreachable:
-        attempt, attempts = task_run.run_count, 1 + len(RETRY_DELAYS)
-        retry = "not tried again"
-        if attempt < attempts:
-            retry = f"tried again in {RETRY_DELAYS[attempt - 1]:g} s"
-        log(f"[{address}] out of reach at try {attempt} of {attempts}: {retry}")
+    except Exception as error:
+        result = "failed"
+        if isinstance(error, Unreachable):
+            attempt, attempts = task_run.run_count, 1 + len(RETRY_DELAYS)
+            retry = "not tried again"
+            if attempt < attempts:
+                retry = f"tried again in {RETRY_DELAYS[attempt - 1]:g} s"
+            log(f"[{address}] out of reach at try {attempt} of {attempts}: {retry}")
         raise
     finally:
         with bookkeeping(f"recording {address} in MLflow", log):
@@ -256,7 +259,7 @@ def pipeline(
             raise
         except BaseException:  # Ctrl-C, Cancel: there is no time for a report
             with bookkeeping("recording the run", log):
-                tracker.close(False, {}, INTERRUPTED_SECONDS)
+                tracker.close("KILLED", {}, INTERRUPTED_SECONDS)
             log(f"Interrupted at {remaining[0] if remaining else 'the end'}.")
             raise
         finally:
@@ -329,7 +332,8 @@ def close(
         write_report(rounds, log)
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
     with bookkeeping("recording the run", log):
-        tracker.close(not remaining, {path.name: path.read_text("utf-8") for path in files})
+        status: Status = "FAILED" if remaining else "FINISHED"
+        tracker.close(status, {path.name: path.read_text("utf-8") for path in files})
     with bookkeeping("showing the summary in Prefect", log):
         create_markdown_artifact(
             # Prefect renders Markdown with the HTML in it; the table has texts of people

@@ -20,6 +20,7 @@ from flows.core.git import revision
 from flows.core.services import HOME
 from flows.core.tables import interval
 from flows.execution import dvc_stages
+from flows.execution.energy import Meter
 from flows.execution.worktree import folder_of_run
 from flows.orchestration import concurrency
 from flows.pipeline import make_logger
@@ -56,7 +57,7 @@ def evaluate_checkpoint(
     folder = folder_of_run(run, home) if run else Path.cwd()
     if deployment.id:
         check_inside([Path(checkpoint)])
-    with chdir(folder), concurrency.compute_slot(log):
+    with chdir(folder), concurrency.compute_slot(log), Meter([]) as meter:
         code = dvc_stages.stream(
             ["stages.evaluate.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line
         )
@@ -66,7 +67,7 @@ def evaluate_checkpoint(
         )
     report = Path(lines[-1])  # the stage prints the path of its report last
     with chdir(folder):
-        record(run, report, home, log)
+        record(run, report, home, log, meter)
     results = json.loads((folder / report).read_text())
     create_table_artifact(
         table(results),
@@ -83,7 +84,7 @@ def evaluate_checkpoint(
     )
 
 
-def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> None:
+def record(run: str, report: Path, home: Path, log: Callable[[str], None], meter: Meter) -> None:
     """Record the results in MLflow, from the working directory of the evaluation.
 
     Args:
@@ -91,11 +92,14 @@ def record(run: str, report: Path, home: Path, log: Callable[[str], None]) -> No
         report: The JSON file that the stage wrote.
         home: The .rondo folder.
         log: Called with errors of MLflow.
+        meter: Measured the time of the evaluation.
     """
     name, now = run or metric_name(Path.cwd().name), milliseconds()
     tracker = open_tracker(name, home, {}, log)
     tags = {"revision": revision()}
-    tracker.send(read_checkpoint(name, report, tags, load_params().mlflow.upload))
+    evaluation = read_checkpoint(name, report, tags, load_params().mlflow.upload)
+    evaluation.started = evaluation.ended - round(meter.seconds * 1000)
+    tracker.send(evaluation)
     if not run:
         tracker.send(Record(run=name, status="FINISHED", started=now, ended=now))
     tracker.finish_sending()

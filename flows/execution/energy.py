@@ -53,7 +53,8 @@ def _name(folder: Path) -> str:
 
 
 class Meter:
-    """Measures the time and energy of a `with` block.
+    """Measures the time and energy of a `with` block. began: when it was entered, in seconds since
+    the epoch; None before. seconds: how long it took, 0 before its end.
 
     Example:
         >>> with Meter(counters()) as meter:
@@ -64,12 +65,13 @@ class Meter:
 
     def __init__(self, counters: Sequence[Counter]) -> None:
         self.counters, self.seconds = counters, 0.0
+        self.began: float | None = None
         self._microjoules: int | None = 0 if counters else None  # None: not readable
         self._last_values: list[int] = []
         self._ended, self._reader = Event(), Thread(target=self._read_regularly, daemon=True)
 
     def __enter__(self) -> "Meter":
-        self._started = time.monotonic()
+        self.began, self._started = time.time(), time.monotonic()
         self.read()
         self._reader.start()
         return self

@@ -32,6 +32,7 @@ from flows.core.services import LogLine
 from flows.execution import dvc_stages
 from flows.report import charts, page, summary
 from flows.report.round_data import extreme_samples, read_round
+from flows.tracking.records import UNFINISHED
 from stages.lib.core.files import read_jsonl, stage_dir, work_dir
 from stages.lib.core.params import flatten, load_params
 from stages.lib.core.progress import PROGRESS, STEP, UNKNOWN
@@ -75,11 +76,11 @@ class RunArtifacts:
     def end(self, outcome: str) -> None:
         """Show the results of the stage at its end.
 
-        A failed gate shows its verdict, another failed stage nothing. Charts are drawn only of a
-        stage that ran.
+        A failed gate shows its verdict, another failed or cancelled stage nothing. Charts are
+        drawn only of a stage that ran.
         """
         with self._errors_ignored():
-            succeeded = outcome != "failed"
+            succeeded = outcome not in UNFINISHED
             for bar in self.bars.values() if succeeded else ():
                 update_progress_artifact(bar, 100.0, f"{self.address}: done")
             if succeeded or self.stage.startswith("gate_"):

@@ -204,9 +204,14 @@ class MlflowStore:
 
     def _set_status(self, run_id: str, record: Record) -> None:
         info = self.client.get_run(run_id).info
-        if record.status in ("FINISHED", "FAILED"):
+        if record.status in ("FINISHED", "FAILED", "KILLED"):
             # the clock may have been set back since the start
             ended = max(record.ended, info.start_time)
+            if record.address:
+                # Tries of a stage share a run, and people or servers let the second one wait. A
+                # stage that an earlier try completed does not compute again.
+                worked = record.ended - record.started
+                ended = info.start_time + worked if worked else info.end_time or ended
             self.client.set_terminated(run_id, record.status, ended)
             return
         is_late = (info.end_time or 0) > record.ended  # it has ended since

@@ -23,6 +23,7 @@ from flows.core.services import (
     mlflow_pages,
     without_credentials,
 )
+from flows.execution.energy import Meter
 from flows.tracking.mlflow_store import (
     OFF,
     MlflowStore,
@@ -76,7 +77,8 @@ class MlflowTracker(NullTracker):
         self.outbox.take_over(home / "unsent.jsonl")
         self.store: MlflowStore | None = None
         self.warned = False
-        self.address, self.next_time, self.paused_until = "", 0.0, 0.0  # of time.monotonic()
+        self.address, self.meter = "", Meter([])  # of the running stage
+        self.next_time, self.paused_until = 0.0, 0.0  # of time.monotonic()
         self.sent_lines: dict[str, int] = {}  # of metrics.jsonl, by address
         self.jobs, self.upload_jobs = Jobs(), Jobs()
         self.thread, self.upload_thread = (
@@ -94,17 +96,26 @@ class MlflowTracker(NullTracker):
         self._send_status("SCHEDULED")
         self.flush()
 
-    def start(self, address: str) -> None:
-        self.address, self.next_time = address, time.monotonic() + EVERY_SECONDS
+    def start(self, address: str, meter: Meter) -> None:
+        self.address, self.meter = address, meter
+        self.next_time = time.monotonic() + EVERY_SECONDS
         self.sent_lines[address] = 0
 
     def progress(self) -> None:
         if time.monotonic() >= self.next_time and self.jobs.empty():
-            self.jobs.put(partial(self._send_steps, self.address))
+            self.jobs.put(partial(self._send_steps, self.address, self._began()))
             self.next_time = time.monotonic() + EVERY_SECONDS
 
     def finish(self, outcome: str) -> None:
-        self.send(read_record(self.run, self.address, outcome, self.tags, self.upload))
+        record = read_record(self.run, self.address, outcome, self.tags, self.upload)
+        record.started = self._began()
+        record.ended = record.started + round(self.meter.seconds * 1000)
+        self.send(record)
+
+    def _began(self) -> int:
+        """When the stage began to compute, in milliseconds since the epoch; now if it has not."""
+        began = self.meter.began
+        return milliseconds() if began is None else int(began * 1000)
 
     def page(self, address: str = "", text: str = "") -> str | None:
         if time.monotonic() >= self.paused_until:
@@ -127,9 +138,11 @@ class MlflowTracker(NullTracker):
         if self.thread.is_alive():
             done.wait(seconds)
 
-    def close(self, passed: bool, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS) -> None:
+    def close(
+        self, status: Status, texts: Mapping[str, str], seconds: float = CLOSE_SECONDS
+    ) -> None:
         self.paused_until = 0.0
-        self._send_status("FINISHED" if passed else "FAILED", texts=dict(texts))
+        self._send_status(status, texts=dict(texts))
         self.finish_sending(seconds)
 
     def finish_sending(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -188,10 +201,10 @@ class MlflowTracker(NullTracker):
             for message in self.uploads.send(store.upload, store.is_reachable, may_pass):
                 self.log(message)
 
-    def _send_steps(self, address: str) -> None:
+    def _send_steps(self, address: str, began: int) -> None:
         steps = read_steps(address, self.sent_lines[address])
         if steps and time.monotonic() >= self.paused_until:
-            self._open_store().send_steps(self.run, address, steps[0].time, steps)
+            self._open_store().send_steps(self.run, address, began, steps)
             self.sent_lines[address] += len({step.step for step in steps})
 
     def _open_store(self) -> MlflowStore:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from flows.tracking.records import Record
+from flows.execution.energy import Meter
+from flows.tracking.records import Record, Status
 
 
 class NullTracker:
@@ -11,14 +12,14 @@ class NullTracker:
     def begin(self) -> None:
         """Call when the pipeline run begins, and when it goes on after a wait or an end."""
 
-    def start(self, address: str) -> None:
-        """Call when a stage begins."""
+    def start(self, address: str, meter: Meter) -> None:
+        """Call when a stage begins; `meter` measures the time in which it computes."""
 
     def progress(self) -> None:
         """Call after each line that the stage printed."""
 
     def finish(self, outcome: str) -> None:
-        """Call when the stage ended: `ran`, `restored`, `unchanged` or `failed`."""
+        """Call when the stage ended: `ran`, `restored`, `unchanged`, `failed` or `cancelled`."""
 
     def page(self, address: str = "", text: str = "") -> str | None:
         """The URL of a stage's page, or of the pipeline run, or of one of its texts.
@@ -39,10 +40,11 @@ class NullTracker:
     def finish_sending(self, seconds: float = 0.0) -> None:
         """Call after the last record: wait, at most this long, until all is sent, models too."""
 
-    def close(self, passed: bool, texts: Mapping[str, str], seconds: float = 0.0) -> None:
+    def close(self, status: Status, texts: Mapping[str, str], seconds: float = 0.0) -> None:
         """Call when the pipeline run ended.
 
         Args:
+            status: FINISHED, FAILED, or KILLED if it was cancelled.
             texts: its report and summary by file name.
             seconds: to wait, at most, until all records are sent.
         """

@@ -68,7 +68,8 @@ ARTIFACTS = (
 )
 
 
-Status = Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED"]
+Status = Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED"]
+UNFINISHED: dict[str, Status] = {"failed": "FAILED", "cancelled": "KILLED"}  # by outcome
 
 
 class Step(BaseModel):
@@ -108,8 +109,9 @@ class Promotion(BaseModel):
 class Record(BaseModel):
     """One stage of a pipeline run, or, with the empty address ``, the pipeline run itself.
 
-    status: MLflow's; a run that waits for a decision is SCHEDULED. started, ended: milliseconds
-    since the epoch. final: the metrics at the end, by name. texts: artifacts by file name.
+    status: MLflow's; a run that waits for a decision is SCHEDULED, a cancelled one KILLED. started,
+    ended: milliseconds since the epoch; equal for a stage that did not compute. final: the metrics
+    at the end, by name. texts: artifacts by file name.
     """
 
     model_config = ALL_NUMBERS
@@ -193,13 +195,13 @@ def read_record(
     Args:
         run: the name of the pipeline run.
         address: the stage in DVC, e.g. `sft@r0`.
-        outcome: `ran`, `restored`, `unchanged` or `failed`. Files of a failed stage may belong to
-            an earlier run, so only its steps and texts are read.
+        outcome: `ran`, `restored`, `unchanged`, `failed` or `cancelled`. After the last two, files
+            may belong to an earlier run, so only steps and texts are read.
         tags: of the pipeline run; they become tags of the stage.
         upload: the kinds of models whose files MLflow stores.
     """
     stage, round_ = split_address(address)
-    folder, failed = stage_dir(round_, stage), outcome == "failed"
+    folder, failed = stage_dir(round_, stage), outcome in UNFINISHED
     lock: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
     samples: list[dict[str, Any]] = []
@@ -212,13 +214,12 @@ def read_record(
     steps, now = read_steps(address), milliseconds()
     params = dict(flatten(lock.get("params", {}).get("params.yaml", {}), separator="."))
     params_hash = json_hash(params)[:12]
-    times = [step.time for step in steps]
     return Record(
         run=run,
         address=address,
-        status="FAILED" if failed else "FINISHED",
-        started=min(times, default=now),
-        ended=max(times, default=now),
+        status=UNFINISHED.get(outcome, "FINISHED"),
+        started=now,
+        ended=now,
         params={key: str(value) for key, value in params.items()},
         tags={
             **tags,

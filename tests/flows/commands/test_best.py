@@ -10,6 +10,7 @@ import yaml
 
 from flows import cli
 from flows.commands.best import Policy, shown_to_win
+from flows.execution.energy import Meter
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.ended_rounds import lock_path, settings_path
 from stages.lib.core.files import stage_dir, write_json, write_text
@@ -67,9 +68,9 @@ def record(
         print,
     )
     tracker.begin()
-    tracker.start("evaluate@r0")
+    tracker.start("evaluate@r0", Meter([]))
     tracker.finish("ran")
-    tracker.close(True, {"summary.md": "the table"})
+    tracker.close("FINISHED", {"summary.md": "the table"})
 
 
 def best(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:

@@ -11,6 +11,7 @@ import yaml
 from mlflow import MlflowClient
 
 from flows import cli
+from flows.execution.energy import Meter
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.lib.core.files import stage_dir, write_json, write_jsonl
 
@@ -56,9 +57,9 @@ def record(
     tracker = MlflowTracker(run, database, Path(".rondo").absolute(), {"revision": "c0ffee"}, print)
     tracker.begin()
     for stage in ("ppo", "evaluate"):
-        tracker.start(f"{stage}@r0")
+        tracker.start(f"{stage}@r0", Meter([]))
         tracker.finish("ran")
-    tracker.close(True, {"summary.md": "the table"})
+    tracker.close("FINISHED", {"summary.md": "the table"})
 
 
 def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
 from flows.core.run_locks import hold_run_lock
+from flows.execution.energy import Meter
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.outbox import Outbox
 from flows.tracking.provenance import PROJECT
@@ -38,9 +39,9 @@ def track(uri: str, folder: Path, *addresses: str, run: str = "run") -> list[str
     tracker = MlflowTracker(run, uri, folder / ".rondo", {}, messages.append)
     tracker.begin()
     for address in addresses:
-        tracker.start(address)
+        tracker.start(address, Meter([]))
         tracker.finish("failed")
-    tracker.close(False, {})
+    tracker.close("FAILED", {})
     return messages
 
 
@@ -74,7 +75,7 @@ def test_more_tags_than_mlflow_takes_in_one_request(folder: Path, database: str)
     messages: list[str] = []
     tracker = MlflowTracker("run", database, folder / ".rondo", tags, messages.append)
     tracker.begin()
-    tracker.close(True, {})
+    tracker.close("FINISHED", {})
     (run,) = MlflowClient(database).search_runs(["1"])
     assert messages == []
     assert run.data.tags.items() >= tags.items()
@@ -105,11 +106,11 @@ def test_a_run_that_waits_goes_on_and_ends(folder: Path, database: str) -> None:
     second.begin()
     second.flush()
     assert states(database) == {"run": "RUNNING"}
-    second.close(False, {})
+    second.close("FAILED", {})
     third.begin()  # Retry
     third.flush()
     assert states(database) == {"run": "RUNNING"}
-    third.close(True, {})
+    third.close("FINISHED", {})
     third.outbox.add(Record(run="run", started=1, ended=1))  # sent at the second try
     track(database, folder, run="next")
     assert states(database) == {"run": "FINISHED", "next": "FAILED"}
@@ -126,12 +127,12 @@ def test_the_next_run_ends_the_runs_that_were_killed(folder: Path, database: str
 
     write_text(folder / "rounds/r0/sft/metrics.jsonl", NAN_STEPS)
     killed = begin("20261123-killed")
-    killed.start("sft@r0")
+    killed.start("sft@r0", Meter([]))
     killed.next_time = 0.0
     killed.progress()
     killed.flush()
     begin("20261123-waits").wait()
-    begin("20261123-done").close(True, {})
+    begin("20261123-done").close("FINISHED", {})
     hold_run_lock(home / "runs/alive-id.json")
     begin("20261123-alive")
     begin("other", project="other")
@@ -175,7 +176,7 @@ def test_a_stage_does_not_wait_for_mlflow(
     messages: list[str] = []
     tracker = MlflowTracker("run", uri, folder / ".rondo", {}, messages.append, local=False)
     tracker.begin()
-    tracker.start("sft@r0")
+    tracker.start("sft@r0", Meter([]))
     tracker.next_time = 0.0
     tracker.progress()
     tracker.finish("failed")
@@ -183,6 +184,40 @@ def test_a_stage_does_not_wait_for_mlflow(
     assert messages == []
     assert len(tracker.outbox.waiting()) == 2
     answer.set()
-    tracker.close(False, {})
+    tracker.close("FAILED", {})
     assert "failed" in messages[0] and "3 records" in messages[-1]
     assert not any("secret" in message for message in messages)
+
+
+def test_a_stage_has_the_time_in_which_it_computed(folder: Path, database: str) -> None:
+    """Not that of its first and last metric, and no time in which people let it wait."""
+
+    def stage(address: str, outcome: str, began: float | None, seconds: float) -> list[object]:
+        """Status, start and end in seconds since the epoch, as MLflow has them."""
+        tracker, meter = MlflowTracker("run", database, folder / ".rondo", {}, print), Meter([])
+        meter.began, meter.seconds = began, seconds
+        tracker.start(address, meter)
+        tracker.next_time = 0.0
+        tracker.progress()
+        tracker.finish(outcome)
+        tracker.flush()
+        (run,) = MlflowClient(database).search_runs(["1"], f"tags.`rondo.address` = '{address}'")
+        return [run.info.status, run.info.start_time / 1000, run.info.end_time / 1000]
+
+    write_text(folder / "rounds/r0/battery/metrics.jsonl", NAN_STEPS)
+    times = '{"step": -1, "time": 1090}\n{"step": 1, "time": 1100}\n{"step": 2, "time": 1200}\n'
+    write_text(folder / ".rondo/work/r0/battery/clock.jsonl", times)
+    assert stage("battery@r0", "ran", 1000.0, 780.0) == ["FINISHED", 1000.0, 1780.0]
+    assert stage("battery@r0", "unchanged", None, 0.0) == ["FINISHED", 1000.0, 1780.0]
+    assert stage("replay@r0", "ran", 1780.0, 793.5) == ["FINISHED", 1780.0, 2573.5]
+    assert stage("gate_sft@r0", "failed", 2000.0, 3.0) == ["FAILED", 2000.0, 2003.0]
+    # a person has decided after an hour
+    assert stage("gate_sft@r0", "ran", 5600.0, 4.0) == ["FINISHED", 2000.0, 2004.0]
+    assert stage("reward@r0", "cancelled", 6000.0, 60.0) == ["KILLED", 6000.0, 6060.0]
+
+
+def test_a_cancelled_run_is_killed(folder: Path, database: str) -> None:
+    tracker = MlflowTracker("run", database, folder / ".rondo", {}, print)
+    tracker.begin()
+    tracker.close("KILLED", {})
+    assert states(database) == {"run": "KILLED"}

@@ -252,7 +252,7 @@ def test_policies_that_a_dead_server_missed_are_promoted_later_and_the_last_is_c
     for _ in range(2):
         tracker = MlflowTracker("next", database, Path(".rondo").absolute(), {}, print)
         tracker.begin()
-        tracker.close(True, {})
+        tracker.close("FINISHED", {})
     assert not outbox.waiting() and not outbox.rejected.exists()
     client = MlflowClient(database)
     assert versions(client) == ["aaa.dir", "bbb.dir"]

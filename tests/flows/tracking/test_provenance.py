@@ -78,7 +78,7 @@ def test_the_page_of_a_stage_in_mlflow(
     database = f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
     tracker = MlflowTracker("run", database, project / ".rondo", {}, print)
     tracker.begin()
-    tracker.start("assets")
+    tracker.start("assets", Meter([]))
     assert tracker.page("assets") is None
     tracker.finish(dvc_stages.run("assets", lambda _: None).value)
     tracker.flush()

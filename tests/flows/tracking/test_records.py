@@ -13,6 +13,7 @@ from pandas import DataFrame
 
 from flows.core.locks import read_lock
 from flows.execution import dvc_stages
+from flows.execution.energy import Meter
 from flows.tracking import records
 from flows.tracking.mlflow_store import MlflowStore
 from flows.tracking.mlflow_tracker import MlflowTracker, open_tracker
@@ -32,10 +33,10 @@ ADDRESSES = {"pipeline", "assets", "prepare@r0", "sft@r0", "gate_sft@r0", "evalu
 def run_all(tracker: NullTracker) -> None:
     tracker.begin()
     for address in dvc_stages.stage_order(["r0"]):
-        tracker.start(address)
+        tracker.start(address, Meter([]))
         outcome = dvc_stages.run(address, lambda _: tracker.progress())
         tracker.finish(outcome.value)
-    tracker.close(True, {"summary.md": "the table"})
+    tracker.close("FINISHED", {"summary.md": "the table"})
 
 
 def runs(database: str, run: str) -> dict[str, Run]:
@@ -210,13 +211,13 @@ def test_the_pipeline_run_has_the_health_of_each_round(
     write_jsonl(Path("rounds/r0/sft/metrics.jsonl"), [{"step": 1, "entropy": 1.0}])
     tracker = MlflowTracker("health", shared_database, tmp_path / ".rondo", {}, print)
     for address in ("sft@r0", "ppo@r0", "ppo@r1"):
-        tracker.start(address)
+        tracker.start(address, Meter([]))
         tracker.next_time = 0
         tracker.progress()
         tracker.flush()
     client, parent = MlflowClient(shared_database), runs(shared_database, "health")["pipeline"].info
     live = curve(client, parent.run_id, "r0/kl")
-    tracker.close(True, {"summary.md": "the table"})
+    tracker.close("FINISHED", {"summary.md": "the table"})
     assert tracker.store is not None
     values = {"run": "health", "address": "ppo@r0", "started": 0, "ended": 0}
     record = Record.model_validate(values | {"steps": read_steps("ppo@r0")})
@@ -273,7 +274,7 @@ def test_switched_off(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "off")
     tracker = open_tracker("off", project / ".rondo", {}, print)
     assert type(tracker) is NullTracker
-    tracker.close(True, {})
+    tracker.close("FINISHED", {})
     assert not (project / ".rondo").exists()
 
 
