@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import psutil
 from pydantic import Field, TypeAdapter
@@ -72,6 +73,13 @@ class Servers:
 
 
 SERVERS_FILE = TypeAdapter(Servers)
+
+
+def sqlite_uri(path: Path) -> str:
+    """MLflow's address of a SQLite database; quoted if its path has signs of addresses."""
+    text = str(path)
+    # No slash stays in a quoted path: MLflow makes a folder for what is before the last one.
+    return f"sqlite:///{quote(text, safe='') if {'%', '?'} & {*text} else text}"
 
 
 def private_folder(home: Path) -> None:

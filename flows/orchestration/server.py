@@ -25,6 +25,7 @@ from flows.core.services import (
     new_auth,
     prefect_environment,
     server_environment,
+    sqlite_uri,
     write_servers,
 )
 from flows.orchestration.service_processes import Services, lock_folder
@@ -153,8 +154,8 @@ def _start_servers(services: Services, servers: Servers, home: Path, log: LogLin
     # No page of another host, not even one whose name resolves to this machine
     pages = ("--allowed-hosts", f"{HOST}:*,localhost:*", "--cors-allowed-origins", servers.mlflow)
     database = home / MLFLOW_DATABASE
-    records = ("--backend-store-uri", f"sqlite:///{database}")
-    artifacts = ("--artifacts-destination", str(home / MLFLOW_ARTIFACTS))
+    records = ("--backend-store-uri", sqlite_uri(database))
+    artifacts = ("--artifacts-destination", (home / MLFLOW_ARTIFACTS).as_uri())
     mlflow = ("flows.tracking.mlflow_server", str(database), "server")
     services.start("mlflow", *mlflow, *records, *artifacts, *mlflow_address, *pages)
     write_servers(home, servers)

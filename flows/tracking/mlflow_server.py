@@ -8,11 +8,12 @@ from pathlib import Path
 from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
 
 from flows.core.databases import make_or_exit
+from flows.core.services import sqlite_uri
 
 
 def make_tables(database: Path) -> None:
     """Make MLflow's tables, those of runs too, in a new SQLite database."""
-    SqlAlchemyStore(f"sqlite:///{database}").engine.dispose()
+    SqlAlchemyStore(sqlite_uri(database)).engine.dispose()
 
 
 def main() -> None:

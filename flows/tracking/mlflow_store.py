@@ -31,6 +31,7 @@ from mlflow.entities import (
 )
 from mlflow.entities.lifecycle_stage import LifecycleStage
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND, ErrorCode
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import _artifact_repository_registry
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
@@ -46,6 +47,7 @@ from flows.core.services import (
     MLFLOW_DATABASE,
     TRACKING_URI,
     running_mlflow,
+    sqlite_uri,
     without_credentials,
 )
 from flows.tracking import model_registry
@@ -71,6 +73,12 @@ SETTINGS = {
 SQLITE = "sqlite:///"
 OFF = "off"
 MAX_VALUE = 5000  # characters of a param or tag
+REJECTIONS = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
+MAX_REASON = 1000  # characters of an error's message
+OTHER_STORE = (
+    f"set {TRACKING_URI} to an MLflow server (http://...) or a database (sqlite:///...), or unset "
+    "it for the project's own"
+)
 FAILURES = (MlflowException, RequestException, SQLAlchemyError, OSError)
 
 
@@ -81,12 +89,17 @@ def artifact_repository(
     uri = tracking_uri or mlflow.get_tracking_uri()
     if not uri.startswith(SQLITE):
         return MlflowArtifactsRepository(artifact_uri, tracking_uri, registry_uri)
-    folder = Path(uri.removeprefix(SQLITE)).resolve().parent / MLFLOW_ARTIFACTS
+    folder = Path(make_url(uri).database or "").resolve().parent / MLFLOW_ARTIFACTS
     return LocalArtifactRepository((folder / urlsplit(artifact_uri).path.lstrip("/")).as_uri())
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client of the MLflow server or database at `uri`; this process logs there from now on."""
+    """A client of the MLflow server or database at `uri`; this process logs there from now on.
+
+    Raises:
+        BadInput: no record can ever be sent to this address: MLflow refuses it, or the server is
+            older than MLflow 3.
+    """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -99,7 +112,35 @@ def connect(uri: str) -> MlflowClient:
     # processes, would take it for the user's choice.
     if user_uri is None:
         os.environ.pop(TRACKING_URI, None)
-    return MlflowClient(uri)
+    try:
+        client = MlflowClient(uri)
+    except (MlflowException, ImportError) as error:  # of the address: nothing was requested yet
+        raise BadInput(
+            f"MLflow cannot use {without_credentials(uri)}: {cause(error).rstrip('.')}. "
+            f"Next: {OTHER_STORE}"
+        ) from None
+    if uri.startswith("http"):
+        _check_version(client, uri)
+    return client
+
+
+def _check_version(client: MlflowClient, uri: str) -> None:
+    """
+    Raises:
+        BadInput: the server has no LoggedModels, which are new in MLflow 3.
+    """
+    try:
+        client.search_logged_models(["0"], max_results=1)
+    except MlflowException as error:
+        if error.error_code == ErrorCode.Name(ENDPOINT_NOT_FOUND):
+            raise BadInput(
+                f"{without_credentials(uri)} is an MLflow server older than version 3, or another "
+                "server: Rondo needs MLflow 3. Next: update the server (`pip install -U mlflow`, "
+                f"`mlflow db upgrade`), or {OTHER_STORE}"
+            ) from None
+        # else this experiment is not there, or not for this user
+        if error.get_http_status_code() >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
 
 
 class MlflowStore:
@@ -337,9 +378,23 @@ def _cell(value: object) -> object:
 def store_uri(home: Path) -> str:
     """Where records go: MLFLOW_TRACKING_URI if set, else the project's server or database."""
     if uri := os.environ.get(TRACKING_URI, ""):
-        return uri
+        return _absolute(uri, home.parent)
     servers = running_mlflow(home)
-    return servers.mlflow if servers else f"{SQLITE}{home / MLFLOW_DATABASE}"
+    return servers.mlflow if servers else sqlite_uri(home / MLFLOW_DATABASE)
+
+
+def _absolute(uri: str, folder: Path) -> str:
+    """The address with an absolute path if it is a path relative to `folder`, the project's: an
+    isolated run has another working directory, which is removed later.
+    """
+    if uri.startswith(SQLITE):
+        database = make_url(uri).database or ":memory:"
+        if database.startswith(("/", ":memory:", "file:")):
+            return uri
+        _, mark, query = uri.partition("?")
+        return f"{sqlite_uri(folder / database)}{mark}{query}"
+    is_path = "://" not in uri and uri not in (OFF, "databricks", "databricks-uc", "uc")
+    return str(folder / uri.removeprefix("file:")) if is_path else uri
 
 
 @contextmanager
@@ -355,7 +410,7 @@ def registry(home: Path) -> Iterator[MlflowClient]:
         raise BadInput(
             "MLFLOW_TRACKING_URI is `off`: unset it, or set it to the MLflow that has the runs"
         )
-    if uri == f"{SQLITE}{database}" and not database.exists():
+    if uri == sqlite_uri(database) and not database.exists():
         raise BadInput(f"{database} is missing: no run was recorded here; `rondo run` records one")
     try:
         yield connect(uri)
@@ -381,15 +436,17 @@ def experiment_of(client: MlflowClient) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether MLflow itself failed, e.g. its disk is full; else it rejected what it was sent."""
+    """Whether MLflow may take later what it has not taken now, e.g. since its disk is full or the
+    token has expired; else it rejected what it was sent.
+    """
     if isinstance(error, MlflowException):
-        return bool(error.get_http_status_code() >= HTTPStatus.INTERNAL_SERVER_ERROR)
+        return error.get_http_status_code() not in REJECTIONS
     if isinstance(error, RequestException) and error.response is not None:
-        return error.response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return error.response.status_code not in REJECTIONS
     return isinstance(error, FAILURES)
 
 
 def cause(error: Exception) -> str:
-    """The first line of an error's message, at most 120 characters, without passwords."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"{without_credentials(line):.120}"
+    """The first line of an error's message without passwords, at most MAX_REASON characters."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{without_credentials(line):.{MAX_REASON}}"

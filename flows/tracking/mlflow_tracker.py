@@ -36,6 +36,7 @@ from flows.tracking.null_tracker import NullTracker
 from flows.tracking.outbox import Outbox
 from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Record, Status, milliseconds, read_record, read_steps
+from stages.lib.core.errors import BadInput
 from stages.lib.core.params.tracking import Upload
 from stages.lib.core.progress import progress
 
@@ -76,7 +77,7 @@ class MlflowTracker(NullTracker):
         self.uploads = Outbox(home / "outbox/models", ModelUpload)
         self.outbox.take_over(home / "unsent.jsonl")
         self.store: MlflowStore | None = None
-        self.warned = False
+        self.warned, self.refusal = False, ""  # why this address never takes a record
         self.address, self.meter = "", Meter([])  # of the running stage
         self.next_time, self.paused_until = 0.0, 0.0  # of time.monotonic()
         self.sent_lines: dict[str, int] = {}  # of metrics.jsonl, by address
@@ -154,10 +155,10 @@ class MlflowTracker(NullTracker):
                 thread.join(max(0.0, end - time.monotonic()))
         for outbox, subject in ((self.outbox, "records"), (self.uploads, "uploads of models")):
             if waiting := outbox.waiting():
-                self.log(
-                    f"MLflow is missing {len(waiting)} {subject}: {outbox.folder} is sent with the "
-                    "next run"
-                )
+                fate = "is sent with the next run"
+                if self.refusal:
+                    fate = f"cannot be sent to this address, and is kept. {self.refusal}"
+                self.log(f"MLflow is missing {len(waiting)} {subject}: {outbox.folder} {fate}")
 
     def _send_status(self, status: Status, **fields: Any) -> None:
         """Send the state of the pipeline run."""
@@ -175,7 +176,10 @@ class MlflowTracker(NullTracker):
                 job()
             except Exception as error:
                 self.paused_until = time.monotonic() + PAUSE_SECONDS
-                if not self.warned:
+                self.refusal = str(error) if isinstance(error, BadInput) else ""
+                if self.refusal and not self.warned:
+                    self.log(f"MLflow gets no record of this run. {self.refusal}")
+                elif not self.warned:
                     self.log(
                         f"MLflow at {without_credentials(self.uri)} failed ({cause(error)}); "
                         f"the run continues, and {self.outbox.folder} is sent later"

@@ -1,10 +1,10 @@
 """Records that MLflow does not have yet: one file per record in `.rondo/outbox`.
 
 Records are sent in the order in which they were added, also those of earlier runs. A record that
-cannot be read, or that MLflow rejects three times, moves to `.rondo/outbox/rejected` with its
-reason, so that it holds up no other record. If the server itself failed, e.g. since its disk is
-full, this does not count. `.rondo/outbox/models` is a second outbox: the uploads of models' files,
-which take longer and hold up no record.
+cannot be read, or that MLflow rejects three times as invalid, moves to `.rondo/outbox/rejected`
+with its reason, so that it holds up no other record. A failure that may pass, e.g. of a full disk
+or an expired token, does not count. `.rondo/outbox/models` is a second outbox: the uploads of
+models' files, which take longer and hold up no record.
 """
 
 import time
@@ -117,4 +117,4 @@ class Outbox(Generic[Item]):
         self.rejected.mkdir(exist_ok=True)
         write_text(self.rejected / f"{path.stem}.reason.txt", reason + "\n")
         moved = path.rename(self.rejected / path.name)
-        return f"MLflow does not get the record {moved}: {(reason.splitlines())[0]:.120}"
+        return f"MLflow does not get the record {moved}: {reason.splitlines()[0]}"

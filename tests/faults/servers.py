@@ -13,10 +13,13 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import psutil
+import requests
 
 from flows.core.services import is_up
 from tests.faults.lab import (
@@ -164,6 +167,53 @@ def mlflow_server(folder: Path, tables: Path) -> Iterator[MlflowServer]:
         for process in server.processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+@contextmanager
+def refusing_proxy(target: str, refused: dict[str, tuple[int, str]]) -> Iterator[str]:
+    """The address of a proxy in front of an HTTP server.
+
+    Args:
+        target: the server's address.
+        refused: status and body of the answer to requests whose path contains a text; the others
+            are passed on. It may change.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            refusals = [answer for text, answer in refused.items() if text in self.path]
+            if refusals:
+                [(status, answer)] = refusals
+                kind, content = "text/html", answer.encode()
+            else:
+                passed = requests.request(
+                    self.command,
+                    target + self.path,
+                    data=body,
+                    headers={"Content-Type": "application/json"},
+                    timeout=60,
+                )
+                status, content = passed.status_code, passed.content
+                kind = passed.headers.get("Content-Type", "")
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PATCH = do_DELETE = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextmanager

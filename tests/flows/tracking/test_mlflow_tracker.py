@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,11 +15,15 @@ from mlflow.entities import ViewType
 
 from flows.core.run_locks import hold_run_lock
 from flows.execution.energy import Meter
+from flows.tracking.mlflow_store import MlflowStore, registry, store_uri
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.outbox import Outbox
+from flows.tracking.outbox import TRIES, Outbox
 from flows.tracking.provenance import PROJECT
 from flows.tracking.records import Record
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
+from tests.faults.servers import mlflow_server, refusing_proxy
+from tests.paths import ROOT
 
 NAN_STEPS = '{"step": 1, "grad_norm": NaN, "loss": 2.0}\n{"step": 2, "grad_norm": Infinity}\n'
 
@@ -221,3 +227,103 @@ def test_a_cancelled_run_is_killed(folder: Path, database: str) -> None:
     tracker.begin()
     tracker.close("KILLED", {})
     assert states(database) == {"run": "KILLED"}
+
+
+def all_sent(outbox: Outbox[Record]) -> bool:
+    return not outbox.waiting() and not outbox.rejected.exists()
+
+
+def test_records_that_a_server_refuses_for_lack_of_rights_are_sent_when_it_takes_them(
+    folder: Path, empty_tables: Path
+) -> None:
+    """As with an expired token: a server answers reads, and 401 or 403 to writes."""
+    outbox = Outbox(folder / ".rondo/outbox", Record)
+    expired = '{"error_code": "PERMISSION_DENIED", "message": "Token expired."}'
+    with mlflow_server(folder, empty_tables) as server:
+        server.start()
+        refused = {"log-batch": (403, expired)}
+        with refusing_proxy(server.url, refused) as uri:
+            for answer in ((403, expired), (401, "<html>"), (413, "<html>")):
+                refused["log-batch"] = answer
+                messages = track(uri, folder, "assets", "sft@r0")
+                assert "is sent with the next run" in messages[-1]
+            # all but the first record, the start of a run, which needs no log-batch
+            assert len(outbox.waiting()) == 3 * 4 - 1 and not outbox.rejected.exists()
+            refused.clear()
+            assert track(uri, folder) == [] and all_sent(outbox)
+        assert states(server.url) == {"run": "FAILED", "assets": "FAILED", "sft@r0": "FAILED"}
+
+
+def test_a_server_older_than_3_is_named_and_gets_the_records_after_its_update(
+    folder: Path, empty_tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(folder / ".rondo/outbox", Record)
+    with mlflow_server(folder, empty_tables) as server:
+        server.start()
+        refused = {"logged-models": (404, "<!doctype html>\n<title>404 Not Found</title>")}
+        with refusing_proxy(server.url, refused) as uri:
+            for _ in range(TRIES + 1):
+                first, last = track(uri, folder, "assets")
+                for message in (first, last):
+                    assert "Rondo needs MLflow 3. Next: update the server" in message
+                assert "is sent with the next run" not in last
+            assert len(outbox.waiting()) == 3 * (TRIES + 1) and not outbox.rejected.exists()
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+            with pytest.raises(BadInput, match="needs MLflow 3"), registry(folder / ".rondo"):
+                pass
+            refused.clear()
+            assert track(uri, folder) == [] and all_sent(outbox)
+
+
+def test_an_address_that_mlflow_refuses_is_an_error_of_the_record(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = track("./mlruns", folder, "assets")
+    for message in (first, last):
+        assert "`mlflow migrate-filestore`" in message  # what MLflow says, to its end
+        assert "set MLFLOW_TRACKING_URI to an MLflow server (http://...) or a database" in message
+    assert "MLflow is missing 3 records" in last and "cannot be sent to this address" in last
+    assert "next run" not in last
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    with pytest.raises(BadInput, match="set MLFLOW_TRACKING_URI to"), registry(folder / ".rondo"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "absolute"),
+    [
+        ("sqlite:///tracking.db", "sqlite:///{}/tracking.db"),
+        ("sqlite:///./a/b.db?timeout=5", "sqlite:///{}/a/b.db?timeout=5"),
+        ("sqlite:////a/b.db", "sqlite:////a/b.db"),
+        ("./mlruns", "{}/mlruns"),
+        ("file:mlruns", "{}/mlruns"),
+        ("/mlruns", "/mlruns"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("databricks", "databricks"),
+    ],
+)
+def test_a_relative_address_is_one_of_the_project_in_every_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, address: str, absolute: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    workspace = folder / ".rondo/workspaces/run"
+    workspace.mkdir(parents=True)
+    monkeypatch.chdir(workspace)
+    assert store_uri(folder / ".rondo") == absolute.format(folder)
+
+
+@pytest.mark.parametrize("name", ["50%25", "a?x", "ü %2F"])
+def test_a_folder_with_signs_of_addresses_in_its_name_has_its_own_database(
+    folder: Path, name: str
+) -> None:
+    home = folder / name / ".rondo"
+    home.mkdir(parents=True)
+    store = MlflowStore(store_uri(home), True)
+    run = store.run_id("run", "", 0)
+    store.client.log_text(run, "text", "a.txt")
+    assert (home / "mlflow.db").exists() and [path.name for path in folder.iterdir()] == [name]
+    (text,) = folder.rglob("a.txt")
+    assert text.is_relative_to(home / "mlartifacts")
+    command = [sys.executable, "-m", "flows.tracking.mlflow_server"]
+    subprocess.run([*command, str(home / "new.db"), "--version"], cwd=ROOT, check=True)
+    assert (home / "new.db").exists()
