@@ -1,10 +1,10 @@
 """The champion in MLflow: versions and aliases of the registered model `rondo-policy`.
 
 A version is a policy, identified by its DVC md5, with the evidence as tags; its files are those of
-its LoggedModel (model_upload.py). A policy whose gate passed or was approved becomes `champion` if
-nothing speaks against it (`obstacle`), and the champion before it becomes `previous`. Another
-policy becomes `challenger`, if it is the newest. After that only a person moves the aliases (`rondo
-promote`).
+its LoggedModel (model_upload.py). The champion is that of the rounds' files
+(stages/gate/champion.py): the alias `champion` follows them, as far as the policy is of a run in
+the folder of the project that has the alias (`obstacle`). The champion before it becomes
+`previous`. Another policy becomes `challenger`, if it is the newest.
 """
 
 import json
@@ -18,17 +18,20 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
+from flows.core.config import all_rounds
 from flows.core.locks import digests
 from flows.core.tables import interval
+from flows.core.verdicts import read_gate
 from flows.tracking.model_upload import DIGEST, STORED
 from flows.tracking.records import Promotion
 from stages.gate.approvals import Rollback, check_reason, rollback_path
+from stages.gate.verdict import passed_or_approved
+from stages.lib.core.champion import ChampionRecord
 from stages.lib.core.errors import BadInput
-from stages.lib.core.files import file_hash, write_json
+from stages.lib.core.files import file_hash, stage_dir, write_json
 from stages.lib.core.renamed import current_metrics
 
 NAME, CHAMPION, PREVIOUS, CHALLENGER = "rondo-policy", "champion", "previous", "challenger"
-EQUAL = 0.5  # the win rate of two equally good policies
 ABOUT = (
     "Policies that reached the promotion gate, with the numbers of the gate. "
     'To load the champion: `mlflow.pyfunc.load_model("models:/rondo-policy@champion")`. '
@@ -42,7 +45,7 @@ def promote(
     """Register a policy; make it champion if there is no `obstacle`, else challenger.
 
     A second call with the same policy changes nothing. A policy does not become champion if a later
-    one is champion already (its record was sent late), nor after a rollback of this policy.
+    one is champion already (its record was sent late).
 
     Args:
         run_id: MLflow's run of the promotion gate.
@@ -71,7 +74,7 @@ def promote(
         version = client.get_model_version(NAME, str(version.version))
     if challenger and challenger.version == version.version:
         client.delete_registered_model_alias(NAME, CHALLENGER)
-    if "rollback.reason" in version.tags:
+    if champion and champion.version == version.version:
         return
     # Records that could not be sent arrive later, in any order: the gate's time decides.
     if _gate_time(champion) < _gate_time(version):
@@ -85,29 +88,24 @@ def promote(
 def obstacle(evidence: Mapping[str, str], champion: ModelVersion | None) -> str:
     """The reason why a policy does not become champion by itself; empty if there is none.
 
-    A policy becomes champion if its gate passed and it was compared with this champion, or follows
-    it in the same project with the same base model, data and evaluation. A trial (an isolated run)
-    has to win the comparison. What a person has approved becomes champion.
+    The rounds of the project decide, by gates and people. The champion's project is the one with
+    its tag, or one whose own champion it is: a clone that goes on with its rounds. Isolated runs
+    belong to no project before a person adopts them.
 
     Args:
         evidence: the tags of the policy's version.
         champion: the current champion, None if there is none.
     """
     if evidence.get("passed_or_approved") == str(False):
-        return "its promotion gate failed"
-    if champion is None or "approval.by" in evidence:
+        return "its promotion gate failed, or a person chose another champion"
+    if champion is None:
         return ""
-    isolated, champion_tags = evidence.get("isolated") == str(True), tags_of(champion)
-    if evidence.get("md5.champion") == champion_tags["md5"]:
-        low = json.loads(evidence.get("evaluate.win_rate_champion_low", "null"))
-        won = low is not None and low >= EQUAL
-        return "it did not beat the champion" if isolated and not won else ""
-    if isolated:
+    if evidence.get("isolated") == str(True):
         return "it is the result of an isolated run"
-    if evidence.get("project") != champion_tags.get("project"):
+    champion_tags = tags_of(champion)
+    goes_on = evidence.get("md5.champion") == champion_tags["md5"]
+    if not goes_on and evidence.get("project") != champion_tags.get("project"):
         return "the champion is of another project"
-    if evidence.get("lineage") != champion_tags.get("lineage"):
-        return "the champion has another base model, data set or evaluation"
     return ""
 
 
@@ -182,7 +180,8 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
     """Make a version champion; `by` and `reason` become its tags.
 
     Raises:
-        BadInput: there is no reason or no such version, or it is the champion already.
+        BadInput: there is no reason or no such version, it is the champion already, or its files
+            are not in this folder.
     """
     check_reason(reason, "won the comparison on our own prompts")
     known = client.search_model_versions(f"name = '{NAME}'")
@@ -194,10 +193,10 @@ def promote_by_hand(client: MlflowClient, version: int, by: str, reason: str) ->
     champion, challenger = by_alias.get(CHAMPION), by_alias.get(CHALLENGER)
     if champion and int(champion.version) == version:
         raise BadInput(f"version {version} of {NAME} is the champion already")
+    _make_champion(client, chosen, champion, by, reason)
     _tag(client, chosen, _decision("promoted", by, reason))
     if challenger and challenger.version == chosen.version:
         client.delete_registered_model_alias(NAME, CHALLENGER)
-    _make_champion(client, chosen, champion)
 
 
 def _decision(verb: str, by: str, reason: str) -> dict[str, str]:
@@ -207,14 +206,17 @@ def _decision(verb: str, by: str, reason: str) -> dict[str, str]:
 
 
 def _make_champion(
-    client: MlflowClient, version: ModelVersion, champion: ModelVersion | None
+    client: MlflowClient, version: ModelVersion, champion: ModelVersion | None, by: str, reason: str
 ) -> None:
-    """Make a version champion, and the one before previous; undo a rollback of its policy."""
-    if champion:
+    """Make a version champion of this folder's rounds; MLflow's aliases follow.
+
+    Raises:
+        BadInput: its files are not in this folder.
+    """
+    _choose(version, by, reason)
+    if champion and champion.version != version.version:
         _set_alias(client, PREVIOUS, champion)
     _set_alias(client, CHAMPION, version)
-    if _is_here(version):
-        rollback_path(version.tags["round"]).unlink(missing_ok=True)
 
 
 def roll_back(client: MlflowClient, by: str, reason: str) -> None:
@@ -223,7 +225,7 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
     A second call undoes the first one; it does not go back to older versions.
 
     Raises:
-        BadInput: there is no reason, no champion, or no champion before it.
+        BadInput: there is no reason, no champion, or no champion before it in this folder.
     """
     check_reason(reason, "one ending for all prompts, found by reading samples")
     by_alias = versions_by_alias(client)
@@ -234,20 +236,44 @@ def roll_back(client: MlflowClient, by: str, reason: str) -> None:
             f"nothing to roll back to: version {champion.version} of {NAME} is the only champion "
             "so far; train a better policy instead"
         )
+    _make_champion(client, previous, champion, by, reason)
     _tag(client, champion, _decision("rollback", by, reason))
-    _make_champion(client, previous, champion)
-    # If `previous` is the newer one, this call undoes a rollback. A policy whose files are not in
-    # this folder is no champion of a round here. Else stage `champion` of later rounds reads it.
-    if _is_here(champion) and _gate_time(previous) < _gate_time(champion):
-        policy = file_hash(Path(champion.tags["path"]))
-        rollback = Rollback(by=by, reason=reason, policy=policy)
-        write_json(rollback_path(champion.tags["round"]), rollback.model_dump())
 
 
-def _is_here(version: ModelVersion) -> bool:
-    """Whether the files of a policy in this folder are those of the version."""
-    path = version.tags["path"]
-    return Path(path).exists() and digests(version.tags["round"]).get(path) == version.tags["md5"]
+def _choose(version: ModelVersion, by: str, reason: str) -> None:
+    """Make a version champion after the last round of this folder, for the rounds that follow.
+
+    Raises:
+        BadInput: its files are not in this folder.
+    """
+    round_, known = version.tags["round"], digests(version.tags["round"])
+    policy, sft = version.tags["path"], str(stage_dir(round_, "sft") / "model")
+    paths = {policy: version.tags["md5"], sft: version.tags.get("md5.sft") or known.get(sft)}
+    rounds = list(all_rounds())
+    for path, md5 in paths.items():
+        if round_ not in rounds or not Path(path).exists() or known.get(path) != md5:
+            raise BadInput(
+                f"version {version.version} of {NAME} is not in this folder: {path} is not the one "
+                f"with md5 {md5}, so that later rounds could neither be compared with it nor start "
+                "from it. Next: find its commit with `git log --all -S MD5 -- dvc.lock rounds` (an "
+                "isolated run: its branch runs/RUN), `git merge` or `git checkout` it and run `dvc "
+                "checkout`, then promote it; or promote it in its own project's folder"
+            )
+    policies = {name: stage_dir(name, "ppo") / "policy" for name in rounds}
+    ended = (name for name in rounds if policies[name].exists() and read_gate(name, "promote"))
+    last = max(round_, *ended, key=rounds.index)
+    verdict = read_gate(last, "promote")
+    if last == round_ and verdict and passed_or_approved(verdict):
+        rollback_path(last).unlink(missing_ok=True)  # it is champion by its gate
+        return
+    hashes = {path: file_hash(Path(path)) for path in paths}
+    choice = Rollback(
+        by=by,
+        reason=reason,
+        policy=file_hash(policies[last]),
+        champion=ChampionRecord(round=round_, hashes=hashes),
+    )
+    write_json(rollback_path(last), choice.model_dump(exclude_defaults=True))
 
 
 def _check_champion(by_alias: dict[str, ModelVersion]) -> None:

@@ -27,11 +27,13 @@ from flows.tracking.models import (
     update_of,
     with_files,
 )
+from stages.gate.approvals import read_rollback
 from stages.gate.verdict import passed_or_approved
 from stages.lib.core.champion import read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
+    file_hash,
     json_hash,
     metric_name,
     read_json,
@@ -93,8 +95,9 @@ class Data(BaseModel):
 class Promotion(BaseModel):
     """A policy that reached its promotion gate.
 
-    digest: its md5 in dvc.lock. passed_or_approved: the gate passed, or a person approved the
-    policy; false if the run only continued because of `policy: warn`. evidence: the gate's numbers,
+    digest: its md5 in dvc.lock. passed_or_approved: the gate passed, or a person approved or chose
+    the policy; false if a person chose another one after this round, and if the run only continued
+    because of `policy: warn`. evidence: the gate's numbers,
     and where the policy comes from.
     """
 
@@ -310,9 +313,11 @@ def _promotion(round_: str, tags: Mapping[str, str], failed: bool) -> Promotion 
         **_decision("gate_promote", round_),
         **{key: json.dumps(value) for key, value in metrics.items()},
     }
-    return Promotion(
-        digest=known[policy], passed_or_approved=passed_or_approved(verdict), evidence=evidence
-    )
+    # A person may have chosen another champion after the round, or this one although it failed.
+    choice, passed = read_rollback(round_), passed_or_approved(verdict)
+    if choice and choice.policy == file_hash(Path(policy)):
+        passed = choice.champion is not None and choice.champion.round == round_
+    return Promotion(digest=known[policy], passed_or_approved=passed, evidence=evidence)
 
 
 def _champion_digest(round_: str) -> str:

@@ -1,8 +1,8 @@
 """Decisions of people, kept in git.
 
 An approval of a failed gate whose policy is `ask` (approvals/<round>/<gate>.json) is valid for the
-numbers that the person saw: if one of them changes, the gate asks again. A rollback of a champion
-(approvals/<round>/taken_back.json) is valid for that policy.
+numbers that the person saw: if one of them changes, the gate asks again. The choice of another
+champion after a round (approvals/<round>/taken_back.json) is valid for the policy of that round.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from stages.lib.core.champion import ChampionRecord
 from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.files import read_object, remove_unfinished, write_json
 from stages.lib.core.renamed import current_metrics
@@ -38,14 +39,17 @@ class Approval(BaseModel, extra="forbid"):
 
 
 class Rollback(BaseModel, extra="forbid"):
-    """The decision that a policy is no longer champion.
+    """The decision of a person which policy is champion after a round, in place of its gate.
 
-    policy: sha256 of its files (`stages.lib.core.files.file_hash`).
+    policy: sha256 of the files (`stages.lib.core.files.file_hash`) of the round's own policy.
+    champion: the one that the person chose; None, as older versions of Rondo wrote it: the champion
+    before the round.
     """
 
     by: str = Field(pattern=r"\S")
     reason: str = Field(pattern=r"\S")
     policy: str = Field(pattern="^[0-9a-f]{64}$")
+    champion: ChampionRecord | None = None
 
 
 Decision = TypeVar("Decision", Approval, Rollback)
@@ -84,7 +88,7 @@ def read_approval(round_: str, gate: str) -> Approval | None:
 
 
 def read_rollback(round_: str) -> Rollback | None:
-    """The rollback of a round's policy; None if there is none.
+    """The choice of the champion after a round; None if there is none.
 
     Raises:
         BadInput: the file does not name the person, the reason and the policy.

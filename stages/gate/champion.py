@@ -1,12 +1,13 @@
 """The champion stage: which earlier policy must a round's policy not lose to, and start from?
 
 The champion is the policy of the last earlier round that passed its promotion gate or was approved,
-and was not rolled back (`rondo promote --rollback`). It is computed round by round: the champion
-after a round is that round's own policy, or else the champion before it. Reads the previous round's
-champion.json, metrics and approvals; writes two files in rounds/<round>/champion, which
-stages/lib/core/champion.py reads. champion.json also has the anchor: the SFT model of the first
-round, from which the KL of all rounds' policies is measured. start.json has the champion if PPO
-starts from it, so that another champion reruns PPO only then. Loads no model.
+or the one that a person chose after that (`rondo promote`). It is computed round by round: the
+champion after a round is the chosen policy, or that round's own, or else the champion before it.
+Reads the previous round's champion.json, metrics and approvals; writes two files in
+rounds/<round>/champion, which stages/lib/core/champion.py reads. champion.json also has the anchor:
+the SFT model of the first round, from which the KL of all rounds' policies is measured. start.json
+has the champion if PPO starts from it, so that another champion reruns PPO only then. Loads no
+model.
 
 Run: `python -m stages.gate.champion --round r1`.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from stages.gate.approvals import read_rollback
 from stages.gate.verdict import evaluate_gate, passed_or_approved
-from stages.lib.core.champion import read_champion
+from stages.lib.core.champion import ChampionRecord, read_champion
 from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import ROUNDS, file_hash, stage_dir, write_json
 from stages.lib.core.params import Params
@@ -53,12 +54,21 @@ def champion_after(params: Params, previous: Path) -> Metrics:
     gate_params = params_of(round_) if has_ended(round_) else params
     if rollback and rollback.policy == policy_hash:
         reason = f"by {rollback.by}: {rollback.reason}"
+        if rollback.champion:
+            chosen = rollback.champion.round
+            print(f"[champion] {chosen} was chosen after {round_} {reason}", flush=True)
+            return _as_recorded(rollback.champion)
         print(f"[champion] {round_} was rolled back {reason}", flush=True)
     # An ended round has the thresholds of its own settings
     elif passed_or_approved(evaluate_gate(gate_params, "promote", round_)):
         return {"round": round_, "hashes": {str(policy): policy_hash, str(sft): file_hash(sft)}}
-    earlier = read_champion(previous / "champion/champion.json")
-    return earlier.model_dump(exclude={"anchor"}, exclude_defaults=True) | {"round": earlier.round}
+    return _as_recorded(read_champion(previous / "champion/champion.json"))
+
+
+def _as_recorded(champion: ChampionRecord) -> Metrics:
+    """The champion as start.json has it, without the anchor."""
+    record = champion.model_dump(exclude={"anchor"}, exclude_defaults=True)
+    return record | {"round": champion.round}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from flows.tracking import model_registry
 from flows.tracking.mlflow_tracker import MlflowTracker
 from stages.gate.verdict import run_gate
 from stages.lib.core.errors import GateFailed
-from stages.lib.core.files import stage_dir, write_json
+from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params import check_params
+from stages.lib.core.params.data import rounds
 
 GOOD = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9, "human_nll_rise": 0.5}
 GOOD |= {
@@ -35,7 +36,7 @@ OTHER_PROJECT = {"project": "q", "isolated": "False"}
 def make_round(
     round_: str, policy: str, evaluate: dict[str, Any], gate: str = "block", rival: str = ""
 ) -> None:
-    """Write the files of DVC and the stages, up to the verdict.
+    """Write the files of DVC and the stages, up to the verdict, and params.yaml with four rounds.
 
     policy: its md5 less `.dir`. rival: the round of the champion with which it was compared.
     """
@@ -54,10 +55,13 @@ def make_round(
         ("ppo", "policy", f"{policy}.dir"),
         ("sft", "model", f"5f7{round_}.dir"),
     ):
+        write_text(stage_dir(round_, stage) / out / "model.bin", f"{md5} of {round_}")
         lock["stages"][f"{stage}@{round_}"] = {
             "outs": [{"path": f"rounds/{round_}/{stage}/{out}", "md5": md5}]
         }
     Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    four = {name: entry.model_dump() for name, entry in rounds(4).items()}
+    Path("params.yaml").write_text(yaml.safe_dump({"rounds": four}))
     with suppress(GateFailed):
         run_gate(check_params({"gates": {"promote": {"policy": gate}}}, "test"), "promote", round_)
 

@@ -84,10 +84,10 @@ def test_a_policy_whose_gate_passed_becomes_champion_with_its_evidence(database:
         (PROJECT, "aaa", ""),
         (TRIAL, "aaa", "it is the result of an isolated run"),
         (OTHER_PROJECT, "aaa", "the champion is of another project"),
-        (PROJECT, "bbb", "the champion has another base model, data set or evaluation"),
+        (PROJECT, "bbb", ""),  # other settings: it is the champion of the project's later rounds
     ],
 )
-def test_without_a_comparison_only_a_run_of_the_same_project_and_lineage_takes_the_alias(
+def test_without_a_comparison_only_a_run_of_the_same_project_takes_the_alias(
     database: str, run: dict[str, str], base_model: str, reason: str
 ) -> None:
     for policy, md5, tags in (("aaa", "aaa", PROJECT), ("bbb", base_model, run)):
@@ -108,12 +108,11 @@ def test_without_a_comparison_only_a_run_of_the_same_project_and_lineage_takes_t
 @pytest.mark.parametrize(
     ("run", "low", "champion"),
     [
-        (TRIAL, 0.51, "bbb.dir"),
-        (TRIAL, 0.49, "aaa.dir"),
-        (PROJECT | {"project": "q"}, 0.4, "bbb.dir"),
+        (TRIAL, 0.51, "aaa.dir"),  # the project's rounds do not have it yet
+        (PROJECT | {"project": "q"}, 0.4, "bbb.dir"),  # a clone that goes on with its rounds
     ],
 )
-def test_a_policy_that_was_compared_with_the_champion_takes_the_alias_a_trial_if_it_won(
+def test_a_policy_that_was_compared_with_the_champion_takes_the_alias_but_no_trial(
     database: str, run: dict[str, str], low: float, champion: str
 ) -> None:
     make_round("r0", "aaa", FIRST)
@@ -124,7 +123,7 @@ def test_a_policy_that_was_compared_with_the_champion_takes_the_alias_a_trial_if
     assert aliases(client)["champion"] == champion
     # another one has become champion since: the comparison was with its predecessor
     make_round("r2", "ccc", CHAMPION, rival="r1")
-    mirror("third", database, "r2", **TRIAL)
+    mirror("third", database, "r2", **OTHER_PROJECT)
     assert aliases(client)["champion"] == ("ccc.dir" if champion == "bbb.dir" else "aaa.dir")
 
 

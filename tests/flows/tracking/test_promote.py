@@ -10,9 +10,12 @@ from flows.tracking import model_registry
 from flows.tracking.mlflow_store import registry
 from flows.tracking.outbox import Outbox
 from flows.tracking.records import Record
-from stages.gate.approvals import read_rollback
+from stages.gate.approvals import read_rollback, rollback_path
+from stages.gate.champion import main as champion_stage
+from stages.lib.core.champion import load_champion
 from stages.lib.core.errors import BadInput, RondoError
-from stages.lib.core.files import file_hash, write_text
+from stages.lib.core.files import file_hash
+from stages.lib.core.params import load_params
 from tests.flows.tracking.promotions import (
     CHAMPION,
     FIRST,
@@ -77,8 +80,6 @@ def test_a_rollback_of_policies_in_this_folder_reaches_the_next_round(
     database: str,
 ) -> None:
     client = two_rounds(database)
-    for name in ("r0", "r1"):
-        write_text(Path(f"rounds/{name}/ppo/policy/adapter.bin"), name)
     model_registry.roll_back(client, "Ada", "one ending for all")
     rollback = read_rollback("r1")
     assert rollback and (rollback.by, rollback.reason, rollback.policy) == (
@@ -93,9 +94,54 @@ def test_a_rollback_of_policies_in_this_folder_reaches_the_next_round(
     assert read_rollback("r1")
     model_registry.promote_by_hand(client, 2, "Bob", "it was the judge")
     assert read_rollback("r1") is None
-    make_round("r1", "ccc", CHAMPION)  # r1 of this folder is no longer the champion
+    make_round("r1", "ccc", CHAMPION)  # another policy, which no person has seen before
     model_registry.roll_back(client, "Ada", "it was not")
-    assert read_rollback("r1") is None
+    assert next_champion("r2") == "r0"
+
+
+def next_champion(round_: str) -> str | None:
+    """The round of the policy with which this round's is compared, by the stage of the DAG."""
+    champion_stage(load_params(), round_)
+    champion = load_champion(round_)
+    return champion.round if champion else None
+
+
+def test_the_next_round_has_the_champion_that_a_person_promoted(database: str) -> None:
+    client = two_rounds(database)
+    assert next_champion("r2") == "r1"
+    model_registry.promote_by_hand(client, 1, "Ada", "our own prompts")
+    assert next_champion("r2") == "r0"
+    # the alias follows the files: no record of the other policy moves it back
+    mirror("again", database, "r0", "r1", outcome="unchanged")
+    assert aliases(client) == {"champion": "aaa.dir", "previous": "bbb.dir"}
+
+    make_round("r2", "ccc", FIRST | {"win_rate_low": 0.4})
+    assert next_champion("r2") == "r0"  # and champion.json of r2 is that of the stage
+    mirror("third", database, "r2", outcome="failed")
+    assert (next_champion("r3"), aliases(client)["challenger"]) == ("r0", "ccc.dir")
+    model_registry.promote_by_hand(client, 3, "Ada", "read them all")
+    assert next_champion("r3") == "r2"
+    mirror("later", database, "r1", "r2", outcome="unchanged")
+    assert aliases(client) == {"champion": "ccc.dir", "previous": "aaa.dir"}
+    make_round("r2", "ddd", FIRST | {"win_rate_low": 0.4})  # trained anew
+    assert next_champion("r2") == "r0"
+    assert next_champion("r3") == "r0"
+
+
+def test_a_version_that_later_rounds_could_not_use_is_refused(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = two_rounds(database)
+    before = aliases(client)
+    make_round("r0", "ccc", FIRST)  # r0 of version 1 is in another commit
+    for arguments in (["1"], ["--rollback"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["promote", *arguments, "--reason", "our own prompts"])
+        message = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert "version 1 of rondo-policy is not in this folder: rounds/r0/ppo/policy" in message
+        assert "aaa.dir" in message and "`dvc checkout`, then promote it" in message
+    assert aliases(client) == before and not rollback_path("r1").exists()
 
 
 def test_nothing_to_roll_back_to(database: str) -> None:
