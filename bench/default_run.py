@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flows.core.locks import current_locks
 from flows.core.tables import render_text
 from flows.report import summary
 
@@ -63,7 +64,8 @@ def percent(metrics: dict[str, Any], name: str) -> str:
 
 def rounds_table() -> str:
     """The table over rounds of docs/default.md."""
-    return render_text(summary.table(list(ROUNDS), markdown=True)).strip() + "\n"
+    table = summary.table(list(ROUNDS), current_locks(ROUNDS), markdown=True)
+    return render_text(table).strip() + "\n"
 
 
 TABLES = {"README.md": questions, "docs/default.md": rounds_table}

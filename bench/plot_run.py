@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import yaml
 
+from flows.core.locks import current_locks
 from flows.report.round_data import columns
 from flows.report.summary import not_comparable
 
@@ -16,7 +17,7 @@ ROUNDS = sorted(path.parent.parent.name for path in Path("rounds").glob("*/evalu
 
 
 def main(target: str) -> None:
-    if lines := not_comparable(ROUNDS):
+    if lines := not_comparable(ROUNDS, current_locks(ROUNDS)):
         raise SystemExit("\n".join(lines))
     figure, (score, kl, against_kl) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     for name in ROUNDS:

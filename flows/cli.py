@@ -277,13 +277,15 @@ def by_module(options: argparse.Namespace) -> int:
 
 
 def report(_: argparse.Namespace) -> int:
+    from flows.core.locks import current_locks
     from flows.report import page, summary
 
-    rounds = summary.known_rounds()
-    summary.write(rounds)
+    rounds = summary.known_rounds(current_locks())
+    locks = current_locks(rounds)
+    summary.write(rounds, locks)
     # flushed: the charts of 30 rounds take half a minute
-    print(summary.text(rounds), flush=True)
-    print(f"with charts and samples, for a browser: {page.write(rounds)}")
+    print(summary.text(rounds, locks), flush=True)
+    print(f"with charts and samples, for a browser: {page.write(rounds, locks)}")
     return 0
 
 

@@ -34,6 +34,7 @@ from flows.core.config import (
 )
 from flows.core.form_limits import check_form
 from flows.core.git import revision
+from flows.core.locks import Locks, current_locks
 from flows.core.run_locks import hold_run_lock
 from flows.core.services import HOME, LogLine
 from flows.execution import dvc_stages, energy, fork_server, gpus, history, inputs, needs
@@ -141,9 +142,9 @@ def computing(address: str, meter: energy.Meter, log: LogLine) -> Iterator[None]
         yield
 
 
-def write_report(rounds: list[str], log: LogLine) -> None:
+def write_report(rounds: list[str], locks: Locks, log: LogLine) -> None:
     with bookkeeping(f"writing {page.REPORT} (`rondo report` tries again)", log):
-        log(f"report with charts and samples: {page.write(rounds).resolve()}")
+        log(f"report with charts and samples: {page.write(rounds, locks).resolve()}")
 
 
 def run_id() -> str:
@@ -247,7 +248,7 @@ def pipeline(
         remaining = list(addresses)
         try:
             run_stages(remaining, names, run_ref, tracker, log)
-            verdict = "; ".join(summary.verdict_lines(names))
+            verdict = "; ".join(summary.verdict_lines(names, current_locks(names)))
             state: State[Any] = Completed(message=f"{len(names)} round(s) completed: {verdict}")
         except GateFailed as error:
             state = Failed(name="GateFailed", message=str(error))
@@ -255,7 +256,7 @@ def pipeline(
             tracker.wait()
             raise  # the flow starts again from the top when a person has decided
         except Exception:
-            close(run, shown, remaining, tracker, log, bool(todo))
+            close(run, shown, remaining, tracker, log, todo)
             raise
         except BaseException:  # Ctrl-C, Cancel: there is no time for a report
             with bookkeeping("recording the run", log):
@@ -266,7 +267,7 @@ def pipeline(
             if remaining and isolated and not deployment.id:  # Prefect's UI has Resume and Retry
                 log(GOES_ON.format(run=run))
         # 5. Write the results.
-        close(run, shown, remaining, tracker, log, bool(todo))
+        close(run, shown, remaining, tracker, log, todo)
         return state
 
 
@@ -317,19 +318,21 @@ def close(
     remaining: list[str],
     tracker: NullTracker,
     log: LogLine,
-    changed: bool,
+    todo: set[str],
 ) -> None:
     """Write and link the results at the end of a run: summary table, verdicts, report.
 
     Args:
         remaining: the stages that did not run.
-        changed: whether there were stages to run; if not, an existing report is still valid.
+        todo: the stages that were not up to date; if there were none, an existing report is still
+            valid.
     """
+    locks = current_locks(rounds, unfinished=todo & {*remaining})
     with bookkeeping("the summary", log):
-        summary.write(rounds)
-        log(summary.text(rounds))
-    if changed or not page.REPORT.exists():
-        write_report(rounds, log)
+        summary.write(rounds, locks)
+        log(summary.text(rounds, locks))
+    if todo or not page.REPORT.exists():
+        write_report(rounds, locks, log)
     files = [path for path in (summary.SUMMARY, page.REPORT) if path.exists()]
     with bookkeeping("recording the run", log):
         status: Status = "FAILED" if remaining else "FINISHED"
@@ -345,10 +348,7 @@ def close(
         url = tracker.page(text=page.REPORT.name)
         link(url, "report", "Report: results, and the stage at fault", log)
     if remaining:
-        log(
-            f"Ended at {remaining[0]}: results of later stages, if there are any, are from an "
-            "earlier run."
-        )
+        log(f"Ended at {remaining[0]}.")
 
 
 def link(url: str | None, key: str, text: str, log: LogLine) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flows.core import tables, verdicts
+from flows.core import tables
 from flows.core.addresses import split_address
+from flows.core.locks import Locks, current_locks, is_here
 from flows.core.run_locks import is_alive
 from flows.execution import dvc_stages, rwlock
 from flows.execution.worktree import ENDED, workspaces
@@ -19,6 +20,11 @@ from stages.lib.core.renamed import current_metrics
 from stages.lib.core.rows import StepRow, read_rows
 
 NOT_UP_TO_DATE = "to do"
+RECORDED = "recorded"
+ABOUT_RECORDED = (
+    f"{RECORDED}: the numbers of an earlier run; its models and samples are not in this folder: "
+    "`dvc pull` fetches them if there is a remote, `rondo run` makes them again"
+)
 
 
 def text(home: Path) -> str:
@@ -33,33 +39,39 @@ def text(home: Path) -> str:
         todo = set(addresses[addresses.index(current) :])
     else:
         addresses, todo = dvc_stages.order_and_changes(rounds)
+    locks = current_locks(rounds)
     table = Table(box=SIMPLE_HEAD)
     for column in ("", *rounds):
         table.add_column(column)
     by_stage: dict[str, list[str]] = {}
     for address in addresses:
-        by_stage.setdefault(split_address(address)[0], []).append(state(address, current, todo))
+        by_stage.setdefault(split_address(address)[0], []).append(
+            state(address, current, todo, locks)
+        )
     for stage, states in by_stage.items():
         table.add_row(stage, *states)
     ended = [f"{name} has ended; {settings_path(name)}" for name in ended_rounds()]
-    table_text, verdict_lines = tables.render_text(table), summary.verdict_lines(rounds)
-    lines = [table_text, *ended, *verdict_lines, *workspace_lines(home)]
+    recorded = [ABOUT_RECORDED] if any(RECORDED in states for states in by_stage.values()) else []
+    table_text, verdict_lines = tables.render_text(table), summary.verdict_lines(rounds, locks)
+    lines = [table_text, *recorded, *ended, *verdict_lines, *workspace_lines(home)]
     return "\n".join([*lines, "All numbers: `rondo report`; in the browser: `rondo up`."])
 
 
-def state(address: str, current: str | None, todo: set[str]) -> str:
-    """A cell of the table; `current` is the running stage."""
+def state(address: str, current: str | None, todo: set[str], locks: Locks) -> str:
+    """A cell of the table; `current` is the running stage, `locks` has those with results."""
     stage, round_ = split_address(address)
     if address == current:
         return f"runs{progress(round_, stage)}"
     verdict = (
-        verdicts.read_gate(round_, stage.removeprefix("gate_"))
+        summary.verdicts(round_, locks).get(stage.removeprefix("gate_"))
         if stage.startswith("gate_")
         else None
     )
     if verdict and not verdict["may_continue"]:
         return "failed"
-    return NOT_UP_TO_DATE if address in todo else "done"
+    if address not in todo:
+        return "done"
+    return RECORDED if address in locks and not is_here(locks[address]) else NOT_UP_TO_DATE
 
 
 def running_stage() -> str | None:

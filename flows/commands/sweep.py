@@ -13,6 +13,7 @@ from pydantic import Field
 
 from flows.core import tables
 from flows.core.config import ALL, KEEP, resolve
+from flows.core.locks import Locks, current_locks
 from flows.core.services import HOME
 from flows.execution import dvc_stages
 from flows.execution.worktree import COMPLETE, WORKSPACES
@@ -78,7 +79,8 @@ def sweep(
         with chdir(folder):
             names = list(load_params().rounds)
             _, todo = dvc_stages.order_and_changes(names)
-            rows += [row(name, point, round_, todo, error) for round_ in names]
+            locks = current_locks(names, unfinished=todo)
+            rows += [row(name, point, round_, locks, error if todo else "") for round_ in names]
     create_table_artifact(rows, key="sweep", description=f"{key} over {', '.join(values)}")
     path = REPORTS / f"sweep-{run}.md"
     write_text(path, markdown(rows))
@@ -104,27 +106,21 @@ def reason(error: RondoError) -> str:
     return lines[-1] if lines else ""
 
 
-def row(
-    name: str, point: list[str], round_: str, todo: set[str], error: str = ""
-) -> dict[str, str]:
+def row(name: str, point: list[str], round_: str, locks: Locks, error: str = "") -> dict[str, str]:
     """The table's row of one round of a run, from the working directory.
 
     Args:
-        todo: the stages that the run did not reach: their files are from an earlier run.
-        error: why the run failed, if it did.
+        locks: the stages that have results.
+        error: why the run failed, if stages did not run.
     """
-    cells = summary.cells_of(round_)
-    results = {
-        title: "-" if f"{summary.stage_of(title)}@{round_}" in todo else cells[title]
-        for title in SHOWN
-    }
-    (verdict,) = summary.verdict_lines([round_])
+    cells = summary.cells_of(round_, locks)
+    (verdict,) = summary.verdict_lines([round_], locks)
     return {
         "run": name,
         "settings": ", ".join(point),
         "round": round_,
-        **results,
-        "verdict": error if todo and error else verdict,
+        **{title: cells[title] for title in SHOWN},
+        "verdict": error or verdict,
     }
 
 

@@ -1,17 +1,21 @@
 """The entries of dvc.lock: for each stage its params, and its deps and outs with their md5."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from flows.core.addresses import split_address
+from flows.core.verdicts import read_gate
 from stages.lib.core.ended_rounds import ended_names, has_ended, lock_path
 from stages.lib.core.reading import read_yaml
 from stages.lib.core.validation import check_type
 
 LOCK = Path("dvc.lock")
+METRICS = "metrics.json"
+Locks = Mapping[str, Mapping[str, Any]]  # entries by address
 
 
 class File(BaseModel):
@@ -35,6 +39,77 @@ def read_locks() -> dict[str, dict[str, Any]]:
     """The entries by address, also those of ended rounds."""
     paths = [LOCK, *map(lock_path, ended_names())]
     return {address: entry for path in paths for address, entry in _read(path).items()}
+
+
+def current_locks(
+    rounds: Collection[str] = (), unfinished: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """The entries of the stages whose results this folder has, by address.
+
+    dvc.lock also has stages whose files are those of an earlier run: the metrics.json of the stage
+    is missing or another one, the stage read what another stage has made anew since or has failed
+    to make, or a gate before it stopped the run. They and the stages that depend on them are left
+    out. Ended rounds are history: all their entries count.
+
+    Args:
+        rounds: of these the ended ones are read.
+        unfinished: stages that a run had to run, and did not.
+    """
+    locks = _read(LOCK)
+    md5s = outputs(locks)
+    makers = {out["path"]: address for address in locks for out in locks[address].get("outs", [])}
+    stale = {
+        address
+        for address, entry in locks.items()
+        if address in unfinished
+        or not has_read(entry, md5s)
+        or not _has_metrics(entry)
+        or _has_stopped(address)
+    }
+    while dependents := {
+        address
+        for address, entry in locks.items()
+        if address not in stale
+        and any(makers.get(dep["path"]) in stale for dep in entry.get("deps", []))
+    }:
+        stale |= dependents
+    current = {address: entry for address, entry in locks.items() if address not in stale}
+    for name in sorted({*rounds} & {*ended_names()}):
+        current |= _read(lock_path(name))
+    return current
+
+
+def outputs(locks: Locks) -> dict[str, str]:
+    """The md5 of each output of the stages, by path."""
+    return {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
+
+
+def has_read(lock: Mapping[str, Any], md5s: Mapping[str, str]) -> bool:
+    """Whether a stage has run on these outputs of other stages."""
+    return all(md5s.get(dep["path"], dep["md5"]) == dep["md5"] for dep in lock.get("deps", []))
+
+
+def _has_metrics(lock: Mapping[str, Any]) -> bool:
+    """Whether the metrics.json of a stage, if it makes one, is the recorded one."""
+    recorded = {Path(out["path"]): out["md5"] for out in lock.get("outs", [])}
+    return all(
+        path.exists() and hashlib.md5(path.read_bytes()).hexdigest() == md5
+        for path, md5 in recorded.items()
+        if path.name == METRICS
+    )
+
+
+def _has_stopped(address: str) -> bool:
+    """Whether the stage is a gate whose last verdict ended the run."""
+    stage, round_ = split_address(address)
+    gate = stage.removeprefix("gate_")
+    verdict = read_gate(round_, gate) if gate != stage else None
+    return bool(verdict and not verdict["may_continue"])
+
+
+def is_here(lock: Mapping[str, Any]) -> bool:
+    """Whether all outputs of a stage are in this folder; git alone has only its metrics.json."""
+    return all(Path(out["path"]).exists() for out in lock.get("outs", []))
 
 
 def read_lock(address: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from flows.core.addresses import split_address
 from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, write_params
-from flows.core.locks import LOCK
+from flows.core.locks import LOCK, METRICS, has_read, outputs
 from flows.core.verdicts import failed_values, read_gate
 from flows.execution.dvc_stages import open_repo
 from flows.execution.integrity import drop_damaged_cache
@@ -33,7 +33,6 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ROUNDS, remove_unfinished, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, load_params
 
-METRICS = "metrics.json"
 Output = Mapping[str, Any]  # of an entry: path and md5
 Locks = dict[str, dict[str, Any]]
 LAST_GATE = "gate_promote"  # the next round may begin although it failed
@@ -84,18 +83,8 @@ def is_complete(round_: str) -> bool:
         return False
     if _unavailable([out for address in addresses for out in locks[address].get("outs", [])]):
         return False
-    outputs = _outputs(locks)
-    return all(_has_read(locks[address], outputs) for address in addresses)
-
-
-def _outputs(locks: Locks) -> dict[str, str]:
-    """The md5 of each output of the stages, by path."""
-    return {out["path"]: out["md5"] for lock in locks.values() for out in lock.get("outs", [])}
-
-
-def _has_read(lock: Mapping[str, Any], outputs: Mapping[str, str]) -> bool:
-    """Whether a stage has run on these outputs of other stages."""
-    return all(outputs.get(dep["path"], dep["md5"]) == dep["md5"] for dep in lock.get("deps", []))
+    md5s = outputs(locks)
+    return all(has_read(locks[address], md5s) for address in addresses)
 
 
 def _newly_approved(round_: str) -> bool:
@@ -239,11 +228,11 @@ def _read_locks() -> Locks:
     the entry of the last time that the gate passed, with the settings of that run.
     """
     locks = read_entries(LOCK)
-    outputs = _outputs(locks)
+    md5s = outputs(locks)
     return {
         address: lock
         for address, lock in locks.items()
-        if split_address(address)[0] != LAST_GATE or _has_read(lock, outputs)
+        if split_address(address)[0] != LAST_GATE or has_read(lock, md5s)
     }
 
 

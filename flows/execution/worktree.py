@@ -210,6 +210,11 @@ def folder_of_run(run: str, home: Path) -> Path:
     return folder
 
 
+def run_of_folder() -> str:
+    """The isolated run whose workspace is the current folder; empty in the project's folder."""
+    return Path.cwd().name if COMPLETE.exists() else ""
+
+
 def old_workspaces(home: Path, days: float = KEPT_DAYS) -> list[Path]:
     """The workspaces that no run has used for more than `days`, by name."""
     latest = time.time() - days * 24 * 3600

@@ -27,7 +27,6 @@ from prefect.artifacts import (
 
 from flows.core import addresses, tables, verdicts
 from flows.core.bookkeeping import bookkeeping
-from flows.core.locks import read_locks
 from flows.core.services import LogLine
 from flows.execution import dvc_stages
 from flows.report import charts, page, summary
@@ -156,7 +155,7 @@ class RunArtifacts:
                 )
             return
         folder = stage_dir(self.round, self.stage)
-        metrics = flatten(summary.read_metrics(folder))
+        metrics = flatten(summary.read_metrics(self.round, self.stage, {self.address: {}}))
         if rows := [{"metric": name, "value": value} for name, value in metrics]:
             yield TableArtifact(
                 key=self.key, table=table(rows), description=f"Metrics of {self.address}"
@@ -177,7 +176,9 @@ class RunArtifacts:
     def pictures(self) -> Iterator[Artifact]:
         """The charts of the report that belong to the stage."""
         draw = page.PICTURES.get(self.stage)
-        if draw and (charts_of_stage := draw(read_round(self.round, read_locks()), load_params())):
+        if draw and (
+            charts_of_stage := draw(read_round(self.round, {self.address: {}}), load_params())
+        ):
             yield MarkdownArtifact(
                 key=f"pictures-{self.key}",
                 markdown="\n\n".join(picture_markdown(chart) for chart in charts_of_stage),

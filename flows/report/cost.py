@@ -84,6 +84,8 @@ def stage_seconds(results: RoundResults, stage: str) -> Amount:
     """Seconds of the run that made the stage's results; without its provenance, the time from the
     first to the last row of its clock.jsonl.
     """
+    if stage not in results.locks:  # the clock may be that of an earlier run
+        return None
     if stage in results.provenance:
         return results.provenance[stage].seconds
     clock = work_dir(results.name, stage) / "clock.jsonl"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flows.core.locks import Locks
 from flows.core.services import prefect_pages
 from flows.report import summary
 from flows.tracking import provenance
@@ -29,8 +30,8 @@ class Origin:
         return f"{prefect_pages()}/runs/flow-run/{flow_run}" if flow_run else None
 
 
-def origins(rounds: Sequence[str], locks: Mapping[str, Mapping[str, Any]]) -> list[Origin]:
-    """Of all stages in dvc.lock: `assets`, which the rounds share, then round by round."""
+def origins(rounds: Sequence[str], locks: Locks) -> list[Origin]:
+    """Of all stages in `locks`: `assets`, which the rounds share, then round by round."""
     addresses = ["assets", *(f"{stage}@{name}" for name in rounds for stage in summary.STAGES)]
     return [
         Origin(address, provenance.read(address, lock), listed_md5s(lock))

@@ -8,13 +8,13 @@ from typing import Any
 from markupsafe import Markup
 
 from flows.core.git import revision
-from flows.core.locks import read_locks
+from flows.core.locks import Locks, is_here
 from flows.core.services import WORKFLOW, mlflow_pages
 from flows.core.tables import short_hash
+from flows.execution.worktree import run_of_folder
 from flows.report import charts, cost, policy_curves, summary
 from flows.report.lineage import origins
 from flows.report.round_data import RoundResults, read_badcases, read_round
-from stages.lib.core.ended_rounds import has_ended, params_of
 from stages.lib.core.files import REPORTS
 from stages.lib.core.html import render_page
 from stages.lib.core.params import Params, load_params
@@ -25,11 +25,17 @@ REPORT = REPORTS / "report.html"
 REWARD_SCALE = 4  # the reward model's score varies about four times as much as the judge's
 
 
-def write(rounds: Sequence[str]) -> Path:
-    """Write the report of these rounds and return its path."""
-    params, locks = load_params(), read_locks()
-    results = [read_round(name, locks) for name in rounds]
-    page = render_page(
+def write(rounds: Sequence[str], locks: Locks) -> Path:
+    """Write the report of these rounds, with the results of the stages in `locks`, and return its
+    path.
+    """
+    summary.replace_text(REPORT, lambda: render(rounds, locks))
+    return REPORT
+
+
+def render(rounds: Sequence[str], locks: Locks) -> str:
+    results, names = [read_round(name, locks) for name in rounds], list(rounds)
+    return render_page(
         "flows.report",
         "report.html.jinja",
         {
@@ -41,27 +47,46 @@ def write(rounds: Sequence[str]) -> Path:
         stages=summary.STAGES,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         revision=revision(),
-        params=params,
+        made_with=made_with(rounds, locks),
         rounds=results,
-        verdicts=dict(zip(rounds, summary.verdict_lines(list(rounds)), strict=True)),
-        table=summary.rows(list(rounds)),
-        notes=summary.not_comparable(list(rounds)),
+        next_step=next_step(results),
+        run=run_of_folder(),
+        complete=all(map(is_here, locks.values())),
+        verdicts=dict(zip(rounds, summary.verdict_lines(names, locks), strict=True)),
+        table=summary.rows(names, locks),
+        notes=summary.not_comparable(names, locks),
         charts={result.name: pictures(result) for result in results},
         window=WINDOW,
-        badcases=read_badcases(rounds),
+        badcases=read_badcases(rounds, locks),
+        badcases_found=any(result.metrics["replay"].get("badcases") for result in results),
         costs={result.name: cost.cost_rows(result) for result in results},
         origins=origins(rounds, locks),
         mlflow=mlflow_pages(),
         workflow=WORKFLOW,
     )
-    summary.replace_text(REPORT, page)
-    return REPORT
+
+
+def made_with(rounds: Sequence[str], locks: Locks) -> dict[str, Any]:
+    """params.yaml, with model, data, seed and algorithm of the results if there are any."""
+    settings = load_params().model_dump(mode="json")
+    for address in ("assets", *(f"ppo@{name}" for name in rounds)):
+        settings |= locks.get(address, {}).get("params", {}).get("params.yaml", {})
+    return settings
+
+
+def next_step(results: Sequence[RoundResults]) -> str:
+    """What the first round decides that has not reached all gates, else the last round: `mend`
+    what failed, `continue` the run, or begin the next `round`.
+    """
+    if not results:
+        return "continue"
+    deciding = next((round_ for round_ in results if not round_.reached), results[-1])
+    return "mend" if deciding.failed else "round" if deciding.reached else "continue"
 
 
 def pictures(results: RoundResults) -> dict[str, list[Markup]]:
     """The charts of each stage, with the thresholds of the round's own settings."""
-    # not every round with results is in params.yaml, e.g. after a preset with fewer rounds
-    params = params_of(results.name) if has_ended(results.name) else load_params()
+    params = summary.settings_of(results.name)
     return {stage: draw(results, params) for stage, draw in PICTURES.items()}
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.core.verdicts import read_gate
+from flows.core.locks import Locks
 from flows.report import summary
 from flows.tracking import provenance
 from flows.tracking.provenance import StageProvenance
-from stages.lib.core.files import REPORTS, stage_dir
+from stages.gate.verdict import passed_or_approved
+from stages.lib.core.files import REPORTS
 from stages.lib.core.renamed import SAMPLES, current_name
 from stages.lib.core.rows import EvaluationSample, read_rows
 from stages.lib.core.types import Metrics
@@ -28,13 +29,15 @@ SHOWN = 4  # of the best and of the worst samples, and of the badcases in each s
 class Verdict:
     """The result of a gate.
 
-    subject: what the gate checks. passed: None if the gate was not reached. accepted: passed,
-    approved, or let the run continue. checks: as in its file, failed ones first.
+    subject: what the gate checks. passed: None if the gate was not reached. approved: passed, or a
+    person approved it. may_continue: also if its policy is `warn`. checks: as in its file, failed
+    ones first.
     """
 
     subject: str
     passed: bool | None
-    accepted: bool
+    approved: bool
+    may_continue: bool
     outcome: str
     checks: Sequence[Metrics]
 
@@ -43,13 +46,15 @@ class Verdict:
         """Its CSS class and its sign on the page."""
         if self.passed is None:
             return "", "-"
-        return ("good", "✓") if self.passed else ("warn", "!") if self.accepted else ("bad", "✗")
+        return (
+            ("good", "✓") if self.passed else ("warn", "!") if self.may_continue else ("bad", "✗")
+        )
 
 
 @dataclass(frozen=True)
 class RoundResults:
-    """locks: the entries of its stages in dvc.lock. provenance: the run that made each stage, where
-    it is recorded.
+    """locks: the entries in dvc.lock of the stages that have results. provenance: the run that made
+    each stage, where it is recorded.
     """
 
     name: str
@@ -64,37 +69,47 @@ class RoundResults:
     provenance: Mapping[str, StageProvenance]
 
     @property
-    def done(self) -> bool:
-        """No gate failed, and all were reached."""
-        return all(verdict.accepted for verdict in self.verdicts)
+    def reached(self) -> bool:
+        """All gates were reached."""
+        return all(verdict.passed is not None for verdict in self.verdicts)
+
+    @property
+    def failed(self) -> bool:
+        """A gate failed, and no person approved it."""
+        return any(verdict.passed is False and not verdict.approved for verdict in self.verdicts)
 
     def settings(self, stage: str) -> Mapping[str, Any]:
         """The values of params.yaml that the stage ran with."""
-        params: Mapping[str, Any] = self.locks[stage].get("params", {}).get("params.yaml", {})
+        lock = self.locks.get(stage, {})
+        params: Mapping[str, Any] = lock.get("params", {}).get("params.yaml", {})
         return params
 
 
-def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> RoundResults:
-    """The results of a round; `locks` are the entries of dvc.lock by address."""
-    samples = stage_dir(name, "evaluate") / "samples.jsonl"
-    health = summary.read_json_or_nothing(stage_dir(name, "ppo") / "health.json")
-    evaluation = summary.read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json")
-    round_locks = {stage: locks.get(f"{stage}@{name}", {}) for stage in summary.STAGES}
+def read_round(name: str, locks: Locks) -> RoundResults:
+    """The results of a round, of the stages in `locks`."""
+    samples = summary.result_file(name, "evaluate", "samples.jsonl", locks)
+    health = summary.result_file(name, "ppo", "health.json", locks)
+    data, has_data = REPORTS / name / "data.json", summary.has_results(f"prepare@{name}", locks)
+    results, stages = summary.verdicts(name, locks), summary.STAGES
+    round_locks = {
+        stage: lock for stage in stages if (lock := locks.get(f"{stage}@{name}")) is not None
+    }
     return RoundResults(
         name=name,
-        verdicts=[read_verdict(name, gate) for gate in GATES],
-        metrics={stage: summary.read_metrics(stage_dir(name, stage)) for stage in summary.STAGES},
+        verdicts=[verdict_of(gate, results.get(gate)) for gate in GATES],
+        metrics={stage: summary.read_metrics(name, stage, locks) for stage in stages},
         curves={
-            stage: columns(stage_dir(name, stage) / "curves.csv") for stage in ("ppo", "evaluate")
+            stage: columns(summary.result_file(name, stage, "curves.csv", locks))
+            for stage in ("ppo", "evaluate")
         },
         samples=extreme_samples(
             read_rows(EvaluationSample, samples, summary.restore(samples), SAMPLES)
         )
-        if samples.exists()
+        if samples
         else [],
-        findings=health.get("findings", []),
-        data=summary.read_json_or_nothing(REPORTS / name / "data.json"),
-        versions=evaluation.get("versions", {}),
+        findings=summary.read_json_or_nothing(health).get("findings", []),
+        data=summary.read_json_or_nothing(data if has_data and data.exists() else None),
+        versions=summary.read_manifest(name, "evaluate", locks).get("versions", {}),
         locks=round_locks,
         provenance={
             stage: note
@@ -104,19 +119,22 @@ def read_round(name: str, locks: Mapping[str, Mapping[str, Any]]) -> RoundResult
     )
 
 
-def read_verdict(round_: str, gate: str) -> Verdict:
-    result = read_gate(round_, gate)
+def verdict_of(gate: str, result: Metrics | None) -> Verdict:
     if result is None:
-        return Verdict(GATES[gate], None, False, "not reached", [])
-    checks = sorted(result["checks"], key=lambda check: check["passed"])
+        return Verdict(GATES[gate], None, False, False, "not reached", [])
     return Verdict(
-        GATES[gate], result["passed"], result["may_continue"], summary.outcome(result), checks
+        GATES[gate],
+        result["passed"],
+        passed_or_approved(result),
+        result["may_continue"],
+        summary.outcome(result),
+        sorted(result["checks"], key=lambda check: check["passed"]),
     )
 
 
-def columns(path: Path) -> dict[str, list[float]]:
+def columns(path: Path | None) -> dict[str, list[float]]:
     """A CSV's columns by name; NaN for an empty cell, no column if there is no file."""
-    if not path.exists():
+    if path is None or not path.exists():
         return {}
     with path.open() as stream:
         rows = list(csv.DictReader(stream))
@@ -140,9 +158,14 @@ class Badcases:
     examples: Mapping[str, Sequence[Badcase]]
 
 
-def read_badcases(rounds: Sequence[str]) -> Badcases:
+def read_badcases(rounds: Sequence[str], locks: Locks) -> Badcases:
     """The ledger of the newest round that has one; it contains all earlier badcases too."""
-    cases = next((read_ledger(name) for name in reversed(rounds) if ledger_path(name).exists()), [])
+    with_ledger = (
+        name
+        for name in reversed(rounds)
+        if summary.has_results(f"replay@{name}", locks) and ledger_path(name).exists()
+    )
+    cases = next((read_ledger(name) for name in with_ledger), [])
     counts: dict[str, Counter[str]] = {}
     by_state: dict[str, list[Badcase]] = {}
     for case in cases:

@@ -1,10 +1,12 @@
 """The results table: one column per round, from the files in `rounds/`; a missing number is `-`.
 
 A run prints it at its end. It also goes to reports/summary.md and into the report, and `verdict`
-names the stage at fault below it.
+names the stage at fault below it. Only files of stages in `locks` are read
+(`flows.core.locks.current_locks`), and those of ended rounds.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,27 @@ from filelock import FileLock
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.table import Table
 
+from flows.core.addresses import split_address
+from flows.core.locks import Locks
 from flows.core.services import HOME
 from flows.core.tables import render_text
 from flows.core.verdicts import failed_checks, read_gate
 from stages.evaluate.comparability import differences
-from stages.gate.verdict import format_check, passed_or_approved
+from stages.gate.verdict import (
+    evaluate_gate,
+    format_check,
+    metric_value,
+    passed_or_approved,
+)
+from stages.lib.core.ended_rounds import ended_names, has_ended, params_of
 from stages.lib.core.files import (
     REPORTS,
-    ROUNDS,
     read_json,
     remove_unfinished,
     stage_dir,
     write_text,
 )
+from stages.lib.core.params import Params, load_params
 from stages.lib.core.renamed import current_metrics
 
 SUMMARY = REPORTS / "summary.md"
@@ -122,34 +132,32 @@ class Metrics:
         return Metrics(value) if isinstance(value, Mapping) else value
 
 
-def known_rounds() -> list[str]:
-    """The rounds with metrics of any stage, r2 before r10."""
-    names = {path.parent.parent.name for path in ROUNDS.glob("*/*/metrics.json")}
+def known_rounds(locks: Locks) -> list[str]:
+    """The rounds with results of any stage, r2 before r10."""
+    names = {split_address(address)[1] for address in locks} - {""} | {*ended_names()}
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def evaluations(rounds: list[str]) -> list[list[str]]:
+def evaluations(rounds: list[str], locks: Locks) -> list[list[str]]:
     """The evaluated rounds, grouped by evaluation: only the numbers within a group are comparable
     (stages/evaluate/comparability.py).
     """
     groups: dict[str | None, list[str]] = {}
     for name in rounds:
-        if metrics := read_metrics(stage_dir(name, "evaluate")):
+        if metrics := read_metrics(name, "evaluate", locks):
             groups.setdefault(metrics.get("evaluation_id"), []).append(name)
     return list(groups.values())
 
 
-def not_comparable(rounds: list[str]) -> list[str]:
+def not_comparable(rounds: list[str], locks: Locks) -> list[str]:
     """A line for each evaluation after the first: its mark in the table, the settings that differ,
     and the command that makes it comparable.
     """
-    (first, *_), *other_groups = evaluations(rounds) or [[""]]
+    (first, *_), *other_groups = evaluations(rounds, locks) or [[""]]
     lines = []
     for number, group in enumerate(other_groups, 1):
         first_settings, group_settings = (
-            read_json_or_nothing(stage_dir(name, "evaluate") / "manifest.json").get(
-                "evaluation", {}
-            )
+            read_manifest(name, "evaluate", locks).get("evaluation", {})
             for name in (first, group[0])
         )
         changed = (
@@ -164,13 +172,13 @@ def not_comparable(rounds: list[str]) -> list[str]:
     return lines
 
 
-def rows(rounds: list[str]) -> list[tuple[str, list[str]]]:
+def rows(rounds: list[str], locks: Locks) -> list[tuple[str, list[str]]]:
     """Row titles, each with one cell per round.
 
     A row of the evaluation is repeated for each group of comparable evaluations, so that numbers
     that are not comparable never stand in one row.
     """
-    cells, groups = {name: cells_of(name) for name in rounds}, evaluations(rounds)
+    cells, groups = {name: cells_of(name, locks) for name in rounds}, evaluations(rounds, locks)
     table_rows = []
     for title, template in ROWS.items():
         several = len(groups) > 1 and "{evaluate." in template
@@ -181,24 +189,19 @@ def rows(rounds: list[str]) -> list[tuple[str, list[str]]]:
     return table_rows
 
 
-def table(rounds: list[str], markdown: bool = False) -> Table:
+def table(rounds: list[str], locks: Locks, markdown: bool = False) -> Table:
     """The rows with one column per round."""
     rich_table = Table(box=MARKDOWN if markdown else SIMPLE_HEAD)
     for column in ("", *rounds):
         rich_table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for title, cells in rows(rounds):
+    for title, cells in rows(rounds, locks):
         rich_table.add_row(title, *cells)
     return rich_table
 
 
-def stage_of(title: str) -> str:
-    """The stage that writes the first number of a row."""
-    return ROWS[title].partition("{")[2].partition(".")[0]
-
-
-def cells_of(round_: str) -> dict[str, str]:
+def cells_of(round_: str, locks: Locks) -> dict[str, str]:
     """A round's cells by title; `-` if no number of a cell is known."""
-    metrics = {stage: Metrics(read_metrics(stage_dir(round_, stage))) for stage in STAGES}
+    metrics = {stage: Metrics(read_metrics(round_, stage, locks)) for stage in STAGES}
     cells = {title: template.format_map(metrics) for title, template in ROWS.items()}
     return {
         title: cell if any(character.isdigit() for character in cell) else "-"
@@ -206,13 +209,28 @@ def cells_of(round_: str) -> dict[str, str]:
     }
 
 
-def read_metrics(folder: Path) -> dict[str, Any]:
-    """metrics.json of a stage's folder; empty if there is none."""
-    return read_json_or_nothing(folder / "metrics.json")
+def read_metrics(round_: str, stage: str, locks: Locks) -> dict[str, Any]:
+    """metrics.json of a stage; empty if it has no results."""
+    return read_json_or_nothing(result_file(round_, stage, "metrics.json", locks))
 
 
-def read_json_or_nothing(path: Path) -> dict[str, Any]:
-    return dict(current_metrics(read_json(path, restore(path)))) if path.exists() else {}
+def read_manifest(round_: str, stage: str, locks: Locks) -> dict[str, Any]:
+    return read_json_or_nothing(result_file(round_, stage, "manifest.json", locks))
+
+
+def result_file(round_: str, stage: str, name: str, locks: Locks) -> Path | None:
+    """A file of a stage's folder; None if it is missing or not of the stage's results."""
+    path = stage_dir(round_, stage) / name
+    return path if has_results(f"{stage}@{round_}", locks) and path.exists() else None
+
+
+def has_results(address: str, locks: Locks) -> bool:
+    """Whether a stage's files are its results, and not those of an earlier run."""
+    return address in locks or has_ended(split_address(address)[1])
+
+
+def read_json_or_nothing(path: Path | None) -> dict[str, Any]:
+    return dict(current_metrics(read_json(path, restore(path)))) if path else {}
 
 
 def restore(path: Path) -> str:
@@ -220,36 +238,70 @@ def restore(path: Path) -> str:
     return f"rm {path} && rondo run"  # DVC may take the damaged file for unchanged
 
 
-def verdict_lines(rounds: list[str]) -> list[str]:
-    """A line per round: if a gate stopped it, the stage at fault by the first gate that failed,
-    even if that one let the run continue with `policy: warn`; and the other gates that failed or
-    were approved.
+def verdicts(round_: str, locks: Locks) -> dict[str, dict[str, Any]]:
+    """The verdicts of a round by gate, if they are about the numbers that the round has now.
+
+    git has no verdicts: in a clone, those of gates that let the run continue are evaluated again.
+    """
+    metrics = {stage: read_metrics(round_, stage, locks) for stage in STAGES}
+    found = {}
+    for gate in GATES:
+        verdict = read_gate(round_, gate)
+        if verdict is None and has_results(f"gate_{gate}@{round_}", locks):
+            verdict = evaluate_gate(settings_of(round_), gate, round_)
+        if verdict and all(
+            check["value"] == finite(metric_value(metrics, check["metric"]))
+            for check in verdict["checks"]
+        ):
+            found[gate] = verdict
+    return found
+
+
+def finite(value: float | None) -> float | None:
+    """A number as a verdict has it."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def settings_of(round_: str) -> Params:
+    """The settings of a round; params.yaml for one that it does not have, e.g. after a preset with
+    fewer rounds.
+    """
+    return params_of(round_) if has_ended(round_) else load_params()
+
+
+def verdict_lines(rounds: list[str], locks: Locks) -> list[str]:
+    """A line per round: the stage at fault by the first gate that failed, with its next step, even
+    if that one let the run continue with `policy: warn`; and the other gates that failed or were
+    approved.
     """
     lines = []
     for name in rounds:
-        results = {gate: result for gate in GATES if (result := read_gate(name, gate))}
-        failed_gate = None
-        if not all(result["may_continue"] for result in results.values()):
-            failed_gate = next(g for g, result in results.items() if not passed_or_approved(result))
+        results = verdicts(name, locks)
+        failed_gate = next(
+            (g for g, result in results.items() if not passed_or_approved(result)), None
+        )
         not_passed = "".join(
             f"; {gate} gate: {outcome(result)}"
             for gate, result in results.items()
             if gate != failed_gate and not result["passed"]
         )
         if failed_gate:
-            at_fault = stage_at_fault(name, failed_gate, results[failed_gate])
-            text = f"{at_fault}: {'; '.join(failed_checks(results[failed_gate]))}"
+            failed = results[failed_gate]
+            stopped = not all(result["may_continue"] for result in results.values())
+            continued = "" if stopped else " (policy: warn)"
+            at_fault = f"{stage_at_fault(name, failed_gate, failed, locks)}{continued}"
+            text = f"{at_fault}: {'; '.join(failed_checks(failed))}"
         elif len(results) == len(GATES):
             text = "no gate stopped the run" if not_passed else "all gates passed"
         else:
             text = f"has not reached the {next(g for g in GATES if g not in results)} gate"
-        lines.append(f"{name}: {text}{not_passed}{effect(name)}")
+        lines.append(f"{name}: {text}{not_passed}{effect(name, locks)}")
     return lines
 
 
-def effect(round_: str) -> str:
+def effect(round_: str, locks: Locks) -> str:
     """Whether a round made a better policy than the champion at equal KL; empty if unknown."""
-    metrics = read_metrics(stage_dir(round_, "evaluate"))
+    metrics = read_metrics(round_, "evaluate", locks)
     low, high = (metrics.get(f"{EQUAL_KL}_{end}") for end in ("low", "high"))
     if low is None or high is None:
         return ""
@@ -257,41 +309,39 @@ def effect(round_: str) -> str:
     needed = metrics.get(f"{EQUAL_KL}_prompts_needed")
     prompts = f" (about {needed} prompts would decide)" if needed else ""
     champion = metrics["champion_round"]
-    caution = cautions(round_) if verdict == "helped" else ""
+    caution = cautions(round_, locks) if verdict == "helped" else ""
     return f"; at equal KL, the round against {champion}: {verdict}{prompts}{caution}"
 
 
-def cautions(round_: str) -> str:
+def cautions(round_: str, locks: Locks) -> str:
     """Other reasons than replay why a round may have made a better policy (docs/rounds.md)."""
     text = ""
-    start = read_json_or_nothing(stage_dir(round_, "ppo") / "manifest.json").get("started_from")
+    start = read_manifest(round_, "ppo", locks).get("started_from")
     if start and not start.startswith(f"{stage_dir(round_, 'sft')}/"):
         text += f". Its PPO continued from {start}, so the policy had more updates"
-    if labelled := labelled_pairs(round_):
+    if labelled := labelled_pairs(round_, locks):
         text += f". But the jury labelled {labelled} pairs that its reward model learnt from"
         text += ": compare with a judge that labelled none"
     return text and f"{text} (docs/rounds.md)"
 
 
-def labelled_pairs(round_: str) -> int:
+def labelled_pairs(round_: str, locks: Locks) -> int:
     """How many pairs of the policy's responses the jury labelled in earlier rounds."""
-    names = known_rounds()
+    names = known_rounds(locks)
     earlier = names[: names.index(round_)]
-    return sum(read_metrics(stage_dir(name, "replay")).get("policy_pairs", 0) for name in earlier)
+    return sum(read_metrics(name, "replay", locks).get("policy_pairs", 0) for name in earlier)
 
 
-def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any]) -> str:
+def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any], locks: Locks) -> str:
     """The model at fault; none if the policy only failed the check against the champion."""
     if {check["metric"] for check in verdict["checks"] if not check["passed"]} == {CHAMPION}:
         return "not promoted, the champion stays"
-    return f"{GATES[gate].format(algorithm=algorithm(round_))} is at fault"
+    return f"{GATES[gate].format(algorithm=algorithm(round_, locks))} is at fault"
 
 
-def algorithm(round_: str) -> str:
+def algorithm(round_: str, locks: Locks) -> str:
     """The algorithm that trained the policy, as the literature spells it."""
-    name: str = read_json_or_nothing(stage_dir(round_, "ppo") / "manifest.json").get(
-        "algorithm", "ppo"
-    )
+    name: str = read_manifest(round_, "ppo", locks).get("algorithm", "ppo")
     return name.upper() if name != "best_of_n" else "best-of-n"
 
 
@@ -306,27 +356,33 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     return f"failed{' (policy: warn)' if verdict['may_continue'] else ''}: {failed}"
 
 
-def markdown(rounds: list[str]) -> str:
+def markdown(rounds: list[str], locks: Locks) -> str:
     """The table and the verdicts, for reports/summary.md and docs/default.md."""
-    lines = [*not_comparable(rounds), *verdict_lines(rounds)]
-    return "\n".join(
-        [render_text(table(rounds, markdown=True)), "", *(f"- {line}" for line in lines), ""]
-    )
+    lines = [*not_comparable(rounds, locks), *verdict_lines(rounds, locks)]
+    shown = render_text(table(rounds, locks, markdown=True))
+    return "\n".join([shown, "", *(f"- {line}" for line in lines), ""])
 
 
-def text(rounds: list[str]) -> str:
+def text(rounds: list[str], locks: Locks) -> str:
     """The table and the verdicts for a terminal, and where to look next."""
-    return "\n".join(
-        [render_text(table(rounds)), "", *not_comparable(rounds), *verdict_lines(rounds), NEXT]
-    )
+    lines = [*not_comparable(rounds, locks), *verdict_lines(rounds, locks), NEXT]
+    return "\n".join([render_text(table(rounds, locks)), "", *lines])
 
 
-def write(rounds: list[str]) -> None:
-    replace_text(SUMMARY, markdown(rounds))
+def write(rounds: list[str], locks: Locks) -> None:
+    replace_text(SUMMARY, lambda: markdown(rounds, locks))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file of the report, and remove what killed commands had not finished of it."""
-    with FileLock(HOME / "report.lock"):  # a run and a person may write it at once
-        remove_unfinished(path)
-        write_text(path, text)
+def replace_text(path: Path, make: Callable[[], str]) -> None:
+    """Write a file of the report, and remove what killed commands had not finished of it.
+
+    If its text cannot be made, the file is removed: it would be taken for that of the last run.
+    """
+    try:
+        text = make()
+        with FileLock(HOME / "report.lock"):  # a run and a person may write it at once
+            remove_unfinished(path)
+            write_text(path, text)
+    except Exception:
+        path.unlink(missing_ok=True)
+        raise

@@ -131,7 +131,7 @@ def test_verdicts() -> None:
         assert verdict is not None
         verdicts.gate_message("r0", "reward")
         key_of(verdict)
-        summary.verdict_lines(["r0"])
+        summary.verdict_lines(["r0"], {"reward@r0": {}, "battery@r0": {}})
         if not verdict["passed"] and verdict["policy"] == "ask":
             decide_at_terminal("reward", "r0", False, "Ada", "no")
             Path("approvals/r0/reward.json").unlink()

@@ -25,12 +25,14 @@ from prefect.states import Cancelled, Scheduled
 from flows import pipeline
 from flows.core.config import all_rounds, resolve, write_params
 from flows.core.git import git
+from flows.core.locks import current_locks
 from flows.execution import disk, fork_server, machine
 from flows.execution.dvc_stages import command_environment
 from flows.execution.machine import Machine
 from flows.execution.memory import Limits
 from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.pipeline import next_round, rlhf_pipeline
+from flows.report import summary
 from flows.tracking.mlflow_store import experiment_of
 from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.files import write_json
@@ -282,6 +284,32 @@ def test_a_retried_run_resumes_in_its_own_folder(project: Path, prefect: SyncPre
     retry(prefect, run)
     assert fails_in_its_only_folder(run) == folder
     assert (folder / "rounds/r0/prepare/metrics.jsonl").stat().st_mtime_ns == prepared
+
+
+def test_a_run_that_a_gate_stopped_shows_no_number_of_the_committed_run(
+    finished_project: Path, prefect: SyncPrefectClient
+) -> None:
+    """A worktree has the metrics of all stages of the last committed run."""
+
+    def shown(text: str) -> dict[str, str]:
+        rows = (line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|"))
+        return {row[0].strip(): row[-1].strip() for row in rows}
+
+    subprocess.run(["git", "add", "dvc.lock", "rounds"], check=True)
+    subprocess.run(["git", "commit", "-q", "-m", "a finished run"], check=True)
+    settings = ["seed=5", "gates.sft.loss_drop=0.9"]
+    run = submit(prefect, rlhf_pipeline, settings=settings, isolated=True)
+    assert execute(prefect, rlhf_pipeline, run).name == "GateFailed"
+    [workspace] = (finished_project / ".rondo/workspaces").iterdir()
+    branch = git("show", f"runs/{workspace.name}:records/{workspace.name}/summary.md")
+    for text in ((workspace / "reports/summary.md").read_text(), branch):
+        assert shown(text)["SFT loss, nats per token"] == "5.170 -> 4.670"
+        assert shown(text)["judge score, SFT -> policy"] == "-"
+    page = (workspace / "reports/report.html").read_text()
+    assert f"rondo run --continue {workspace.name}" in page and "seed 5" in page
+    assert "0.26 -&gt; 0.70" not in page
+
+    assert "0.26 -> 0.70" in summary.text(["r0"], current_locks(["r0"]))
 
 
 def test_a_bad_value_fails_the_run_before_it_writes_anything(

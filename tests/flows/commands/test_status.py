@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.commands.status import progress
+from flows.commands.status import progress, state
 from stages.lib.core.files import stage_dir, write_text
 
 
@@ -18,3 +18,15 @@ def test_progress_leaves_out_a_line_that_is_being_written(
     assert progress("r0", "sft") == ": step 2, loss 1.5"
     write_text(stage_dir("r0", "sft") / "metrics.jsonl", lines[2])
     assert progress("r0", "sft") == ""
+
+
+def test_a_stage_is_recorded_if_only_its_numbers_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    locks = {"sft@r0": {"outs": [{"path": "rounds/r0/sft/model", "md5": "a"}]}}
+    assert state("sft@r0", None, {"sft@r0"}, locks) == "recorded"
+    assert state("sft@r0", None, {"sft@r0"}, {}) == "to do"  # files of an earlier run
+    write_text(Path("rounds/r0/sft/model"), "")
+    assert state("sft@r0", None, {"sft@r0"}, locks) == "to do"
+    assert state("sft@r0", None, set(), locks) == "done"

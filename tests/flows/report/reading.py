@@ -1,6 +1,14 @@
-"""Parses an HTML page as a browser shows it."""
+"""What tests of the report share: a page as a browser shows it, and rounds that have run."""
 
 from html.parser import HTMLParser
+from typing import Any
+
+from flows.report.summary import STAGES
+
+
+def all_ran(*rounds: str) -> dict[str, dict[str, Any]]:
+    """Entries of dvc.lock, without content: the files of all stages are their results."""
+    return {f"{stage}@{name}": {} for name in rounds for stage in STAGES}
 
 
 class Page(HTMLParser):

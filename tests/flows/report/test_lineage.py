@@ -4,6 +4,7 @@ from pathlib import Path
 
 import yaml
 
+from flows.core.locks import read_locks
 from flows.core.services import Servers
 from flows.core.tables import short_hash
 from flows.execution.energy import Meter
@@ -33,7 +34,7 @@ def test_each_stage_names_its_run_and_links_to_its_pages(project: Path) -> None:
     note = provenance.provenance_path("sft@r0")
     # within a flow the record has the flow run's id
     write_text(note, note.read_text().replace('"flow_run": null', '"flow_run": "11111111-2222"'))
-    html = Page(page.write(["r0"]).read_text())
+    html = Page(page.write(["r0"], read_locks()).read_text())
     assert html.open_tags == []
     starts = [html.words.index(address) for address in ("assets", "sft@r0", "reward@r0")]
     assets, sft, reward = (

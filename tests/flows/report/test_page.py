@@ -2,14 +2,20 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import pytest
+
+from flows.core.locks import current_locks
+from flows.execution.worktree import COMPLETE
 from flows.report import charts, page
 from flows.report.round_data import extreme_samples, read_round
 from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
 from stages.lib.core.params import load_params
 from stages.replay.badcases import Badcase, Cause, Retest, ledger_path
-from tests.flows.report.reading import Page
+from tests.flows.report.reading import Page, all_ran
+from tests.paths import ROOT
 
 RATE = {"rate": 0.1, "low": 0.05, "high": 0.2}
 ENDS = (("", "rate"), ("_low", "low"), ("_high", "high"))
@@ -47,6 +53,7 @@ def check(passed: bool) -> dict[str, object]:
 def write_round(name: str) -> None:
     for gate, passed in (("sft", True), ("reward", False)):
         write_json(Path(f"reports/{name}/gate_{gate}.json"), check(passed))
+    write_json(stage_dir(name, "reward") / "metrics.json", {"accuracy_low": 0.71})
     write_json(stage_dir(name, "battery") / "metrics.json", BATTERY)
     write_json(
         stage_dir(name, "capability") / "metrics.json",
@@ -111,7 +118,7 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
         tries=[Retest(round="r0", fired=3, of=4, ranked=True)],
     )
     write_jsonl(ledger_path("r0"), [case.model_dump(mode="json")])
-    text = page.write(["r0"]).read_text()
+    text = page.write(["r0"], all_ran("r0")).read_text()
     html = Page(text)
     assert html.open_tags == [] and html.fetched == []
     # the first screen names the stage at fault and the next step
@@ -148,18 +155,65 @@ def test_a_run_that_stopped_at_a_gate(project: Path) -> None:
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.parametrize(
+    ("failed", "reached", "approved", "step", "isolated_step"),
+    [
+        ("sft", ["sft"], False, "then run rondo run .", "rondo run --continue RUN goes on"),
+        # `warn`: the run continued
+        ("sft", ["sft", "reward", "promote"], False, "recommends", "in a new run"),
+        ("promote", ["sft", "reward", "promote"], False, "recommends", "in a new run"),
+        ("sft", ["sft", "reward", "promote"], True, "rondo next-round", "git merge runs/RUN"),
+        ("", ["sft", "reward", "promote"], False, "rondo next-round", "git merge runs/RUN"),
+        ("", ["sft"], False, "rondo run runs the stages", "rondo run --continue RUN runs the"),
+        ("", [], False, "rondo run runs the stages", "rondo run --continue RUN runs the"),
+    ],
+)
+def test_the_next_step_follows_from_the_first_round_that_is_not_complete(
+    project: Path, failed: str, reached: list[str], approved: bool, step: str, isolated_step: str
+) -> None:
+    write_json(stage_dir("r0", "reward") / "metrics.json", {"accuracy_low": 0.71})
+    approval = {"approved": True, "by": "Ada", "reason": "seen", "failed": {}}
+    for gate in reached:
+        verdict = check(gate != failed) | {"may_continue": True, "policy": "warn"}
+        verdict |= {"approval": approval if approved else None}
+        write_json(Path(f"reports/r0/gate_{gate}.json"), verdict)
+
+    def text() -> str:
+        return " ".join(Page(page.write(["r0"], all_ran("r0")).read_text()).words)
+
+    shown = text()
+    assert step in shown and ("next-round" in shown) == ("next-round" in step)
+    write_text(COMPLETE, "")  # the folder of an isolated run
+    assert isolated_step.replace("RUN", project.name) in text()
+
+
+def test_a_clone_shows_the_committed_run_as_a_record(project: Path) -> None:
+    """git has the metrics and dvc.lock, and neither verdicts nor badcases."""
+    for name in ("dvc.lock", "params.yaml"):
+        shutil.copy(ROOT / name, name)
+    for path in (ROOT / "rounds").glob("*/*/metrics.json"):
+        copy = project / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True)
+        shutil.copy(path, copy)
+    html = Page(page.write(["r0", "r1"], current_locks(["r0", "r1"])).read_text())
+    assert "0.864 [0.818, 0.906]" in html.words and "not reached" not in html.words
+    assert "None yet." not in html.words and "Their texts are not in this folder." in html.words
+    assert any("This is a record" in words for words in html.words)
+    assert html.pictures.count("Accuracy by kind of pair") == 2
+
+
 def test_a_round_that_params_do_not_have_is_shown_with_todays_thresholds(project: Path) -> None:
     """E.g. after a preset with one round in a clone whose results have two."""
     assert "r9" not in load_params().rounds
     (project / "rounds/r9/ppo").mkdir(parents=True, exist_ok=True)
     (project / "rounds/r9/ppo/curves.csv").write_text("step,kl_per_token\n1,0.0\n2,0.3\n")
-    assert "kl above budget: 0.7" in page.write(["r0", "r9"]).read_text()
+    assert "kl above budget: 0.7" in page.write(["r0", "r9"], all_ran("r0", "r9")).read_text()
 
 
 def test_before_anything_has_run(project: Path) -> None:
-    html = Page(page.write(["r0"]).read_text())
+    html = Page(page.write(["r0"], all_ran("r0")).read_text())
     assert html.open_tags == [] and html.pictures == [] and html.words.count("not reached") == 3
-    assert Page(page.write([]).read_text()).open_tags == []
+    assert Page(page.write([], all_ran()).read_text()).open_tags == []
 
 
 def test_the_same_picture_twice_is_the_same_text() -> None:
@@ -181,7 +235,7 @@ def test_the_judge_curve_has_its_intervals_where_they_were_measured(project: Pat
             stage_dir("r0", "evaluate") / "curves.csv",
             f"{columns}{names}\n0,0,0.3,-1,0.9{ends}\n2,1.5,0.3,0.2,0.8{ends}\n",
         )
-        pictures += page.evaluation_pictures(read_round("r0", {}), load_params())
+        pictures += page.evaluation_pictures(read_round("r0", all_ran("r0")), load_params())
     assert ["95% interval" in picture for picture in pictures] == [False, True]
     without, with_intervals = (picture.count("stroke: var(--c1)") for picture in pictures)
     assert with_intervals == without + 2
@@ -198,11 +252,12 @@ def test_a_page_that_cannot_be_written_does_not_undo_the_run(project: Path) -> N
     from flows.pipeline import write_report
 
     lines: list[str] = []
-    write_report(["r0"], lines.append)
+    write_report(["r0"], all_ran("r0"), lines.append)
     assert lines.pop().endswith("reports/report.html")
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [{"id": "of another version"}])
-    write_report(["r0"], lines.append)
+    write_report(["r0"], all_ran("r0"), lines.append)
     assert "failed (BadInput" in lines[0] and "`rondo report` tries again" in lines[0]
+    assert not page.REPORT.exists()  # the one before would be taken for this run's
 
 
 def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
@@ -216,7 +271,8 @@ def test_an_approved_gate_and_one_with_a_warning_are_neither_passed_nor_failed(
     }
     for gate, verdict in verdicts.items():
         write_json(Path(f"reports/r0/gate_{gate}.json"), verdict)
-    text = page.write(["r0"]).read_text()
+    write_json(stage_dir("r0", "reward") / "metrics.json", {"accuracy_low": 0.71})
+    text = page.write(["r0"], all_ran("r0")).read_text()
     failed = "reward.accuracy_low 0.71, wanted >= 0.8"
     words = Page(text).words
     assert [word for word in words if word in ("✓", "!", "✗")] == ["!", "!", "✗"]
@@ -233,7 +289,7 @@ def test_an_ending_is_drawn_as_its_gate_counts_it(project: Path) -> None:
     def pictures(**changes: float) -> list[str]:
         endings = {"endings": {"ending_1": RATE | changes}}
         write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | endings)
-        return page.battery_pictures(read_round("r0", {}), load_params())
+        return page.battery_pictures(read_round("r0", all_ran("r0")), load_params())
 
     against = {f"against_judge{end}": RATE[key] for end, key in ENDS}
     older, same = pictures(), pictures(**against, rate=0.9)
@@ -280,7 +336,7 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     }
     write_jsonl(stage_dir("r0", "evaluate") / "samples.jsonl", [sample])
     approval = {"approved": True, "by": evil, "reason": evil, "failed": {}}
-    row = {"metric": evil, "value": 0.71, "threshold": evil, "passed": False, "next_step": evil}
+    row = {"metric": evil, "value": None, "threshold": evil, "passed": False, "next_step": evil}
     for gate, opened in (("sft", True), ("reward", False)):
         verdict = {
             "gate": gate,
@@ -304,7 +360,7 @@ def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
     }
     case |= {"score": 1.5, "sentiment": 0.0, "sentiment_plain": 0.0, "repetition": 0.0, "tries": []}
     write_jsonl(ledger_path("r0"), [Badcase.model_validate(case).model_dump(mode="json")])
-    text = page.write(["r0"]).read_text()
+    text = page.write(["r0"], all_ran("r0")).read_text()
     html = Page(text)
     assert html.open_tags == [] and html.fetched == []
     assert "<script" not in text.lower() and "<img" not in text

@@ -11,7 +11,7 @@ from flows.report.round_data import RoundResults, read_round
 from stages.lib.core.files import stage_dir, write_json, write_text
 from stages.lib.core.params.policy import PpoParams
 from stages.ppo.common.health import HEALTH_CHECKS, WINDOW, HealthCheck, MetricHistory
-from tests.flows.report.reading import Page
+from tests.flows.report.reading import Page, all_ran
 
 PPO = PpoParams()
 EPSILON = 0.001
@@ -129,7 +129,7 @@ def results() -> RoundResults:
         for row in zip(*columns.values(), strict=True)
     )
     write_text(stage_dir("r0", "ppo") / "curves.csv", "\n".join([",".join(columns), *rows, ""]))
-    return read_round("r0", {})
+    return read_round("r0", all_ran("r0"))
 
 
 def test_findings_and_the_selected_update_are_marked_on_their_curves(project: Path) -> None:
@@ -140,7 +140,7 @@ def test_findings_and_the_selected_update_are_marked_on_their_curves(project: Pa
         {"warn: length hack, update 12": (12, 12.0)},
     )
     assert not policy_curves.marks(results(), ("entropy",), PPO).points
-    text = page.write(["r0"]).read_text()
+    text = page.write(["r0"], all_ran("r0")).read_text()
     titles = [title for title, columns, _ in policy_curves.CURVES if set(columns) & set(START)]
     assert Page(text).pictures == titles
     assert text.count("selected: update 8") == len(titles)

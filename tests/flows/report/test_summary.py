@@ -1,5 +1,6 @@
 """The results table and the verdicts below it, from files in the format that stages write."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from flows import cli
 from flows.core import tables
 from flows.report import summary
+from tests.flows.report.reading import all_ran
 
 METRICS: dict[str, dict[str, Any]] = {
     "prepare": {"sft_train": 930, "pairs_train": 1187, "replayed": 0},
@@ -44,6 +46,8 @@ METRICS: dict[str, dict[str, Any]] = {
     | {"guarded": 12, "regressed": 1},
 }
 
+LOCKS = all_ran(*(f"r{number}" for number in range(6)))
+
 
 def write(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +73,8 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_numbers_of_each_round_and_dashes_for_what_is_missing(files: Path) -> None:
-    assert summary.known_rounds() == ["r0", "r1"]
-    table = rows(summary.markdown(["r0", "r1"]))
+    assert summary.known_rounds(all_ran("r1", "r0")) == ["r0", "r1"]
+    table = rows(summary.markdown(["r0", "r1"], LOCKS))
     assert table[""] == ["r0", "r1"]
     assert table["SFT loss, nats per token"] == ["5.170 -> 4.500", "5.170 -> 4.500"]
     assert table["RM held-out accuracy [95%]"] == ["0.893 [0.855, 0.922]", "-"]
@@ -109,7 +113,7 @@ def test_numbers_of_other_evaluations_are_in_rows_of_their_own(files: Path) -> N
     ):
         evaluated(files, name, win_rate, id_, temperature)
     write(files / "rounds/r3/sft/metrics.json", METRICS["sft"])  # not evaluated yet
-    text = summary.markdown(["r0", "r1", "r2", "r3"])
+    text = summary.markdown(["r0", "r1", "r2", "r3"], LOCKS)
     table = rows(text)
     assert table["win rate against SFT [95%]"] == [
         "0.600 [0.750, 0.860]",
@@ -131,13 +135,13 @@ def test_numbers_of_other_evaluations_are_in_rows_of_their_own(files: Path) -> N
         "† r1 not comparable with r0: evaluated with other settings (ppo.temperature 1.0 and 0.7); "
         "run `rondo run --rerun r0`"
     )
-    assert f"- {line}\n" in text and f"{line}\n" in summary.text(["r0", "r1", "r2"])
+    assert f"- {line}\n" in text and f"{line}\n" in summary.text(["r0", "r1", "r2"], LOCKS)
 
 
 def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
     for name in ("r0", "r1"):
         evaluated(files, name, 0.6, "a", 1.0)
-    text = summary.markdown(["r0", "r1"])
+    text = summary.markdown(["r0", "r1"], LOCKS)
     assert rows(text)["win rate against SFT [95%]"] == ["0.600 [0.750, 0.860]"] * 2
     assert "†" not in text
     # a round without an evaluation id is not comparable either
@@ -147,7 +151,7 @@ def test_rounds_of_one_evaluation_share_their_rows(files: Path) -> None:
         "† r1 not comparable with r0: "
         "evaluated with other settings (a manifest.json does not contain them)"
     )
-    assert line in summary.markdown(["r0", "r1"])
+    assert line in summary.markdown(["r0", "r1"], LOCKS)
 
 
 def gate(
@@ -175,6 +179,8 @@ def gate(
 
 
 def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
+    for name in ("r0", "r1", "r2", "r3", "r4", "r5"):
+        write(files / f"rounds/{name}/reward/metrics.json", {"accuracy_low": 0.7})
     for name in ("sft", "reward", "promote"):
         write(files / f"reports/r0/gate_{name}.json", gate(passed=True, may_continue=True))
         write(
@@ -195,12 +201,17 @@ def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
     for name in ("sft", "reward", "promote"):
         verdict = gate(passed=name == "sft", may_continue=name != "promote")
         write(files / f"reports/r5/gate_{name}.json", verdict)
+    # all three only warned
+    for name in ("sft", "reward", "promote"):
+        write(files / f"reports/r2/gate_{name}.json", gate(passed=False, may_continue=True))
     failed = "reward.accuracy_low 0.7, wanted >= 0.8"
-    assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4", "r5"]) == [
+    assert summary.verdict_lines(["r0", "r1", "r2", "r3", "r4", "r5"], LOCKS) == [
         "r0: all gates passed",
         f"r1: the reward model is at fault: {failed}. Look at the data.",
-        "r2: has not reached the sft gate",
-        f"r3: no gate stopped the run; reward gate: failed (policy: warn): {failed}",
+        f"r2: SFT is at fault (policy: warn): {failed}. Look at the data."
+        f"; reward gate: failed (policy: warn): {failed}"
+        f"; promote gate: failed (policy: warn): {failed}",
+        f"r3: the reward model is at fault (policy: warn): {failed}. Look at the data.",
         f"r4: has not reached the reward gate; sft gate: approved by Ada (seen by hand): {failed}",
         f"r5: the reward model is at fault: {failed}. Look at the data.; promote gate: failed:"
         f" {failed}",
@@ -214,11 +225,12 @@ def test_the_first_failed_gate_names_the_stage_at_fault(files: Path) -> None:
 def test_the_algorithm_that_trained_the_policy_is_at_fault(
     files: Path, manifest: dict[str, str], name: str
 ) -> None:
+    write(files / "rounds/r0/reward/metrics.json", {"accuracy_low": 0.7})
     for gate_name in ("sft", "reward", "promote"):
         passed = gate_name != "promote"
         write(files / f"reports/r0/gate_{gate_name}.json", gate(passed=passed, may_continue=passed))
     write(files / "rounds/r0/ppo/manifest.json", manifest)
-    [line] = summary.verdict_lines(["r0"])
+    [line] = summary.verdict_lines(["r0"], LOCKS)
     assert line.startswith(f"r0: {name} is at fault: ")
 
 
@@ -236,7 +248,7 @@ def test_whether_a_round_helped_at_equal_kl(files: Path, low, high, needed, verd
     equal_kl = {f"win_rate_champion_equal_kl{end}": value for end, value in values.items()}
     metrics = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
     write(files / "rounds/r1/evaluate/metrics.json", metrics)
-    table = summary.markdown(["r0", "r1"])
+    table = summary.markdown(["r0", "r1"], LOCKS)
     cell = f"0.550 [{low:.3f}, {high:.3f}]"
     assert rows(table)["win rate against the champion at equal KL [95%]"] == ["-", cell]
     lines = [line for line in table.splitlines() if line.startswith("- r")]
@@ -252,10 +264,10 @@ def test_a_jury_that_labelled_the_reward_models_pairs_is_no_proof_that_a_round_h
     for name, pairs in {"r0": 382, "r1": 100}.items():
         write(files / f"rounds/{name}/replay/metrics.json", {"policy_pairs": pairs})
     caution = "But the jury labelled 382 pairs that its reward model learnt from"
-    assert caution in summary.verdict_lines(["r0", "r1"])[1]
+    assert caution in summary.verdict_lines(["r0", "r1"], LOCKS)[1]
     worse = {f"win_rate_champion_equal_kl{end}": 0.4 for end in ("", "_low", "_high")}
     write(files / "rounds/r1/evaluate/metrics.json", evaluate | worse)
-    assert "But the jury" not in summary.verdict_lines(["r0", "r1"])[1]
+    assert "But the jury" not in summary.verdict_lines(["r0", "r1"], LOCKS)[1]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +288,7 @@ def test_a_policy_that_went_on_from_the_champion_had_more_updates(
     evaluate = METRICS["evaluate"] | {"champion_round": "r0"} | equal_kl
     write(files / "rounds/r1/evaluate/metrics.json", evaluate)
     write(files / "rounds/r1/ppo/manifest.json", {"started_from": start})
-    assert summary.verdict_lines(["r0", "r1"])[1].endswith(f"against r0: helped{caution}")
+    assert summary.verdict_lines(["r0", "r1"], LOCKS)[1].endswith(f"against r0: helped{caution}")
 
 
 def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) -> None:
@@ -295,11 +307,14 @@ def test_a_policy_that_does_not_beat_the_champion_is_nobodys_fault(files: Path) 
         "next_step": "Nearer.",
     }
     verdict = gate(passed=False, may_continue=False)
+    for name in ("r0", "r1"):
+        metrics = {"win_rate_champion_low": 0.36, "ppo": {"kl_per_token": 0.9}}
+        write(files / f"rounds/{name}/evaluate/metrics.json", metrics)
     write(files / "reports/r0/gate_promote.json", verdict | {"checks": [lost]})
     write(files / "reports/r1/gate_promote.json", verdict | {"checks": [lost, far]})
     below_champion = "evaluate.win_rate_champion_low 0.36, wanted >= 0.38. Look."
     too_far = "evaluate.ppo.kl_per_token 0.9, wanted <= 0.6. Nearer."
-    assert summary.verdict_lines(["r0", "r1"]) == [
+    assert summary.verdict_lines(["r0", "r1"], LOCKS) == [
         f"r0: not promoted, the champion stays: {below_champion}",
         f"r1: PPO is at fault: {below_champion}; {too_far}",
     ]
@@ -315,7 +330,11 @@ def test_report_writes_and_prints_the_results(
 ) -> None:
     (project / "dvc.yaml").touch()
     metrics = {"win_rate": 0.8, "win_rate_low": 0.7, "win_rate_high": 0.9}
-    write(project / "rounds/r0/evaluate/metrics.json", metrics)
+    written = project / "rounds/r0/evaluate/metrics.json"
+    write(written, metrics)
+    md5 = hashlib.md5(written.read_bytes()).hexdigest()
+    out = {"path": "rounds/r0/evaluate/metrics.json", "md5": md5}
+    write(project / "dvc.lock", {"stages": {"evaluate@r0": {"outs": [out]}}})
     with pytest.raises(SystemExit) as ended:
         cli.main(["report"])
     printed = capsys.readouterr().out
