@@ -22,6 +22,7 @@ from stages.lib.data.prompts import transcript
 from stages.ppo.common.health import WINDOW
 
 REPORT = REPORTS / "report.html"
+PossibleRate = tuple[float | None, float | None, float | None]
 REWARD_SCALE = 4  # the reward model's score varies about four times as much as the judge's
 
 
@@ -111,7 +112,6 @@ def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
     flips = {
         name.replace("_", " "): rate(row)
         for name, row in metrics.get("flips", {}).items()  # older rounds have none
-        if row["rate"] is not None
     }
     slices = {
         name.replace("_", " "): (row["accuracy"], row["low"], row["high"])
@@ -124,15 +124,27 @@ def battery_pictures(results: RoundResults, params: Params) -> list[Markup]:
         "Appended ending reverses a correct pair against the judge": (endings, gate.ending),
         "Accuracy by kind of pair": (slices, gate.worst_slice),
     }
+    # of no texts there is no rate, and none against a judge that only compares
+    measured = {title: measured_rates(rates) for title, (rates, _) in drawn.items()}
     return [
-        charts.bars(title, rates, {"threshold": threshold})
-        for title, (rates, threshold) in drawn.items()
-        if rates
+        charts.bars(title, measured[title], {"threshold": threshold})
+        for title, (_, threshold) in drawn.items()
+        if measured[title]
     ]
 
 
-def rate(row: Mapping[str, Any], name: str = "rate") -> charts.Rate:
-    """A rate with its interval; older rounds have no other than `rate`."""
+def measured_rates(rates: Mapping[str, PossibleRate]) -> dict[str, charts.Rate]:
+    return {
+        name: (share, low, high)
+        for name, (share, low, high) in rates.items()
+        if share is not None and low is not None and high is not None
+    }
+
+
+def rate(row: Mapping[str, Any], name: str = "rate") -> PossibleRate:
+    """A rate with its interval, None if it was not measured; older rounds have no other than
+    `rate`.
+    """
     if name not in row or name == "rate":
         return row["rate"], row["low"], row["high"]
     return row[name], row[f"{name}_low"], row[f"{name}_high"]

@@ -145,8 +145,11 @@ def columns(path: Path | None) -> dict[str, list[float]]:
 
 
 def extreme_samples(samples: Sequence[EvaluationSample]) -> list[EvaluationSample]:
-    """Samples whose judge score rose most, then those whose rose least, from SFT to the policy."""
-    ranked = sorted(samples, key=lambda row: row["sft_judge_score"] - row["ppo_judge_score"])
+    """Samples whose judge score rose most, then those whose rose least, from SFT to the policy;
+    without those that the judge has not scored.
+    """
+    scored = [row for row in samples if {"sft_judge_score", "ppo_judge_score"} <= row.keys()]
+    ranked = sorted(scored, key=lambda row: row["sft_judge_score"] - row["ppo_judge_score"])
     return [*ranked[:SHOWN], *ranked[SHOWN:][-SHOWN:]]
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from flows.core.locks import current_locks
 from flows.execution.worktree import COMPLETE
 from flows.report import charts, page
 from flows.report.round_data import extreme_samples, read_round
-from stages.lib.core.files import stage_dir, write_json, write_jsonl, write_text
+from flows.report.summary import STAGES
+from stages.lib.core.files import read_jsonl, stage_dir, write_json, write_jsonl, write_text
 from stages.lib.core.params import load_params
 from stages.replay.badcases import Badcase, Cause, Retest, ledger_path
 from tests.flows.report.reading import Page, all_ran
@@ -296,6 +298,43 @@ def test_an_ending_is_drawn_as_its_gate_counts_it(project: Path) -> None:
     other = pictures(**against | {"against_judge": 0.15})
     assert older == same
     assert [a == b for a, b in zip(same, other, strict=True)] == [True, True, False, True]
+
+
+def unmeasured(value: Any) -> Any:
+    """A value of JSON with null in place of each number that is not a count."""
+    if isinstance(value, dict):
+        return {key: unmeasured(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) else value
+
+
+def test_a_report_of_rates_of_nothing(project: Path) -> None:
+    """A rate of no texts is null, e.g. of a probe that shuffles the words of one-word responses."""
+    nothing = dict.fromkeys(RATE)
+    write_round("r0")
+    write_json(stage_dir("r0", "capability") / "metrics.json", {})
+    write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | {"probes": {"a": nothing}})
+    title = "Corrupted text scores above the original"
+    assert title not in Page(page.write(["r0"], all_ran("r0")).read_text()).pictures
+    probes = {"probes": {"a": nothing, "b": RATE}}
+    write_json(stage_dir("r0", "battery") / "metrics.json", BATTERY | probes)
+    html = Page(page.write(["r0"], all_ran("r0")).read_text())
+    assert title in html.pictures and "b" in html.words and "a" not in html.words
+
+
+def test_a_report_without_any_measured_number(project: Path) -> None:
+    """The metrics of the committed default run, with null for each share and mean."""
+    write_round("r0")
+    for stage in STAGES:
+        metrics = json.loads((ROOT / f"rounds/r1/{stage}/metrics.json").read_text())
+        write_json(stage_dir("r0", stage) / "metrics.json", unmeasured(metrics))
+    write_text(
+        stage_dir("r0", "evaluate") / "curves.csv", "step,kl,judge_score,score,distinct_2\n0,,,,\n"
+    )
+    samples = stage_dir("r0", "evaluate") / "samples.jsonl"
+    unscored = {"id": "q", "sample": 0, "prompt": "A", "sft": "b", "ppo": "c"}
+    write_jsonl(samples, [unscored, *read_jsonl(samples, "")])
+    html = Page(page.write(["r0"], all_ran("r0")).read_text())
+    assert "win rate against SFT [95%]" in html.words and "Our <i>day" in html.words
 
 
 def test_texts_of_people_and_models_are_never_html(project: Path) -> None:
