@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from flows.core import interrupts
-from flows.core.services import HOME
+from flows.core.services import HOME, prepare_environment
 from stages.lib.core.errors import BadInput, RondoError, print_failure
 
 EXIT_CODES = (
@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
 def exit_code(arguments: list[str] | None) -> int:
     """Run the command line and return its exit code; errors of Rondo are printed in one line."""
     options = parser().parse_args(arguments)
+    prepare_environment()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # progress is visible through a pipe too
     try:

@@ -115,14 +115,22 @@ def run_flow(start: "Callable[[], State[Any]]", isolated: bool = False) -> int:
             from flows.orchestration import terminal_run
 
             terminal_run.prepare(HOME.resolve())
-        from httpx import TransportError
+        from httpx import HTTPError, TransportError
+        from prefect.settings import get_current_settings
 
         try:
             state = start()
-        except TransportError as failure:
+        except (TransportError, RuntimeError) as failure:
+            # Prefect's client wraps the error of its first request
+            cause = failure if isinstance(failure, TransportError) else failure.__cause__
+            if not isinstance(cause, HTTPError):
+                raise
+            # the address may be in .env or prefect.toml
+            url = get_current_settings().api.url or services.prefect_pages()
             raise Unreachable(
-                f"Prefect's server at {services.prefect_pages()} does not answer ({failure}): the "
-                "stages that are done are kept; start it, and run the same command again"
+                f"Prefect's server at {services.without_credentials(url)} does not answer ({cause})"
+                f": the stages that are done are kept; start it, or unset {services.API_URL}, and "
+                "run the same command again"
             ) from None
     interrupts.exit_at_signals()  # all is recorded
     if state.is_completed():

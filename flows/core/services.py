@@ -173,6 +173,18 @@ def prefect_pages(home: Path = HOME) -> str:
     return url.rstrip("/").removesuffix("/api") or last_servers(home).prefect
 
 
+def prepare_environment() -> None:
+    """Change the variables that this process and its children read: an empty one of Prefect or
+    MLflow counts as not set, and no proxy is used for this machine.
+    """
+    for name, value in list(os.environ.items()):
+        if not value and name.startswith(("PREFECT_", "MLFLOW_")):
+            del os.environ[name]
+    for name in ("NO_PROXY", "no_proxy"):
+        own = os.environ.get(name, "")
+        os.environ[name] = ",".join(filter(None, [own, HOST, "localhost"]))
+
+
 def prefect_environment(home: Path) -> dict[str, str]:
     """The variables that Prefect reads at import: its files in .rondo (created here), no analytics,
     no prompts.

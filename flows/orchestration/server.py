@@ -55,7 +55,7 @@ def serve(home: Path, log: LogLine = print) -> None:
     """
     # Popped: no stage needs it
     notify = os.environ.pop(NOTIFY_URL, None)
-    if notify is not None:
+    if notify:
         _check_webhook(notify)
     os.environ.update(prefect_environment(home))
     lock = lock_folder(home)  # noqa: F841 - held while this function runs

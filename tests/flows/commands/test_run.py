@@ -1,7 +1,9 @@
-"""`rondo run --continue`, as a user runs it."""
+"""`rondo run --continue`, and `rondo run` with variables of the user, as a user runs it."""
 
 import json
 import re
+import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from flows import cli
 from flows.core.git import git
 from flows.core.run_locks import hold_run_lock, locks_of
-from tests.servers import rondo
+from tests.servers import NOWHERE, of_project, read_until, request, rondo, start_rondo
 
 
 def test_an_isolated_run_is_decided_on_and_continued_by_its_name(
@@ -50,3 +52,33 @@ def test_an_isolated_run_is_decided_on_and_continued_by_its_name(
     hold_run_lock(lock)
     assert cli.exit_code(["run", "--continue", run]) == 2
     assert "has not ended" in capsys.readouterr().err
+
+
+def test_an_empty_address_of_prefect_is_none_and_its_server_asks_for_the_string(
+    project: Path, copy_tables: Callable[[Path], None]
+) -> None:
+    """And a proxy is not asked for this machine."""
+    copy_tables(project)
+    variables = {"PREFECT_API_URL": "", "PREFECT_HOME": "", "MLFLOW_TRACKING_URI": "off"}
+    proxies = {"HTTP_PROXY": NOWHERE, "http_proxy": NOWHERE, "NO_PROXY": "", "no_proxy": "a.org"}
+    run = start_rondo(project, "run", "--set", "sft.max_steps=51", **variables, **proxies)
+    read_until(run, "[sft@r0] step 3/3")
+    server, *_ = of_project(project, "uvicorn", "prefect.server.api.server:create_app")
+    port = server.cmdline()[server.cmdline().index("--port") + 1]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        request(f"http://127.0.0.1:{port}/api/flow_runs/filter", {})
+    Path("go").touch()
+    _, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, errors
+    assert (project / ".rondo/prefect/prefect.db").exists()
+
+
+@pytest.mark.parametrize("place", ["environment", ".env"])
+def test_a_server_of_prefect_that_does_not_answer_is_unreachable(project: Path, place: str) -> None:
+    address = {"PREFECT_API_URL": f"{NOWHERE}/api"}
+    if place == ".env":
+        Path(".env").write_text(f"PREFECT_API_URL={address.pop('PREFECT_API_URL')}\n")
+    done = rondo(project, "run", **address)
+    assert done.returncode == 4
+    assert f"rondo: Unreachable: Prefect's server at {NOWHERE}/api does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
