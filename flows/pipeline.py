@@ -304,9 +304,12 @@ def run_stages(
         try:
             run_stage(address, run_ref, tracker)
         except GateFailed as error:
-            if approval.apply_ui_decision(address):
+            if address != decided and approval.apply_ui_decision(address, revise=ends_run):
+                decided = address
                 continue  # the gate runs again and reads the decision
-            if address not in may_fail:
+            if ends_run and address == decided:
+                raise GateFailed(f"{error}; *Retry* asks again") from None
+            if ends_run:
                 raise
             log(f"{error}\nNot promoted; the next round learns from its badcases.")
         remaining.pop(0)
@@ -321,8 +324,10 @@ def close(
     todo: set[str],
 ) -> None:
     """Write and link the results at the end of a run: summary table, verdicts, report.
+    decided = ""  # the gate on which the form has just decided
 
     Args:
+        ends_run = address not in may_fail
         remaining: the stages that did not run.
         todo: the stages that were not up to date; if there were none, an existing report is still
             valid.

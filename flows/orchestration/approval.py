@@ -4,19 +4,22 @@ A person approves or refuses, in the Prefect UI or with `rondo approve`, and giv
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from prefect import get_run_logger
+from prefect import get_client, get_run_logger
+from prefect.client.schemas.filters import ArtifactFilter
 from prefect.flow_runs import suspend_flow_run
-from prefect.input import RunInput, keyset_from_base_key
+from prefect.input import Keyset, RunInput, keyset_from_base_key
 from prefect.input.actions import delete_flow_run_input, read_flow_run_input
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
 from flows.core.addresses import slug, split_address
 from flows.core.git import person
+from flows.core.services import prefect_pages
 from flows.core.verdicts import failed_checks, failed_values, read_gate
 from stages.gate.approvals import Approval, check_reason, write_approval
+from stages.gate.thresholds.form import GATE_STAGES
 from stages.lib.core.ended_rounds import has_ended
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import json_hash
@@ -28,7 +31,11 @@ WAIT_SECONDS = 7 * 24 * 3600
 class Decision(RunInput):
     """The form that a suspended run shows."""
 
-    approve: bool = Field(False, description="Continue the run although the gate failed.")
+    # Without a default: who only presses the button has decided nothing
+    decision: Literal["approve", "refuse"] = Field(
+        description="`approve`: the run continues although the gate failed. `refuse`: the gate "
+        "stays failed, which ends the run unless another round follows; *Retry* asks again."
+    )
     by: str = Field(pattern=r"\S", description="Your name; nobody checks it.")
     reason: str = Field(
         pattern=r"\S",
@@ -36,9 +43,11 @@ class Decision(RunInput):
     )
 
 
-def waiting(address: str) -> dict[str, Any] | None:
-    """The verdict of a failed gate that waits for a decision; None for any other stage, and for a
-    gate that was refused.
+def waiting(address: str, refused: bool = False) -> dict[str, Any] | None:
+    """The verdict of a failed gate that waits for a decision; None for any other stage.
+
+    Args:
+        refused: whether a refused gate waits, too.
     """
     stage, round_ = split_address(address)
     verdict = read_gate(round_, stage.removeprefix("gate_")) if stage.startswith("gate_") else None
@@ -46,16 +55,19 @@ def waiting(address: str) -> dict[str, Any] | None:
         verdict
         and not verdict["may_continue"]
         and verdict["policy"] == Policy.ask.value
-        and not verdict["approval"]
+        and (refused or not verdict["approval"])
     )
     return verdict if undecided else None
 
 
-def apply_ui_decision(address: str) -> bool:
+def apply_ui_decision(address: str, revise: bool) -> bool:
     """Whether a person decided on this gate, in a run that was started from the Prefect UI.
 
     Without a decision the run is suspended: its process ends, and Prefect starts the flow again
     with the decision.
+
+    Args:
+        revise: whether a recorded refusal is no decision: *Retry* of the run that it ended.
 
     Returns:
         False if there is nothing to decide, or if the run was started from a terminal.
@@ -63,24 +75,52 @@ def apply_ui_decision(address: str) -> bool:
     Raises:
         Pause: there is no decision yet.
     """
-    verdict = waiting(address)
+    verdict = waiting(address, revise)
     if verdict is None or not deployment.id:  # without a deployment it is a run of the terminal
         return False
     get_run_logger().info(f"{address} waits for a decision: press Resume on this run's page")
-    title = f"The {verdict['gate']} gate of {verdict['round']} failed:"
-    question = "\n".join([title, *(f"- {check}" for check in failed_checks(verdict))])
-    form, key = Decision.with_initial_data(description=question), key_of(verdict)
+    key = key_of(verdict)
     input_keys = keyset_from_base_key(f"suspended-{key}")
     if response := read_flow_run_input(input_keys["response"]):  # given before an interruption
         decision = Decision.model_validate(response)
     else:
-        # Prefect accepts no second question with the same key: delete one without a response
-        for input_key in input_keys.values():
-            if read_flow_run_input(input_key) is not None:
-                delete_flow_run_input(input_key)
+        _delete(input_keys)  # Prefect accepts no second question with the same key
+        form = Decision.with_initial_data(description=question(verdict))
         decision = suspend_flow_run(wait_for_input=form, timeout=WAIT_SECONDS, key=key)
-    decide(verdict, decision.approve, decision.by, decision.reason)
+    decide(verdict, decision.decision == "approve", decision.by, decision.reason)
+    _delete(input_keys)  # else it would answer the question that follows a refusal
     return True
+
+
+def question(verdict: dict[str, Any]) -> str:
+    """The text above the form, in Markdown: what failed, an earlier refusal, links to results."""
+    gate, round_, refusal = verdict["gate"], verdict["round"], verdict["approval"]
+    lines = [f"The {gate} gate of {round_} failed:"]
+    lines += [f"- {check}" for check in failed_checks(verdict)]
+    if refusal:
+        lines += ["", f"It was refused by {refusal['by']}: {refusal['reason']}"]
+    lines += ["", *_results(gate, round_)]
+    return "\n".join(lines)
+
+
+def _results(gate: str, round_: str) -> list[str]:
+    """Links to what this run's page has on a gate: its verdict, and the samples of its stages."""
+    addresses = [f"gate_{gate}@{round_}"]
+    addresses += [f"samples_{stage}@{round_}" for stage in GATE_STAGES[gate]]
+    keys = list(map(slug, addresses))
+    of_run = {"key": {"any_": keys}, "flow_run_id": {"any_": [flow_run.id]}}
+    with get_client(sync_client=True) as client:
+        artifacts = client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(of_run))
+    artifacts.sort(key=lambda artifact: str(artifact.created))
+    ids = {artifact.key: artifact.id for artifact in artifacts}
+    page = f"{prefect_pages()}/artifacts/artifact"
+    return [f"[{key}]({page}/{ids[key]})" for key in keys if key in ids]
+
+
+def _delete(input_keys: Keyset) -> None:
+    for input_key in input_keys.values():
+        if read_flow_run_input(input_key) is not None:
+            delete_flow_run_input(input_key)
 
 
 def key_of(verdict: dict[str, Any]) -> str:

@@ -155,9 +155,10 @@ def decision_message(verdict: Mapping[str, Any]) -> str:
     gate, round_, approval = verdict["gate"], verdict["round"], verdict["approval"]
     if verdict["policy"] != Policy.ask.value or verdict["may_continue"]:
         return ""
+    revise = f'`rondo approve {gate} {round_} --reason "..."`, then run again'
     if approval:
-        return f"Refused by {approval['by']}: {approval['reason']}"
-    return f'To continue anyway: `rondo approve {gate} {round_} --reason "..."`, then run again'
+        return f"Refused by {approval['by']}: {approval['reason']}. To revise it: {revise}"
+    return f"To continue anyway: {revise}"
 
 
 def format_check(row: Check) -> str:

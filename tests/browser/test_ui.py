@@ -178,7 +178,8 @@ class Ui:
         self.page.get_by_role("button", name="Resume").click()
         modal = self.page.locator(".p-modal").last
         expect(modal).to_contain_text("The sft gate of r0 failed")
-        modal.locator("input[type=checkbox]").evaluate("toggle => toggle.click()")
+        modal.locator(".p-select-button__control").press("ArrowDown")
+        self.page.get_by_role("option", name="approve").click()
         for number, text in enumerate((by, reason)):
             modal.locator("textarea").nth(number).fill(text)
         shot(self.page, "approve")

@@ -17,7 +17,8 @@ import pytest
 from mlflow import MlflowClient
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas import FlowRun, State
+from prefect.client.schemas import FlowRun, SetStateStatus, State
+from prefect.client.schemas.filters import ArtifactFilter
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Scheduled
@@ -239,6 +240,18 @@ def test_an_edited_data_file_is_seen_by_isolated_runs_and_by_plain_dvc(
         assert ("[prepare@r0] step" in repro.stdout) is expected, repro.stdout
 
 
+def question_of(prefect: SyncPrefectClient, run: FlowRun) -> str:
+    """The text above the form of a suspended run."""
+    state = prefect.read_flow_run(run.id).state
+    assert state is not None and state.state_details.run_input_keyset
+    key = state.state_details.run_input_keyset["description"]
+    return str(json.loads(prefect.read_flow_run_input(run.id, key)))
+
+
+def of_id(artifact: str) -> ArtifactFilter:
+    return ArtifactFilter.model_validate({"id": {"any_": [artifact]}})
+
+
 def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_run(
     project: Path, prefect: SyncPrefectClient
 ) -> None:
@@ -254,21 +267,43 @@ def test_a_decision_in_the_form_is_valid_for_its_numbers_and_a_refusal_ends_the_
     assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
 
     decision = {"by": "Ada", "reason": "too little"}
-    prefect.resume_flow_run(run.id, {"approve": True, **decision})
+    prefect.resume_flow_run(run.id, {"decision": "approve", **decision})
     stage = project / "stage.py"
     stage.write_text(stage.read_text().replace('"loss_after": 4.67', '"loss_after": 4.57'))
     assert execute(prefect, rlhf_pipeline, run).name == "Suspended"  # asks for the new number
     assert not (project / "approvals/r0/sft.json").exists()
 
-    prefect.resume_flow_run(run.id, decision)  # `approve` is off unless a person switches it on
+    undecided = prefect.resume_flow_run(run.id, decision)  # who only presses Submit
+    assert undecided.status == SetStateStatus.REJECT
+    prefect.resume_flow_run(run.id, {"decision": "refuse", **decision})
     refused = execute(prefect, rlhf_pipeline, run)
     assert refused.name == "GateFailed"
-    assert "Refused by Ada: too little" in str(refused.message)
+    revise = (
+        'To revise it: `rondo approve sft r0 --reason "..."`, then run again; *Retry* asks again'
+    )
+    assert f"Refused by Ada: too little. {revise}" in str(refused.message)
     approval = json.loads((project / "approvals/r0/sft.json").read_text())
     failed = {"sft.loss_before - sft.loss_after": pytest.approx(0.6)}
     assert approval == {"approved": False, "failed": failed, **decision}
     verdict = json.loads((project / "reports/r0/gate_sft.json").read_text())
     assert verdict["approval"] == approval and not verdict["may_continue"]
+
+    for _ in range(2):  # *Retry* asks again, also after the same refusal
+        retry(prefect, run)
+        assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
+        prefect.resume_flow_run(run.id, {"decision": "refuse", **decision})
+        assert execute(prefect, rlhf_pipeline, run).name == "GateFailed"
+    retry(prefect, run)
+    assert execute(prefect, rlhf_pipeline, run).name == "Suspended"
+    question = question_of(prefect, run)
+    assert "It was refused by Ada: too little" in question
+    links = re.findall(r"\[(\S+)\]\(\S+/artifacts/artifact/(\S+)\)", question)
+    artifacts = {key: prefect.read_artifacts(artifact_filter=of_id(id_))[0] for key, id_ in links}
+    assert list(artifacts) == ["gate-sft-r0", "samples-sft-r0"]
+    assert all(artifact.key == key for key, artifact in artifacts.items())
+    prefect.resume_flow_run(run.id, {"decision": "approve", "by": "Bo", "reason": "enough"})
+    assert execute(prefect, rlhf_pipeline, run).name == "Completed"
+    assert json.loads((project / "approvals/r0/sft.json").read_text())["by"] == "Bo"
 
 
 def test_a_retried_run_resumes_in_its_own_folder(project: Path, prefect: SyncPrefectClient) -> None:

@@ -239,9 +239,9 @@ def a_gate_that_asks(project: Path, api: str, pipeline: str, receiver: Receiver)
     )
     until(lambda: request(*input_request))  # it is written after the state
     form = json.loads(request(*input_request)[0]["value"])
-    assert set(form["properties"]) == {"approve", "by", "reason"}
-    word = {"approve": True, "by": "<b>Ada", "reason": "loss is not what this is about"}
-    for missing in ({"reason": ""}, {"reason": " \n"}, {"by": " "}):
+    assert set(form["properties"]) == {"decision", "by", "reason"}
+    word = {"decision": "approve", "by": "<b>Ada", "reason": "loss is not what this is about"}
+    for missing in ({"reason": ""}, {"reason": " \n"}, {"by": " "}, {"decision": None}):
         refused = request(f"{api}/flow_runs/{paused}/resume", {"run_input": word | missing})
         assert refused["status"] == "REJECT"
     assert request(f"{api}/flow_runs/{paused}/resume", {"run_input": word})["status"] == "ACCEPT"

@@ -229,7 +229,7 @@ def test_a_gate_is_approved_from_elsewhere(team: Team) -> None:
     until(lambda: team.state(run) == "Suspended", 300)
     wanted = f"{team.api}/flow_runs/{run}/input/filter", {"prefix": "suspended-"}
     until(lambda: request(*wanted))
-    decision = {"approve": True, "by": "Ada", "reason": "a test"}
+    decision = {"decision": "approve", "by": "Ada", "reason": "a test"}
     answer = request(f"{team.api}/flow_runs/{run}/resume", {"run_input": decision})
     assert answer["status"] == "ACCEPT"
     until(lambda: team.state(run) == "Completed", 300)

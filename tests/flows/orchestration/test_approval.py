@@ -39,20 +39,20 @@ def test_a_failed_gate_that_asks_needs_a_reason_and_then_continues(project: Path
         decide_at_terminal("sft", "r0", True, "Ada", " ")
     for answer in ({"by": "Ada", "reason": " \n"}, {"by": " ", "reason": "fine"}):
         with pytest.raises(ValidationError, match="pattern"):  # the form in the browser
-            Decision(approve=True, **answer)
+            Decision(decision="approve", **answer)
         with pytest.raises(ValidationError, match="pattern"):  # a file written by hand
             Approval(approved=True, failed={}, **answer)
 
     rondo("approve", "sft", "r0", "--refuse", "--by", "Ada", "--reason", "too little")
     with pytest.raises(GateFailed, match="Refused by Ada: too little"):
         dvc_stages.run(GATE, print)
-    assert not waiting(GATE)
+    assert not waiting(GATE) and waiting(GATE, refused=True)
 
     rondo("approve", "sft", "r0", "--by", " ", "--reason", "the loss is not what this is about")
     assert json.loads(Path("approvals/r0/sft.json").read_text())["by"] == "t"  # git's user.name
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.ran
     assert dvc_stages.run(GATE, print) == dvc_stages.Outcome.unchanged
-    assert not waiting(GATE)
+    assert not waiting(GATE, refused=True)
 
 
 def test_a_gate_with_nothing_to_decide_is_bad_input(project: Path) -> None:

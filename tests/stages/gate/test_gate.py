@@ -436,7 +436,10 @@ def test_with_ask_an_approval_is_valid_for_its_numbers_and_no_others(attempt, ca
 def test_with_ask_a_refused_gate_stays_failed(attempt):
     approve(approved=False, reason="no parrots")
     verdict, may_continue = attempt("sft", {"sft": SFT | {"memorised": 0.51}}, "ask")
-    assert not may_continue and decision_message(verdict) == "Refused by Ada: no parrots"
+    assert not may_continue and decision_message(verdict) == (
+        "Refused by Ada: no parrots. To revise it: `rondo approve sft r0 --reason "
+        '"..."`, then run again'
+    )
 
 
 def test_with_block_an_approval_has_no_effect(attempt):
