@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,12 +26,12 @@ from flows.core.addresses import split_address
 from flows.core.bookkeeping import bookkeeping
 from flows.core.config import (
     KEEP,
-    Sections,
     all_rounds,
     check_rerun,
     one_more_round,
     preset_names,
     resolve,
+    settable_keys,
 )
 from flows.core.form_limits import check_form
 from flows.core.git import revision
@@ -58,6 +59,22 @@ from stages.lib.core.progress import progress, reporting
 from stages.lib.core.user_inputs import user_files
 
 PresetName = Annotated[str, Field(json_schema_extra={"enum": list[Any](preset_names())})]
+
+
+def describe_settings() -> str:
+    """The text of the field `settings` in the form, in Markdown, with all keys by section."""
+    lines = [
+        "Single values, `section.key=value`, e.g. `ppo.total_episodes=64`. All others stay as the "
+        "preset or params.yaml has them. stages/lib/core/params describes the keys:"
+    ]
+    for section, names in groupby(settable_keys(), lambda name: name.partition(".")[0]):
+        keys = ", ".join(name.partition(".")[2] for name in names)
+        lines.append(f"- `{section}`" + (f": {keys}" if keys else ""))
+    return "\n\n".join(lines)  # Prefect's form joins lines that no empty line divides
+
+
+# Prefect takes it before the docstring's
+Settings = Annotated[list[str], Field(json_schema_extra={"description": describe_settings()})]
 # 0 stands for "not set": if null were allowed, the form in the Prefect UI could not show why a
 # value is invalid.
 Rounds = Annotated[int, Field(ge=0)]
@@ -169,8 +186,7 @@ def run_name() -> str:
 def rlhf_pipeline(
     preset: PresetName = KEEP,
     rounds: Rounds = 0,
-    settings: list[str] = [],  # noqa: B006
-    sections: Sections | None = None,
+    settings: Settings = [],  # noqa: B006
     isolated: bool = False,
     rerun: list[str] = [],  # noqa: B006
 ) -> State[Any]:
@@ -180,13 +196,12 @@ def rlhf_pipeline(
     Args:
         preset: An overlay on the defaults. `keep`: params.yaml as it is; `default`: the defaults.
         rounds: Number of rounds. 0: the number in params.yaml or the preset.
-        settings: Single values, section.key=value, e.g. ppo.total_episodes=64.
-        sections: Whole sections of params.yaml; sections that are left out do not change.
+        settings: Single values, section.key=value.
         isolated: Work in a new git worktree and commit the results to the branch `runs/RUN`.
         rerun: Ended rounds to run again with these settings, and with them all later ones; `all`
             for every round. A preset runs every round again.
     """
-    return pipeline(run_id(), preset, lambda: rounds, settings, sections, isolated, rerun)
+    return pipeline(run_id(), preset, lambda: rounds, settings, isolated, rerun)
 
 
 def pipeline(
@@ -194,7 +209,6 @@ def pipeline(
     preset: str,
     rounds: Callable[[], int],
     settings: list[str],
-    sections: Sections | None,
     isolated: bool,
     rerun: Collection[str] = (),
 ) -> State[Any]:
@@ -216,19 +230,15 @@ def pipeline(
     log, home = make_logger(), HOME.resolve()
     # 1. Check the parameters, before there is anything to clean up.
     check_rerun(rerun)
-    checked = decided_params(home, run) or resolve(preset, None, settings, sections)
-    files = [path for paths in user_files(checked).values() for path in paths]
-    if deployment.id:
-        check_form(checked, files)
+    checked = decided_params(home, run) or resolve(preset, None, settings)
+    files = checked_files(checked)
     server = fork_server.fork_server(dvc_stages.stage_environment())
     tree = workspace(run, home, log, files) if isolated else working_tree(home, log)
     with reporting("run", log, dvc_stages.QUIET_SECONDS), server, tree as folder:
         # 2. Write params.yaml.
         number = rounds() or None
         ended = history.rounds_to_end(preset, number, rerun)
-        params = own_params(
-            home, run, lambda: resolve(preset, number, settings, sections, ended), ended
-        )
+        params = own_params(home, run, lambda: resolve(preset, number, settings, ended), ended)
         changes = [f"  {change}" for change in history.write(params, ended)]
         log(f"run {run} in {folder}")
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
@@ -271,6 +281,18 @@ def pipeline(
         return state
 
 
+def checked_files(params: Params) -> list[Path]:
+    """The files of the user that the params name.
+
+    Raises:
+        BadInput: one is missing, or a run from the browser may not name it.
+    """
+    files = [path for paths in user_files(params).values() for path in paths]
+    if deployment.id:
+        check_form(params, files)
+    return files
+
+
 def stages_to_run(params: Params, log: LogLine) -> tuple[list[str], set[str]]:
     """The stages of a run in order, and those of them that are not up to date.
 
@@ -299,8 +321,10 @@ def run_stages(
     # A failed promotion gate of an earlier round does not end the run: the next round learns from
     # the badcases of its policy.
     may_fail = {f"gate_promote@{name}" for name in rounds[:-1]}
+    decided = ""  # the gate on which the form has just decided
     while remaining:
         address = remaining[0]
+        ends_run = address not in may_fail
         try:
             run_stage(address, run_ref, tracker)
         except GateFailed as error:
@@ -324,10 +348,8 @@ def close(
     todo: set[str],
 ) -> None:
     """Write and link the results at the end of a run: summary table, verdicts, report.
-    decided = ""  # the gate on which the form has just decided
 
     Args:
-        ends_run = address not in may_fail
         remaining: the stages that did not run.
         todo: the stages that were not up to date; if there were none, an existing report is still
             valid.
@@ -371,7 +393,7 @@ def continued_run(run: str) -> State[Any]:
         run: Its name.
     """
     take_over(HOME.resolve(), run)
-    return pipeline(run_id(), KEEP, lambda: 0, [], None, True)
+    return pipeline(run_id(), KEEP, lambda: 0, [], True)
 
 
 def rounds_with_one_more(home: Path) -> int:
@@ -384,19 +406,15 @@ def rounds_with_one_more(home: Path) -> int:
 
 @flow(name="next-round", flow_run_name=run_name, persist_result=False)
 def next_round(
-    settings: list[str] = [],  # noqa: B006
-    sections: Sections | None = None,
+    settings: Settings = [],  # noqa: B006
     isolated: bool = False,
 ) -> State[Any]:
     """One more round, on the badcases of the last one; earlier rounds do not run again. If the last
     round is not complete, this flow completes it instead.
 
     Args:
-        settings: Single values, section.key=value, e.g. replay.max_badcases=32.
-        sections: Whole sections of params.yaml; sections that are left out do not change.
+        settings: Single values, section.key=value.
         isolated: Work in a new git worktree and commit the results to the branch `runs/RUN`.
     """
     home = HOME.resolve()
-    return pipeline(
-        run_id(), KEEP, lambda: rounds_with_one_more(home), settings, sections, isolated
-    )
+    return pipeline(run_id(), KEEP, lambda: rounds_with_one_more(home), settings, isolated)

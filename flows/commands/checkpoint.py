@@ -26,8 +26,9 @@ from flows.orchestration import concurrency
 from flows.pipeline import make_logger
 from flows.tracking.mlflow_tracker import open_tracker
 from flows.tracking.records import Record, milliseconds, read_checkpoint
+from stages.lib.core.ended_rounds import params_of
 from stages.lib.core.errors import RondoError
-from stages.lib.core.files import metric_name
+from stages.lib.core.files import find_checkpoint, metric_name
 from stages.lib.core.params import load_params
 
 ROWS = ("judge_score", "score", "kl", "length", "eos_rate", "distinct_2", "repetition_3")
@@ -57,6 +58,9 @@ def evaluate_checkpoint(
     folder = folder_of_run(run, home) if run else Path.cwd()
     if deployment.id:
         check_inside([Path(checkpoint)])
+    with chdir(folder):
+        params_of(round)
+        find_checkpoint(round, checkpoint)
     with chdir(folder), concurrency.compute_slot(log), Meter([]) as meter:
         code = dvc_stages.stream(
             ["stages.evaluate.checkpoint", "--round", round, "--checkpoint", checkpoint], on_line

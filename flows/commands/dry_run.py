@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from flows.core.addresses import split_address
-from flows.core.config import KEEP, changes_of_params, one_more_round, resolve
+from flows.core.config import KEEP, changes_of_params, one_more_round
 from flows.core.locks import LOCK
 from flows.execution import dvc_stages, needs
-from flows.execution.history import read_entries, rounds_to_end
+from flows.execution.history import read_entries, resolve_run
 from stages.gate.verdict import look_up
 from stages.lib.core.files import work_dir
 from stages.lib.core.params import PARAMS_FILE, Params
@@ -27,8 +27,7 @@ def dry_run(preset: str, rounds: int | None, settings: list[str], rerun: list[st
         BadInput: as a run would raise it before it starts.
         RondoError: the stages would not fit in memory or on disk.
     """
-    ended = rounds_to_end(preset, rounds, rerun)
-    params = resolve(preset, rounds, settings, ended=ended)
+    params, ended = resolve_run(preset, rounds, settings, rerun)
     changes = changes_of_params(params)
     title = "params.yaml would change:" if changes else "params.yaml: no changes"
     print("\n  ".join([title, *changes]))

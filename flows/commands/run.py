@@ -13,13 +13,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flows.core import interrupts, services
-from flows.core.config import KEEP, one_more_round, resolve
+from flows.core.config import KEEP, one_more_round
 from flows.core.databases import check_database, make_database
 from flows.core.run_locks import is_alive
 from flows.core.services import HOME
 from flows.execution import dvc_stages, fork_server
-from flows.execution.history import rounds_to_end
-from flows.execution.worktree import folder_of_run
+from flows.execution.history import resolve_run
+from flows.execution.worktree import check_committed, folder_of_run
 from stages.lib.core.errors import BadInput, GateFailed, RondoError, Unreachable
 from stages.lib.core.progress import progress, reporting
 
@@ -41,14 +41,14 @@ def run_rounds(
     Raises:
         RondoError: see `run_flow`; BadInput is raised before anything starts.
     """
-    resolve(preset, rounds, settings, ended=rounds_to_end(preset, rounds, rerun))
+    resolve_run(preset, rounds, settings, rerun)
+    if isolated:
+        check_committed()
 
     def start() -> "State[Any]":
         from flows.pipeline import rlhf_pipeline
 
-        return rlhf_pipeline(
-            preset, rounds or 0, settings, None, isolated, rerun, return_state=True
-        )
+        return rlhf_pipeline(preset, rounds or 0, settings, isolated, rerun, return_state=True)
 
     return run_flow(start, isolated)
 
@@ -78,13 +78,14 @@ def run_next_round(settings: list[str], isolated: bool) -> int:
     Raises:
         RondoError: see `run_flow`; BadInput is raised before anything starts.
     """
-    one_more_round()
-    resolve(KEEP, None, settings)
+    resolve_run(KEEP, one_more_round(), settings)
+    if isolated:
+        check_committed()
 
     def start() -> "State[Any]":
         from flows.pipeline import next_round
 
-        return next_round(settings, None, isolated, return_state=True)
+        return next_round(settings, isolated, return_state=True)
 
     return run_flow(start, isolated)
 

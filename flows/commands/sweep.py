@@ -17,7 +17,16 @@ from flows.core.locks import Locks, current_locks
 from flows.core.services import HOME
 from flows.execution import dvc_stages
 from flows.execution.worktree import COMPLETE, WORKSPACES
-from flows.pipeline import PresetName, Rounds, make_logger, pipeline, run_id, run_name
+from flows.pipeline import (
+    PresetName,
+    Rounds,
+    Settings,
+    checked_files,
+    make_logger,
+    pipeline,
+    run_id,
+    run_name,
+)
 from flows.report import summary
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import REPORTS, write_text
@@ -39,7 +48,7 @@ def sweep(
     key: str = "ppo.kl_coef",
     values: Values = ["0.05", "0.11", "0.3"],  # noqa: B006
     seeds: list[int] = [],  # noqa: B006
-    settings: list[str] = [],  # noqa: B006
+    settings: Settings = [],  # noqa: B006
     preset: PresetName = KEEP,
     rounds: Rounds = 1,
 ) -> State[Any]:
@@ -58,7 +67,7 @@ def sweep(
     seed_settings = [[f"seed={seed}"] for seed in seeds] or [[]]
     points = [[f"{key}={value}", *seed] for seed in seed_settings for value in values]
     for point in points:  # bad input is an error before any run starts
-        resolve(preset, rounds or None, [*settings, *point])
+        checked_files(resolve(preset, rounds or None, [*settings, *point]))
     rows: list[dict[str, str]] = []
     errors: list[str] = []
     for number, point in enumerate(points):
@@ -68,7 +77,7 @@ def sweep(
         error = ""
         try:
             values_of_point = [*settings, *point]
-            pipeline(name, preset, lambda: rounds, values_of_point, None, True, [ALL])
+            pipeline(name, preset, lambda: rounds, values_of_point, True, [ALL])
         except RondoError as point_error:
             if not (folder / COMPLETE).exists():
                 raise  # no point can run, e.g. because code is not committed

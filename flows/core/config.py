@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
@@ -19,26 +18,8 @@ from stages.lib.core.ended_rounds import ended_rounds
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import stage_dir, write_text
 from stages.lib.core.params import PARAMS_FILE, Params, check_params, flatten, load_params
-from stages.lib.core.params.data import START, AssetsParams, PrepareParams, RoundParams, rounds
-from stages.lib.core.params.evaluation import (
-    BatteryParams,
-    CapabilityParams,
-    EvaluateParams,
-    ReplayParams,
-)
-from stages.lib.core.params.gates import GatesParams
-from stages.lib.core.params.judging import AnnotateParams
-from stages.lib.core.params.policy import (
-    Algorithm,
-    BestOfNParams,
-    DpoParams,
-    GrpoParams,
-    PpoParams,
-    RlooParams,
-)
-from stages.lib.core.params.shared import LauncherParams, ModelParams, ParamsSection
-from stages.lib.core.params.tracking import MlflowParams
-from stages.lib.core.params.training import RewardParams, SftParams
+from stages.lib.core.params.data import START, RoundParams, rounds
+from stages.lib.core.params.shared import ParamsSection
 from stages.lib.core.reading import parse_yaml, read_yaml
 from stages.lib.core.renamed import current_params
 from stages.lib.core.user_inputs import user_files
@@ -51,36 +32,6 @@ ALL = "all"  # rounds that run again
 # Mappings whose keys are the user's own names: merging them would keep entries that the user left
 # out, so an overlay replaces them.
 REPLACED_WHOLE = ("rubric", "endpoints", "engine_options")
-
-
-class Sections(ParamsSection):
-    """Sections of params.yaml as a form; an unset section keeps its value."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def renamed_keys(cls, values: Any) -> Any:
-        return current_params(values) if isinstance(values, Mapping) else values
-
-    seed: int | None = None
-    assets: AssetsParams | None = None
-    prepare: PrepareParams | None = None
-    model: ModelParams | None = None
-    launcher: LauncherParams | None = None
-    sft: SftParams | None = None
-    annotate: AnnotateParams | None = None
-    reward: RewardParams | None = None
-    algorithm: Algorithm | None = None
-    ppo: PpoParams | None = None
-    dpo: DpoParams | None = None
-    best_of_n: BestOfNParams | None = None
-    rloo: RlooParams | None = None
-    grpo: GrpoParams | None = None
-    evaluate: EvaluateParams | None = None
-    capability: CapabilityParams | None = None
-    replay: ReplayParams | None = None
-    battery: BatteryParams | None = None
-    gates: GatesParams | None = None
-    mlflow: MlflowParams | None = None
 
 
 def preset_names() -> list[str]:
@@ -104,6 +55,22 @@ def read_preset(name: str) -> dict[str, Any]:
     if not isinstance(values or {}, Mapping):
         raise BadInput(f"{path}: expected sections of params.yaml, got {values!r:.60}")
     return current_params(values or {})
+
+
+def settable_keys(section: type[ParamsSection] = Params) -> list[str]:
+    """The keys of a section that `--set` may name, with those of its own sections.
+
+    Example:
+        >>> [key for key in settable_keys() if key.startswith("mlflow")]
+        ['mlflow.upload']
+    """
+    keys = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, ParamsSection):
+            keys += [f"{name}.{key}" for key in settable_keys(field.annotation)]
+        else:
+            keys.append(name)
+    return keys
 
 
 def overlay(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,18 +117,16 @@ def resolve(
     preset: str = KEEP,
     number: int | None = None,
     settings: Iterable[str] = (),
-    sections: BaseModel | None = None,
     ended: Collection[str] = (),
 ) -> Params:
     """Resolve and validate the params of a run; nothing is written.
 
-    Later arguments override earlier ones: preset, sections, settings; `number` sets the rounds.
+    Later arguments override earlier ones: preset, settings; `number` sets the rounds.
 
     Args:
         preset: `keep` starts from params.yaml, any other name from the defaults.
         number: how many rounds, named r0, r1, ...; None keeps the rounds of the preset or file.
         settings: single values, `section.key=value`.
-        sections: sections that the form in the Prefect UI sets.
         ended: rounds that the run leaves as they are; they are not in its params.
 
     Raises:
@@ -181,11 +146,10 @@ def resolve(
         values = overlay(values, preset_values)
         # `rounds` of a preset are complete: merging would keep the default's further rounds.
         values["rounds"] = preset_values.get("rounds", values["rounds"])
-    if sections is not None:
-        form = sections.model_dump(mode="json", exclude_unset=True)
-        values = overlay(values, {key: value for key, value in form.items() if value is not None})
     for setting in settings:
         values = overlay(values, parse_setting(setting))
+    source = f"{'params.yaml' if preset == KEEP else f'preset {preset}'} with --set"
+    check_params(values, source)  # also of the rounds that `number` and `ended` replace
     if number is not None:
         if number < 1:
             raise BadInput(f"--rounds {number}: expected at least 1")
@@ -198,8 +162,7 @@ def resolve(
             f"--rounds {number}: {', '.join(ended)} have ended; ask for at least {len(ended) + 1} "
             "rounds, or add `--rerun ROUND` to run a round again"
         )
-    source = "params.yaml" if preset == KEEP else f"preset {preset}"
-    params = check_params(values, f"{source} with --set")
+    params = check_params(values, source)
     for name, entry in params.rounds.items():
         if entry.previous not in (START, *(f"rounds/{key}" for key in (*params.rounds, *ended))):
             raise BadInput(f"rounds.{name}.previous is {entry.previous}: there is no such round")

@@ -7,14 +7,14 @@ rounds: DVC reads and checks each stage of dvc.yaml and dvc.lock at every step.
 """
 
 import io
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from flows.core.addresses import split_address
-from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, write_params
+from flows.core.config import ALL, KEEP, check_rerun, nest, overlay, resolve, write_params
 from flows.core.locks import LOCK, METRICS, has_read, outputs
 from flows.core.verdicts import failed_values, read_gate
 from flows.execution.dvc_stages import open_repo
@@ -63,6 +63,20 @@ def rounds_to_end(preset: str, number: int | None, rerun: Collection[str]) -> li
         ended.append(name)
     first = min((ended.index(name) for name in rerun if name in ended), default=len(ended))
     return ended[:first]
+
+
+def resolve_run(
+    preset: str, number: int | None, settings: Iterable[str], rerun: Collection[str] = ()
+) -> tuple[Params, list[str]]:
+    """The params of a run, and the rounds that have ended when it begins; nothing is written.
+
+    Raises:
+        BadInput: the params are invalid, or do not fit the ended rounds.
+    """
+    ended = rounds_to_end(preset, number, rerun)
+    params = resolve(preset, number, settings, ended)
+    _check_model(params, ended, _read_locks())
+    return params, ended
 
 
 def is_complete(round_: str) -> bool:

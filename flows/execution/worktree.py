@@ -72,7 +72,7 @@ def workspace(run: str, home: Path, log: LogLine, inputs: Iterable[Path] = ()) -
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(home / WORKSPACES_LOCK):
         if not (folder / COMPLETE).exists():
-            _check_committed()
+            check_committed()
             with bookkeeping("removing old workspaces", log):
                 for old in old_workspaces(home):
                     if (old / ENDED).exists():
@@ -252,7 +252,11 @@ def _share(cache: Path, root: Path, folder: Path) -> None:
     (folder / cache).symlink_to(root / cache)
 
 
-def _check_committed() -> None:
+def check_committed() -> None:
+    """
+    Raises:
+        BadInput: there is no git repository or no commit, or code or user files are not committed.
+    """
     try:
         git("rev-parse", "--verify", "HEAD")
     except RondoError as error:

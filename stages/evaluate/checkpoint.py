@@ -15,11 +15,11 @@ from stages.evaluate.comparability import eval_set_hash, evaluation_id, evaluati
 from stages.evaluate.evaluator import Evaluator
 from stages.evaluate.results import ModelResults, side_by_side, with_intervals
 from stages.lib.core.ended_rounds import has_ended, params_of
-from stages.lib.core.errors import BadInput, RondoError
+from stages.lib.core.errors import RondoError
 from stages.lib.core.files import (
     REPORTS,
     file_hash,
-    stage_dir,
+    find_checkpoint,
     write_json,
     write_jsonl,
 )
@@ -29,24 +29,6 @@ from stages.lib.core.recorder import read_metrics
 from stages.lib.core.user_inputs import check_unchanged
 from stages.lib.judging.loading import base_model, load_jury
 from stages.lib.lm.loading import load_policy, setup_torch
-
-
-def find_checkpoint(round_: str, checkpoint: str) -> Path:
-    """The folder of a checkpoint, given by name or path.
-
-    Raises:
-        BadInput: there is no such checkpoint; names the existing ones.
-    """
-    folder = stage_dir(round_, "ppo") / "checkpoints"
-    for path in (folder / checkpoint, Path(checkpoint)):
-        if any((path / file).exists() for file in ("adapter_config.json", "config.json")):
-            return path
-    names = ", ".join(sorted(path.name for path in folder.glob("step_*")))
-    raise BadInput(
-        f"--checkpoint {checkpoint}: no model there; "
-        f"{folder} has {names or f'none (run `dvc repro ppo@{round_}`)'}; "
-        "or give the folder of an adapter"
-    )
 
 
 def main(params: Params, round_: str, checkpoint: str) -> Path:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from flows.core import config
 from flows.core.form_limits import check_form
-from stages.lib.core.errors import BadInput, format_validation_errors
 from stages.lib.core.params import Params, check_params, flatten, load_params
 from stages.lib.core.project_limits import ProjectLimits, read_limits
 from stages.lib.core.renamed import PARAMS, PER_TOKEN
@@ -136,17 +134,14 @@ def test_single_settings() -> None:
 
 
 def test_forms() -> None:
-    """Prefect checks a form by the same pydantic model before the flow runs."""
+    """The settings of a form, with sections of params.yaml as values."""
     good = Params().model_dump(mode="json", exclude={"rounds"})
     good["prepare"]["sources"] = [{"path": "pairs.jsonl"}]
     good["ppo"]["rewards"] = [{"name": "mine", "url": "http://127.0.0.1:9"}]
 
     def read(values: Any) -> Params:
-        try:
-            sections = config.Sections.model_validate(values)
-        except ValidationError as error:
-            raise BadInput(f"form: {format_validation_errors(error)}; correct it") from None
-        params = config.resolve(sections=sections)
+        sections = values.items() if isinstance(values, dict) else [("seed", values)]
+        params = config.resolve(settings=[f"{key}={json.dumps(value)}" for key, value in sections])
         check_form(params, [file for files in user_files(params).values() for file in files])
         config.write_params(params)
         return params

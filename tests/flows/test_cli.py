@@ -17,10 +17,17 @@ def test_bad_input_ends_with_2_before_anything_starts(project: Path) -> None:
         (["run", "--set", "ppo.gamma=7"], "ppo.gamma"),
         (["run", "--rounds", "0"], "at least 1"),
         (["run", "--rerun", "r9"], "--rerun r9: no such round"),
+        (["run", "--rounds", "1", "--set", "rounds=3"], "rounds: Input should be a valid dict"),
+        (["next-round", "--set", "rounds=3"], "rounds: Input should be a valid dict"),
     ):
         done = rondo(project, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
+    Path("dvc.yaml").write_text(Path("dvc.yaml").read_text() + "# changed\n")
+    for command in ("run", "next-round"):
+        done = rondo(project, command, "--isolated")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "these are not committed, commit them first:\nM dvc.yaml" in done.stderr
     for url in ("hooks.example.org/very-secret", "http://[very-secret"):
         done = rondo(project, "up", RONDO_NOTIFY_URL=url)
         assert (done.returncode, done.stdout) == (2, "")

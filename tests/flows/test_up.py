@@ -151,7 +151,7 @@ def a_run_from_the_form(project: Path, api: str) -> str:
         "directory"
     ] == str(project)
     assert deployment["parameters"] == {"isolated": True}
-    filled = {"parameters": {"isolated": False, "sections": {"seed": 3}}}
+    filled = {"parameters": {"isolated": False, "settings": ["seed=3"]}}
     made = request(f"{api}/deployments/{deployment['id']}/create_flow_run", filled)
     assert finished(api, made["id"]) == "Completed"
     names = {run["name"] for run in request(f"{api}/task_runs/filter", {})}
@@ -160,7 +160,7 @@ def a_run_from_the_form(project: Path, api: str) -> str:
     assert "r0: has not reached the reward gate" in (project / "reports/report.html").read_text()
     its_artifacts(api, made["id"])
     with pytest.raises(urllib.error.HTTPError, match="409"):  # the form shows why
-        wrong = {"parameters": {"sections": {"ppo": {"gamma": 7}}}}
+        wrong = {"parameters": {"rounds": -1}}
         request(f"{api}/deployments/{deployment['id']}/create_flow_run", wrong)
     return str(deployment["id"])
 

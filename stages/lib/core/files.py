@@ -34,6 +34,24 @@ def stage_dir(round_: str, stage: str) -> Path:
     return ROUNDS / round_ / stage
 
 
+def find_checkpoint(round_: str, checkpoint: str) -> Path:
+    """The folder of a checkpoint, given by name or path.
+
+    Raises:
+        BadInput: there is no such checkpoint; names the existing ones.
+    """
+    folder = stage_dir(round_, "ppo") / "checkpoints"
+    for path in (folder / checkpoint, Path(checkpoint)):
+        if any((path / file).exists() for file in ("adapter_config.json", "config.json")):
+            return path
+    names = ", ".join(sorted(path.name for path in folder.glob("step_*")))
+    raise BadInput(
+        f"--checkpoint {checkpoint}: no model there; "
+        f"{folder} has {names or f'none (run `dvc repro ppo@{round_}`)'}; "
+        "or give the folder of an adapter"
+    )
+
+
 def work_dir(round_: str, stage: str) -> Path:
     """Folder of a stage's untracked files: clocks, checkpoints of a run in progress."""
     return WORK / round_ / stage

@@ -20,6 +20,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from flows import cli
 from flows.commands.checkpoint import ROWS, evaluate_checkpoint, record
 from flows.execution.energy import Meter
+from flows.orchestration.concurrency import LIMIT, compute_slot
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.records import lineage
 from stages.lib.core.errors import BadInput, Unreachable
@@ -59,7 +60,7 @@ def run_ppo(folder: Path) -> None:
     (folder / ".gitignore").write_text("/rounds\n")
     make = (
         f"import pathlib; path = pathlib.Path('{STEP}'); path.mkdir(parents=True); "
-        "(path / 'adapter.bin').write_text('9')"
+        "(path / 'adapter.bin').write_text('9'); (path / 'adapter_config.json').write_text('{}')"
     )
     ppo = {"cmd": f'{sys.executable} -c "{make}"', "outs": ["rounds/${key}/ppo/checkpoints"]}
     (folder / "dvc.yaml").write_text(
@@ -252,6 +253,8 @@ def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_fol
 ) -> None:
     stand_in_for_the_stage(folder)
     (folder / ".rondo/workspaces").mkdir(parents=True)
+    Path("far").mkdir()
+    Path("far/adapter_config.json").touch()
     for run, checkpoint, error, message in (
         ("", "far", Unreachable, "Unreachable: no answer"),
         ("none", "far", BadInput, "is not a folder"),
@@ -259,3 +262,19 @@ def test_the_flow_fails_at_once_if_a_server_is_unreachable_or_the_run_has_no_fol
         state = evaluate_checkpoint(run, "r0", checkpoint, return_state=True)
         assert state.is_failed() and message in str(state.message)
         assert isinstance(state.result(raise_on_failure=False), error)
+
+
+def test_a_checkpoint_or_round_that_is_not_there_waits_for_no_slot(
+    folder: Path, api: str, prefect: SyncPrefectClient
+) -> None:
+    with compute_slot(pytest.fail):
+        pass  # the limit is there
+    slot = {"names": [LIMIT], "slots": 1, "mode": "concurrency", "lease_duration": 60}
+    lease = request(f"{api}/v2/concurrency_limits/increment-with-lease", slot)["lease_id"]
+    for round_, checkpoint, message in (
+        ("r0", "step_99999", "rounds/r0/ppo/checkpoints has step_00009"),
+        ("r7", "step_00009", "--round r7: not in params.yaml"),
+    ):
+        state = evaluate_checkpoint("", round_, checkpoint, return_state=True)
+        assert state.is_failed() and message in str(state.message)
+    request(f"{api}/v2/concurrency_limits/decrement-with-lease", {"lease_id": lease})

@@ -6,7 +6,7 @@ import yaml
 from flows.core import config
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_json
-from stages.lib.core.params import Params
+from stages.lib.core.params import Params, flatten
 
 COMMENTED = """# the run
 seed: 0  # of everything
@@ -46,9 +46,11 @@ def test_a_preset_keeps_no_value_of_the_preset_before_it(params_yaml: Path) -> N
     assert config.write_params(config.resolve("default")) == []
 
 
-def test_settings_override_sections_and_sections_override_the_preset(params_yaml: Path) -> None:
-    sections = config.Sections.model_validate({"ppo": {"gamma": 0.9, "lam": 0.8}})
-    params = config.resolve("tiny", 3, ["ppo.gamma=0.7"], sections)
+def test_later_settings_override_earlier_ones_and_all_override_the_preset(
+    params_yaml: Path,
+) -> None:
+    settings = ["ppo.gamma=0.9", "ppo.lam=0.8", "ppo.gamma=0.7"]
+    params = config.resolve("tiny", 3, settings)
     assert (params.ppo.gamma, params.ppo.lam, params.ppo.response_length) == (0.7, 0.8, 8)
     assert {name: entry.previous for name, entry in params.rounds.items()} == {
         "r0": "assets/start",
@@ -60,9 +62,16 @@ def test_settings_override_sections_and_sections_override_the_preset(params_yaml
     assert list(yaml.safe_load(params_yaml.read_text())["rounds"]) == ["r0"]
 
 
-def test_the_form_has_the_sections_of_params() -> None:
-    sections = [name for name in Params.model_fields if name != "rounds"]
-    assert list(config.Sections.model_fields) == sections
+def test_the_keys_that_the_form_lists_are_all_keys_of_params() -> None:
+    values = Params().model_dump(mode="json")
+    for key in config.settable_keys():
+        *sections, name = key.split(".")
+        of_section = values
+        for section in sections:
+            of_section = of_section[section]
+        del of_section[name]
+    left = {key: value for key, value in flatten(values)}
+    assert left == {}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,9 @@ def test_the_form_has_the_sections_of_params() -> None:
         ("keep", None, ["ppo.gamma=2"], "less than or equal to 1"),
         ("keep", None, ["ppo=3"], "ppo"),
         ("keep", 0, [], "at least 1"),
+        ("keep", None, ["rounds=3"], r"rounds: Input should be a valid dictionary \(got 3\)"),
+        ("keep", 1, ["rounds=r0"], r"rounds: Input should be a valid dictionary \(got 'r0'\)"),
+        ("keep", 1, ["rounds.r0.previous=r9"], r"rounds\.r0\.previous: String should match"),
         ("smoke", None, ["ppo.batch_size=17"], "multiple of mini_batch_size"),
         ("keep", None, ["sft.max_length=30"], r"sft\.max_length is 30, but prepare\.max_prompt"),
         ("keep", None, ["ppo.response_length=900"], r"ppo\.response_length \(900\)"),
@@ -114,9 +126,8 @@ def test_one_more_round_and_the_badcase_files_that_it_depends_on(params_yaml: Pa
         config.one_more_round()
 
 
-def test_a_form_may_set_the_launcher_where_the_address_is_set_already() -> None:
-    address = "launcher.ray_address=http://ray:8265"
-    form = config.Sections.model_validate({"launcher": {"type": "ray"}})
-    assert config.resolve("default", None, [address], form).cluster("sft") == "http://ray:8265"
+def test_the_launcher_may_be_set_where_the_address_is_set_already() -> None:
+    address, ray = "launcher.ray_address=http://ray:8265", "launcher.type=ray"
+    assert config.resolve("default", None, [address, ray]).cluster("sft") == "http://ray:8265"
     with pytest.raises(BadInput, match=r"launcher\.type ray: set launcher\.ray_address"):
-        config.resolve("default", None, [], form)
+        config.resolve("default", None, [ray])

@@ -100,7 +100,7 @@ def test_a_run_of_the_form_checks_them(
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "a-deployment")
     with disable_run_logger():
         with pytest.raises(BadInput, match="is outside the project"):
-            pipeline("run", "keep", lambda: 0, [f"assets.model={outside}"], None, False)
+            pipeline("run", "keep", lambda: 0, [f"assets.model={outside}"], False)
         with pytest.raises(BadInput, match="is outside the project"):
             evaluate_checkpoint.fn(checkpoint=str(outside))
 

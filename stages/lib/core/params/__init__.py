@@ -1,7 +1,7 @@
-"""The schema of params.yaml, of the command line's `--set`, and of the form in the Prefect UI.
+"""The schema of params.yaml, and of single settings (`--set`, the form in the Prefect UI).
 
 Each section is a pydantic model in a module of this package; `Params` joins them and checks what
-concerns more than one section. The form shows the descriptions. Keys have the names of TRL and
+concerns more than one section. Keys have the names of TRL and
 transformers, if these have such a key. Units: nats for KL and log-probabilities, tokens for
 lengths, episodes (one prompt with its response) for horizons.
 """
