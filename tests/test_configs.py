@@ -138,6 +138,7 @@ def test_dvc_reads_the_dag_for_any_number_of_rounds(
         ("battery", "primary_judge"),
         ("ppo", "primary_judge"),
         ("annotate", "constitution"),
+        ("ppo", "engine"),
     ],
 )
 def test_the_stages_that_read_a_kind_of_the_users_files_depend_on_their_hashes(
@@ -232,4 +233,7 @@ def test_another_champion_reruns_ppo_only_if_it_starts_from_the_champion() -> No
 @pytest.mark.parametrize("gate", GATE_STAGES)
 def test_a_gate_runs_again_when_its_metrics_or_a_decision_change(gate: str) -> None:
     metrics = {f"rounds/${{key}}/{stage}/metrics.json" for stage in GATE_STAGES[gate]}
-    assert set(DAG[f"gate_{gate}"]["deps"]) == {"stages/gate", "approvals", *metrics}
+    assert set(DAG[f"gate_{gate}"]["deps"]) == {
+        *("stages/gate", "stages/lib/core", "stages/__init__.py"),
+        *("approvals", *metrics),
+    }

@@ -5,14 +5,19 @@ Rooms: `stages/<stage>`, `stages/lib/<room>`, `flows/<room>`, and the files at t
 
 import ast
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import yaml
+from dvc.repo import Repo
 
+from stages.lib.core.user_functions import direct_imports, imported_files, module_file
+from stages.lib.core.user_inputs import engine_code
+from stages.ppo.common.resume import PROGRAM
 from tests.paths import ROOT
 
 # Each room of lib/ may import the rooms before it, and so may each room of flows/.
@@ -28,7 +33,7 @@ FILES = sorted(
 STAGES = sorted(
     {path.parts[1] for path in FILES if path.parts[0] == "stages"} - {"lib", "__init__.py"}
 )
-MAX_LINES, MAX_FUNCTION_LINES, MAX_DOORS, MAX_FOLDERS = 600, 80, 12, 6
+MAX_LINES, MAX_FUNCTION_LINES, MAX_DOORS, MAX_FOLDERS = 600, 80, 12, 7
 
 
 def room(path: Path) -> str:
@@ -40,30 +45,23 @@ def room(path: Path) -> str:
     return name.removesuffix("/__init__") if top == "stages" else f"flows/{name}"
 
 
-def file_of(module: str) -> Path | None:
-    """The file of a module of the project, relative to the repository."""
-    path = Path(*module.split("."))
-    candidates = [
-        file for file in (path.with_suffix(".py"), path / "__init__.py") if (ROOT / file).exists()
-    ]
-    return candidates[0] if candidates else None
+@cache
+def started(path: Path) -> frozenset[Path]:
+    """The project's files that a file starts by the name of a module (`-m`, a fresh process)."""
+    names = {
+        node.value
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"(stages|flows)(\.\w+){2,}", node.value)
+    }
+    return frozenset(file for name in names if (file := module_file(name, ROOT)))
 
 
 @cache
 def imports(path: Path) -> frozenset[Path]:
-    """The project's files that a file imports or starts (`-m`, a fresh process), at any depth."""
-    files = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            started = re.fullmatch(r"(stages|flows)(\.\w+){2,}", node.value)
-            names = [node.value] if started else []
-        files |= {file_of(name) for name in names if name.startswith(("stages.", "flows."))}
-    return frozenset(file for file in files if file)
+    """The project's files that a file imports or starts, at any depth of its code."""
+    return frozenset(direct_imports(path, ROOT)) | started(path)
 
 
 def rooms_of(paths: Iterable[Path]) -> set[str]:
@@ -72,13 +70,27 @@ def rooms_of(paths: Iterable[Path]) -> set[str]:
 
 @cache
 def closure(start: Path) -> frozenset[Path]:
-    """The files that a program runs."""
-    known, waiting = {start}, [start]
+    """The files that a program runs, also in the fresh processes that it starts."""
+    known, waiting = {start}, {start}
     while waiting:
-        new = imports(waiting.pop()) - known
+        path = waiting.pop()
+        packages = {folder / "__init__.py" for folder in path.parents[:-1]}
+        new = (imports(path) | {path for path in packages if (ROOT / path).exists()}) - known
         known |= new
-        waiting += new
+        waiting |= new
     return frozenset(known)
+
+
+def program_of(name: str) -> Path:
+    """The file with the `main` of a stage of dvc.yaml."""
+    module = DAG[name].get("do", DAG[name])["cmd"].split()[2]
+    program = module_file(module, ROOT)
+    assert program is not None
+    return program.with_name("__main__.py") if program.name == "__init__.py" else program
+
+
+# the stage `inputs` runs every time
+TRACKED_STAGES = [name for name, stage in DAG.items() if not stage.get("always_changed")]
 
 
 def test_stages_has_few_doors() -> None:
@@ -135,20 +147,108 @@ def test_what_one_stage_uses_lives_with_it(path: Path) -> None:
     assert len({file.parts[1] if file.parts[0] == "stages" else "flows" for file in programs}) >= 2
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, stage in DAG.items() if not stage.get("always_changed")]
-)
+@pytest.mark.parametrize("name", TRACKED_STAGES)
 def test_a_stage_depends_on_the_rooms_that_it_runs(name: str) -> None:
-    """DVC runs a stage again when its code changed, and only then. lib/core changes no result."""
-    stage = DAG[name].get("do", DAG[name])
-    program = file_of(stage["cmd"].split()[2])
-    assert program is not None
-    program = program.with_name("__main__.py") if program.name == "__init__.py" else program
-    folders = [dep for dep in stage["deps"] if dep.startswith("stages/")]
-    used = rooms_of(closure(program)) - {"lib/core", "stages"}
+    """DVC runs a stage again when its code changed, and only then."""
+    *folders, top = code_of(name)
+    used = rooms_of(closure(program_of(name))) - {"lib", "stages"}
     assert sorted(folders) == sorted(f"stages/{name}" for name in used)
     assert len(folders) <= MAX_FOLDERS
-    assert folders[0] == f"stages/{room(program)}", "its own room is the first"
+    assert folders[0] == f"stages/{room(program_of(name))}", "its own room is the first"
+    assert top == "stages/__init__.py"
+
+
+def test_what_identifies_a_run_of_ppo_is_what_it_runs() -> None:
+    assert set(imported_files(PROGRAM, ROOT)) == closure(program_of("ppo"))
+
+
+def code_of(name: str) -> list[str]:
+    """The dependencies of a stage that are code."""
+    return [dep for dep in DAG[name].get("do", DAG[name])["deps"] if dep.startswith("stages/")]
+
+
+@pytest.fixture(scope="module")
+def dvc_ignores() -> Iterator[Callable[[Path], bool]]:
+    """Whether .dvcignore hides a file from DVC, by DVC's own reading of it."""
+    with Repo(str(ROOT)) as repo:
+        yield lambda path: bool(repo.dvcignore.is_ignored_file(str(ROOT / path)))
+
+
+@pytest.mark.parametrize("name", TRACKED_STAGES)
+def test_dvc_hashes_what_a_stage_runs(name: str, dvc_ignores: Callable[[Path], bool]) -> None:
+    """All but the files of .dvcignore, which has the reason of each."""
+    run = closure(program_of(name))
+    hashed = {path for path in run if any(path.is_relative_to(dep) for dep in code_of(name))}
+    assert {len(ast.parse((ROOT / path).read_text()).body) for path in run - hashed} <= {1}, (
+        "a docstring alone"
+    )
+    ignored = {path for path in hashed if dvc_ignores(path)} - set(engine_code(ROOT))
+    assert rooms_of(ignored) <= {"lib/core"}
+
+
+def test_what_dvc_does_not_hash_is_there_and_the_stage_inputs_hashes_an_engines(
+    dvc_ignores: Callable[[Path], bool],
+) -> None:
+    lines = (ROOT / ".dvcignore").read_text().splitlines()
+    patterns = [line[1:] for line in lines if line.startswith("/stages/")]
+    assert patterns and all(list(ROOT.glob(pattern)) for pattern in patterns)
+    code = set(engine_code(ROOT))
+    assert code >= {path for path in FILES if path.is_relative_to("stages/ppo/engines")}
+    assert all(map(dvc_ignores, code))
+
+
+CHANGES_OUTPUTS = (
+    *("html", "recorder", "reading", "constitution", "champion", "rows", "renamed", "files"),
+    *("hub", "types", "user_functions", "fresh_process", "params/__init__", "params/policy"),
+)
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repo]:
+    """The DAG and its code in a DVC project of their own."""
+    project = tmp_path_factory.mktemp("project")
+    for name in ("dvc.yaml", "params.yaml", ".dvcignore"):
+        shutil.copy(ROOT / name, project)
+    shutil.copytree(ROOT / "stages", project / "stages")
+    with Repo.init(str(project), no_scm=True) as repo:
+        yield repo
+
+
+def stages_rerun_by(edited: str, project: Repo) -> set[str]:
+    """The stages that depend on code that has another hash for DVC after an edit of a file."""
+    code = {dep.def_path: dep for stage in project.index.stages for dep in stage.deps}
+    code = {path: dep for path, dep in code.items() if path.startswith("stages/")}
+    before = {path: dep.get_hash() for path, dep in code.items()}
+    with Path(project.root_dir, edited).open("a") as stream:
+        stream.write("\n")
+    changed = {path for path, dep in code.items() if dep.get_hash() != before[path]}
+    return {name for name in TRACKED_STAGES if changed & set(code_of(name))}
+
+
+@pytest.mark.parametrize("name", CHANGES_OUTPUTS)
+def test_an_edit_in_core_that_can_change_outputs_reruns_all_stages(name: str, copied: Repo) -> None:
+    assert stages_rerun_by(f"stages/lib/core/{name}.py", copied) == set(TRACKED_STAGES)
+
+
+@pytest.mark.parametrize(
+    ("edited", "stages"),
+    [
+        ("stages/__init__.py", set(TRACKED_STAGES)),
+        ("stages/ppo/engines/verl.py", set()),
+        ("stages/lib/core/params/verl.json", set()),
+        ("stages/lib/core/errors.py", set()),
+        ("stages/lib/core/progress.py", set()),
+        (
+            "stages/gate/thresholds/reward.py",
+            {"gate_sft", "gate_reward", "gate_promote", "champion"},
+        ),
+        ("stages/ppo/trainer/update.py", {"ppo"}),
+    ],
+)
+def test_an_edit_reruns_the_stages_that_run_the_code(
+    edited: str, stages: set[str], copied: Repo
+) -> None:
+    assert stages_rerun_by(edited, copied) == stages
 
 
 def test_files_and_functions_are_short() -> None:

@@ -33,7 +33,7 @@ RECORDS = Path("records")  # in the branch: one folder per run, with its report 
 COMMITTED = ("params.yaml", "dvc.lock", "rounds", "approvals", "badcases", str(RECORDS))
 USER_FILES = ("slices", "badcases", "approvals")
 MAX_COPIED_BYTES = 64 * 2**20  # larger files that are not committed are linked into a workspace
-CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config")
+CODE = ("dvc.yaml", "stages", "flows", "presets", "pyproject.toml", ".dvc/config", ".dvcignore")
 
 
 @contextmanager

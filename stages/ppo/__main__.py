@@ -57,6 +57,7 @@ def main(params: Params, round_: str) -> None:
     setup_torch(params)  # before anything looks for a GPU
     check_unchanged("rewards", params)
     check_unchanged("primary_judge", params)
+    check_unchanged("engine", params)
     # as before SFT: with shorter texts then, SFT did not have to run again
     check_model_lengths(stage_dir(round_, "sft") / "model", params)
     if params.ppo.engine is not Engine.local:

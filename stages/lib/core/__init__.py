@@ -1,1 +1,1 @@
-"""Types, errors, files, params and the command line of a stage. Nothing here computes a result."""
+"""Types, errors, files, params and the command line of a stage."""

@@ -63,7 +63,7 @@ def function_files(named: str, key: str) -> list[Path]:
         BadInput: there is no such module, or it is Python and not valid, or defines no such name.
     """
     module, _, name = named.partition(":")
-    file = _file_of_module(module)
+    file = module_file(module)
     if file is None:
         file = _file_of_installed_module(module)
     if file is None:
@@ -71,19 +71,36 @@ def function_files(named: str, key: str) -> list[Path]:
     # only an import shows what a compiled module defines
     if file.suffix == ".py" and not {name, "*"} & _defined_names(file):
         raise BadInput(f"{key}: {named}: {file} does not define {name}")
-    files, waiting = [file], [file]
-    while waiting and not file.is_absolute():
-        new = [imported for imported in _imports(waiting.pop()) if imported not in files]
-        files += new
-        waiting += new
+    return [file] if file.is_absolute() else imported_files(file)
+
+
+def imported_files(file: Path, root: Path = Path()) -> list[Path]:
+    """A file of a project and the files that it imports, at any depth; none is run.
+
+    Args:
+        file: relative to `root`.
+        root: the project's folder.
+
+    Returns:
+        Paths relative to `root`, `file` first.
+
+    Raises:
+        BadInput: one of them is not valid Python.
+    """
+    files = [file]
+    for known in files:  # which grows
+        # `import a.b` also runs a/__init__.py
+        packages = {folder / "__init__.py" for folder in known.parents[:-1]}
+        run = direct_imports(known, root) | {path for path in packages if (root / path).is_file()}
+        files += sorted(run.difference(files))
     return files
 
 
-def _file_of_module(module: str) -> Path | None:
-    """The file of a module of the project, relative to the working directory."""
+def module_file(module: str, root: Path = Path()) -> Path | None:
+    """The file of a module of the project in the folder `root`, relative to it."""
     path = Path(*module.split("."))
     candidates = (path.with_suffix(".py"), path / "__init__.py")
-    return next((file for file in candidates if file.is_file()), None)
+    return next((file for file in candidates if (root / file).is_file()), None)
 
 
 def _file_of_installed_module(module: str) -> Path | None:
@@ -116,20 +133,21 @@ def _parse(file: Path) -> ast.Module:
         raise BadInput(f"{file}, line {line}: not valid Python ({reason})") from None
 
 
-def _imports(file: Path) -> list[Path]:
-    """The project's files that a file of the project imports, anywhere in its code."""
+def direct_imports(file: Path, root: Path = Path()) -> set[Path]:
+    """The project's files that a file of the project names in an import, anywhere in its code.
+
+    Args and errors: see `imported_files`.
+    """
     package = ".".join(file.parts[:-1])
     modules: set[str] = set()
-    for node in ast.walk(_parse(file)):
+    for node in ast.walk(_parse(root / file)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(file.parts) - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             modules |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    # `import a.b` also runs a/__init__.py
-    modules |= {module.rpartition(".")[0] for module in modules}
-    return sorted(set(filter(None, map(_file_of_module, modules - {""}))))
+    return {path for module in modules - {""} if (path := module_file(module, root))}
 
 
 def check_scores(numbers: Sequence[float], responses: int, who: str) -> None:

@@ -3,8 +3,9 @@
 dvc.yaml cannot list paths of params.yaml as dependencies. So the stage `inputs`, which DVC runs
 every time, writes the hashes of these files to assets/inputs/<kind>.json, and the stages that read
 the files depend on that. Kinds: `data` (prepare.sources), `model` (assets.model), `rewards`
-(ppo.rewards), `judges` (evaluate.judges), `primary_judge` (the first of them) and `constitution`
-(annotate.constitution).
+(ppo.rewards), `judges` (evaluate.judges), `primary_judge` (the first of them), `constitution`
+(annotate.constitution) and `engine` (ppo.engine): the code that only a run with an engine executes,
+which .dvcignore hides from the other runs.
 """
 
 import json
@@ -16,6 +17,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.files import ASSETS, ROUNDS, WORK, file_hash, write_json
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import BUILT_IN_JUDGES
+from stages.lib.core.params.policy import Engine
 from stages.lib.core.user_functions import function_files
 from stages.lib.core.validation import read_json_as
 
@@ -23,6 +25,10 @@ INPUTS = ASSETS / "inputs"
 HASHES = WORK / "input_hashes.json"  # of unchanged files, so that large files are read once
 
 PRIMARY_JUDGE = "evaluate.judges[0]"
+ENGINE_CODE = (
+    "stages/ppo/engines/*.py",
+    *(f"stages/lib/core/params/{name}.*" for name in ("engine*", "nemo_rl", "openrlhf", "verl")),
+)
 VERDICT_SETTINGS = ("base_url", "model", "rubric", "max_completion_tokens")
 
 Hashes = dict[str, str | None]  # sha256 by path; None: no file or folder here, e.g. a hub id
@@ -60,7 +66,13 @@ def user_files(params: Params) -> dict[str, list[Path]]:
         "judges": [path for paths in by_judge.values() for path in paths],
         "primary_judge": by_judge[params.evaluate.judges[0]],
         "constitution": _constitution(params),
+        "engine": [] if params.ppo.engine is Engine.local else engine_code(),
     }
+
+
+def engine_code(root: Path = Path()) -> list[Path]:
+    """The files that only a run with an engine executes, relative to the project's folder."""
+    return sorted(path.relative_to(root) for pattern in ENGINE_CODE for path in root.glob(pattern))
 
 
 def _constitution(params: Params) -> list[Path]:

@@ -9,6 +9,7 @@ not be recorded has nothing to compute again.
 import hashlib
 import random
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy
@@ -19,8 +20,10 @@ from stages.lib.core.files import RESUME_STATE, file_hash, json_hash, replacing
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict
-from stages.lib.core.user_inputs import input_hashes
+from stages.lib.core.user_functions import imported_files
+from stages.lib.core.user_inputs import engine_code, input_hashes
 
+ROOT, PROGRAM = Path(__file__).parents[3], Path("stages/ppo/__main__.py")
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -83,7 +86,9 @@ def _sha256(path: Path, size: int) -> bytes:
 
 
 def run_identity(params: Params, inputs: list[Path]) -> Metrics:
-    """Everything that determines a run of the policy stage: params, inputs, code."""
+    """Everything that determines a run of the policy stage: params, inputs, the code that it
+    imports, and with an engine also the engine's.
+    """
     sections = params.model_dump(
         mode="json",
         include={
@@ -96,12 +101,18 @@ def run_identity(params: Params, inputs: list[Path]) -> Metrics:
             params.algorithm.value: True,
         },
     )
-    code = sorted(Path(__file__).parents[2].rglob("*.py"))
-    files = {str(path): file_hash(path) for path in [*inputs, *code]}
+    files = {str(path): file_hash(path) for path in [*inputs, *imported_code()]}
     hashes = input_hashes(params)
     return {"params": sections, "files": files} | {
-        kind: hashes[kind] for kind in ("rewards", "primary_judge")
+        kind: hashes[kind] for kind in ("rewards", "primary_judge", "engine")
     }
+
+
+@cache
+def imported_code() -> list[Path]:
+    """The code of the policy stage, without that of engines, which is an input (`engine`)."""
+    files = set(imported_files(PROGRAM, ROOT)) - set(engine_code(ROOT))
+    return sorted(ROOT / path for path in files)
 
 
 def random_state() -> StateDict:

@@ -13,7 +13,9 @@ from stages.lib.core import user_inputs
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import write_text
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.policy import Engine
 from stages.lib.core.user_inputs import check_unchanged, differing, input_hashes, user_files
+from tests.engine_settings import NEEDED
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,7 @@ def test_each_kind_names_its_files_with_their_hashes() -> None:
         "judges": {"models/judge/config.json": sha256("{}"), **function},
         "primary_judge": {"evaluate.judges[0]": '{"judge": "lexicon", "tie_margin": 0.05}'},
         "constitution": {"principles.txt": sha256("Be kind.\n")},
+        "engine": {},
     }
     # the files of a primary judge are among its hashes too
     judges = everything(judges=["taste:score", "lexicon"])
@@ -114,6 +117,20 @@ def test_an_edit_is_seen_even_if_size_and_time_are_as_before() -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert before["data"] == {"pairs.jsonl": sha256("good")}
     assert input_hashes(params)["data"] == {"pairs.jsonl": sha256("evil")}
+
+
+def test_a_run_with_an_engine_has_its_code_as_an_input() -> None:
+    settings = {
+        "launcher": {"ray_address": "http://ray:8265"},
+        "ppo": NEEDED | {"micro_batch_size": 4},
+    }
+    assert (engine := check_params(settings, "test")).ppo.engine is not Engine.local
+    verl, other = Path("stages/ppo/engines/verl.py"), Path("stages/ppo/trainer/update.py")
+    table = Path("stages/lib/core/params/verl.json")
+    for path in (verl, other, table):
+        write_text(path, "1\n")
+    assert input_hashes(engine)["engine"] == {str(path): sha256("1\n") for path in (table, verl)}
+    assert input_hashes(everything())["engine"] == {}
 
 
 def test_a_file_that_did_not_change_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

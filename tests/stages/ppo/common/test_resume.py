@@ -25,6 +25,11 @@ def test_params_inputs_code_and_judge_identify_a_run(make_round):
     code = {path: digest for path, digest in original["files"].items() if path.endswith(".py")}
     for name in ("stages/ppo/trainer/functional.py", "stages/lib/lm/generation.py"):
         assert code[str(ROOT / name)] == hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+    # nor may a word in code that PPO does not run throw its state away
+    unused = ("stages/gate/", "stages/replay/", "stages/lib/dedup/", "stages/ppo/engines/")
+    assert not [
+        path for path in code if path.startswith(tuple(f"{ROOT}/{name}" for name in unused))
+    ]
     warmer = params.ppo.model_copy(update={"temperature": 0.9})
     others = [
         run_identity(params.model_copy(update={"ppo": warmer}), [prompts]),
