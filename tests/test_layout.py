@@ -251,6 +251,21 @@ def test_an_edit_reruns_the_stages_that_run_the_code(
     assert stages_rerun_by(edited, copied) == stages
 
 
+def test_contributing_names_what_is_in_the_files() -> None:
+    """Each "`name` in `file.py`" of CONTRIBUTING.md."""
+    named = re.findall(
+        r"`(\w+)` in\s+`((?:stages|flows)/[\w/]+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert len(named) > 5
+    defined = r"^\s*(?:def|class) {0}\b|^\s*{0}\b.*="
+    missing = [
+        (name, file)
+        for name, file in named
+        if not re.search(defined.format(name), (ROOT / file).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 def test_files_and_functions_are_short() -> None:
     long = []
     for path in FILES:
