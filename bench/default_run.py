@@ -45,13 +45,13 @@ def questions() -> str:
         f"{battery['worst_ending']:.0%} of the correctly ranked pairs against the judge's opinion "
         f"(second round: {later_battery['worst_ending']:.0%})",
         "Did PPO help?": f"{answer(evaluation['win_rate_low'], evaluation['win_rate_high'])}: the "
-        f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT. The KL "
-        f"from SFT is {evaluation['ppo']['kl']:.1f} nats",
+        f"policy wins {percent(evaluation, 'win_rate')} of its comparisons with SFT by the jury, "
+        f"which is {by_judge(evaluation)}. The KL from SFT is {evaluation['ppo']['kl']:.1f} nats",
         "Is the second round's policy better than the first round's policy?": answer(
             later["win_rate_champion_equal_kl_low"], later["win_rate_champion_equal_kl_high"]
         )
         + f": at equal KL, it wins {percent(later, 'win_rate_champion_equal_kl')} of their "
-        f"comparisons; as they are, {percent(later, 'win_rate_champion')}",
+        f"comparisons by the same jury; as they are, {percent(later, 'win_rate_champion')}",
     }
     lines = ["| question | answer of the default run, with 95% intervals |", "|---|---|"]
     return "\n".join([*lines, *(f"| {title} | {text} |" for title, text in rows.items())]) + "\n"
@@ -60,6 +60,15 @@ def questions() -> str:
 def percent(metrics: dict[str, Any], name: str) -> str:
     low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
     return f"{metrics[name]:.0%} [{low:.0%}, {high:.0%}]"
+
+
+def by_judge(evaluation: dict[str, Any]) -> str:
+    """The win rates of the jury's two judges, and how often the two prefer the same text."""
+    (pair, row), *_ = evaluation["jury"]["pairs"].items()
+    first, second = (
+        f"`{name}` {percent(evaluation, f'win_rate_{name}')}" for name in pair.split("-")
+    )
+    return f"{first} and {second}; the two agree on {row['agreement']:.0%}"
 
 
 def rounds_table() -> str:

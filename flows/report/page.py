@@ -55,7 +55,7 @@ def render(rounds: Sequence[str], locks: Locks) -> str:
         complete=all(map(is_here, locks.values())),
         verdicts=dict(zip(rounds, summary.verdict_lines(names, locks), strict=True)),
         table=summary.rows(names, locks),
-        notes=summary.not_comparable(names, locks),
+        notes=[*summary.not_comparable(names, locks), *summary.judge_lines(names, locks)],
         charts={result.name: pictures(result) for result in results},
         window=WINDOW,
         badcases=read_badcases(rounds, locks),

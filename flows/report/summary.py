@@ -28,6 +28,7 @@ from stages.gate.verdict import (
 )
 from stages.lib.core.ended_rounds import ended_names, has_ended, params_of
 from stages.lib.core.files import (
+    ASSETS,
     REPORTS,
     read_json,
     remove_unfinished,
@@ -35,6 +36,7 @@ from stages.lib.core.files import (
     write_text,
 )
 from stages.lib.core.params import Params, load_params
+from stages.lib.core.reading import read_text
 from stages.lib.core.renamed import current_metrics
 
 SUMMARY = REPORTS / "summary.md"
@@ -332,6 +334,33 @@ def labelled_pairs(round_: str, locks: Locks) -> int:
     return sum(read_metrics(name, "replay", locks).get("policy_pairs", 0) for name in earlier)
 
 
+def judge_lines(rounds: list[str], locks: Locks) -> list[str]:
+    """Of which judges' votes the jury's win rates are: a line per round; and what assets/data
+    records of the source of the labels.
+    """
+    lines = []
+    for name in rounds:
+        metrics = read_metrics(name, "evaluate", locks)
+        jury = metrics.get("jury", {})
+        votes = [
+            f"{judge} {metrics[f'win_rate_{judge}']:.3f}"
+            + (f" ({ties:.0%} ties)" if (ties := values.get("tie_share")) is not None else "")
+            for judge, values in jury.get("alone", {}).items()
+            if metrics.get(f"win_rate_{judge}") is not None
+        ]
+        pairs = jury.get("pairs", {}).items()
+        agreed = [
+            f"{pair} agree on {row['agreement']:.0%}"
+            for pair, row in pairs
+            if row["agreement"] is not None
+        ]
+        if votes:
+            lines.append(f"{name}: win rate against SFT by judge: {'; '.join([*votes, *agreed])}")
+    source = ASSETS / "data/SOURCE.txt"
+    notes = read_text(source, restore(source)).splitlines() if source.exists() else []
+    return [*lines, *(note for note in notes if note.startswith("Labels: "))]
+
+
 def stage_at_fault(round_: str, gate: str, verdict: Mapping[str, Any], locks: Locks) -> str:
     """The model at fault; none if the policy only failed the check against the champion."""
     if {check["metric"] for check in verdict["checks"] if not check["passed"]} == {CHAMPION}:
@@ -358,14 +387,23 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 def markdown(rounds: list[str], locks: Locks) -> str:
     """The table and the verdicts, for reports/summary.md and docs/default.md."""
-    lines = [*not_comparable(rounds, locks), *verdict_lines(rounds, locks)]
+    lines = [
+        *not_comparable(rounds, locks),
+        *judge_lines(rounds, locks),
+        *verdict_lines(rounds, locks),
+    ]
     shown = render_text(table(rounds, locks, markdown=True))
     return "\n".join([shown, "", *(f"- {line}" for line in lines), ""])
 
 
 def text(rounds: list[str], locks: Locks) -> str:
     """The table and the verdicts for a terminal, and where to look next."""
-    lines = [*not_comparable(rounds, locks), *verdict_lines(rounds, locks), NEXT]
+    lines = [
+        *not_comparable(rounds, locks),
+        *judge_lines(rounds, locks),
+        *verdict_lines(rounds, locks),
+        NEXT,
+    ]
     return "\n".join([render_text(table(rounds, locks)), "", *lines])
 
 

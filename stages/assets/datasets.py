@@ -22,7 +22,7 @@ VADER = Package(
 # the data set is an archive within the package's archive
 ARCHIVE = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 MEMBER = "hutto_ICWSM_2014/tweets_GroundTruth.txt"
-# SOURCE.txt by params.assets.data
+# SOURCE.txt by params.assets.data; a line `Labels: ...` is shown beside the win rates
 NOTES = {
     "embedded": "4,200 tweets with the mean of about 20 human ratings each,"
     " -4 (most negative) to 4 (most positive).\n"
@@ -30,6 +30,8 @@ NOTES = {
     " of Social Media Text, ICWSM 2014.\n"
     "From the source distribution of vaderSentiment 3.3.2,"
     " additional_resources/hutto_ICWSM_2014. MIT licence, (c) 2016 C.J. Hutto.\n"
+    "Labels: the ratings are VADER's own ground truth, so the judge `lexicon`, which is VADER,"
+    " is not independent of them (docs/evaluation.md).\n"
     "tweets.tsv: id, rating, text; tab-separated, UTF-8, as published.\n",
     "tiny": "Texts made from a few templates, with made-up ratings; no licence needed.\n"
     "tweets.tsv: id, rating, text; tab-separated.\n",

@@ -66,14 +66,16 @@ class Jury:
         """Reliability of the judges on all comparisons so far.
 
         Returns:
-            `alone`: per judge, its agreement with itself in the other order, the number of
-            comparisons, those without two readable answers (`unparsable`), and its cost; `pairs`:
-            per pair of judges, their agreement.
+            `alone`: per judge, the share of comparisons in which it calls a tie (None without
+            comparisons), its agreement with itself in the other order, the number of comparisons,
+            those without two readable answers (`unparsable`), and its cost; `pairs`: per pair of
+            judges, their agreement.
         """
         verdicts = self.verdicts
         return {
             "alone": {
                 name: {
+                    "tie_share": tie_share(verdicts[name]),
                     **between_orders(verdicts[name]),
                     "comparisons": len(verdicts[name]),
                     "unparsable": sum(not verdict.readable for verdict in verdicts[name]),
@@ -86,6 +88,11 @@ class Jury:
                 for a, b in combinations(verdicts, 2)
             },
         }
+
+
+def tie_share(verdicts: Sequence[TwoOrderVerdict]) -> float | None:
+    ties = sum(verdict.preference is Preference.tie for verdict in verdicts)
+    return ties / len(verdicts) if verdicts else None
 
 
 def majority(votes: Sequence[float]) -> float:

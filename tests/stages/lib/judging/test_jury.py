@@ -42,8 +42,14 @@ def test_agreement_of_judges():
     # so kappa is (0 - 1/4) / (1 - 1/4)
     assert jury.report() == {
         "alone": {
-            letter: {"position_consistency": 1.0, "kappa": 1.0, "comparisons": 4, "unparsable": 0}
-            for letter in "ab"
+            letter: {
+                "tie_share": ties,
+                "position_consistency": 1.0,
+                "kappa": 1.0,
+                "comparisons": 4,
+                "unparsable": 0,
+            }
+            for letter, ties in {"a": 0.0, "b": 0.5}.items()
         },
         "pairs": {"a-b": {"agreement": 0.0, "kappa": pytest.approx(-1 / 3)}},
     }
