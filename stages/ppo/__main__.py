@@ -109,7 +109,9 @@ def main(params: Params, round_: str) -> None:
         run.train()
 
         # 4. outputs: the policy at the target KL, or the judge's best within the KL budget
-        run.selector.select(trainer.updates, run.monitor.stopped)
+        run.selector.select(
+            trainer.updates, run.monitor.stopped, run.work / "checkpoints", params.model
+        )
         for name, model in (("policy", roles.policy), ("critic", roles.critic)):
             save_trained(model, roles.tokenizer, folder / name)
     if not world.is_main():

@@ -131,7 +131,8 @@ def finish(
 
     # 1. the policy at the target KL, or the judge's best within the budget, and its rollouts
     policy = run.trained_policy.policy.eval()
-    kept = run.selector.select(run.updates, run.monitor.stopped)
+    checkpoints = context.work / "checkpoints"
+    kept = run.selector.select(run.updates, run.monitor.stopped, checkpoints, params.model)
     rows = run.sample_rows(kept.update) if kept.update else run.initial_rows
 
     # 2. the outputs of PPO

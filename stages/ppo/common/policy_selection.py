@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
@@ -18,12 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stages.lib.core.params.policy import PolicySelection, PpoParams
+from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
+from stages.lib.lm.loading import training_model_params
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
 from stages.lib.lm.scoring import score_responses
 from stages.lib.lm.sharding import gather_weights, split_weights
@@ -31,6 +34,7 @@ from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.episodes import Episode
 from stages.ppo.common.health import KL_ABOVE_BUDGET
+from stages.ppo.common.warm_start import load_weights
 
 REACHED = 0.9  # share of the target KL below which it counts as missed
 # Standard errors of the gain for which an earlier policy is kept, and the target KL given up. With
@@ -101,6 +105,15 @@ class Validation(NamedTuple):
         return values
 
 
+class Candidate(NamedTuple):
+    """A validated policy. weights: its trained weights, on the CPU; of a sharded policy, the parts
+    of this process.
+    """
+
+    validation: Validation
+    weights: StateDict
+
+
 NO_VALIDATION = Validation(0, 1.0, (math.nan,), *[math.nan] * 6)
 
 
@@ -113,29 +126,34 @@ def paired_gain(new: Sequence[float], old: Sequence[float]) -> tuple[float, floa
     return mean_with_error([a - b for a, b in zip(new, old, strict=True)])
 
 
-def keeps_earlier(earlier: Validation, scaled: Validation) -> bool:
-    """Whether an earlier update's policy is kept instead of one that is scaled to the target KL.
+def keeps_earlier(earlier: Validation, scaled: Validation, target: float) -> bool:
+    """Whether an earlier update's policy is kept instead of one that is scaled to the target KL,
+    in nats per token.
 
     At the same KL if the judge's mean gain over it exceeds one standard error, as between updates;
-    at a smaller KL if it exceeds two; at a larger KL never, since more KL is more gain.
+    at a smaller KL if it exceeds two; above the target never, since more KL is more gain. So of
+    equal policies at the same KL, chance keeps the earlier one in about one round of six. A scaled
+    policy that does not reach the target is compared with all that are at most at the target.
     """
+    if earlier.kl_per_token > (1 + NEAR) * max(target, scaled.kl_per_token):
+        return False
     gain, error = paired_gain(earlier.judge_scores, scaled.judge_scores)
-    difference = earlier.kl_per_token - scaled.kl_per_token
-    if abs(difference) <= NEAR * scaled.kl_per_token:
-        return gain > error
-    return difference < 0 and gain > CLEAR * error
+    has_less = earlier.kl_per_token < (1 - NEAR) * scaled.kl_per_token
+    return gain > (CLEAR * error if has_less else error)
 
 
 @dataclass
 class PolicySelector:
-    """Validates policies and remembers the best one.
+    """Validates policies and remembers those that may be selected.
 
     All policies respond to the same prompts with the same random numbers, so that they differ by
     their weights alone.
 
     Attributes:
-        best: the validation of the best policy so far.
-        weights: its trained weights; of a sharded policy, the parts of this process.
+        best: the validation of the best policy so far within the KL budget.
+        weights: its trained weights.
+        candidates: what the scaled policy is compared with (`preferred`), and the policy that was
+            validated last, which may be the one that is scaled.
         history: all validations, in their order; the first is of SFT.
         first_texts: the responses of SFT.
     """
@@ -146,7 +164,8 @@ class PolicySelector:
     params: PpoParams
     seed: int
     best: Validation = NO_VALIDATION
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: StateDict = field(default_factory=dict)
+    candidates: list[Candidate] = field(default_factory=list)
     history: list[Validation] = field(default_factory=list)
     first_texts: list[str] = field(default_factory=list)
 
@@ -156,16 +175,43 @@ class PolicySelector:
         return self.history[0] if self.history else NO_VALIDATION
 
     def validate(self, update: int) -> Validation:
-        """Measure the policy after `update`; keep a copy of its weights if it is the best.
+        """Measure the policy after `update`; keep a copy of its weights while it may be selected.
 
         SFT, the first one, gets as many responses as a scaled policy: their length is the unit of
         the target KL.
         """
         with progress("validation"):
             validation = self.measure(update, samples=1 if self.history else SCALING_SAMPLES)
+        weights = trainable_state_dict(self.roles.policy)
+        new = Candidate(validation, {n: w.to("cpu", copy=True) for n, w in weights.items()})
         if not self.weights or self.is_better(validation, self.best):
-            self.best, self.weights = validation, self._copy_of_weights()
+            self.best, self.weights = new
+        if self.scales:
+            self.candidates = [*self.preferred(), new]
         return validation
+
+    @property
+    def scales(self) -> bool:
+        """Whether the last policy is scaled to the target KL."""
+        return self.params.policy_selection is PolicySelection.target_kl
+
+    def preferred(self) -> list[Candidate]:
+        """Of the candidates at the target KL, and of those below it, the one that the judge prefers
+        (the first of equal ones). Two sets of weights, however many policies were validated: all
+        weights of a model may be trained, and the resume state has them.
+        """
+        target = self.params.target_kl_per_token
+        groups: dict[bool, Candidate] = {}
+        for candidate in self.candidates:
+            validation = candidate.validation
+            excess = validation.kl_per_token - target
+            at_target = abs(excess) <= NEAR * target
+            if not at_target and excess > 0:
+                continue
+            best = groups.setdefault(at_target, candidate)
+            if validation.judge_score > best.validation.judge_score:
+                groups[at_target] = candidate
+        return list(groups.values())
 
     def validate_reference(self) -> Validation:
         """Measure the reference, whatever weights the policy has."""
@@ -191,24 +237,44 @@ class PolicySelector:
             return gain > error
         return new_fits if new_fits != old_fits else new.kl_per_token < old.kl_per_token
 
-    def select(self, update: int, danger: str) -> Validation:
+    def select(self, update: int, danger: str, checkpoints: Path, model: ModelParams) -> Validation:
         """Give the policy the weights of the selected one, after the last `update`.
 
         Args:
             update: the number of the last update.
             danger: the sign of the danger that ended the training, or "". A policy that another
                 danger than its KL has ended is not scaled: it may be broken.
+            checkpoints: folder with those of the run, `step_<update>`.
+            model: section `model` of params.yaml.
         """
-        scales = self.params.policy_selection is PolicySelection.target_kl
-        if scales and update and danger in ("", KL_ABOVE_BUDGET):
+        if self.scales and update and danger in ("", KL_ABOVE_BUDGET):
             with progress("scaling the policy to the target KL"):
                 self._scale_to_target(update)
+        elif danger:
+            self._validate_checkpoints(update, checkpoints, model)
         load_trainable(self.roles.policy, self.weights)
         return self.best
 
+    def _validate_checkpoints(self, last: int, checkpoints: Path, model: ModelParams) -> None:
+        """Validate the checkpoints since the last validation, but for those of which a rollout
+        showed the danger: after update `last` - 1 and later. Without any update to select, validate
+        the last policy, although its danger counts against it.
+        """
+        trained, validated = self._copy_of_weights(), self.history[-1].update
+        for folder in sorted(checkpoints.glob("step_*")):
+            update = int(folder.name.removeprefix("step_"))
+            if validated < update < last - 1:
+                # all weights are saved in float32
+                model = training_model_params(model, self.params.lora)
+                load_weights(self.roles.policy, folder, model)
+                self.validate(update)
+        if not self.history[-1].update:
+            load_trainable(self.roles.policy, trained)
+            self.validate(last)
+
     def _scale_to_target(self, update: int) -> None:
         """Validate policies with other scales and keep the last one, whose KL is the target, unless
-        the best one is of an earlier update and `keeps_earlier`.
+        there are earlier ones that `keeps_earlier` prefers: then the judge's best of them.
         """
         trained, target = self._copy_of_weights(), self.params.target_kl_per_token
 
@@ -221,9 +287,16 @@ class PolicySelector:
         # one response per prompt gives a first scale, and has no further part in the estimate
         first_scale = scale_for_kl([(1.0, max(trained_kl, 1e-8))], target)
         search_scale(measure_kl, (first_scale, measure_kl(first_scale)), target)
-        scaled = self.history[-1]
-        if self.best.update == update or not keeps_earlier(self.best, scaled):
-            self.best, self.weights = scaled, self._copy_of_weights()
+        scaled = Candidate(self.history[-1], self._copy_of_weights())
+        earlier = [
+            candidate
+            for candidate in self.candidates
+            if candidate.validation.update != update
+            and keeps_earlier(candidate.validation, scaled.validation, target)
+        ]
+        self.best, self.weights = max(
+            earlier, key=lambda candidate: candidate.validation.judge_score, default=scaled
+        )
 
     def _copy_of_weights(self) -> dict[str, Tensor]:
         """Cloned, since the next update changes the weights in place."""
@@ -296,9 +369,14 @@ class PolicySelector:
 
     def state(self) -> StateDict:
         """All processes must call it if the policy is sharded; the first one gets the weights."""
+        policy = self.roles.policy
         return {
             "best": list(self.best),
-            "weights": gather_weights(self.roles.policy, self.weights),
+            "weights": gather_weights(policy, self.weights),
+            "candidates": [
+                [list(validation), gather_weights(policy, weights)]
+                for validation, weights in self.candidates
+            ],
             "first_texts": self.first_texts,
             "history": [list(validation) for validation in self.history],
         }
@@ -306,5 +384,9 @@ class PolicySelector:
     def load_state(self, state: StateDict) -> None:
         self.best = Validation(*state["best"])
         self.weights = split_weights(self.roles.policy, state["weights"])
+        self.candidates = [
+            Candidate(Validation(*values), split_weights(self.roles.policy, weights))
+            for values, weights in state["candidates"]
+        ]
         self.history = [Validation(*values) for values in state["history"]]
         self.first_texts = state["first_texts"]

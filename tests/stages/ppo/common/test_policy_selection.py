@@ -1,20 +1,24 @@
 """The selected policy: scaled to the target KL, or the judge's best update within the budget."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from stages.lib.core.params.policy import PolicySelection, PpoParams
-from stages.lib.core.params.shared import LoraParams
+from stages.lib.core.params.shared import LoraParams, ModelParams
 from stages.lib.core.types import ScoreFunction
 from stages.lib.judging.pointwise import PointwiseJudge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.interpolation import MAX_SCALE, MAX_SCALED
 from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.health import KL_ABOVE_BUDGET
-from stages.ppo.common.policy_selection import PolicySelector, keeps_earlier
+from stages.ppo.common.policy_selection import Candidate, PolicySelector, keeps_earlier
 from stages.ppo.trainer.roles import Roles
 from tests.stages.judges import LongerWins
+
+NOWHERE = Path("no-checkpoints")
 
 
 def by_score(score: ScoreFunction) -> PrimaryJudge:
@@ -37,6 +41,22 @@ def make_selector(roles: Roles, prompts: int = 24) -> PolicySelector:
         ),
         seed=0,
     )
+
+
+def select(selector: PolicySelector, update: int, danger: str = "", folder: Path = NOWHERE):
+    return selector.select(update, danger, folder, ModelParams())
+
+
+def rescore_best(selector: PolicySelector, scores: tuple[float, ...]) -> None:
+    """Give the best policy so far other judge scores."""
+    rescored = selector.best._replace(judge_scores=scores)
+    selector.candidates = [
+        candidate._replace(validation=rescored)
+        if candidate.validation == selector.best
+        else candidate
+        for candidate in selector.candidates
+    ]
+    selector.best = rescored
 
 
 def trained_weights(selector: PolicySelector) -> dict[str, torch.Tensor]:
@@ -74,7 +94,7 @@ def test_the_judges_best_within_the_budget_is_kept_and_restored(selector, shift)
         kls[1],
         pytest.approx(0.3),
     )
-    assert selector.select(3, "") == best
+    assert select(selector, 3) == best
     restored = trained_weights(selector)
     assert all(torch.equal(weight, weights[1][name]) for name, weight in restored.items())
     assert [one.update for one in selector.history] == [0, 1, 2, 3]
@@ -164,7 +184,7 @@ def test_a_resumed_run_remembers_the_best(selector, shift, make_roles):
     validate_policies(selector, shift, [(0.0, 0.2), (0.01, 0.5), (0.002, 0.4)])
     resumed = make_selector(make_roles(lora=LoraParams(r=4)))
     resumed.load_state(selector.state())
-    assert selector.select(2, "") == resumed.select(2, "")
+    assert select(selector, 2) == select(resumed, 2)
     assert resumed.first_texts == selector.first_texts != []
     assert resumed.history == selector.history and len(resumed.history) == 3
     assert resumed.first == selector.first
@@ -281,7 +301,7 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
     selector = to_target({4: 0.02, 0: 0.03}[r], [0.1, 0.5], r)
     trained, [_, before] = trained_weights(selector), list(selector.history)
     assert before.kl_per_token > 1.5 * TARGET
-    selected = selector.select(1, "")
+    selected = select(selector, 1)
     assert selected.update == 1 and selected.scale < 0.9
     assert abs(selected.kl_per_token - TARGET) < 0.2 * TARGET
     assert selected == selector.history[-1] and len(selector.history) <= 2 + MAX_SCALED
@@ -305,7 +325,7 @@ def test_the_trained_policy_is_scaled_to_the_target_kl(to_target, r):
 
 def test_a_policy_that_moved_too_little_is_scaled_up_but_not_far(to_target):
     selector = to_target(0.005, [0.1, 0.5])
-    assert selector.select(1, "").scale == MAX_SCALE
+    assert select(selector, 1).scale == MAX_SCALE
     assert [one.scale for one in selector.history] == [1.0, 1.0, MAX_SCALE]
     target = TARGET * selector.first.length
     assert f"nats per sequence. The target, {target:.2f}, is too far" in selector.describe()
@@ -317,7 +337,7 @@ def test_several_responses_per_prompt_decide_the_scale(to_target):
     one, several = selector.history[1], selector.measure(1, samples=SCALING_SAMPLES)
     assert several.kl_per_token != pytest.approx(one.kl_per_token, rel=0.03)
     selector = to_target(0.02, [0.1, 0.5], target=one.kl_per_token, prompts=6)
-    selected = selector.select(1, "")
+    selected = select(selector, 1)
     assert selector.history[2] == several  # by one response per prompt, it is at the target
     assert selected.kl_per_token == pytest.approx(one.kl_per_token, rel=0.02)
     assert (selected.scale < 1) == (several.kl_per_token > one.kl_per_token)
@@ -326,7 +346,7 @@ def test_several_responses_per_prompt_decide_the_scale(to_target):
 def test_an_earlier_policy_is_kept_if_it_is_better_at_a_smaller_kl(to_target):
     """The judge likes SFT best, then the trained policy, which has a larger KL than the scaled."""
     selector = to_target(0.02, [0.9, 0.8, 0.1])
-    assert selector.select(1, "") == selector.history[0]
+    assert select(selector, 1) == selector.history[0]
     assert "too far" not in selector.describe()
     assert all(
         torch.equal(w, torch.zeros_like(w))
@@ -335,16 +355,16 @@ def test_an_earlier_policy_is_kept_if_it_is_better_at_a_smaller_kl(to_target):
     )
     selector = to_target(0.02, [0.0, 0.8, 0.1])
     assert selector.best.update == 1 and selector.best.scale == 1
-    assert selector.select(1, "").scale < 1
+    assert select(selector, 1).scale < 1
 
 
 @pytest.mark.parametrize(("high", "low", "update"), [(0.35, -0.15, 1), (0.33, -0.13, 0)])
 def test_an_earlier_policy_needs_two_standard_errors(to_target, high, low, update):
     """24 gains with the mean 0.1 and the errors 0.0521 and 0.0480, which is 1.92 and 2.09 times."""
     selector = to_target(0.02, [0.9, 0.8])
-    selector.best = selector.best._replace(judge_scores=(0.1 + high, 0.1 + low) * 12)
+    rescore_best(selector, (0.1 + high, 0.1 + low) * 12)
     selector.judge = by_score(lambda prompts, _: [0.1] * len(prompts))
-    assert selector.select(1, "").update == update
+    assert select(selector, 1).update == update
 
 
 @pytest.mark.parametrize(
@@ -366,7 +386,7 @@ def test_at_the_same_kl_an_earlier_policy_needs_one_standard_error(to_target, kl
     _, one = to_target(0.02, [0.1]).history
     scaled = one._replace(judge_scores=(0.0, 0.0), kl_per_token=0.1)
     earlier = one._replace(judge_scores=(0.1 + error, 0.1 - error), kl_per_token=kl)
-    assert keeps_earlier(earlier, scaled) == kept
+    assert keeps_earlier(earlier, scaled, 0.1) == kept
 
 
 def test_a_gain_of_just_two_standard_errors_is_not_clear(to_target):
@@ -375,7 +395,19 @@ def test_a_gain_of_just_two_standard_errors_is_not_clear(to_target):
     scaled = one._replace(judge_scores=(0.0, 0.0), kl_per_token=1.0)
     for gain, kept in ((0.5, False), (0.75, True)):
         scores = (gain + 0.25, gain - 0.25)
-        assert keeps_earlier(one._replace(judge_scores=scores, kl_per_token=0.5), scaled) == kept
+        earlier = one._replace(judge_scores=scores, kl_per_token=0.5)
+        assert keeps_earlier(earlier, scaled, 1.0) == kept
+
+
+@pytest.mark.parametrize(("kl", "kept"), [(0.1, True), (0.105, True), (0.106, False), (0.04, True)])
+def test_an_earlier_policy_at_the_target_is_kept_if_the_scaled_one_misses_it(to_target, kl, kept):
+    """The target is 0.1, and the scaled policy has 0.07; the gain is 0.1, more than twice its
+    error, 0.04.
+    """
+    _, one = to_target(0.02, [0.1]).history
+    scaled = one._replace(judge_scores=(0.0, 0.0), kl_per_token=0.07)
+    earlier = one._replace(judge_scores=(0.14, 0.06), kl_per_token=kl)
+    assert keeps_earlier(earlier, scaled, 0.1) == kept
 
 
 def test_the_reference_is_measured_whatever_the_policy_is(selector, shift):
@@ -390,7 +422,7 @@ def test_the_reference_is_measured_whatever_the_policy_is(selector, shift):
 
 def test_a_policy_that_was_not_scaled_is_described_without_a_scale(selector, shift):
     validate_policies(selector, shift, [(0.0, 0.2), (0.01, 0.5)])
-    selector.select(1, "")
+    select(selector, 1)
     kl = f"KL {selector.best.kl:.2f} nats per sequence"
     words = f"kept the policy after update 1: mine 0.20 -> 0.50 on held-out prompts, {kl}"
     assert selector.describe() == words
@@ -398,7 +430,7 @@ def test_a_policy_that_was_not_scaled_is_described_without_a_scale(selector, shi
 
 def test_the_setting_that_makes_the_training_longer_is_named(to_target):
     selector = to_target(0.005, [0.1, 0.5])
-    selector.select(1, "")
+    select(selector, 1)
     assert "raise ppo.total_episodes, or lower" in selector.describe()
     assert "raise ppo.dpo.epochs, or lower" in selector.describe("ppo.dpo.epochs")
 
@@ -408,21 +440,21 @@ def test_the_champion_is_kept_if_the_trained_policy_is_worse_at_the_same_kl(to_t
     at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
     for champions, update in ((0.6, 1), (0.4, 2)):
         selector = to_target(0.02, [0.1, 0.5], target=at)
-        selector.best = selector.best._replace(judge_scores=(champions,) * 24)
-        assert selector.select(2, "").update == update
+        rescore_best(selector, (champions,) * 24)
+        assert select(selector, 2).update == update
 
 
 def test_an_earlier_policy_with_a_larger_kl_is_not_kept(to_target):
     selector = to_target(0.02, [0.0, 0.8, 0.1])
     assert selector.best.update == 1 and selector.best.kl_per_token > 1.5 * TARGET
-    selected = selector.select(2, "")
+    selected = select(selector, 2)
     assert selected.update == 2 and selected.scale < 1
 
 
 def test_the_last_update_is_scaled_up_whatever_the_judge_prefers(to_target):
     at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
     selector = to_target(0.02, [0.0, 0.8, 0.1], target=1.2 * at)
-    selected = selector.select(1, "")
+    selected = select(selector, 1)
     assert selected.scale > 1.05 and selected.judge_score < selector.history[1].judge_score
 
 
@@ -432,7 +464,87 @@ def test_the_last_update_is_scaled_up_whatever_the_judge_prefers(to_target):
 def test_only_a_kl_that_is_too_large_is_mended_by_scaling(to_target, danger, scaled):
     """After a danger the last update is not validated: it is, before it is scaled."""
     selector = to_target(0.02, [0.1, 0.5])
-    selected = selector.select(2, danger)
+    selected = select(selector, 2, danger)
     assert (selected.update, selected.scale < 1) == ((2, True) if scaled else (1, False))
     points = [(one.update, one.scale) for one in selector.history]
     assert points[:2] == [(0, 1.0), (1, 1.0)] and (points[2:3] == [(2, 1.0)]) == scaled
+
+
+@pytest.mark.parametrize("last", ["further", "back"])
+def test_an_earlier_policy_at_the_target_is_kept_although_a_later_one_was_the_best(
+    to_target, shift, last
+):
+    """Judge scores: SFT 0.1; the champion 0.79 at the target KL; update 2 0.84 with more KL, which
+    is the best within the budget; update 3 0.83; update 3, scaled to the target, 0.72. Update 3
+    has nearly the champion's weights once more, or more KL than update 2.
+    """
+    at = to_target(0.02, [0.1, 0.5]).history[1].kl_per_token
+    selector = to_target(0.02, [0.1, 0.79, 0.84, 0.83, 0.72], target=at)
+    champion, weights = selector.history[1], trained_weights(selector)
+    for update, distance in ((2, 0.005), (3, {"further": 0.005, "back": -0.0045}[last])):
+        shift(selector.roles.policy, distance)
+        selector.validate(update)
+    assert selector.best.update == 2 and selector.best.kl_per_token > 1.1 * at
+    assert len(selector.candidates) == 3  # SFT, the champion and the last update
+    resumed_state = selector.state()
+    assert select(selector, 3) == champion
+    restored = trained_weights(selector)
+    assert all(torch.equal(weight, weights[name]) for name, weight in restored.items())
+    # a resumed run has the champion's weights, too
+    selector.load_state(resumed_state)
+    shift(selector.roles.policy, 0.01)
+    assert select(selector, 3) == champion
+    again = trained_weights(selector)
+    assert all(torch.equal(weight, weights[name]) for name, weight in again.items())
+
+
+def test_of_policies_at_the_target_and_below_it_the_judges_best_are_kept(selector):
+    """The target is 0.45, so up to 0.4725 counts as the target, and from 0.4275 on."""
+    selector.params = PpoParams()
+    one = selector.validate(0)
+    selector.candidates = [
+        Candidate(one._replace(update=u, kl_per_token=kl, judge_scores=(score,)), {})
+        for u, kl, score in [
+            (1, 0.2, 0.3),
+            (2, 0.42, 0.4),
+            (3, 0.43, 0.5),
+            (4, 0.47, 0.6),
+            (5, 0.46, 0.6),
+            (6, 0.48, 0.9),
+            (7, 0.1, 0.35),
+        ]
+    ]
+    assert [candidate.validation.update for candidate in selector.preferred()] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("r", "last", "validated", "selected"),
+    [(4, 14, [3, 10], 10), (0, 11, [3], 3), (4, 4, [4], 4), (4, 13, [], 0)],
+)
+def test_a_danger_before_the_first_validation_leaves_the_checkpoints_before_it(
+    make_roles, shift, tmp_path, r, last, validated, selected
+):
+    """The danger of update 11 was seen in a rollout of the checkpoint 10. Without a checkpoint
+    before the danger, the last policy is validated. The judge likes every policy better than the
+    one before; in the last case, in which none was saved, all alike.
+    """
+    selector = make_selector(make_roles(lora=LoraParams(r=r)))
+    selector.params = PpoParams(response_length=6, max_kl_per_token=1e3, lora=LoraParams(r=r))
+    rest = [0.9] if not validated else [0.1, 0.2, 0.3]
+    selector.judge = by_score(
+        lambda prompts, _: [rest.pop(0) if len(rest) > 1 else rest[0]] * len(prompts)
+    )
+    selector.validate(0)
+    weights = {}
+    for update in (3, 10, last):
+        shift(selector.roles.policy, 0.01)
+        weights[update] = trained_weights(selector)
+        if validated and update < last:
+            selector.roles.policy.save_pretrained(tmp_path / f"step_{update:05d}")
+    sft = selector.history[0]
+    kept = select(selector, last, "mode collapse", tmp_path)
+    assert [one.update for one in selector.history[1:]] == (validated or [last])
+    assert kept.update == selected and (selected or kept == sft)
+    if selected:
+        restored = trained_weights(selector)
+        assert all(torch.equal(w, weights[selected][name]) for name, w in restored.items())
