@@ -28,9 +28,11 @@ from stages.lib.lm.packing import unwrap_peft
 from stages.lib.lm.saving import save_adapter
 from stages.lib.lm.vllm_backends import Adapter, Backend, LocalVllm, Request, VllmServer
 
-# Mean |log-ratio| per token of vLLM and of the model. Rounding in bfloat16 gives a few hundredths
-# of a nat, weights of another model more.
-MAX_SAMPLER_LOG_RATIO = 0.1
+# Mean |log-ratio| per token of vLLM and of the model, in nats. Rounding in bfloat16 gives a few
+# hundredths, weights of another model more: at most 0.1, and at most three times the first one, by
+# the weights that vLLM has loaded itself. (Merged adapters, which are rounded once more, had twice
+# as much.) In float32 that one is nearly 0.
+MAX_SAMPLER_LOG_RATIO, MAX_RISE, NEGLIGIBLE_LOG_RATIO = 0.1, 3.0, 0.01
 # Responses of each call that are compared; PPO compares those of its rollouts all
 CHECKED_RESPONSES = 8
 
@@ -58,6 +60,7 @@ class VllmEngine:
         self.frozen: weakref.ref[Any] | None = None  # the model whose frozen weights vLLM has
         self.adapter = Adapter(0, Path(self.folder.name) / "0")
         self.reasons = set[str]()  # for merging, which were printed
+        self.max_log_ratio, self.loaded_head = MAX_SAMPLER_LOG_RATIO, 0.0
 
     def sample(
         self,
@@ -75,13 +78,16 @@ class VllmEngine:
         state get the same random numbers. The tokens are not those of `generate`.
 
         Raises:
+            BadInput: vLLM would keep an old output layer.
             RondoError: vLLM's log-probabilities are not those of the model.
         """
         if not prompt_ids:
             self.logprobs = []
             return []
+        first = self.backend is None
         if self.backend is None:
             self.backend = self.start(model)
+            self.loaded_head = sum_of_head(unwrap_peft(model))
         adapter = self.send(self.backend, model)
         seeds = torch.randint(2**31, (len(prompt_ids),), generator=generator).tolist()
         request = Request(
@@ -92,8 +98,15 @@ class VllmEngine:
         self.logprobs = [value for row in logprobs for value in row]
         few = slice(CHECKED_RESPONSES)
         of_model = token_logprobs(model, prompt_ids[few], responses[few], temperature=temperature)
-        check_log_ratio([value for row in logprobs[few] for value in row], torch.cat(of_model))
+        gap = self.check([value for row in logprobs[few] for value in row], torch.cat(of_model))
+        if first:
+            limit = max(MAX_RISE * gap, NEGLIGIBLE_LOG_RATIO)
+            self.max_log_ratio = min(limit, MAX_SAMPLER_LOG_RATIO)
         return responses
+
+    def check(self, sampled: Sequence[float], logprobs: Tensor) -> float:
+        """`check_log_ratio` with the limit of this engine."""
+        return check_log_ratio(sampled, logprobs, self.max_log_ratio)
 
     def start(self, model: Any) -> Backend:
         """The backend; it takes its memory until the process ends."""
@@ -118,6 +131,7 @@ class VllmEngine:
         merged = adapters if reason else {}
         frozen = not merged and not any(p.requires_grad for _, p in base_parameters(model))
         if not (frozen and self.frozen is not None and self.frozen() is inner):
+            check_output_layer(self.params, inner, self.loaded_head)
             backend.load_weights(lambda: named_weights(model, merged))
         self.frozen = weakref.ref(inner) if frozen else None
         if merged or not adapters:
@@ -141,21 +155,54 @@ def sampling_engine(params: ModelParams) -> VllmEngine | None:
     return _engine(*sorted(params.model_dump().items()))
 
 
-def check_log_ratio(sampled: Sequence[float], logprobs: Tensor) -> float:
+def check_output_layer(params: ModelParams, inner: Any, loaded: float) -> None:
+    """Check that vLLM takes all weights that it gets.
+
+    Args:
+        params: section `model` of params.yaml.
+        inner: the model, without adapters.
+        loaded: `sum_of_head` of the model with which vLLM was started.
+
+    Raises:
+        BadInput: it would keep its output layer, since it packs it when it starts on a CPU, and
+            does not pack it again if it is the embedding matrix.
+    """
+    tied = inner.config.get_text_config().tie_word_embeddings
+    on_cpu = params.vllm_mode is VllmMode.colocate and inner.device.type == "cpu"
+    if not (tied and on_cpu):
+        return
+    trained = inner.get_output_embeddings().weight.requires_grad
+    if trained or sum_of_head(inner) != loaded:
+        raise BadInput(
+            "model.use_vllm: on a CPU, vLLM keeps the output layer that it has loaded first if it "
+            "is the embedding matrix (tie_word_embeddings in config.json), and this one was or is "
+            "trained. Next: set model.use_vllm to false, or sft.lora.r and ppo.lora.r above 0"
+        )
+
+
+def sum_of_head(inner: Any) -> float:
+    """The sum of the weights of a model's output layer: equal layers have equal sums."""
+    return float(inner.get_output_embeddings().weight.detach().double().sum())
+
+
+def check_log_ratio(
+    sampled: Sequence[float], logprobs: Tensor, limit: float = MAX_SAMPLER_LOG_RATIO
+) -> float:
     """Mean |log p_vllm - log p| of sampled tokens, in nats.
 
     Args:
         sampled: N log-probabilities by vLLM.
         logprobs: (N,) by the model.
+        limit: in nats.
 
     Raises:
-        RondoError: it is above MAX_SAMPLER_LOG_RATIO, or not a number.
+        RondoError: it is above the limit, or not a number.
     """
     gap = float((torch.tensor(sampled, device=logprobs.device) - logprobs).abs().mean())
-    if not gap <= MAX_SAMPLER_LOG_RATIO:
+    if not gap <= limit:
         raise RondoError(
             f"model.use_vllm: log-probabilities of vLLM and of the model differ by {gap:.3g} nats "
-            f"per token (at most {MAX_SAMPLER_LOG_RATIO}), so the responses are not of this "
+            f"per token (at most {limit:.3g}), so the responses are not of this "
             "model. Next: check that vLLM received all weights (its log) and runs with "
             "model.dtype; a server needs `--logprobs-mode processed_logprobs` if the temperature "
             "is not 1; or set model.use_vllm to false"

@@ -44,7 +44,7 @@ from stages.lib.lm.reward_ensemble import calibrate_scores, ensemble_members, en
 from stages.lib.lm.scoring import last_scores, score_head
 from stages.lib.lm.sharding import shard
 from stages.lib.lm.shared_layers import forward_layers, num_shared_layers
-from stages.lib.lm.vllm_engine import VllmEngine, check_log_ratio, sampling_engine
+from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
 from stages.ppo.common.reference import FrozenModel, ReferenceView, WholeModel, reference_view
 from stages.ppo.common.rewards import Rewards, load_rewards
 from stages.ppo.common.warm_start import load_weights
@@ -141,7 +141,7 @@ class Roles:
         """
         if self.engine is None:
             return None
-        return check_log_ratio(self.engine.logprobs, logprobs[mask])
+        return self.engine.check(self.engine.logprobs, logprobs[mask])
 
     def reference(self) -> AbstractContextManager[Any]:
         """A context in which the policy is as it was before training."""

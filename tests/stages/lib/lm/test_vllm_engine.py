@@ -15,7 +15,8 @@ from stages.lib.core.params.shared import LoraParams, ModelParams
 from stages.lib.lm.end_tokens import EndTokens
 from stages.lib.lm.loading import adapter_disabled
 from stages.lib.lm.lora import add_adapters
-from stages.lib.lm.vllm_engine import VllmEngine, sampling_engine
+from stages.lib.lm.packing import unwrap_peft
+from stages.lib.lm.vllm_engine import VllmEngine, check_output_layer, sampling_engine, sum_of_head
 from tests.stages.lib.lm import vllm_stand_in
 
 PROMPTS = [[5 + i, 6, 7][: 1 + i % 3] for i in range(8)]
@@ -219,6 +220,64 @@ def test_samples_of_other_weights_are_an_error(vllm, build, error):
     vllm.engines[0].error = error
     with pytest.raises(RondoError, match=r"differ by (0\.11|nan) nats per token"):
         sampled(engine, policy)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "limit"),
+    [
+        (0.004, 0.0119, None),  # three times 0.004 is 0.012
+        (0.004, 0.0121, 0.012),
+        (0.0, 0.0099, None),  # in float32
+        (0.0, 0.0101, 0.01),
+        (0.04, 0.099, None),  # 0.1 at most
+        (0.04, 0.101, 0.1),
+    ],
+)
+def test_the_first_log_ratio_limits_the_later_ones(vllm, build, first, later, limit):
+    policy, engine = build(), VllmEngine(USED)
+    engine.backend = engine.start(policy)
+    vllm.engines[0].error, start = first, engine.backend
+    engine.backend = None
+    engine.start = lambda model: start
+    sampled(engine, policy)
+    vllm.engines[0].error = later
+    if limit is None:
+        sampled(engine, policy)
+    else:
+        with pytest.raises(RondoError, match=rf"\(at most {limit}\)"):
+            sampled(engine, policy)
+
+
+@pytest.mark.parametrize(
+    ("tied", "r", "mode", "other", "refused"),
+    [
+        (True, 0, "colocate", False, True),
+        (True, 4, "colocate", False, False),  # the output layer is frozen
+        (True, 4, "colocate", True, True),  # that of another model, which was trained as a whole
+        (False, 0, "colocate", True, False),
+        (True, 0, "server", True, False),  # on a GPU
+    ],
+)
+def test_an_output_layer_that_vllm_would_not_take_is_refused(build, tied, r, mode, other, refused):
+    model = unwrap_peft(build(r=r))
+    model.config.tie_word_embeddings = tied
+    params = ModelParams(
+        use_vllm=True, vllm_mode=mode, vllm_server_base_url="http://127.0.0.1:8000"
+    )
+    loaded = sum_of_head(unwrap_peft(build(seed=1)) if other else model)
+    if refused:
+        with pytest.raises(BadInput, match=r"model\.use_vllm.*keeps the output.*ppo\.lora\.r"):
+            check_output_layer(params, model, loaded)
+    else:
+        check_output_layer(params, model, loaded)
+
+
+def test_a_model_whose_output_layer_would_stay_is_not_sampled(vllm, build):
+    model = build(r=0)
+    model.config.tie_word_embeddings = True
+    with pytest.raises(BadInput, match="keeps the output layer"):
+        sampled(VllmEngine(USED), model)
+    assert vllm.engines[0].requests == []
 
 
 def test_weights_that_do_not_arrive_are_an_error(vllm, build, monkeypatch):

@@ -65,19 +65,19 @@ def test_an_update_on_its_samples(vllm, roles, trainer):
     assert after == by(roles.policy, PROMPTS, llm.requests[8:])
 
 
-@pytest.mark.parametrize("error", [0.05, -0.05])
+@pytest.mark.parametrize("error", [0.005, -0.005])
 def test_how_far_its_log_probabilities_are_off_is_a_metric(vllm, trainer, error):
     trainer.step()
     vllm.engines[0].error = error
-    assert trainer.step()[1]["sampler_log_ratio"] == pytest.approx(0.05, abs=1e-5)
+    assert trainer.step()[1]["sampler_log_ratio"] == pytest.approx(0.005, abs=1e-5)
 
 
-@pytest.mark.parametrize("error", [0.11, -0.11, math.nan])
+@pytest.mark.parametrize("error", [0.11, -0.11, 0.03, math.nan])
 def test_log_probabilities_of_another_policy_stop_training(vllm, roles, trainer, error):
     roles.sample(PROMPTS, PPO, torch.Generator())  # afterwards nothing new is sent
     vllm.engines[0].error = error
     before = copy.deepcopy(roles.policy.state_dict())
-    with pytest.raises(RondoError, match=r"differ by (0\.11|nan) nats per token"):
+    with pytest.raises(RondoError, match=r"differ by (0\.11|0\.03|nan) nats per token"):
         trainer.step()
     assert all(torch.equal(weight, before[n]) for n, weight in roles.policy.state_dict().items())
 
