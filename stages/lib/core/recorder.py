@@ -141,7 +141,8 @@ class MetricLogger:
         steps_run = step - self.resumed_steps
         eta = (
             (time.monotonic() - self.started) / steps_run * (self.total_steps - step)
-            if steps_run and self.total_steps
+            # not above 0: a step from before the resume is shown again, e.g. an engine's policy
+            if steps_run > 0 and self.total_steps
             else 0.0
         )
         print_line(

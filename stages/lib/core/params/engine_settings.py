@@ -95,7 +95,8 @@ class EngineSettings(ABC):
                 hint = f": did you mean {near[0]}?" if near else " (names without the leading --)"
                 raise ValueError(f"{where}: {self.title} {self.version} has no such option{hint}")
             if setter := self.setter(name):
-                raise ValueError(f"{where}: {setter} sets it; remove it here")
+                needs = ", or needs it as it is" if setter == "Rondo" else ""
+                raise ValueError(f"{where}: {setter} sets it{needs}; remove it here")
             if expected := self.mistake(name, value):
                 raise ValueError(f"{where}: expected {expected}, got {value!r}")
 

@@ -134,6 +134,7 @@ SET_BY = {
     "trainer": "Rondo",
     "trainer.balance_batch": "",
     "trainer.critic_warmup": "",
+    "trainer.device": "",
     "trainer.ray_wait_register_center_timeout": "",
 }
 

@@ -197,7 +197,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ({"gpu_memory_utilization": 0.5}, rf"did you mean {ROLLOUT}\.gpu_memory_utilization\?"),
         ({f"{ACTOR}.optim.lr": 1e-6}, r"ppo\.learning_rate sets it; remove it here"),
         ({f"{ACTOR}.checkpoint.async_save": True}, "Rondo sets it"),
-        ({"trainer.resume_mode": "auto"}, "Rondo sets it"),
+        ({"trainer.resume_mode": "auto"}, "Rondo sets it, or needs it as it is; remove it here"),
         ({"data.shuffle": True}, "Rondo sets it"),
         ({"algorithm.adv_estimator": "grpo"}, "Rondo sets it"),
         ({"reward_model.enable": True}, "Rondo sets it"),
@@ -223,6 +223,7 @@ def test_an_option_that_verl_would_misread_is_refused(options, message):
 def test_options_that_verl_reads_are_taken():
     options = {
         "trainer.critic_warmup": 5,
+        "trainer.device": "cpu",
         "data.dataloader_num_workers": 2,
         "reward.num_workers": 4,
         "algorithm.rollout_correction.rollout_is": "token",  # null by default

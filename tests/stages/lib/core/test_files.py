@@ -12,6 +12,7 @@ import pytest
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash, read_json, read_jsonl, write_jsonl, write_text
 from stages.lib.core.recorder import MetricLogger
+from stages.lib.core.types import StepMetrics
 
 
 def test_a_missing_file_names_the_command_that_makes_it(tmp_path: Path) -> None:
@@ -60,6 +61,19 @@ def test_the_eta_is_not_negative_if_the_clock_is_set_back(
     monkeypatch.setattr(time, "time", lambda: now - 24 * 3600)
     recorder.log(1, {"loss": 2.0}, ["loss"])
     assert "step 1/2  eta 0:00  loss 2" in capsys.readouterr().out
+
+
+def test_the_eta_of_a_step_before_the_resume_is_not_negative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an engine's job, whose policies are validated when all updates have been logged."""
+    monkeypatch.chdir(tmp_path)
+    steps: list[StepMetrics] = [{"step": 1, "kl": 0.1}, {"step": 3, "kl": 0.2}]
+    recorder = MetricLogger("ppo", "r0", total_steps=3, logged_steps=steps)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    recorder.log_progress(1, "validated")
+    assert "step 1/3  eta 0:00  validated" in capsys.readouterr().out
 
 
 def test_recorder_keeps_the_clock_in_a_file_of_its_own(
