@@ -8,6 +8,7 @@ Shapes: B responses, M tokens of all rows, H hidden size.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,3 +219,48 @@ def score_responses(
             results.scores[batch] = scores.cpu()
     world.add_up(results)
     return results
+
+
+@torch.no_grad()
+def rounding_differences(
+    model: Any,
+    prompt_ids: Sequence[TokenIds],
+    response_ids: Sequence[TokenIds],
+    *,
+    ends: EndTokens,
+    temperature: float,
+) -> tuple[float, list[Tensor]]:
+    """How far a model is from itself if its numbers are rounded otherwise: it runs on its
+    embeddings, and on embeddings that differ by at most half a unit in the last place.
+
+    A policy whose weights moved by nothing that matters differs from its reference as much: in
+    bfloat16, each logit between 16 and 32 is rounded to a multiple of 1/8.
+
+    Returns:
+        The mean KL, nats per token; and for each response the log-ratios of its tokens, in nats,
+        float32 on the CPU.
+    """
+    kl, log_ratios = torch.zeros(()), [torch.zeros(len(ids)) for ids in response_ids]
+    inner = unwrap_peft(model)
+    lengths = [len(p) + len(r) for p, r in zip(prompt_ids, response_ids, strict=True)]
+    batches = batches_by_tokens(lengths, inner.device, "rounding")
+    for batch, is_own in in_step(model, batches, [0]):
+        responses = [response_ids[i] for i in batch]
+        packed = pack([prompt_ids[i] for i in batch], responses, inner.device, ends)
+        embedded = inner.get_input_embeddings()(packed.input_ids)
+        # the same numbers for a batch, whichever process has it
+        uniforms = torch.rand(embedded.shape, generator=torch.Generator().manual_seed(batch[0]))
+        relative = torch.finfo(embedded.dtype).eps * (uniforms.to(embedded.device) - 0.5)
+        other = (embedded.double() * (1 + relative)).to(embedded.dtype)
+        hidden, other_hidden = (hidden_states(model, packed, one) for one in (embedded, other))
+        compared = compare_states(
+            model, lambda: nullcontext(model), packed, other_hidden, hidden, temperature
+        )
+        if not is_own:
+            continue
+        kl += compared.kl.sum().cpu()
+        rows = (compared.logprobs - compared.ref_logprobs).cpu()
+        for i, row, response in zip(batch, rows, responses, strict=True):
+            log_ratios[i] = row[: len(response)].float()
+    world.add_up([kl, *log_ratios])
+    return float(kl) / sum(map(len, response_ids)), log_ratios

@@ -140,6 +140,7 @@ class PolicyCallback(PolicyRun, TrainerCallback):
         load_trainable(self.trained_policy.policy, state.pop("weights"))
         self.selector.load_state(state.pop("selector"))
         self.initial_rows = state["initial_rows"]
+        self.monitor.rounding = self.selector.rounding
         self.monitor.check_history(state["steps"])
         self.context.recorder.log_progress(self.updates, "resumes from here")
 

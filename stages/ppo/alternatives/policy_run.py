@@ -46,6 +46,7 @@ class PolicyRun:
         """Validate and describe the policy before training."""
         self.use(policy)
         self.selector.validate(0)
+        self.monitor.rounding = self.selector.rounding
         self.initial_rows = self.sample_rows(0)
 
     def use(self, policy: Any) -> None:

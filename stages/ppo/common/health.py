@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from stages.lib.core.params.policy import OnDanger, PpoParams
 from stages.lib.core.types import Metrics, StepMetrics
@@ -22,6 +23,22 @@ WINDOW = 5
 WARN, DANGER = "warn", "danger"
 KL_KEY = "ppo.kl_coef"
 KL_ABOVE_BUDGET = "kl above budget"
+
+
+class Rounding(NamedTuple):
+    """What rounding alone shows of a policy that does not move (0: not measured).
+
+    kl_per_token: nats. clip_fraction: share of tokens, or of sequences with `loss_level:
+    sequence`, whose ratio lies beyond the clip range. sequence_log_ratio: root mean square of the
+    mean log-ratio of a sequence's tokens, in nats.
+    """
+
+    kl_per_token: float = 0.0
+    clip_fraction: float = 0.0
+    sequence_log_ratio: float = 0.0
+
+
+NO_ROUNDING = Rounding()
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,7 @@ class MetricHistory:
     """The metrics of the updates so far, one row per update."""
 
     steps: Sequence[StepMetrics]
+    rounding: Rounding = NO_ROUNDING
 
     def first(self, name: str) -> float:
         """Mean of the first WINDOW updates."""
@@ -112,10 +130,15 @@ def kl_above_budget(history: MetricHistory, params: PpoParams) -> Reading:
 
 
 def no_movement(history: MetricHistory, params: PpoParams) -> Reading:
-    """The learning rate is still small during the warm-up, so these updates do not count."""
+    """The learning rate is still small during the warm-up, so these updates do not count. With
+    `min_kl_per_token` 0 no KL is too small.
+    """
     recent = [row["kl_per_token"] for row in history.steps[-params.kl_patience :]]
     too_early = len(history.steps) < params.kl_patience + params.warmup_updates
-    moved = too_early or max(recent) >= params.min_kl_per_token
+    least = params.min_kl_per_token
+    if least:
+        least = max(least, 2 * history.rounding.kl_per_token)
+    moved = too_early or max(recent) >= least
     return ("" if moved else DANGER), recent[-1]
 
 
@@ -186,11 +209,13 @@ def clips_too_much(history: MetricHistory, _: PpoParams) -> Reading:
 
 def clips_nothing(history: MetricHistory, params: PpoParams) -> Reading:
     """A verdict only with several optimizer steps per rollout: at the first one the ratio is 1, so
-    that nothing can be clipped.
+    that nothing can be clipped. Only ratios on one side are clipped, so rounding alone clips about
+    half of its `clip_fraction`.
     """
     fraction = history.last("clip_fraction")
     several_steps = params.num_ppo_epochs > 1 or params.mini_batch_size < params.batch_size
-    return (WARN if several_steps and fraction < 1e-4 else ""), fraction
+    least = max(1e-4, history.rounding.clip_fraction)
+    return (WARN if several_steps and fraction < least else ""), fraction
 
 
 # The texts of a sign are written to health.json, so a change of wording changes that output.
@@ -207,7 +232,7 @@ HEALTH_CHECKS = (
     HealthCheck(
         "no movement",
         metric="kl_per_token",
-        threshold="above ppo.min_kl_per_token nats",
+        threshold="above ppo.min_kl_per_token nats, and twice what rounding gives",
         cause="the policy stays at the reference",
         first_fix="raise ppo.learning_rate, lower ppo.kl_coef",
         evaluate=no_movement,
@@ -299,7 +324,7 @@ HEALTH_CHECKS = (
     HealthCheck(
         "clips nothing",
         metric="clip_fraction",
-        threshold="above 0",
+        threshold="above 0, and what rounding gives",
         cause="the steps are too small to learn from",
         first_fix="raise ppo.learning_rate",
         evaluate=clips_nothing,
@@ -312,10 +337,13 @@ class Monitor:
     once as a danger. Signs of columns that the metrics do not have are left out.
 
     kl_key: the key of params.yaml that holds the policy near the reference, named in the fixes.
+
+    Attributes:
+        rounding: thresholds below it are raised to it.
     """
 
     def __init__(self, params: PpoParams, kl_key: str = KL_KEY) -> None:
-        self.params, self.kl_key = params, kl_key
+        self.params, self.kl_key, self.rounding = params, kl_key, NO_ROUNDING
         self.findings: list[Finding] = []
 
     def check_history(self, steps: Sequence[StepMetrics]) -> None:
@@ -325,7 +353,7 @@ class Monitor:
 
     def check(self, steps: Sequence[StepMetrics]) -> list[Finding]:
         """The findings that are new after the last of `steps`."""
-        history, new = MetricHistory(steps), []
+        history, new = MetricHistory(steps, self.rounding), []
         known = {(finding.sign, finding.verdict) for finding in self.findings}
         for sign in HEALTH_CHECKS:
             # the alternatives to PPO do not have all columns

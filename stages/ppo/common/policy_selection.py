@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from stages.lib.core.params.policy import PolicySelection, PpoParams
+from stages.lib.core.params.policy import LossLevel, PolicySelection, PpoParams
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
@@ -28,14 +28,15 @@ from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.interpolation import MAX_SCALE, interpolate, scale_for_kl, search_scale
 from stages.lib.lm.loading import training_model_params
 from stages.lib.lm.saving import load_trainable, trainable_state_dict
-from stages.lib.lm.scoring import score_responses
+from stages.lib.lm.scoring import rounding_differences, score_responses
 from stages.lib.lm.sharding import gather_weights, split_weights
 from stages.lib.metrics.stats import mean_with_error
 from stages.ppo.common import SCALING_SAMPLES
 from stages.ppo.common.episodes import Episode
-from stages.ppo.common.health import KL_ABOVE_BUDGET
+from stages.ppo.common.health import KL_ABOVE_BUDGET, NO_ROUNDING, Rounding
 from stages.ppo.common.warm_start import load_weights
 
+ROUNDED_RESPONSES = 32  # of SFT, on which rounding is measured
 REACHED = 0.9  # share of the target KL below which it counts as missed
 # Standard errors of the gain for which an earlier policy is kept, and the target KL given up. With
 # one, chance would do it in one run of six.
@@ -156,6 +157,7 @@ class PolicySelector:
             validated last, which may be the one that is scaled.
         history: all validations, in their order; the first is of SFT.
         first_texts: the responses of SFT.
+        rounding: measured on them.
     """
 
     roles: TrainablePolicy
@@ -168,6 +170,7 @@ class PolicySelector:
     candidates: list[Candidate] = field(default_factory=list)
     history: list[Validation] = field(default_factory=list)
     first_texts: list[str] = field(default_factory=list)
+    rounding: Rounding = NO_ROUNDING
 
     @property
     def first(self) -> Validation:
@@ -323,6 +326,8 @@ class PolicySelector:
             ends=end_tokens(self.roles.policy, tokenizer),
             temperature=p.temperature,
         )
+        if not self.history:
+            self.rounding = self.measure_rounding(prompt_ids, sampled[0])
         prompts = [row["prompt"] for row, _ in self.prompts]
         self.first_texts = self.first_texts or texts
         scores = tuple(self.judge.scores_against(prompts, texts, self.first_texts))
@@ -339,6 +344,24 @@ class PolicySelector:
         self.history.append(validation)
         return validation
 
+    def measure_rounding(self, prompt_ids: list[TokenIds], responses: list[TokenIds]) -> Rounding:
+        """What rounding alone shows on SFT's responses."""
+        p, policy = self.params, self.roles.policy
+        kl_per_token, rows = rounding_differences(
+            policy,
+            prompt_ids[:ROUNDED_RESPONSES],
+            responses[:ROUNDED_RESPONSES],
+            ends=end_tokens(policy, self.roles.tokenizer),
+            temperature=p.temperature,
+        )
+        sequences = torch.stack([row.mean() for row in rows])
+        by_sequence = p.loss_level is LossLevel.sequence
+        clipped = sequences if by_sequence else torch.cat(rows)
+        beyond = (clipped.exp() - 1).abs() > (p.cliprange_sequence if by_sequence else p.cliprange)
+        return Rounding(
+            kl_per_token, float(beyond.float().mean()), float(sequences.square().mean().sqrt())
+        )
+
     @property
     def metrics(self) -> Metrics:
         """Of the best policy, and the points of the judge's curve against KL: `validations`."""
@@ -347,6 +370,7 @@ class PolicySelector:
             "policy_scale": self.best.scale,
             "judge": self.judge.name,
             "validation_judge_score_before": self.first.judge_score,
+            "rounding_kl_per_token": self.rounding.kl_per_token,
             **self.best.metrics,
             "validations": [validation.curve_point for validation in self.history],
         }
@@ -378,6 +402,7 @@ class PolicySelector:
                 for validation, weights in self.candidates
             ],
             "first_texts": self.first_texts,
+            "rounding": list(self.rounding),
             "history": [list(validation) for validation in self.history],
         }
 
@@ -390,3 +415,4 @@ class PolicySelector:
         ]
         self.history = [Validation(*values) for values in state["history"]]
         self.first_texts = state["first_texts"]
+        self.rounding = Rounding(*state["rounding"])

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from stages.lib.core.errors import Diverged, RondoError
+from stages.lib.core.errors import BadInput, Diverged, RondoError
+from stages.lib.core.params.policy import LossLevel, PpoParams
 from stages.lib.core.progress import tracked
 from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, unwrap_peft
 from stages.lib.lm.sharding import in_step
+from stages.ppo.common.health import Rounding
 from stages.ppo.trainer.roles import Roles
 from stages.ppo.trainer.rollout import Rollout, concat_padded
 
@@ -31,6 +33,22 @@ def check_finite(tensors: dict[str, Tensor], update: int) -> None:
         raise Diverged(
             f"update {update}: {', '.join(bad)} not finite; the step was not applied "
             f"and the last saved state is kept. Next: {fix}"
+        )
+
+
+def check_clip_range(params: PpoParams, rounding: Rounding) -> None:
+    """
+    Raises:
+        BadInput: a clip range per sequence is below twice the ratios that rounding alone gives, so
+            that chance would decide which sequences are clipped.
+    """
+    least = 2 * rounding.sequence_log_ratio
+    if params.loss_level is LossLevel.sequence and params.cliprange_sequence < least:
+        raise BadInput(
+            f"ppo.cliprange_sequence {params.cliprange_sequence} with ppo.loss_level sequence: "
+            f"rounding alone gives ratios up to {least:.2g} off 1, so it would clip at random. "
+            "Next: set model.dtype to float32, ppo.loss_level to token, or ppo.cliprange_sequence "
+            f"to {least:.2g} or more"
         )
 
 

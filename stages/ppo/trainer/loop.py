@@ -21,6 +21,7 @@ from stages.ppo.common.outputs import describe_texts, rollout_rows
 from stages.ppo.common.policy_selection import PolicySelector
 from stages.ppo.common.reference import check_reference_weights
 from stages.ppo.common.resume import Resume
+from stages.ppo.trainer.checks import check_clip_range
 from stages.ppo.trainer.rollout import Rollout
 from stages.ppo.trainer.update import PpoTrainer
 
@@ -75,6 +76,8 @@ class TrainingRun:
                 self.selector.validate_reference()
             self.selector.validate(0)
             trainer.sft_length = self.selector.first.length
+            self.monitor.rounding = self.selector.rounding
+            check_clip_range(self.params, self.selector.rounding)
         while trainer.updates < trainer.planned_updates and not self.monitor.stopped:
             # 1. update policy and critic, keep the rollout
             rollout, metrics = trainer.step()
@@ -159,6 +162,7 @@ class TrainingRun:
         self.check_reference(state["reference"], "after the resume")
         self.trainer.load_state(state["trainer"])
         self.selector.load_state(state["selector"])
+        self.monitor.rounding = self.selector.rounding
         self.monitor.check_history(self.recorder.steps)
         self.recorder.log_progress(self.trainer.updates, "resumes from here")
 

@@ -251,8 +251,8 @@ class PpoParams(ParamsSection):
     min_kl_per_token: float = Field(
         0.0005,
         ge=0,
-        description="Nats per token. Below it for `kl_patience` updates after warm-up the policy "
-        "does not move: the run stops.",
+        description="Nats per token. Below it, or below twice what rounding gives, for "
+        "`kl_patience` updates after warm-up the policy does not move: the run stops. 0: never.",
     )
     kl_patience: int = Field(
         5,
