@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from stages.evaluate.__main__ import main as evaluate
+from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.shared import Dtype
 from stages.lib.lm.loading import load_causal_lm
 from stages.lib.lm.saving import weights_hash
 from stages.ppo.__main__ import main
@@ -127,6 +129,14 @@ def test_kl_per_token_is_over_the_length_of_sfts_responses(make_round):
     for row in policies:
         assert row["kl_per_token"] == pytest.approx(row["kl"] / evaluated["sft"]["length"])
     assert any(row["length"] != evaluated["sft"]["length"] for row in policies)
+
+
+def test_a_clip_range_per_sequence_below_rounding_stops_the_stage_at_its_start(make_round):
+    """In float32, rounding is below 1e-6; in bfloat16 far above."""
+    params = with_ppo(make_round("r0", 1.0), loss_level="sequence", cliprange_sequence=1e-6)
+    model = params.model.model_copy(update={"dtype": Dtype.bfloat16})
+    with pytest.raises(BadInput, match=r"ppo\.cliprange_sequence 1e-06 with ppo\.loss_level"):
+        main(params.model_copy(update={"model": model}), "r0")
 
 
 def test_held_out_prompts_are_never_trained_on_even_if_replay_repeats_them():
