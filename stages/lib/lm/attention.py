@@ -25,6 +25,8 @@ def grouped_attention(
     scaling: float,
     packed: Packed | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the signature that transformers expects.
@@ -38,6 +40,8 @@ def grouped_attention(
         scaling: factor of the products of queries and keys.
         packed: the rows, if they are laid end to end.
         sliding_window: tokens that the model's attention reaches back.
+        softcap: c of Gemma 2's c tanh(x / c), which limits scaled products x.
+        s_aux: (heads,) attention sinks of gpt-oss: logits of a key without value.
 
     Returns:
         (B, Q, heads, D), or (1, M, heads, D) with `packed`; and None for the weights.
@@ -46,7 +50,7 @@ def grouped_attention(
         BadInput: the model has a sliding window that is shorter than a packed row.
     """
     if packed is None:
-        return _grouped(query, key, value, attention_mask, scaling), None
+        return _grouped(query, key, value, attention_mask, scaling, softcap, s_aux), None
     if sliding_window and max(packed.lengths) > sliding_window:
         raise BadInput(
             "model.attn_implementation `grouped` does not support sliding windows, and this "
@@ -62,6 +66,8 @@ def grouped_attention(
         attention_mask,
         scaling,
         packed,
+        softcap,
+        s_aux,
         use_reentrant=False,
         preserve_rng_state=False,
     )
@@ -69,25 +75,43 @@ def grouped_attention(
 
 
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, packed: Packed
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    packed: Packed,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     query, key, value = (
         packed.pad(states[0].transpose(0, 1)).transpose(1, 2) for states in (query, key, value)
     )
-    return packed.unpad(_grouped(query, key, value, mask, scaling))[None]
+    return packed.unpad(_grouped(query, key, value, mask, scaling, softcap, sinks))[None]
 
 
 def _grouped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     batch, heads, queries, size = query.shape
     key_heads = key.shape[1]
     # The query heads that share a key head become further rows of one matrix, so nothing is copied.
     grouped = (batch, key_heads, heads // key_heads * queries)
     weights = query.reshape(*grouped, size) @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        weights = (weights / softcap).tanh() * softcap
     if mask is not None:
         weights = (weights.view(batch, heads, queries, -1) + mask).view_as(weights)
-    weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:  # one more key per head, dropped again after the softmax
+        sinks = sinks.to(weights.dtype).repeat_interleave(queries).view(1, key_heads, -1, 1)
+        weights = torch.cat([weights, sinks.expand(batch, -1, -1, -1)], -1)
+    weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     return (weights @ value).view(batch, heads, queries, size).transpose(1, 2).contiguous()
 
 

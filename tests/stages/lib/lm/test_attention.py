@@ -1,25 +1,38 @@
-"""`grouped` attention against transformers' `eager`, with grouped heads, padding and a cache."""
+"""`grouped` attention against transformers' `eager`, with grouped heads, padding and a cache, with
+the softcap of Gemma 2 and the sinks of gpt-oss.
+"""
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
 
 import stages.lib.lm.attention  # noqa: F401 - registers `grouped`
 
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
 
-@pytest.fixture
-def models():
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+
+@pytest.fixture(
+    params=[
+        LlamaConfig(**SIZES),
+        Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.5),
+        GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def models(request):
     torch.manual_seed(0)
-    eager = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    grouped = LlamaForCausalLM._from_config(config, attn_implementation="grouped").eval()
+    eager, grouped = (
+        AutoModelForCausalLM.from_config(request.param, attn_implementation=attention).eval()
+        for attention in ("eager", "grouped")
+    )
     grouped.load_state_dict(eager.state_dict())
     return eager, grouped
 
