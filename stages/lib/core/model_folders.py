@@ -27,11 +27,21 @@ def damage_named(folder: Path) -> Iterator[None]:
     """Within this context, an error of a library about the folder's files is a BadInput."""
     try:
         yield
-    except (RondoError, ImportError, MemoryError):
+    except (RondoError, MemoryError):
         raise
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadInput(
+            f"{folder}: transformers cannot load it without another package: {reason}"
+        ) from error
     except Exception as error:  # transformers, peft and tokenizers have no common type
         if "out of memory" in str(error):  # of a GPU
             raise
+        if "trust_remote_code" in str(error):
+            raise BadInput(
+                f"{folder}: it needs code of its own (auto_map in its JSON files), which Rondo "
+                "never runs; choose a model whose architecture is in transformers"
+            ) from error
         for path in sorted(folder.glob("*.json")):
             read_object(path, FIX)
         for path in sorted(folder.glob("*.safetensors")):
@@ -93,8 +103,9 @@ def check_weights(folder: Path, missing: Collection[str], unexpected: Collection
     """
     if missing:
         raise BadInput(
-            f"{folder}: {', '.join(sorted(missing)[:3])} is missing in its weights, "
-            "lost when it was saved: run its stage again"
+            f"{folder}: {', '.join(sorted(missing)[:3])} is missing in its weights "
+            f"({len(missing)} in all), lost when it was saved or never there, as in another kind "
+            "of model: run its stage again, or name another folder"
         )
     if layers := sorted(name for name in unexpected if LAYER.search(f".{name}.")):
         raise BadInput(

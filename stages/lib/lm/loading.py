@@ -115,13 +115,21 @@ def load_config(path: Path) -> PreTrainedConfig:
     """The configuration of a model folder.
 
     Raises:
-        BadInput: there is no model, or its config.json is damaged.
+        BadInput: there is no model, its weights are quantised, it needs code of its own, or its
+            config.json is damaged.
     """
     if not (path / "config.json").exists():
         raise BadInput(f"{path}: no model there; run the stage before (`dvc repro` names it)")
-    read_config(path)
+    if quantised := read_config(path).get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise BadInput(
+            f"{path}: its weights are quantised ({method}, quantization_config in config.json), "
+            "and Rondo cannot train them; name the model with its original weights"
+        )
     with damage_named(path):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     return config
 
 
@@ -154,7 +162,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise BadInput(f"{path}: no tokenizer there; run `dvc repro assets`")
     with damage_named(path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, padding_side="left", local_files_only=True
+            path, padding_side="left", local_files_only=True, trust_remote_code=False
         )
         tokenizer("x")  # of a damaged config, some values show only here
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
@@ -183,7 +191,12 @@ def check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _load(
-    kind: Any, path: Path, params: ModelParams, device: torch.device | None, **more: Any
+    kind: Any,
+    path: Path,
+    params: ModelParams,
+    device: torch.device | None,
+    new_head: bool = False,
+    **more: Any,
 ) -> PreTrainedModel:
     """Load a model in eval mode.
 
@@ -192,14 +205,20 @@ def _load(
         path: the model folder.
         params: section `model` of params.yaml.
         device: where the model is to be; None: `default_device`.
+        new_head: whether a causal LM may become a classifier, whose score head is then random.
         more: further arguments of `from_pretrained`.
 
     Raises:
         BadInput: there is no model; transformers or the model lacks the attention that params.yaml
-            names; or weights of its architecture are missing, which transformers would only warn
-            of and initialise at random.
+            names; transformers has no such class of its architecture; or weights of the class are
+            missing, which transformers would only warn of and initialise at random.
     """
     config = load_config(path)
+    if type(config) not in kind._model_mapping:
+        raise BadInput(
+            f"{path}: transformers has no {kind.__name__} for the architecture "
+            f"{config.model_type}; choose a model of another one"
+        )
     trim_heap()  # what an earlier model's work left free is in pieces too small for weights
     attention = supported_attention(kind, config, params)
     with progress(f"loading {path}"), damage_named(path):
@@ -210,21 +229,26 @@ def _load(
                 attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 **more,
             )
-        except (ImportError, ValueError) as error:
+        except (ImportError, KeyError, ValueError) as error:
             if params.attn_implementation == "auto":
                 raise
             raise BadInput(
                 f"model.attn_implementation is {attention}, and transformers cannot load {path} "
                 f"with it: {error} Set it to `auto`"
             ) from error
-    # A causal LM that is loaded as a classifier has no score head yet: that is not an error.
     saved_as, missing = config.architectures or [], set(loading_info["missing_keys"])
-    if type(model).__name__ not in saved_as:
+    if new_head and type(model).__name__ not in saved_as:
         missing = {name for name in missing if not name.startswith("score.")}
     check_weights(path, missing, loading_info["unexpected_keys"])
+    if kind is AutoModelForCausalLM and "score.weight" in loading_info["unexpected_keys"]:
+        raise BadInput(
+            f"{path}: its weights have score.weight: it is a classifier, not a language model; "
+            "name the model that it was made from"
+        )
     loaded: PreTrainedModel = model.to(device or default_device()).eval()
     return loaded
 
@@ -283,12 +307,13 @@ def training_model_params(model: ModelParams, lora: LoraParams) -> ModelParams:
 
 
 def load_sequence_classifier(
-    path: Path, params: ModelParams, device: torch.device | None = None
+    path: Path, params: ModelParams, device: torch.device | None = None, new_head: bool = True
 ) -> PreTrainedModel:
-    """A model with a head of one number, without ensemble, on `device` or on `default_device`; a
-    causal LM gets a new, random head.
+    """A model with a head of one number, without ensemble, on `device` or on `default_device`; with
+    `new_head`, a causal LM gets a new, random head.
     """
-    return _load(AutoModelForSequenceClassification, path, params, device, num_labels=1)
+    kind = AutoModelForSequenceClassification
+    return _load(kind, path, params, device, new_head, num_labels=1)
 
 
 def load_reward_model(
@@ -301,7 +326,7 @@ def load_reward_model(
     (stages/reward/__main__.py).
     """
     folders = [path, *sorted((path / MEMBERS).glob("*"))]
-    members = [load_sequence_classifier(folder, params, device) for folder in folders]
+    members = [load_sequence_classifier(folder, params, device, False) for folder in folders]
     for folder, member in zip(folders, members, strict=True):
         check_calibration(folder, member.config)
     return attach_ensemble(members[0], members[1:])

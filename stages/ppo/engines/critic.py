@@ -18,7 +18,9 @@ def write_critic(reward: Path, target: Path, engine: str) -> None:
 
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    critic = AutoModelForTokenClassification.from_pretrained(reward, dtype="auto")
+    critic = AutoModelForTokenClassification.from_pretrained(
+        reward, dtype="auto", trust_remote_code=False
+    )
     head = getattr(critic, "score", None)
     if head is None or head.bias is None:
         raise BadInput(

@@ -72,7 +72,7 @@ class NemoRlJob(EngineJob):
         self.folder.mkdir(parents=True, exist_ok=True)
         write_jsonl(self.prompts, [{"input": row["prompt"], "output": ""} for row in rows])
         write_critic(self.reward, self.critic_start, self.settings.name)
-        reader = AutoTokenizer.from_pretrained(self.reward)
+        reader = AutoTokenizer.from_pretrained(self.reward, trust_remote_code=False)
         reader.bos_token = None  # the prompts have it where the model has one; NeMo RL adds it
         reader.save_pretrained(self.reward_tokenizer)
         overrides = self.score_scale() | {

@@ -7,11 +7,17 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedConfig,
+)
 
 from stages.assets.__main__ import build_folder, main
-from stages.assets.base_model import spare_token, tiny_model, write_model
+from stages.assets.base_model import spare_token, tiny_model, tiny_tokenizer, write_model
 from stages.assets.datasets import write_data
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash
@@ -109,6 +115,92 @@ def test_spare_token_prefers_a_token_of_the_vocabulary() -> None:
     # as in Pythia, which has one special token
     tokenizer.eos_token = tokenizer.unk_token = tokenizer.pad_token = "<|endoftext|>"
     assert spare_token(tokenizer) == "<|pad|>"
+
+
+def local_model(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> str:
+    """A folder with a random model whose logits differ enough to see what changes them."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 or "sinks" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 435,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def remove_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def make_adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "mine/base"}')
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (remove_weight, r"model\.layers\.1\.mlp\.up_proj\.weight is missing in its weights"),
+        (make_adapter, "it is an adapter of PEFT; merge it"),
+        (truncate, r"model\.safetensors: no safetensors file"),
+        (lambda folder: change_config(folder, auto_map=CODE, model_type="x"), "code of its own"),
+        (
+            lambda folder: change_config(folder, quantization_config={"quant_method": "gptq"}),
+            r"quantised \(gptq, ",
+        ),
+        (lambda folder: change_config(folder, model_type="t5"), "no AutoModelForCausalLM for"),
+    ],
+    ids=["weights", "adapter", "truncated", "code", "quantised", "t5"],
+)
+def test_a_folder_that_is_no_whole_language_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asks whether to run code"))
+    mine = local_model(tmp_path / "mine", LlamaConfig(**SIZES), tiny_tokenizer())
+    spoil(tmp_path / "mine")
+    with pytest.raises(BadInput, match=message) as refused:
+        write_model(params(model=mine), tmp_path / "out")
+    assert "trust_remote_code" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("tied", "message"), [(False, r"lm_head\.weight is missing"), (True, "it is a classifier")]
+)
+def test_a_classifier_is_no_language_model(tmp_path: Path, tied: bool, message: str) -> None:
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "mine")
+    tiny_tokenizer().save_pretrained(tmp_path / "mine")
+    with pytest.raises(BadInput, match=message):
+        write_model(params(model=str(tmp_path / "mine")), tmp_path / "out")
 
 
 def test_a_reserved_pad_token_is_used() -> None:

@@ -118,6 +118,13 @@ def test_a_model_gets_an_attention_that_its_code_can_do(
     assert loading.supported_attention(kind, config, params) == expected
 
 
+def test_a_language_model_is_no_reward_model(tiny_folder):
+    """Its score head would be random; only training starts with such a head."""
+    with pytest.raises(BadInput, match=r"score\.weight is missing in its weights"):
+        loading.load_reward_model(tiny_folder, ModelParams())
+    assert loading.load_sequence_classifier(tiny_folder, ModelParams()).score.out_features == 1
+
+
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash2"])  # not installed, a typo
 def test_an_attention_that_is_not_there_is_refused_by_its_key(tiny_folder, name):
     with pytest.raises(BadInput, match=rf"^model\.attn_implementation is {name}, .*`auto`$"):
