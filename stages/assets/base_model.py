@@ -1,5 +1,5 @@
 """Write assets/model: a causal LM as safetensors in bfloat16, with a tokenizer that pads on the
-left with a token that is not eos.
+left with a token that occurs in no text.
 """
 
 import tempfile
@@ -31,6 +31,7 @@ from stages.lib.core.progress import progress
 from stages.lib.lm.loading import (
     is_adapter,
     load_causal_lm,
+    setup_torch,
 )
 
 SMOLLM2 = Package(
@@ -64,6 +65,7 @@ def write_model(params: Params, folder: Path) -> None:
             a tokenizer.
     """
     logging.disable_progress_bar()
+    setup_torch(params)  # new rows of embeddings are random
     name = params.assets.model
     if name == "embedded":
         save(*embedded(), folder, SMOLLM2_LICENCE)
@@ -92,8 +94,8 @@ def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
             " tokenizer_config.json"
         )
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-        tokenizer.pad_token = spare_token(tokenizer)
+    if not is_spare(tokenizer.pad_token, tokenizer):
+        tokenizer.add_special_tokens({"pad_token": spare_token(tokenizer)})
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
     ends = end_token_ids(model, tokenizer)
@@ -143,13 +145,16 @@ def turn_end(tokenizer: Any) -> list[int]:
 
 
 def spare_token(tokenizer: Any) -> str:
-    """A pad token that is not eos: a usual one or a special token of the vocabulary, else a new
-    one.
-    """
-    vocabulary, eos, bos = tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.bos_token
-    usual = [token for token in USUAL_PADS if token in vocabulary and token != eos]
-    special = [token for token in tokenizer.all_special_tokens if token not in (eos, bos)]
-    return (usual or special or ["<|pad|>"])[0]
+    """A pad token that occurs in no text: a usual one of the vocabulary, else a new one."""
+    vocabulary = tokenizer.get_vocab()
+    usual = [token for token in USUAL_PADS if token in vocabulary and is_spare(token, tokenizer)]
+    return (usual or ["<|pad|>"])[0]
+
+
+def is_spare(token: str | None, tokenizer: Any) -> bool:
+    """Whether a token may be the pad: neither eos nor bos, nor a part of the chat template."""
+    used = (None, tokenizer.eos_token, tokenizer.bos_token)
+    return token not in used and str(token) not in str(tokenizer.chat_template)
 
 
 def embedded() -> tuple[Any, Any]:

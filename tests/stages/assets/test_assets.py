@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
 )
 
 from stages.assets.__main__ import build_folder, main
@@ -127,6 +128,39 @@ def local_model(folder: Path, config: PreTrainedConfig, tokenizer: Any) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def test_a_tokenizer_without_a_pad_gets_a_new_token(tmp_path: Path) -> None:
+    """As GPT-2's and Llama 3's; and the new rows of the embeddings are the same each time."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer()._tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    )
+    mine = local_model(tmp_path / "mine", LlamaConfig(**SIZES), tokenizer)
+    for out in ("one", "two"):
+        write_model(params(model=mine), tmp_path / out)
+    saved = load_tokenizer(tmp_path / "one")
+    assert (saved.pad_token, saved.pad_token_id, len(saved)) == ("<|pad|>", 435, 436)
+    config = json.loads((tmp_path / "one/config.json").read_text())
+    assert (config["vocab_size"], config["pad_token_id"]) == (448, 435)
+    assert file_hash(tmp_path / "one") == file_hash(tmp_path / "two")
+
+
+def test_a_token_of_the_chat_template_is_no_pad(tmp_path: Path) -> None:
+    """Qwen2.5's base model has `<|endoftext|>` as eos and pad, and no bos."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_tokenizer()._tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=tiny_tokenizer().chat_template,
+    )
+    assert spare_token(tokenizer) == "<|pad|>"
+    tokenizer.pad_token = "<|im_start|>"
+    mine = local_model(tmp_path / "mine", LlamaConfig(**SIZES), tokenizer)
+    write_model(params(model=mine), tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").pad_token == "<|pad|>"
 
 
 SIZES: dict[str, Any] = {
