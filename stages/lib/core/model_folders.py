@@ -65,7 +65,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     for section in (config, text if isinstance(text, dict) else {}):
         for key in SIZES:
             value, limit = section.get(key), MAX_LAYERS if "layers" in key else MAX_SIZE
-            if value is not None and not (type(value) is int and 0 < value <= limit):
+            # Gemma 3n has one size per layer
+            sizes = value if isinstance(value, list) and value else [value]
+            possible = all(type(size) is int and 0 < size <= limit for size in sizes)
+            if value is not None and not possible:
                 raise BadInput(f"{path}: {key} is {value!r:.60}, expected 1 to {limit:,}; {FIX}")
     return config
 

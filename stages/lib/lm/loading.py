@@ -134,7 +134,7 @@ def load_config(path: Path) -> PreTrainedConfig:
 
 
 def supported_attention(kind: Any, config: PreTrainedConfig, params: ModelParams) -> str:
-    """`resolve_attention`, but of what `auto` gives on a GPU only what the model's code can do:
+    """`resolve_attention`, but of what `auto` gives only what the model's code can do: `grouped` or
     FlashAttention-2, else `sdpa`, else `eager`.
 
     Args:
@@ -143,10 +143,13 @@ def supported_attention(kind: Any, config: PreTrainedConfig, params: ModelParams
         params: section `model` of params.yaml.
     """
     attention = resolve_attention(params)
-    if params.attn_implementation != "auto" or attention == "grouped":
+    if params.attn_implementation != "auto":
         return attention
     model = kind._model_mapping[type(config)]
     if attention == "flash_attention_2" and model._supports_flash_attn:
+        return attention
+    # without it, the model's code calls no attention but its own
+    if attention == "grouped" and model._supports_attention_backend:
         return attention
     return "sdpa" if model._supports_sdpa else "eager"
 

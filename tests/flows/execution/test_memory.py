@@ -100,6 +100,12 @@ def test_shapes_are_read_from_configs_of_any_age(tmp_path: Path) -> None:
     assert shape_of(gpt2, "") == ModelShape(768, 12, 12, 12, 64, 3072, 50257, gated=False)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": gpt2}))
     assert read_shape(str(tmp_path)) == shape_of(gpt2, "")
+    # GPT-Neo and MPT have further names; Gemma 3n has a size per layer
+    gpt_neo = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 435}
+    mpt = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 435}
+    shape = ModelShape(64, 2, 4, 4, 16, 256, 435)
+    assert shape_of(gpt_neo, "") == shape_of(mpt, "") == shape
+    assert shape_of(gpt_neo | {"intermediate_size": [96, 256]}, "") == shape
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadInput, match=r"config\.json has no hidden_size, num_hidden_layers"):
         read_shape(str(tmp_path))

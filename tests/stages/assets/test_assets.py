@@ -9,12 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
+    NemotronConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    StableLmConfig,
 )
 
 from stages.assets.__main__ import build_folder, main
@@ -173,6 +179,50 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+SOFTCAPS = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": None}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlamaConfig(**SIZES), None),
+        (Gemma2Config(**SIZES, **SOFTCAPS), None),
+        (GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), None),
+        (StableLmConfig(**SIZES), None),  # has no attention but its own
+        (Gemma2Config(**SIZES), "final_logit_softcapping changes the logits"),
+        (Qwen3_5TextConfig(**SIZES, **HYBRID), r"in sampling: IndexError.* pass a state"),
+        (NemotronConfig(**SIZES), "; set model.attn_implementation to sdpa$"),
+        (ApertusConfig(**SIZES), "no AutoModelForSequenceClassification for .* apertus"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_architectures_are_computed_as_by_transformers_or_refused(
+    tmp_path: Path, config: PreTrainedConfig, message: str | None
+) -> None:
+    mine = local_model(tmp_path / "mine", config, tiny_tokenizer())
+    settings = params(model=mine)
+    if message is None:
+        write_model(settings, tmp_path / "out")
+        return
+    with pytest.raises(BadInput, match=message) as refused:
+        write_model(settings, tmp_path / "out")
+    assert "copy the model again" not in str(refused.value)
+    assert str(tmp_path / "mine") in str(refused.value)
+
+
+def test_packed_rows_that_leak_into_each_other_are_refused(tmp_path: Path) -> None:
+    mine = local_model(tmp_path / "mine", Qwen3_5TextConfig(**SIZES, **HYBRID), tiny_tokenizer())
+    settings = params(model=mine)
+    settings.model.attn_implementation = "grouped"
+    with pytest.raises(BadInput, match=r"its log-probabilities differ .* by 0\.\d+ nats per token"):
+        write_model(settings, tmp_path / "out")
 
 
 def change_config(folder: Path, **changes: Any) -> None:

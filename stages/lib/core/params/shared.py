@@ -106,9 +106,9 @@ class ModelParams(ParamsSection):
     )
     attn_implementation: str = Field(
         "auto",
-        description="`auto`: `grouped` on a CPU; on a GPU `flash_attention_2` if it is installed "
-        "and the model supports it, else `sdpa`, or `eager` if the model's code has none. Or the "
-        "name of another implementation of transformers.",
+        description="`auto`: `grouped` on a CPU, `flash_attention_2` on a GPU if it is installed; "
+        "else, or if the model does not support it, `sdpa`, or `eager` if the model's code has "
+        "none. Or the name of another implementation of transformers.",
     )
     threads: int | None = Field(
         None,

@@ -2,6 +2,8 @@
 the softcap of Gemma 2 and the sinks of gpt-oss.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
@@ -15,14 +17,13 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "initializer_range": 0.2,
 }
 
 
 @pytest.fixture(
     params=[
         LlamaConfig(**SIZES),
-        Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=0.5),
+        Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=1e-3),
         GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     ],
     ids=lambda config: config.model_type,
@@ -30,7 +31,10 @@ SIZES = {
 def models(request):
     torch.manual_seed(0)
     eager, grouped = (
-        AutoModelForCausalLM.from_config(request.param, attn_implementation=attention).eval()
+        AutoModelForCausalLM.from_config(
+            deepcopy(request.param),  # it keeps the name of the attention
+            attn_implementation=attention,
+        ).eval()
         for attention in ("eager", "grouped")
     )
     grouped.load_state_dict(eager.state_dict())

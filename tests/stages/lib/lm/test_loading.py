@@ -1,5 +1,6 @@
 """Models whose logits are more than states times head are refused; the GPU and dtype of a stage."""
 
+import json
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaForCausalLM
 
 from stages.lib.core.errors import BadInput
+from stages.lib.core.model_folders import read_config
 from stages.lib.core.params import Params
 from stages.lib.core.params.shared import Dtype, ModelParams
 from stages.lib.lm import loading
@@ -116,6 +118,30 @@ def test_a_model_gets_an_attention_that_its_code_can_do(
     params = ModelParams(dtype="bfloat16", attn_implementation=setting)
     kind, config = loading.AutoModelForCausalLM, loading.load_config(tiny_folder)
     assert loading.supported_attention(kind, config, params) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("auto", "sdpa"), ("grouped", "grouped"), ("eager", "eager")]
+)
+def test_on_a_cpu_a_model_with_its_own_attention_gets_sdpa(
+    monkeypatch, tiny_folder, setting, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kind, config = loading.AutoModelForCausalLM, loading.load_config(tiny_folder)
+    params = ModelParams(attn_implementation=setting)
+    if setting == "auto":
+        assert loading.supported_attention(kind, config, params) == "grouped"
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_attention_backend", False)
+    assert loading.supported_attention(kind, config, params) == expected
+
+
+def test_a_size_per_layer_is_no_damage(tmp_path):
+    config = {"intermediate_size": [96, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == config
+    (tmp_path / "config.json").write_text('{"intermediate_size": [96, 0]}')
+    with pytest.raises(BadInput, match=r"intermediate_size is \[96, 0\], expected 1 to"):
+        read_config(tmp_path)
 
 
 def test_a_language_model_is_no_reward_model(tiny_folder):
