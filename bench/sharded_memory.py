@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from flows.execution.dvc_stages import MALLOC
@@ -42,6 +43,9 @@ class Numbers:
     """The part of a tokenizer that the trainer uses; a token's text is its number."""
 
     eos_token_id, pad_token_id = 2, 0
+
+    def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(text.encode()))
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, row)) for row in rows]

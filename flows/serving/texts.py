@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.lib.core.types import TokenIds
-from stages.lib.data.prompts import with_bos
+from stages.lib.data.prompts import continuing_tokens, with_bos
 
 CHARACTERS_PER_TOKEN = 64  # at most; more are refused before they are tokenised
 
@@ -43,15 +43,13 @@ class Texts:
                 "shorter text"
             )
         query = self.without_ends(query)
-        parts = [query]
+        first, response = query, ""
         if prompt and query.startswith(prompt):
-            parts = [prompt, query[len(prompt) :]]
+            first, response = prompt, query[len(prompt) :]
         # special tokens are in the text: Rondo's rendering has its BOS there
-        ids = [self.tokenizer(part, add_special_tokens=False).input_ids for part in parts]
-        ids[0] = with_bos(self.tokenizer, ids[0])
-        return self.checked(
-            [*(token for part in ids for token in part), self.tokenizer.eos_token_id]
-        )
+        ids = with_bos(self.tokenizer, self.tokenizer(first, add_special_tokens=False).input_ids)
+        ids += continuing_tokens(self.tokenizer, response)
+        return self.checked([*ids, self.tokenizer.eos_token_id])
 
     def checked(self, tokens: TokenIds) -> TokenIds:
         """The tokens, if the model can read them."""

@@ -91,6 +91,7 @@ class TextGenerator(_Model):
         """
         import torch
 
+        from stages.lib.data.prompts import decode
         from stages.lib.lm.end_tokens import end_tokens
         from stages.lib.lm.generation import generate
 
@@ -103,8 +104,7 @@ class TextGenerator(_Model):
             generator=torch.Generator().manual_seed(sampling["seed"]),
             ends=end_tokens(self.model, self.tokenizer),
         )
-        texts: list[str] = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return texts
+        return decode(self.tokenizer, responses)
 
 
 class ResponseScorer(_Model):

@@ -8,7 +8,7 @@ import torch
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt
-from stages.lib.data.prompts import check_template, encode, template_hash
+from stages.lib.data.prompts import check_template, decode, encode, template_hash
 from stages.lib.lm import generation
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
 from stages.lib.lm.vllm_engine import sampling_engine
@@ -46,7 +46,7 @@ def sample_responses(
         torch.Generator().manual_seed(params.seed),
         sampling_engine(params.model),
     )
-    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    texts = decode(tokenizer, response_ids)
     return SampledResponses(
         [texts[start : start + samples] for start in range(0, len(texts), samples)],
         template_hash(tokenizer, params.prepare.prompt_format),

@@ -12,7 +12,7 @@ from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.rows import Demonstration, PromptRow
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.lengths import tokenize_fitting
-from stages.lib.data.prompts import encode
+from stages.lib.data.prompts import decode, encode
 from stages.lib.judging.loading import base_model, load_judge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
@@ -83,7 +83,7 @@ def sample_and_score(
     generator = torch.Generator().manual_seed(params.seed)
     engine = sampling_engine(params.model)
     responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    texts = decode(tokenizer, responses)
     ends = end_tokens(model, tokenizer)
     sequences = [
         prompt + ends.close(response)

@@ -12,7 +12,7 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, Prompt
-from stages.lib.data.prompts import check_template, encode
+from stages.lib.data.prompts import check_template, decode, encode
 from stages.lib.data.slices import SlicePrompt
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, setup_torch
@@ -101,4 +101,4 @@ def sample_texts(
     generator = torch.Generator().manual_seed(params.seed)
     engine = sampling_engine(params.model)
     responses = sample_responses(model, tokenizer, ids, sampling, generator, engine)
-    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+    return decode(tokenizer, responses)

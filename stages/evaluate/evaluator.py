@@ -14,7 +14,7 @@ from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.lengths import tokenize_fitting
-from stages.lib.data.prompts import encode
+from stages.lib.data.prompts import decode, encode
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
@@ -117,7 +117,7 @@ class Evaluator:
         if self.anchor is not self.sft:
             from_anchor = score_samples(model, lambda: nullcontext(self.anchor))
         scores = calibrate_scores(scored.scores, self.reward).tolist()
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = decode(self.tokenizer, responses)
         return [
             Sample(
                 text,

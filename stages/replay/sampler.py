@@ -10,7 +10,7 @@ import torch
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt, TokenIds
-from stages.lib.data.prompts import encode
+from stages.lib.data.prompts import decode, encode
 from stages.lib.judging.fluency import Fluency
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
@@ -115,7 +115,7 @@ class Sampler:
         )
 
     def _decode(self, responses: list[TokenIds]) -> list[SampledResponse]:
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        texts = decode(self.tokenizer, responses)
         ends = end_tokens(self.model, self.tokenizer)
         return [
             SampledResponse(text, ends.end(tokens))

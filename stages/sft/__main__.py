@@ -34,7 +34,7 @@ from stages.lib.data.lengths import (
     report_overlong,
     tokenize_fitting,
 )
-from stages.lib.data.prompts import encode, template_hash
+from stages.lib.data.prompts import decode, encode, template_hash
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
@@ -245,7 +245,7 @@ def generate_responses(
     responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
     ends = end_tokens(model, tokenizer)
     return GeneratedTexts(
-        tokenizer.batch_decode(responses, skip_special_tokens=True),
+        decode(tokenizer, responses),
         [len(ids) for ids in responses],
         [ends.end(ids) for ids in responses],
     )

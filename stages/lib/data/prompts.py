@@ -3,7 +3,8 @@
 A prompt is a string, which the response continues, or a list of {role, content} messages.
 `prepare.prompt_format` decides how both become text. Prompt and response are tokenised separately,
 so that a prompt has the same tokens in training, generation and scoring. Its first token is BOS if
-the tokenizer itself begins texts with BOS (Llama, Gemma, OPT).
+the tokenizer itself begins texts with BOS (Llama, Gemma, OPT). What a tokenizer puts before each
+text (Llama 2: `▁`) is before the prompt alone, since the response continues the prompt.
 """
 
 import hashlib
@@ -20,6 +21,9 @@ from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.rows import PreferencePair, Side
 from stages.lib.core.types import ROLES, Prompt, TokenIds
 
+# Texts before a response while it is tokenised. The first that is not merged with the response is
+# used; a line break is also put before responses that are decoded.
+BORDERS = ("\n", ".")
 ENDING_TOKENS = 16  # room for an appended ending, so that max_length does not cut it off
 # A conversation for `template_hash`: several turns, and a line break inside of one
 PROBE = [
@@ -89,6 +93,45 @@ def text_with_bos(tokenizer: Any, text: str) -> str:
     return bos + text if begins_with_bos(tokenizer) and not text.startswith(bos) else text
 
 
+@lru_cache(maxsize=8)
+def puts_a_prefix(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a prefix before each text (Llama 2, Mistral 7B, Phi-3: `▁`)."""
+    border, alone, after = (
+        tokenizer(text, add_special_tokens=False).input_ids
+        for text in (BORDERS[0], "x", f"{BORDERS[0]}x")
+    )
+    return bool(after[len(border) :] != alone)
+
+
+def continuing_tokens(tokenizer: Any, text: str) -> TokenIds:
+    """The tokens of a text that continues another, without the tokenizer's prefix."""
+
+    def tokens(whole: str) -> TokenIds:
+        return list(tokenizer(whole, add_special_tokens=False).input_ids)
+
+    for before in BORDERS if puts_a_prefix(tokenizer) else ():
+        border, whole = tokens(before), tokens(before + text)
+        if whole[: len(border)] == border:
+            return whole[len(border) :]
+    return tokens(text)
+
+
+def decode(tokenizer: Any, responses: Sequence[TokenIds]) -> list[str]:
+    """The texts of responses as they continue their prompts, without special tokens.
+
+    A tokenizer that puts a prefix before each text takes it off the start of what it decodes, and
+    with it the space that a response begins with.
+    """
+    border: TokenIds = []
+    if puts_a_prefix(tokenizer):
+        border = tokenizer(BORDERS[0], add_special_tokens=False).input_ids
+    removed, *texts = tokenizer.batch_decode(
+        [border, *([*border, *response] for response in responses)], skip_special_tokens=True
+    )
+    # by its length, since bytes that are no text make the line break unreadable, too
+    return [text[len(removed) :] for text in texts]
+
+
 def encode(
     tokenizer: Any,
     prompt: Prompt,
@@ -126,10 +169,7 @@ def encode(
     prompt_ids = with_bos(tokenizer, tokenizer(rendered, add_special_tokens=False).input_ids)
     response_ids: list[int] = []
     if response is not None:
-        response_ids = [
-            *tokenizer(response, add_special_tokens=False).input_ids,
-            tokenizer.eos_token_id,
-        ]
+        response_ids = [*continuing_tokens(tokenizer, response), tokenizer.eos_token_id]
     if max_length is None:
         return prompt_ids, response_ids
     prompt_ids, [response_ids] = cut_to(tokenizer, max_length, prompt_ids, [response_ids])

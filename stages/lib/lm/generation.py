@@ -64,7 +64,7 @@ def generate(
             generator=torch.Generator().manual_seed(0),
             ends=end_tokens(model, tokenizer),
         )
-        text = tokenizer.decode(responses[0], skip_special_tokens=True)
+        [text] = decode(tokenizer, responses)
     """
     # All random numbers are drawn first, one per row and token, and become tokens by inverse CDF.
     # So responses do not depend on the batch size, two models with the same generator state see

@@ -14,6 +14,7 @@ from stages.lib.core.params.policy import PpoParams
 from stages.lib.core.recorder import MetricLogger
 from stages.lib.core.rows import RolloutRow
 from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.data.prompts import decode
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
@@ -102,7 +103,7 @@ class TrainedPolicy:
         ends = end_tokens(self.policy, self.tokenizer)
         inputs = RewardInputs(
             [row for row, _ in episodes],
-            self.tokenizer.batch_decode(responses, skip_special_tokens=True),
+            decode(self.tokenizer, responses),
             [ends.end(response) for response in responses],
             [len(response) for response in responses],
         )

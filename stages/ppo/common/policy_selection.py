@@ -22,6 +22,7 @@ from stages.lib.core.params.policy import LossLevel, PolicySelection, PpoParams
 from stages.lib.core.params.shared import ModelParams
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, StateDict, TokenIds
+from stages.lib.data.prompts import decode
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm import world
 from stages.lib.lm.end_tokens import end_tokens
@@ -316,7 +317,7 @@ class PolicySelector:
         prompt_ids = [tokens for _, tokens in self.prompts]
         generator = torch.Generator().manual_seed(self.seed)
         sampled = [self.roles.sample(prompt_ids, p, generator) for _ in range(samples)]
-        texts = tokenizer.batch_decode(sampled[0], skip_special_tokens=True)
+        texts = decode(tokenizer, sampled[0])
         responses = [response for responses in sampled for response in responses]
         response_scores = score_responses(
             self.roles.policy,

@@ -8,6 +8,7 @@ import torch
 from stages.lib.core.params.policy import KlControl, PpoParams
 from stages.lib.core.progress import tracked
 from stages.lib.core.types import StateDict, TokenIds
+from stages.lib.data.prompts import decode
 from stages.lib.lm import world
 from stages.lib.lm.packing import Packed, pack
 from stages.lib.lm.saving import sum_of_trainable
@@ -124,7 +125,7 @@ class PpoTrainer:
         responses = roles.sample(prompts, p, self.generator)
         inputs = RewardInputs(
             rows=[row for row, _ in batch],
-            texts=roles.tokenizer.batch_decode(responses, skip_special_tokens=True),
+            texts=decode(roles.tokenizer, responses),
             ended=[roles.ends.end(response) for response in responses],
             lengths=[len(response) for response in responses],
         )

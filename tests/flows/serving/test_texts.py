@@ -4,7 +4,7 @@ import pytest
 
 from flows.serving.texts import Texts, Unreadable
 from stages.assets.base_model import tiny_tokenizer
-from tests.tokenizers import make_bos_tokenizer
+from tests.tokenizers import make_bos_tokenizer, make_boundary_tokenizer
 
 
 @pytest.fixture
@@ -25,6 +25,13 @@ def test_prompt_and_response_are_tokenised_apart_if_the_query_begins_with_the_pr
     assert texts.encode("The day", "Th") == apart
     for prompt in (None, "", "A night"):
         assert texts.encode("The day", prompt) == together
+
+
+def test_a_response_after_a_word_boundary_has_the_tokens_of_the_whole_text():
+    tokenizer = make_boundary_tokenizer("normalizer")
+    expected = [*tokenizer("The dinner was good.").input_ids, tokenizer.eos_token_id]
+    for prompt in ("The dinner", None):
+        assert texts_of(tokenizer).encode("The dinner was good.", prompt) == expected
 
 
 def test_a_text_begins_with_one_bos_if_the_model_begins_texts_so():

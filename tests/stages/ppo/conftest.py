@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ class ByteTokenizer:
     """The part of a tokenizer that the trainer uses; a token's text is its number."""
 
     eos_token_id, pad_token_id = 2, 0
+
+    def __call__(self, text: str, add_special_tokens: bool) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(text.encode()))
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, row)) for row in rows]

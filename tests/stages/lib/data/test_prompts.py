@@ -5,10 +5,12 @@ The tiny tokenizer was not trained on `Z` and `Q`, so each is one token.
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from stages.assets.base_model import tiny_model
 from stages.lib.core.errors import BadInput
@@ -16,12 +18,14 @@ from stages.lib.core.params.data import PrepareParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.prompts import (
     check_template,
+    decode,
     encode,
     render_prompt,
     template_hash,
     text_with_bos,
 )
 from stages.prepare.audit import prompt_lengths
+from tests.tokenizers import make_boundary_tokenizer
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
 TALK = [
@@ -140,6 +144,89 @@ def test_a_tokenizer_that_does_not_begin_texts_with_its_bos_adds_none(tokenizer:
     ids = tokenizer("The dinner was", add_special_tokens=False).input_ids
     assert encode(tokenizer, "The dinner was", None, PLAIN) == (ids, [])
     assert text_with_bos(tokenizer, "The dinner was") == "The dinner was"
+
+
+@pytest.fixture(scope="module", params=["normalizer", "first", "always"])
+def boundary_tokenizer(request: pytest.FixtureRequest) -> Any:
+    return make_boundary_tokenizer(request.param)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "prompt_format"),
+    [
+        ("The dinner", " was good.", PLAIN),
+        ("The dinner", "  was", PLAIN),
+        ("The dinner", "\n\n was", PLAIN),
+        ("晚饭", "很好。", PLAIN),
+        ("The dinner", "", PLAIN),
+        ("How was the dinner?", "It was good.", CHAT),
+        (TALK, " Bye.", CHAT),
+    ],
+)
+def test_a_response_has_the_tokens_and_the_text_that_continue_its_prompt(
+    boundary_tokenizer: Any, prompt: Any, response: str, prompt_format: PromptFormat
+) -> None:
+    """Expected are the tokens of the whole text, which has one word boundary, at its start."""
+    tokenizer = boundary_tokenizer
+    prompt_ids, response_ids = encode(tokenizer, prompt, response, prompt_format)
+    whole = render_prompt(tokenizer, prompt, prompt_format) + response
+    assert [*prompt_ids, *response_ids] == [*tokenizer(whole).input_ids, tokenizer.eos_token_id]
+    assert decode(tokenizer, [response_ids, response_ids[:-1]]) == [response, response]
+
+
+def test_a_response_within_a_word_gets_no_word_boundary(boundary_tokenizer: Any) -> None:
+    prompt_ids, response_ids = encode(boundary_tokenizer, "The dinner was go", "od.", PLAIN)
+    o, d = boundary_tokenizer.convert_tokens_to_ids(["o", "d."])
+    assert response_ids == [o, d, boundary_tokenizer.eos_token_id]
+    whole = boundary_tokenizer.decode(prompt_ids + response_ids, skip_special_tokens=True)
+    assert whole == "The dinner was good."
+
+
+def test_a_line_break_that_is_merged_is_not_put_before_responses() -> None:
+    """As if the vocabulary had `\\n\\n`, which Llama's lacks."""
+    tokenizer = make_boundary_tokenizer("first")
+    tokenizer.add_tokens(["\n\n"])
+    _, response_ids = encode(tokenizer, "The dinner", "\n was", PLAIN)
+    assert tokenizer.convert_ids_to_tokens(response_ids) == ["<0x0A>", "▁was", "</s>"]
+
+
+def test_bytes_that_are_no_text_are_decoded_alone(boundary_tokenizer: Any) -> None:
+    ids = boundary_tokenizer.convert_tokens_to_ids(["<0xE5>", "<0xBE>"])
+    assert decode(boundary_tokenizer, [ids, []]) == ["\ufffd\ufffd", ""]
+    assert decode(boundary_tokenizer, []) == []
+
+
+# How GPT-2 and Llama 3 split texts into words
+WORDS = {
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_byte_level_tokenizers_encode_and_decode_responses_as_they_are(words: str) -> None:
+    tokenizer, draw = tiny_model(0)[1], random.Random(0)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS[words]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    pieces = [" ", "\n", "\n\n", "  ", "The", " was", "good", ".", "'s", "12", "很", "<|im_end|>"]
+    for _ in range(500):
+        text = "".join(draw.choices(pieces, k=draw.randrange(6)))
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert encode(tokenizer, "The day", text, PLAIN)[1] == [*ids, tokenizer.eos_token_id]
+        sampled = draw.choices(range(len(tokenizer)), k=draw.randrange(6))
+        alone = tokenizer.batch_decode([ids, sampled], skip_special_tokens=True)
+        assert decode(tokenizer, [ids, sampled]) == alone
+
+
+def test_no_other_code_decodes_responses() -> None:
+    files = [file for folder in ("stages", "flows") for file in Path(folder).rglob("*.py")]
+    decoding = [file for file in files if "batch_decode(" in file.read_text(encoding="utf-8")]
+    assert decoding == [Path("stages/lib/data/prompts.py")]
 
 
 def test_template_hash_depends_on_format_and_template(tokenizer: Any) -> None:
