@@ -158,7 +158,7 @@ def turn_end(tokenizer: Any) -> list[int]:
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": TURN}]
     try:
         rendered: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except TemplateError:  # the stage that renders prompts with this template reports it
+    except (TemplateError, TypeError, ValueError):  # prepare reports it if it uses the template
         return []
     _, turn, after = rendered.rpartition(TURN)
     following = tokenizer(after, add_special_tokens=False).input_ids[:1] if turn else []

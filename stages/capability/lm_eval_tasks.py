@@ -1,5 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness (the extra `lm-eval`): its own, and slices/*.yaml."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from stages.lib.core.errors import BadInput
 from stages.lib.core.params.evaluation import CapabilityParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.core.progress import progress
+from stages.lib.data.prompts import chat_template
 from stages.lib.data.slices import SLICES
 
 
@@ -36,6 +38,9 @@ def run_tasks(
             f"capability.tasks {', '.join(unknown)}: no such task; "
             "`lm-eval ls tasks --include_path slices` lists them"
         )
+    if prompt_format is PromptFormat.chat:  # lm-eval renders the prompts itself
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = chat_template(tokenizer)
     with progress(f"tasks {', '.join(params.tasks)}"):
         results = simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=params.batch_size),

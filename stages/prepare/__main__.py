@@ -68,6 +68,7 @@ def main(params: Params, round_: str) -> None:
     """
     folder, previous = stage_dir(round_, "prepare"), Path(params.rounds[round_].previous)
     audit, tokenizer = Audit(), read_tokenizer()
+    rendering = template_hash(tokenizer, params.prepare.prompt_format)  # checks the chat template
 
     # 1. read, normalise, drop contradictions and duplicates, split by prompt
     sets = (
@@ -122,7 +123,7 @@ def main(params: Params, round_: str) -> None:
         round_,
         seed=params.seed,
         inputs=[ASSETS / "data", previous / "replay/data"],
-        template_hash=template_hash(tokenizer, params.prepare.prompt_format),
+        template_hash=rendering,
         prompt_format=params.prepare.prompt_format.value,
         evaluation_hash=evaluation_hash(folder / "data"),
         evaluation_files=list(EVAL_FILES),

@@ -10,7 +10,7 @@ from stages.lib.core.params.data import PrepareParams
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import HasPrompt, PromptRow
 from stages.lib.core.types import Prompt
-from stages.lib.data.prompts import render_prompt, with_bos
+from stages.lib.data.prompts import PromptRefused, render_prompt, with_bos
 from stages.lib.data.splits import prompt_key
 from stages.lib.dedup.contamination import Leak
 from stages.lib.dedup.duplicates import find_duplicates
@@ -75,8 +75,8 @@ class Audit:
             raise BadInput(
                 f"{bad} of {total} rows are bad, more than prepare.max_bad_share {max_share};"
                 f" the first:\n{first}\n"
-                "correct the rows (`rondo check-data FILE` lists them all), or raise"
-                " prepare.max_bad_share to continue without them"
+                "correct the rows (`rondo check-data FILE` lists all but those that a chat template"
+                " refuses), or raise prepare.max_bad_share to continue without them"
             )
 
     def drop_contradictions(self, rows: list[SourceRow]) -> list[SourceRow]:
@@ -107,9 +107,22 @@ class Audit:
         tokenizer: Any,
         config: PrepareParams,
     ) -> list[AnyLocated]:
-        """Drop rows whose prompt has more than prepare.max_prompt_tokens tokens."""
-        kept = []
-        for row, length in zip(rows, prompt_lengths(prompts, tokenizer, config), strict=True):
+        """Drop rows whose prompt has more than prepare.max_prompt_tokens tokens, and as bad rows
+        those whose prompt the chat template refuses.
+
+        Raises:
+            BadInput: too many rows are bad.
+        """
+        kept, rendered, texts = [], [], []
+        for row, prompt in zip(rows, prompts, strict=True):
+            try:
+                texts.append(render_prompt(tokenizer, prompt, config.prompt_format))
+                rendered.append(row)
+            except PromptRefused as refused:
+                reason = f"the chat template refuses the prompt: {refused.__cause__}"
+                self.record_drop(BAD, row["where"], full_text(row), reason=reason)
+        self.check_bad_share(config.max_bad_share)
+        for row, length in zip(rendered, text_lengths(texts, tokenizer), strict=True):
             if length <= config.max_prompt_tokens:
                 kept.append(row)
             else:
@@ -157,11 +170,8 @@ def contradictions(rows: Sequence[SourceRow]) -> dict[int, int]:
     return {index: first[key] for index, key in swapped_keys if key in first}
 
 
-def prompt_lengths(
-    prompts: Iterable[Prompt], tokenizer: Any, config: PrepareParams
-) -> Iterator[int]:
-    """The number of tokens per prompt, counted as `stages.lib.data.prompts.encode` tokenises."""
-    texts = [render_prompt(tokenizer, prompt, config.prompt_format) for prompt in prompts]
+def text_lengths(texts: Sequence[str], tokenizer: Any) -> Iterator[int]:
+    """The number of tokens per rendered prompt, as `stages.lib.data.prompts.encode` tokenises."""
     starts = range(0, len(texts), TOKENIZER_BATCH_SIZE)
     for start in tracked("prompt lengths", starts, len(starts), "batches"):
         encoded = tokenizer(

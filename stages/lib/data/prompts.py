@@ -10,9 +10,12 @@ text (Llama 2: `▁`) is before the prompt alone, since the response continues t
 import hashlib
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import read_json
@@ -31,6 +34,21 @@ PROBE = [
     {"role": "assistant", "content": "4."},
     {"role": "user", "content": "And\n3 + 3?"},
 ]
+# "Today" in chat templates that print the date, in every stage: else prompts would be other ones on
+# the next day. It is the day that Llama's templates print if they are not given one.
+DAY = datetime(2024, 7, 26)
+DIRECTIVES = [
+    f"%{flag}{letter}" for letter in "aAbBcdDeFGhHIjmMpRSTuUVwWxXyYzZ" for flag in ("", "-")
+]
+STRFTIME_NOW = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f"|replace({directive!r}, {DAY.strftime(directive)!r})" for directive in DIRECTIVES)
+    + " }}{% endmacro %}\n"
+)
+
+
+class PromptRefused(BadInput):
+    """A chat template cannot render a prompt. Its cause is the template's error."""
 
 
 def transcript(messages: list[dict[str, str]]) -> str:
@@ -54,6 +72,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -
 
     Raises:
         BadInput: the format is `chat` and the tokenizer has no chat template.
+        PromptRefused: the chat template raises an error, e.g. since it has no system turn.
     """
     if prompt_format is PromptFormat.plain:
         return prompt if isinstance(prompt, str) else transcript(prompt)
@@ -63,10 +82,30 @@ def render_prompt(tokenizer: Any, prompt: Prompt, prompt_format: PromptFormat) -
             "set plain, or use an instruct model"
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    rendered: str = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True
-    )
+    try:
+        rendered: str = tokenizer.apply_chat_template(
+            messages,
+            chat_template=chat_template(tokenizer),
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise PromptRefused(
+            f"prepare.prompt_format chat: the chat template of {tokenizer.name_or_path} cannot "
+            f"render the prompt {prompt!s:.200}: {' '.join(str(error).split())}; change the "
+            "prompt or the template, or set plain"
+        ) from error
     return rendered
+
+
+def chat_template(tokenizer: Any) -> str:
+    """The tokenizer's chat template, in which today is DAY.
+
+    Raises:
+        ValueError: it has several templates, none of which is the default.
+    """
+    template: str = tokenizer.get_chat_template()
+    return STRFTIME_NOW + template if "strftime_now" in template else template
 
 
 @lru_cache(maxsize=8)
@@ -197,14 +236,18 @@ def template_hash(tokenizer: Any, prompt_format: PromptFormat) -> str:
     """sha256 of how prompts are rendered and tokenised, for manifests.
 
     Covers the format, and the text and tokens of the conversation PROBE.
+
+    Raises:
+        BadInput: the chat template cannot render it, or leaves the last turn out.
     """
+    rendered = render_prompt(tokenizer, PROBE, prompt_format)
+    if PROBE[-1]["content"] not in rendered:
+        raise BadInput(
+            f"prepare.prompt_format chat: the chat template of {tokenizer.name_or_path} leaves out "
+            "the user's last turn; correct the template, or set plain"
+        )
     prompt_ids, response_ids = encode(tokenizer, PROBE, "6.", prompt_format)
-    probe = [
-        prompt_format.value,
-        render_prompt(tokenizer, PROBE, prompt_format),
-        prompt_ids,
-        response_ids,
-    ]
+    probe = [prompt_format.value, rendered, prompt_ids, response_ids]
     return hashlib.sha256(json.dumps(probe).encode()).hexdigest()
 
 

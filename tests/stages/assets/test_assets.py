@@ -101,10 +101,11 @@ def test_a_local_model_gets_a_pad_token_that_is_not_eos(tmp_path: Path) -> None:
         (2, "{{ messages[-1].content }}<|im_start|>\n", [2, 1]),
         (2, "{{ messages[-1].content }}</s> and so on", 2),  # text, no special token
         (2, "{{ raise_exception('no assistant') }}", 2),
+        (2, {"chat": "", "tool_use": ""}, 2),  # prepare refuses them, unless its format is plain
     ],
 )
 def test_all_end_tokens_of_a_local_model_are_written(
-    tmp_path: Path, configured: Any, template: str | None, expected: Any
+    tmp_path: Path, configured: Any, template: Any, expected: Any
 ) -> None:
     model, tokenizer = tiny_model(0)
     model.generation_config.eos_token_id, tokenizer.chat_template = configured, template

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,49 @@ def pair(number: int, **changed: Any) -> Row:
 
 
 PAIRS = [pair(i) for i in range(20)]
+
+
+@pytest.fixture
+def without_system_turns(workspace: Path) -> None:
+    """A base model whose chat template has no system turn, as Gemma 2's."""
+    model = workspace / "assets/model"
+    shutil.copytree(model, workspace / "mine")
+    model.unlink()
+    shutil.move(workspace / "mine", model)
+    refuse = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+    )
+    template = model / "chat_template.jinja"
+    template.write_text(refuse + template.read_text())
+
+
+SYSTEM_TURN = pair(
+    20, prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+)
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_a_bad_row(
+    tiny_params: MakeParams, without_system_turns: None
+) -> None:
+    sources = {"own.jsonl": [*PAIRS, SYSTEM_TURN]}
+    main(tiny_params(sources, prompt_format="chat", max_bad_share=0.05), "r0")
+    assert read("rounds/r0/prepare/metrics.json")["rows_bad"] == 1
+    [bad] = read("rounds/r0/prepare/data/audit.json")["dropped"]["bad row"]
+    assert bad["where"] == "own.jsonl:21"
+    assert bad["reason"] == "the chat template refuses the prompt: No system role"
+    with pytest.raises(
+        BadInput, match=r"1 of 21 rows are bad(.|\n)*own.jsonl:21: .*No system role"
+    ):
+        main(tiny_params(sources, prompt_format="chat", max_bad_share=0.04), "r0")
+    main(tiny_params(sources, prompt_format="plain", max_bad_share=0.0), "r0")
+
+
+def test_a_chat_template_that_cannot_be_used_is_refused_before_the_data(
+    tiny_params: MakeParams, without_system_turns: None
+) -> None:
+    Path("assets/model/chat_template.jinja").write_text("{% for message in messages %}")
+    with pytest.raises(BadInput, match="chat template of assets/model cannot render"):
+        main(tiny_params({"own.jsonl": ["no JSON"]}, prompt_format="chat"), "r0")
 
 
 def test_tiny_data_have_each_text_on_one_side(tiny_params: MakeParams) -> None:

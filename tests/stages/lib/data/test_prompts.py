@@ -14,9 +14,9 @@ from tokenizers import Regex, pre_tokenizers
 
 from stages.assets.base_model import tiny_model
 from stages.lib.core.errors import BadInput
-from stages.lib.core.params.data import PrepareParams
 from stages.lib.core.params.shared import PromptFormat
 from stages.lib.data.prompts import (
+    PromptRefused,
     check_template,
     decode,
     encode,
@@ -24,7 +24,7 @@ from stages.lib.data.prompts import (
     template_hash,
     text_with_bos,
 )
-from stages.prepare.audit import prompt_lengths
+from stages.prepare.audit import text_lengths
 from tests.tokenizers import make_boundary_tokenizer
 
 PLAIN, CHAT = PromptFormat.plain, PromptFormat.chat
@@ -112,9 +112,7 @@ def test_prompts_begin_with_bos_if_the_tokenizer_begins_texts_with_it(bos_tokeni
     response = bos_tokenizer(" good", add_special_tokens=False).input_ids
     expected = (with_bos, [*response, bos_tokenizer.eos_token_id])
     assert encode(bos_tokenizer, "The dinner was", " good", PLAIN) == expected
-    assert list(prompt_lengths(["The dinner was"], bos_tokenizer, PrepareParams())) == [
-        len(with_bos)
-    ]
+    assert list(text_lengths(["The dinner was"], bos_tokenizer)) == [len(with_bos)]
     assert text_with_bos(bos_tokenizer, "The dinner was") == "<|begin|>The dinner was"
 
 
@@ -239,6 +237,57 @@ def test_template_hash_depends_on_format_and_template(tokenizer: Any) -> None:
     }
     assert len(hashes) == 3
     assert template_hash(tiny_model(1)[1], CHAT) == template_hash(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("date_format", "printed"),
+    [
+        ("%d %b %Y", "26 Jul 2024"),  # Llama 3.2
+        ("%Y-%m-%d", "2024-07-26"),  # Mistral Small 3
+        ("%B %d, %Y", "July 26, 2024"),  # Granite 3
+        ("%A, %-d %B, %H:%M", "Friday, 26 July, 00:00"),
+    ],
+)
+def test_today_is_the_same_day_in_all_stages(date_format: str, printed: str) -> None:
+    tokenizer = tiny_model(0)[1]
+    template = (
+        "\n  {% if strftime_now is defined %}\n{% set today = strftime_now('DATE') %}{% endif %}\n"
+        "{% macro date() %}{{ strftime_now('DATE') }}{% endmacro %}{{ today ~ '/' ~ date() }}|"
+        "{{ messages[-1].content }}"
+    ).replace("DATE", date_format)
+    # spaces before a block and the line break after it are no text
+    expected = f"\n{printed}/{printed}|Hi"
+    for tokenizer.chat_template in (template, {"default": template, "tool_use": "{{ 1 / 0 }}"}):
+        assert render_prompt(tokenizer, "Hi", CHAT) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('No system turns') }}", "No system turns"),
+        ("{{ messages[0].thoughts.strip() }}", "no attribute 'thoughts'"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{% for message in messages %}", "Unexpected end of template"),
+        ({"chat": "", "tool_use": ""}, "no default specified"),
+    ],
+)
+def test_a_prompt_that_a_template_cannot_render_is_named(template: Any, reason: str) -> None:
+    tokenizer = tiny_model(0)[1]
+    tokenizer.chat_template, tokenizer.name_or_path = template, "assets/model"
+    with pytest.raises(
+        PromptRefused, match=rf"assets/model cannot render the prompt Hi: .*{reason}"
+    ):
+        render_prompt(tokenizer, "Hi", CHAT)
+    with pytest.raises(PromptRefused):
+        template_hash(tokenizer, CHAT)
+    template_hash(tokenizer, PLAIN)
+
+
+def test_a_template_that_leaves_the_prompt_out_is_refused() -> None:
+    tokenizer = tiny_model(0)[1]
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    with pytest.raises(BadInput, match="leaves out the user's last turn"):
+        template_hash(tokenizer, CHAT)
 
 
 def test_check_template_refuses_another_rendering(tokenizer: Any, tmp_path: Path) -> None:
