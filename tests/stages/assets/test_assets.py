@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     ApertusConfig,
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
@@ -29,6 +30,8 @@ from stages.assets.datasets import write_data
 from stages.lib.core.errors import BadInput
 from stages.lib.core.files import file_hash
 from stages.lib.core.params import Params, check_params
+from stages.lib.core.params.shared import Dtype
+from stages.lib.lm.attention import grouped_attention
 from stages.lib.lm.loading import load_tokenizer
 
 
@@ -218,11 +221,26 @@ def test_architectures_are_computed_as_by_transformers_or_refused(
     assert str(tmp_path / "mine") in str(refused.value)
 
 
+def test_an_attention_that_ignores_what_a_model_passes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_softcap(*tensors: Any, softcap: float | None = None, **more: Any) -> Any:
+        return grouped_attention(*tensors, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "grouped", without_softcap)
+    mine = local_model(tmp_path / "mine", Gemma2Config(**SIZES, **SOFTCAPS), tiny_tokenizer())
+    settings = params(model=mine)
+    settings.model.attn_implementation = "grouped"
+    message = r"its log-probabilities differ .* by 0\.\d+ nats per token.*; set .* to (sdpa|eager)$"
+    with pytest.raises(BadInput, match=message):
+        write_model(settings, tmp_path / "out")
+
+
 def test_packed_rows_that_leak_into_each_other_are_refused(tmp_path: Path) -> None:
     mine = local_model(tmp_path / "mine", Qwen3_5TextConfig(**SIZES, **HYBRID), tiny_tokenizer())
     settings = params(model=mine)
-    settings.model.attn_implementation = "grouped"
-    with pytest.raises(BadInput, match=r"its log-probabilities differ .* by 0\.\d+ nats per token"):
+    settings.model.attn_implementation, settings.model.dtype = "grouped", Dtype.bfloat16
+    with pytest.raises(BadInput, match=r"leak into each other .* pass a state .*another model"):
         write_model(settings, tmp_path / "out")
 
 
