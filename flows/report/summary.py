@@ -246,7 +246,7 @@ def verdicts(round_: str, locks: Locks) -> dict[str, dict[str, Any]]:
     git has no verdicts: in a clone, those of gates that let the run continue are evaluated again.
     """
     metrics = {stage: read_metrics(round_, stage, locks) for stage in STAGES}
-    found = {}
+    by_gate = {}
     for gate in GATES:
         verdict = read_gate(round_, gate)
         if verdict is None and has_results(f"gate_{gate}@{round_}", locks):
@@ -255,8 +255,8 @@ def verdicts(round_: str, locks: Locks) -> dict[str, dict[str, Any]]:
             check["value"] == finite(metric_value(metrics, check["metric"]))
             for check in verdict["checks"]
         ):
-            found[gate] = verdict
-    return found
+            by_gate[gate] = verdict
+    return by_gate
 
 
 def finite(value: float | None) -> float | None:
