@@ -139,6 +139,20 @@ def test_a_clip_range_per_sequence_below_rounding_stops_the_stage_at_its_start(m
         main(params.model_copy(update={"model": model}), "r0")
 
 
+def test_a_policy_that_moves_by_rounding_alone_is_reported(make_round):
+    """In bfloat16, its KL is far above 1e-9 nats per token, but below twice what rounding gives."""
+    params = with_ppo(
+        make_round("r0", 1.0), learning_rate=1e-5, min_kl_per_token=1e-9, kl_patience=2
+    )
+    model = params.model.model_copy(update={"dtype": Dtype.bfloat16})
+    shutil.rmtree("rounds/r0/ppo")
+    main(params.model_copy(update={"model": model}), "r0")
+    rows = [json.loads(row) for row in Path("rounds/r0/ppo/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["kl_per_token"] > 1e-9
+    findings = json.loads(Path("rounds/r0/ppo/health.json").read_text())["findings"]
+    assert "no movement" in [finding["sign"] for finding in findings]
+
+
 def test_held_out_prompts_are_never_trained_on_even_if_replay_repeats_them():
     rows = [{"id": f"{n}{copy}", "prompt": f"Prompt {n}"} for n in range(20) for copy in "ab"]
     train, held_out = hold_out_prompts(rows, with_ppo(Params(), validation_prompts=6))
