@@ -141,7 +141,9 @@ def test_forms() -> None:
 
     def read(values: Any) -> Params:
         sections = values.items() if isinstance(values, dict) else [("seed", values)]
-        params = config.resolve(settings=[f"{key}={json.dumps(value)}" for key, value in sections])
+        # not as ASCII: YAML has no pairs of surrogates
+        texts = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in sections]
+        params = config.resolve(settings=texts)
         check_form(params, [file for files in user_files(params).values() for file in files])
         config.write_params(params)
         return params
