@@ -171,12 +171,12 @@ def check_output_layer(params: ModelParams, inner: Any, loaded: float) -> None:
     on_cpu = params.vllm_mode is VllmMode.colocate and inner.device.type == "cpu"
     if not (tied and on_cpu):
         return
-    trained = inner.get_output_embeddings().weight.requires_grad
-    if trained or sum_of_head(inner) != loaded:
+    if sum_of_head(inner) != loaded:
         raise BadInput(
             "model.use_vllm: on a CPU, vLLM keeps the output layer that it has loaded first if it "
-            "is the embedding matrix (tie_word_embeddings in config.json), and this one was or is "
-            "trained. Next: set model.use_vllm to false, or sft.lora.r and ppo.lora.r above 0"
+            "is the embedding matrix (tie_word_embeddings in config.json), and this one has "
+            "changed in training. Next: set model.use_vllm to false, or sft.lora.r and ppo.lora.r "
+            "above 0"
         )
 
 
