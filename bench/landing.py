@@ -18,6 +18,7 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import load_params
 from stages.lib.core.rows import TrainingPrompt, read_rows
 from stages.lib.core.types import TokenIds
+from stages.lib.data.prompts import encode
 from stages.lib.lm.end_tokens import end_tokens
 from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import setup_torch
@@ -44,10 +45,12 @@ def main(round_: str, samples: int) -> None:
     trained, held_out = (
         [ids for _, ids in part] for part in make_episodes(rows, tokenizer, params)
     )
+    prompt_format = params.prepare.prompt_format
+    frozen = [encode(tokenizer, prompt, None, prompt_format)[0] for prompt in evaluator.prompts]
     print("prompts      number  KL (error)    length (error)  target  off by (error)")
     for name, prompts in {
         "selected on": held_out,
-        "frozen": evaluator.prompt_ids,
+        "frozen": frozen,
         "trained on": trained[: len(held_out)],
     }.items():
         repeated = prompts * samples

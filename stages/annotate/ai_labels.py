@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stages.annotate.human_pairs import compare_with_people, load_principles
 from stages.annotate.revisions import make_revisions, write_usage
-from stages.annotate.sampling import sample_responses
+from stages.annotate.sampling import sample_sft
 from stages.lib.core.constitution import draw_principle
 from stages.lib.core.errors import RondoError
 from stages.lib.core.files import stage_dir, write_jsonl
@@ -66,11 +66,11 @@ def label_with_judge(params: Params, round_: str) -> None:
 
     # 3. responses of SFT
     prompts = [row["prompt"] for row in prompt_rows]
-    sampled = sample_responses(prompts, params.annotate.samples, params, round_)
+    sampled = sample_sft(prompts, params.annotate.samples, params, round_)
 
     # 4. the judge compares them; the best and the worst become a pair
     drawn = [draw_principle(principles, params.seed, row["id"]) for row in prompt_rows]
-    labelled = label_all(judge, prompt_rows, sampled.responses, drawn, recorder)
+    labelled = label_all(judge, prompt_rows, sampled.by_prompt, drawn, recorder)
     pairs = [prompt.pair for prompt in labelled if prompt.pair]
     judgements = [judgement for prompt in labelled for judgement in prompt.judgements]
     consistency = between_orders([*human_judgements, *judgements])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from stages.annotate.human_pairs import compare_with_people, load_principles
-from stages.annotate.sampling import sample_responses
+from stages.annotate.sampling import sample_sft
 from stages.lib.core.constitution import draw_principle
 from stages.lib.core.files import REVISED, stage_dir, work_dir, write_json, write_jsonl
 from stages.lib.core.params import Params
@@ -124,14 +124,14 @@ def revise_responses(
     rows = shuffled(rows, params.seed)[: params.annotate.revisions]
     evaluation = read_rows(PromptRow, data / "eval_prompts.jsonl", made_by)
     check_prompts_not_in_eval_set(rows, evaluation)  # revisions become training rows
-    sampled = sample_responses([row["prompt"] for row in rows], 1, params, recorder.round)
+    sampled = sample_sft([row["prompt"] for row in rows], 1, params, recorder.round)
 
     def attempt(item: tuple[TrainingPrompt, str]) -> Attempt:
         row, response = item
         principle = draw_principle(principles, params.seed, row["id"])
         return revise(row, response, principle or "", chat, params.prepare.prompt_format)
 
-    responses = (response for [response] in sampled.responses)
+    responses = (response for [response] in sampled.by_prompt)
     items = list(zip(rows, responses, strict=True))
     attempts = chat.in_parallel(attempt, items)
     outcomes = Counter(attempt.outcome for attempt in attempts)

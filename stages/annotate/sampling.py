@@ -3,28 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.types import Prompt
-from stages.lib.data.prompts import check_template, decode, encode, template_hash
-from stages.lib.lm import generation
+from stages.lib.data.prompts import check_template, template_hash
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer, setup_torch
-from stages.lib.lm.vllm_engine import sampling_engine
+from stages.lib.lm.responses import responder
 
 
 @dataclass(frozen=True)
-class SampledResponses:
-    """responses: texts per prompt. template_hash: how the prompts were rendered, for manifests."""
+class SftTexts:
+    """Texts of the SFT model."""
 
-    responses: list[list[str]]
-    template_hash: str
+    by_prompt: list[list[str]]
+    template_hash: str  # how the prompts were rendered, for manifests
 
 
-def sample_responses(
-    prompts: Sequence[Prompt], samples: int, params: Params, round_: str
-) -> SampledResponses:
+def sample_sft(prompts: Sequence[Prompt], samples: int, params: Params, round_: str) -> SftTexts:
     """Sample so many SFT responses per prompt, at annotate.temperature.
 
     Raises:
@@ -34,20 +29,11 @@ def sample_responses(
     sft = stage_dir(round_, "sft")
     tokenizer = load_tokenizer(sft / "model")
     check_template(sft / "manifest.json", tokenizer, params.prepare.prompt_format)
-    prompt_ids = [
-        encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts
-    ]
-    model = load_causal_lm(sft / "model", params.model)
-    response_ids = generation.sample_responses(
-        model,
-        tokenizer,
-        [ids for ids in prompt_ids for _ in range(samples)],
-        params.ppo.model_copy(update={"temperature": params.annotate.temperature}),
-        torch.Generator().manual_seed(params.seed),
-        sampling_engine(params.model),
-    )
-    texts = decode(tokenizer, response_ids)
-    return SampledResponses(
+    respond = responder(params, tokenizer, temperature=params.annotate.temperature)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    responses = respond(load_causal_lm(sft / "model", params.model), repeated, params.seed)
+    texts = [response.text for response in responses]
+    return SftTexts(
         [texts[start : start + samples] for start in range(0, len(texts), samples)],
         template_hash(tokenizer, params.prepare.prompt_format),
     )

@@ -4,22 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from stages.battery.metrics import best_of_n, mean_and_std
 from stages.lib.core.params import Params
 from stages.lib.core.params.evaluation import HELD_OUT_REWARD_MODEL
 from stages.lib.core.rows import Demonstration, PromptRow
 from stages.lib.core.types import Metrics, Prompt
 from stages.lib.data.lengths import tokenize_fitting
-from stages.lib.data.prompts import decode, encode
 from stages.lib.judging.loading import base_model, load_judge
 from stages.lib.judging.primary import PrimaryJudge
 from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.generation import sample_responses
+from stages.lib.lm.responses import responder
 from stages.lib.lm.reward_ensemble import ensemble_members
 from stages.lib.lm.scoring import RewardScorer
-from stages.lib.lm.vllm_engine import sampling_engine
 from stages.lib.metrics.stats import paired_bootstrap, pearson
 
 
@@ -78,17 +74,10 @@ def sample_and_score(
     """
     prompts = [row["prompt"] for row in rows]
     repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    prompt_format, tokenizer = params.prepare.prompt_format, scorer.tokenizer
-    prompt_ids = [encode(tokenizer, prompt, None, prompt_format)[0] for prompt in repeated]
-    generator = torch.Generator().manual_seed(params.seed)
-    engine = sampling_engine(params.model)
-    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
-    texts = decode(tokenizer, responses)
-    ends = end_tokens(model, tokenizer)
-    sequences = [
-        prompt + ends.close(response)
-        for prompt, response in zip(prompt_ids, responses, strict=True)
-    ]
+    responses = responder(params, scorer.tokenizer)(model, repeated, params.seed)
+    texts = [response.text for response in responses]
+    ends = end_tokens(model, scorer.tokenizer)
+    sequences = [response.prompt_ids + ends.close(response.tokens) for response in responses]
     disagreement = None
     if len(ensemble_members(scorer.model)) > 1:
         disagreement = float(scorer.scores_per_member(sequences).std(0).mean())

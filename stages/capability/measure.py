@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-import torch
-
 from stages.capability.lm_eval_tasks import run_tasks
 from stages.capability.refusals import is_desired
 from stages.capability.regression import regression_metrics
@@ -12,11 +10,10 @@ from stages.lib.core.files import stage_dir
 from stages.lib.core.params import Params
 from stages.lib.core.progress import progress
 from stages.lib.core.types import Metrics, Prompt
-from stages.lib.data.prompts import check_template, decode, encode
+from stages.lib.data.prompts import check_template
 from stages.lib.data.slices import SlicePrompt
-from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import load_causal_lm, load_policy, load_tokenizer, setup_torch
-from stages.lib.lm.vllm_engine import sampling_engine
+from stages.lib.lm.responses import responder
 
 
 class SliceSample(TypedDict):
@@ -95,10 +92,6 @@ def sample_texts(
 
     Each call uses the same random numbers, so that both models have the same.
     """
-    config = params.capability
-    ids = [encode(tokenizer, prompt, None, params.prepare.prompt_format)[0] for prompt in prompts]
-    sampling = params.ppo.model_copy(update={"response_length": config.response_length})
-    generator = torch.Generator().manual_seed(params.seed)
-    engine = sampling_engine(params.model)
-    responses = sample_responses(model, tokenizer, ids, sampling, generator, engine)
-    return decode(tokenizer, responses)
+    length = params.capability.response_length
+    respond = responder(params, tokenizer, response_length=length)
+    return [response.text for response in respond(model, prompts, params.seed)]

@@ -3,7 +3,6 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ from stages.lib.core.params import Params
 from stages.lib.core.progress import tracked
 from stages.lib.core.rows import Demonstration, PromptRow, read_rows
 from stages.lib.data.lengths import tokenize_fitting
-from stages.lib.data.prompts import decode, encode
-from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.loading import (
     check_vocabulary,
     load_causal_lm,
@@ -25,29 +21,14 @@ from stages.lib.lm.loading import (
     load_tokenizer,
 )
 from stages.lib.lm.logprobs import token_logprobs
-from stages.lib.lm.reward_ensemble import calibrate_scores
-from stages.lib.lm.scoring import score_responses
-from stages.lib.lm.vllm_engine import sampling_engine
-from stages.lib.metrics.text import repetition_n
+from stages.lib.lm.responses import ScoredResponse, responder
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One response.
+class Sample(ScoredResponse):
+    """A response, with its KL from SFT and from the first round's SFT."""
 
-    score: calibrated reward score. kl (from SFT), kl_anchor (from the first round's SFT),
-    sft_logprob: nats per sequence. length: tokens. repetition: share of the text's 3-grams that it
-    repeats.
-    """
-
-    text: str
-    score: float
-    kl: float
-    kl_anchor: float
-    sft_logprob: float
-    length: int
-    ended: bool
-    repetition: float
+    kl_anchor: float  # nats per sequence
 
 
 OneSamplePerPrompt = list[Sample]  # in the order of the prompts
@@ -68,8 +49,7 @@ class Evaluator:
         self.policy_path = stage_dir(round_, "ppo") / "policy"
         self.tokenizer = load_tokenizer(self.sft_path)
         self.prompts = [row["prompt"] for row in self.rows]
-        self.encode = partial(encode, self.tokenizer, prompt_format=params.prepare.prompt_format)
-        self.prompt_ids = [self.encode(prompt, None)[0] for prompt in self.prompts]
+        self.respond = responder(params, self.tokenizer)
         people = read_rows(Demonstration, data / "sft_eval.jsonl", made_by)
         human = tokenize_fitting(self.tokenizer, people, ["completion"], params, "sft")
         self.people = human.rows
@@ -80,7 +60,6 @@ class Evaluator:
         self.anchor = self.sft if same else load_causal_lm(anchor, params.model)
         check_vocabulary(self.reward_path, self.tokenizer)
         self.reward = load_reward_model(self.reward_path, params.model)
-        self.engine = sampling_engine(params.model)
 
     def load_ppo(self) -> Any:
         """This round's policy, on its SFT model."""
@@ -96,48 +75,15 @@ class Evaluator:
         Each number has its own random stream, so that it can be repeated alone
         (stages/evaluate/reproduce.py).
         """
-        p, ends = self.params, end_tokens(self.sft, self.tokenizer)
-        generator = torch.Generator().manual_seed(p.seed * 1000 + number)
-        responses = sample_responses(
-            model, self.tokenizer, self.prompt_ids, p.ppo, generator, self.engine
-        )
-        score_samples = partial(
-            score_responses,
-            prompt_ids=self.prompt_ids,
-            response_ids=responses,
-            ends=ends,
-            temperature=p.ppo.temperature,
-        )
-        scored = score_samples(
-            None if model is self.sft else model,  # None: KL 0, without a second forward pass
-            lambda: nullcontext(self.sft),
-            reward_model=self.reward,
-        )
+        responses = self.respond(model, self.prompts, self.params.seed * 1000 + number)
+        policy = None if model is self.sft else model
+        scored = self.respond.scored(responses, policy, lambda: nullcontext(self.sft), self.reward)
         from_anchor = scored
         if self.anchor is not self.sft:
-            from_anchor = score_samples(model, lambda: nullcontext(self.anchor))
-        scores = calibrate_scores(scored.scores, self.reward).tolist()
-        texts = decode(self.tokenizer, responses)
+            from_anchor = self.respond.scored(responses, model, lambda: nullcontext(self.anchor))
         return [
-            Sample(
-                text,
-                score,
-                kl,
-                kl_anchor,
-                logprob,
-                len(tokens),
-                ends.end(tokens),
-                repetition_n(text, 3),
-            )
-            for text, score, kl, kl_anchor, logprob, tokens in zip(
-                texts,
-                scores,
-                scored.kl.tolist(),
-                from_anchor.kl.tolist(),
-                scored.ref_logprobs.tolist(),
-                responses,
-                strict=True,
-            )
+            Sample(**vars(sample), kl_anchor=other.kl)
+            for sample, other in zip(scored, from_anchor, strict=True)
         ]
 
     def perplexity(self, model: Any) -> float:

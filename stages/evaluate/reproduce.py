@@ -94,14 +94,14 @@ def check_reproduced(first: OneSamplePerPrompt, second: OneSamplePerPrompt, exac
 
 
 def same_response(a: Sample, b: Sample) -> bool:
-    return (a.text, a.length, a.ended) == (b.text, b.length, b.ended)
+    return a.tokens == b.tokens
 
 
 def are_close(a: Sample, b: Sample) -> bool:
     """Whether score, KL and log-probability differ by at most TOLERANCE, absolute or relative."""
     return all(
         math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-        for x, y in ((a.score, b.score), (a.kl, b.kl), (a.sft_logprob, b.sft_logprob))
+        for x, y in ((a.score, b.score), (a.kl, b.kl), (a.ref_logprob, b.ref_logprob))
     )
 
 

@@ -15,7 +15,7 @@ from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
 from stages.lib.judging.primary import TIE
 from stages.lib.metrics.stats import paired_bootstrap, pearson, prompts_needed
-from stages.lib.metrics.text import distinct_n
+from stages.lib.metrics.text import distinct_n, repetition_n
 
 Interval = tuple[float, float, float]  # mean, and low and high end of its 95% interval
 
@@ -31,13 +31,13 @@ def describe(passes: list[OneSamplePerPrompt]) -> dict[str, float]:
         "score": [s.score for s in samples],
         "kl": [s.kl for s in samples],
         "kl_anchor": [s.kl_anchor for s in samples],
-        "length": [float(s.length) for s in samples],
+        "length": [float(len(s.tokens)) for s in samples],
         "eos_rate": [float(s.ended) for s in samples],
         "distinct_2": [distinct_n((s.text for s in one_pass), 2) for one_pass in passes],
-        "repetition_3": [s.repetition for s in samples],
+        "repetition_3": [repetition_n(s.text, 3) for s in samples],
     }
     means = {name: sum(column) / len(column) for name, column in values.items()}
-    means["nll"] = -sum(s.sft_logprob for s in samples) / sum(s.length for s in samples)
+    means["nll"] = -sum(s.ref_logprob for s in samples) / sum(len(s.tokens) for s in samples)
     return means
 
 

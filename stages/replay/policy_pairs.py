@@ -13,16 +13,16 @@ from stages.lib.data.splits import prompt_key
 from stages.lib.judging.copeland import all_pairs, best_and_worst, copeland_scores
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pairwise import JURY, Comparison
+from stages.lib.lm.responses import Response
 from stages.lib.metrics.text import alike_in_length
 from stages.replay.exploits import strip_exploits
-from stages.replay.sampler import SampledResponse
 
 POLICY_PAIR = "policy-"  # begins the ids of these pairs
 
 
 def finished_responses(
     prompts: Sequence[PromptRow],
-    fresh: Sequence[Sequence[SampledResponse]],
+    fresh: Sequence[Sequence[Response]],
     rollouts: Iterable[RolloutRow],
 ) -> list[list[str]]:
     """For each prompt the distinct texts that ended: the fresh ones, then those of PPO's updates.

@@ -9,9 +9,9 @@ from stages.lib.core.types import Prompt, ScoreFunction
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.lexicon import LexiconScores, lexicon_scores
 from stages.lib.judging.pairwise import Comparison
+from stages.lib.lm.responses import ScoredResponse
 from stages.replay.exploits import strip_exploits
 from stages.replay.mining import PolicySample
-from stages.replay.sampler import ScoredResponse
 
 
 def judged_by_lexicon(

@@ -34,11 +34,9 @@ from stages.lib.data.lengths import (
     report_overlong,
     tokenize_fitting,
 )
-from stages.lib.data.prompts import decode, encode, template_hash
+from stages.lib.data.prompts import template_hash
 from stages.lib.judging.loading import load_primary_judge
 from stages.lib.lm import world
-from stages.lib.lm.end_tokens import end_tokens
-from stages.lib.lm.generation import sample_responses
 from stages.lib.lm.length_limits import check_model_lengths
 from stages.lib.lm.loading import (
     load_causal_lm,
@@ -49,8 +47,8 @@ from stages.lib.lm.loading import (
 )
 from stages.lib.lm.logprobs import token_logprobs
 from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.responses import responder
 from stages.lib.lm.saving import merge_adapter, save_model, saved_weights_hash
-from stages.lib.lm.vllm_engine import sampling_engine
 from stages.lib.metrics.stats import paired_bootstrap
 from stages.lib.training import completion_only
 from stages.lib.training.completion_only import TokenizedDemonstrations
@@ -236,18 +234,12 @@ def generate_responses(
     model: Any, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow], params: Params
 ) -> GeneratedTexts:
     """One sampled response per row's prompt, with the same random numbers for every model."""
-    prompt_format, max_length = params.prepare.prompt_format, params.sft.max_length
-    prompt_ids = [
-        encode(tokenizer, row["prompt"], None, prompt_format, max_length)[0] for row in rows
-    ]
-    generator = torch.Generator().manual_seed(params.seed)
-    engine = sampling_engine(params.model)
-    responses = sample_responses(model, tokenizer, prompt_ids, params.ppo, generator, engine)
-    ends = end_tokens(model, tokenizer)
+    respond = responder(params, tokenizer, max_prompt_length=params.sft.max_length)
+    responses = respond(model, [row["prompt"] for row in rows], params.seed)
     return GeneratedTexts(
-        decode(tokenizer, responses),
-        [len(ids) for ids in responses],
-        [ends.end(ids) for ids in responses],
+        [response.text for response in responses],
+        [len(response.tokens) for response in responses],
+        [response.ended for response in responses],
     )
 
 

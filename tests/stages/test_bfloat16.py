@@ -20,14 +20,14 @@ from stages.evaluate.__main__ import main as evaluate
 from stages.lib.core.files import read_jsonl
 from stages.lib.core.params import Params, check_params
 from stages.lib.core.params.shared import LoraParams, ModelParams
-from stages.lib.core.types import TokenIds
+from stages.lib.core.types import Prompt, TokenIds
 from stages.lib.lm.loading import load_causal_lm, load_tokenizer
 from stages.lib.lm.lora import add_adapters
+from stages.lib.lm.responses import Responder, Response
 from stages.lib.lm.saving import merge_adapter, save_model
 from stages.lib.lm.scoring import RewardScorer
 from stages.ppo.__main__ import main as ppo
 from stages.replay.__main__ import main as replay
-from stages.replay.sampler import Sampler
 from stages.reward.__main__ import main as reward
 from stages.sft.__main__ import main as sft
 from tests.paths import ROOT
@@ -93,17 +93,18 @@ def params(make_round: Callable[[str, float], Params], monkeypatch: pytest.Monke
 
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[TokenIds]:
-    """Prompt, response and EOS of each response that replay samples from now on."""
+    """Prompt, response and EOS of each response that is sampled from now on."""
     sequences: list[TokenIds] = []
-    generate = Sampler._generate
+    respond = Responder.__call__
 
-    def record(self: Sampler, model: Any, ids: list[TokenIds], seed: int) -> list[TokenIds]:
-        responses, eos = generate(self, model, ids, seed), self.tokenizer.eos_token_id
-        for prompt, response in zip(ids, responses, strict=True):
-            sequences.append(prompt + response + [eos] * (response[-1] != eos))
+    def record(self: Responder, model: Any, prompts: list[Prompt], seed: int) -> list[Response]:
+        responses, eos = respond(self, model, prompts, seed), self.tokenizer.eos_token_id
+        for response in responses:
+            ended = response.tokens + [eos] * (response.tokens[-1] != eos)
+            sequences.append(response.prompt_ids + ended)
         return responses
 
-    monkeypatch.setattr(Sampler, "_generate", record)
+    monkeypatch.setattr(Responder, "__call__", record)
     return sequences
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from stages.annotate.sampling import sample_responses
+from stages.annotate.sampling import sample_sft
 from stages.battery.best_of_n import sample_and_score
 from stages.evaluate.evaluator import Evaluator
 from stages.lib.core.params import Params
@@ -53,7 +53,7 @@ def test_sft_and_annotate(params: Params) -> None:
     single = {
         tokenizer.decode([token], skip_special_tokens=True) for token in range(len(tokenizer))
     }
-    sampled = sample_responses(PROMPTS, 2, params, "r0").responses
+    sampled = sample_sft(PROMPTS, 2, params, "r0").by_prompt
     assert [len(texts) for texts in sampled] == [2, 2]
     assert single >= set().union(*sampled)
 
@@ -69,7 +69,7 @@ def test_battery(params: Params) -> None:
 def test_evaluate_and_replay(params: Params) -> None:
     evaluator = Evaluator(params, "r0")
     samples = evaluator.sample(evaluator.load_ppo(), 0)
-    assert all((sample.length, sample.ended) == (1, True) for sample in samples)
+    assert all((len(sample.tokens), sample.ended) == (1, True) for sample in samples)
     scores = [sample.score for sample in samples]
     assert scores == expected_scores(params, [row["prompt"] for row in evaluator.rows])
     sampler = Sampler(params, "r0")

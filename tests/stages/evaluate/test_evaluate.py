@@ -46,19 +46,19 @@ def sample(
     length: int = 4,
     ended: bool = True,
 ) -> Sample:
-    return Sample(text, score, kl, kl + 1, -2.0 * length, length, ended, repetition=0.5)
+    return Sample([], [1] * length, text, ended, score, kl, -2.0 * length, kl + 1)
 
 
 def test_describe_by_hand():
     passes = [
         [sample("a b c", 1.0, 2.0), sample("a b d", 3.0, 4.0, ended=False)],
-        [sample("x y", length=2), sample("y x")],
+        [sample("x y x y x", length=2), sample("y x")],
     ]
     means = describe(passes)
     assert means["score"] == 1.0
     assert (means["kl"], means["kl_anchor"]) == (1.5, 2.5)
-    assert means["eos_rate"] == 0.75 and means["repetition_3"] == 0.5
-    assert means["distinct_2"] == pytest.approx((3 / 4 + 1) / 2)  # ab bc bd of 4; xy yx of 2
+    assert means["eos_rate"] == 0.75 and means["repetition_3"] == pytest.approx(1 / 12)
+    assert means["distinct_2"] == pytest.approx((3 / 4 + 2 / 5) / 2)  # ab bc bd of 4; xy yx of 5
     assert means["nll"] == pytest.approx(2.0)
 
 
@@ -91,7 +91,7 @@ def shortness(prompts, responses):
 def test_a_second_evaluation_that_differs_is_an_error():
     first = [sample("a"), sample("b")]
     assert "all 2 prompts are equal" in check_reproduced(first, list(first), exact=True)
-    for number in ("score", "kl", "sft_logprob"):
+    for number in ("score", "kl", "ref_logprob"):
         other = replace(first[1], **{number: getattr(first[1], number) + 1e-7})
         with pytest.raises(RondoError, match="1 of 2 prompts, first on 1"):
             check_reproduced(first, [first[0], other], exact=True)
@@ -109,18 +109,15 @@ def test_only_a_cpu_without_vllm_repeats_the_same_bits(device, use_vllm, exact):
 
 def test_on_a_gpu_a_few_texts_may_differ_and_numbers_a_little():
     first = [sample(f"a {number}", 1.0, 2.0) for number in range(40)]
-    others = [replace(one, text="b", score=9.0) for one in first]
+    others = [replace(one, tokens=[2], text="b", score=9.0) for one in first]
     compared = check_reproduced(first, others[:2] + first[2:], exact=False)  # 5%
     assert compared.startswith("38 of 40 texts are equal (at least 95% have to be)")
     with pytest.raises(RondoError, match="3 of 40 prompts, first on 0"):
         check_reproduced(first, others[:3] + first[3:], exact=False)
-    for change in (
-        {"length": first[0].length + 1},
-        {"ended": False},
-    ):  # other tokens, though the text is the same
-        with pytest.raises(RondoError, match="40 of 40 prompts"):
-            check_reproduced(first, [replace(one, **change) for one in first], exact=False)
-    for number, value in (("score", 1.0), ("kl", 2.0), ("sft_logprob", first[0].sft_logprob)):
+    longer = [replace(one, tokens=[*one.tokens, 1]) for one in first]  # the texts are the same
+    with pytest.raises(RondoError, match="40 of 40 prompts"):
+        check_reproduced(first, longer, exact=False)
+    for number, value in (("score", 1.0), ("kl", 2.0), ("ref_logprob", first[0].ref_logprob)):
         close, far = value * 1.04, value * 1.06
         check_reproduced(first, [replace(one, **{number: close}) for one in first], exact=False)
         changed = [*first[:7], replace(first[7], **{number: far}), *first[8:]]

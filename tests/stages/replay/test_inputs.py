@@ -2,9 +2,9 @@
 
 import random
 
+from stages.lib.lm.responses import Response
 from stages.replay.inputs import last_third, needed_rollouts
 from stages.replay.policy_pairs import finished_responses
-from stages.replay.sampler import SampledResponse
 
 
 def rollout(number: int, prompt: str, update: int, finish_reason: str = "stop") -> dict:
@@ -40,7 +40,7 @@ def test_replay_makes_the_same_of_them_as_of_all():
     assert len(kept) < len(rows) / 2
     assert last_third(kept) == last_third(rows)
     prompt_rows = [{"id": name, "prompt": name} for name in names]
-    fresh = [[SampledResponse(" new", True)] * 3 for _ in names]
+    fresh = [[Response([], [], " new", True)] * 3 for _ in names]
     expected = finished_responses(prompt_rows, fresh, rows)
     assert finished_responses(prompt_rows, fresh, kept) == expected
     assert {row["prompt"] for row in prompts} == {*names}

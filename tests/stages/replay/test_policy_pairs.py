@@ -2,8 +2,8 @@
 
 from stages.lib.judging.jury import Jury
 from stages.lib.judging.pointwise import PointwiseJudge
+from stages.lib.lm.responses import Response
 from stages.replay.policy_pairs import finished_responses, policy_pairs
-from stages.replay.sampler import SampledResponse
 
 
 def loudest() -> Jury:
@@ -23,8 +23,8 @@ def rollout(prompt: str, response: str, finish_reason: str = "stop", update: int
 def test_finished_responses_of_the_policy_and_of_its_updates():
     prompts = [{"id": "a", "prompt": "The dinner"}, {"id": "b", "prompt": "The walk"}]
     fresh = [
-        [SampledResponse(" was good.", True), SampledResponse(" was and", False)],
-        [SampledResponse(" was long.", True), SampledResponse(" was long.", True)],
+        [Response([], [], " was good.", True), Response([], [], " was and", False)],
+        [Response([], [], " was long.", True), Response([], [], " was long.", True)],
     ]
     rollouts = [
         rollout("The walk", " was SFT's.", update=0),

@@ -151,7 +151,7 @@ def test_pairs_of_the_policy_come_last(make_round, monkeypatch):
     main(params, "r0")
     # of the first five of the shuffled training prompts
     drawn = shuffled(read_inputs("r0", 2).prompts, params.seed)[:5]
-    [(prompts, seed, fresh)] = calls
+    *_, (prompts, seed, fresh) = calls
     assert prompts == [row["prompt"] for row in drawn for _ in range(60)]
     assert seed == params.seed + 4
     ended = [response.text for response in fresh if response.ended]
