@@ -62,7 +62,7 @@ def test_stages_on_a_cluster_need_it_and_no_memory_here(ray, monkeypatch):
     with pytest.raises(Unreachable, match=r"no Ray dashboard answers there"):
         check(launcher | {"ray_address": NOWHERE}, stages)
     check(launcher | {"ray_address": NOWHERE}, {"annotate@r0"})
-    with pytest.raises(RondoError, match=r"needs 2.* and this machine has 1\.0 kB"):
+    with pytest.raises(RondoError, match=r"reward needs .* and this machine has 1\.0 kB"):
         check({}, stages)
 
 
