@@ -245,7 +245,7 @@ def pipeline(
         log("\n".join(["params.yaml changed:", *changes]) if changes else "params.yaml: no changes")
         if ended:
             log(f"ended, not run again (--rerun does): {', '.join(ended)}")
-        # 3. Find the stages to run, and estimate time, memory and disk.
+        # 3. Find the stages to run, and what they need.
         names = list(params.rounds)
         shown = [*ended[-SHOWN_ENDED:], *names]
         inputs.refresh(params, home, log)
